@@ -436,7 +436,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
         return 0, 0, no_media, "cannot be encoded"
-    assistant_turns = sum(message["role"] == "assistant" for message in sample_record["messages"])
+    assistant_turns = sum(message.get("role") == "assistant" for message in sample_record["messages"])
     return (
         len(token_ids) - sum(map(encoder.chat_encoder.media_token_count, media_grids)),
         assistant_turns,

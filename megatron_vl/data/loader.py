@@ -53,10 +53,8 @@ from megatron_vl.data.sample.pixels import (
 )
 from megatron_vl.data.sample.thinking import ThinkingRule
 from megatron_vl.data.source.bad_samples import (
-    LIMIT_BY_REASON,
     MAX_LISTED_PER_ROW,
     NOT_IN_CHAT_TEMPLATE,
-    TEMPLATE_ADVICE,
     TOO_LONG,
     TOO_MANY_PATCHES,
     BadSampleMeter,
@@ -194,13 +192,11 @@ class RowEncoder:
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
-        self.refusal_counts: Counter[str] = Counter()
+        self.refusal_meter = BadSampleMeter(1.0)
+        """Counts the unusable samples, for the message if too many come one after the other."""
         self.logged_samples: dict[str, set[tuple[str, ...]]] = {}
         """The samples whose message was logged, by reason."""
         self.consecutive_refusals = 0
-        self.smallest_oversized: dict[str, int] = {}
-        """By reason: the smallest number of tokens or patches of the oversized samples since the last usable
-        one."""
         self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
         self.source_names: tuple[str, ...] = ()
         """Names of the sources of a blend. If it is not empty, rows say which source each sample is from."""
@@ -209,9 +205,8 @@ class RowEncoder:
         """A copy with separate counts, for one process."""
         process_encoder = copy.copy(self)
         process_encoder.dropped_counts = Counter()
-        process_encoder.refusal_counts = Counter()
+        process_encoder.refusal_meter = BadSampleMeter(1.0)
         process_encoder.dropped_samples = []
-        process_encoder.smallest_oversized = {}
         process_encoder.logged_samples = {}
         return process_encoder
 
@@ -230,7 +225,6 @@ class RowEncoder:
             refusal = _refusal_of_error(error)
         else:
             self.consecutive_refusals = 0
-            self.smallest_oversized.clear()
             return encoded_sample
 
         self._count_refusal(raw_sample, refusal)
@@ -245,18 +239,15 @@ class RowEncoder:
 
     def _count_refusal(self, raw_sample: RawSample, refusal: UnusableSampleError) -> None:
         """Counts an unusable sample. Raises FatalSampleError if too many came one after the other."""
-        if size := refusal.sample_size:
-            smallest_size = self.smallest_oversized.get(refusal.reason, size)
-            self.smallest_oversized[refusal.reason] = min(size, smallest_size)
         self.consecutive_refusals += 1
-        self.refusal_counts[refusal.reason] += 1
+        refusal_details = {"size": refusal.sample_size, "data_sets": []}
+        self.refusal_meter.add_counts(0, {refusal.reason: 1}, {refusal.reason: refusal_details})
         if self.consecutive_refusals >= self.max_consecutive_refusals:
-            most_common_reasons = self.refusal_counts.most_common()
-            reason_counts = ", ".join(f"{count} {reason}" for reason, count in most_common_reasons)
             refusal_detail = " ".join(str(refusal).split())  # in one line, as the message's reader expects
             raise FatalSampleError(
-                f"{self.consecutive_refusals} samples in a row cannot be used ({reason_counts}); the last:"
-                f" {raw_sample.__key__}: {refusal_detail}{self._oversize_advice()}"
+                f"{self.consecutive_refusals} samples in a row cannot be used"
+                f" ({self.refusal_meter.counts_by_reason()}); the last: {raw_sample.__key__}:"
+                f" {refusal_detail}. {self.refusal_meter.advice_text()}"
             )
 
     def _encode_sample(self, raw_sample: RawSample) -> EncodedSample:
@@ -292,7 +283,7 @@ class RowEncoder:
             media=media_records,
             data=[raw_sample.media_bytes[item["key"]] for item in media_records],
             shard_name=raw_sample.shard_name,
-            source=_source_text(raw_sample.json_bytes),
+            source=_source_text(conversation_record),
         )
         self._check_size(*encoded_sample.token_and_patch_count)
         return encoded_sample
@@ -308,22 +299,6 @@ class RowEncoder:
                 f"{patch_count} patches do not fit into data.max_patches {self.data_config.max_patches}"
             )
             raise UnusableSampleError(TOO_MANY_PATCHES, problem_text, patch_count)
-
-    def _oversize_advice(self) -> str:
-        """What to do about oversized samples, or about those that the chat template cannot write."""
-        if NOT_IN_CHAT_TEMPLATE in self.refusal_counts and not self.smallest_oversized:
-            return f". Note: {TEMPLATE_ADVICE}"
-        if not self.smallest_oversized:
-            return ""
-
-        smallest_texts = []
-        field_names = []
-        for reason, size in self.smallest_oversized.items():
-            size_unit, field_name = LIMIT_BY_REASON[reason]
-            smallest_texts.append(f"the smallest {reason} has {size} {size_unit}")
-            field_names.append(field_name)
-        advice = f"raise {' and '.join(field_names)}, or lower data.max_pixels if pictures fill it"
-        return f". Of these, {', '.join(smallest_texts)}: {advice}"
 
     def _dataset_name(self, sample: Sample) -> str:
         """The name of a sample's source in a blend; empty without a blend."""
@@ -412,7 +387,7 @@ class RowEncoder:
         if first_problem:
             loss_mask = torch.zeros_like(loss_mask)
             self._record_dropped(encoded_sample, *first_problem)
-            self.refusal_counts[first_problem[0]] += 1
+            self.refusal_meter.add_counts(0, {first_problem[0]: 1})
             self._log_bad_sample(encoded_sample, *first_problem)
         return DecodedSample.derive_from(
             encoded_sample,

@@ -34,6 +34,7 @@ from megatron_vl.data.source.sample_sizes import (
     has_stored_sizes,
     open_stored_sizes,
 )
+from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.data.state_json import LoaderStateError, state_from_json
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
@@ -447,6 +448,20 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     sample.json_bytes = json.dumps(record).encode()
     tokens, turns, media, reason = measure_sample(encoder, sample)
     assert (tokens, turns, len(media), reason) == (0, 0, 0, "cannot be encoded")
+
+
+def test_a_message_without_a_role_is_measured_as_the_loader_encodes_it(dataset):
+    from data_tools.sample_sizes import measure_sample
+
+    loader = Run(dataset, 1).loaders[0]
+    encoder = loader._planning_context.row_encoder
+    sample = cook_sample(loader._planning_context.sized_sources[0].open_reader(0.0, None)[0])
+    record = json.loads(sample.json_bytes) | {"media": []}
+    record["messages"] = [{"role": "user", "content": "Hello"}, {"content": "Who says this?"}]
+    sample.json_bytes = append_crc32(json.dumps(record).encode())
+    tokens, turns, media, reason = measure_sample(encoder, sample)
+    assert (turns, len(media), reason) == (0, 0, "") and tokens > 0
+    assert encoder.preencode_sample(sample).token_and_patch_count == (tokens, 0)
 
 
 def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkeypatch):
