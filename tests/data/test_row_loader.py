@@ -544,33 +544,35 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
                 measure_sample(encoder, sample)
 
 
-def test_nodes_share_an_index(plain, dataset, tmp_path, capsys):
-    """Parts in any order, one of them twice and one never: the files are those of one machine."""
+@pytest.mark.parametrize("last", [["--shard", "1/4"], []], ids=["last part", "whole"])
+def test_nodes_share_an_index(plain, dataset, tmp_path, capsys, last):
+    """Parts in any order, one of them twice: the files are those of one machine."""
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
     wanted = {path.name: path.read_bytes() for path in (dataset / METADATA_DIR / SIZES_DIR).glob("*/*")}
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers", "2", "--json"]
 
-    def said(*shard: str) -> tuple[int, int]:
+    def said(*shard: str) -> tuple[int, int, int]:
         assert main([*words, *shard]) == 0
         (found,) = json.loads(capsys.readouterr().out)
-        return (found["measured"], found["left"]) if shard else (found["samples"], found["unusable"])
+        return found["shards_left"], found["samples"], found["unusable"]
 
-    assert said("--shard", "2/4") == (2, 7)
-    assert said("--shard", "0/4") == (3, 4)
-    assert said("--shard", "2/4") == (0, 4)
-    assert said("--shard", "3/4") == (2, 2)
+    assert said("--shard", "2/4") == (7, 0, 0)
+    assert said("--shard", "0/4") == (4, 0, 0)
+    assert main([*words[:-1], "--shard", "2/4"]) == 0
+    assert "4 shards of other parts left" in capsys.readouterr().out
+    assert said("--shard", "3/4") == (2, 0, 0)
     assert not has_stored_sizes(
         read_description(folder), compute_tokenization_id(hf(), read_spec(hf()), data_config(folder))
     )
-    assert said() == (COUNT, 0)
+    assert said(*last) == (0, COUNT, 0)
     assert {
         path.name: path.read_bytes() for path in (folder / METADATA_DIR / SIZES_DIR).glob("*/*")
     } == wanted
 
-    assert said("--shard", "1/4") == (0, 0)
-    assert main([*words[:-1], "--shard", "1/4"]) == 0 and "the sizes were there" in capsys.readouterr().out
+    assert said("--shard", "1/4") == (0, COUNT, 0)
+    assert main([*words[:-1], "--shard", "1/4"]) == 0 and "were there" in capsys.readouterr().out
     assert main([*words, "--shard", "4/4"]) != 0 and "must be I/N" in capsys.readouterr().err
 
 

@@ -29,7 +29,7 @@ class BlendChange:
 
     @property
     def is_same_data(self) -> bool:
-        """Whether the same samples are drawn, as often and in the same order. Weights count by their ratio."""
+        """Whether the same samples are drawn, as often and in the same order. Weights count by ratio."""
         old_keys = [source.source_key for source in self.old_sources]
         if old_keys != [source.source_key for source in self.new_sources]:
             return False
