@@ -58,15 +58,13 @@ def stored(messages: list[dict[str, Any]], jpeg: bytes) -> RawSample:
     size = {"height": height, "width": width}
     medium = {"key": "0.jpg", "kind": "image", **size, "crc32": zlib.crc32(jpeg)}
     text = append_crc32(json.dumps({"messages": messages, "media": [medium]}).encode())
-    return RawSample(
-        __key__="0", __restore_key__=(), __subflavors__={}, json_bytes=text, media_bytes={"0.jpg": jpeg}
-    )
+    return RawSample("0", text, {"0.jpg": jpeg})
 
 
 def ours(encoder: RowEncoder, raw: RawSample) -> tuple[EncodedSample, torch.Tensor]:
     """The encoded sample and its planes."""
     encoded = encoder.preencode_sample(raw)
-    return encoded, encoder.postencode_sample(encoded).sample.media_items[0].planes
+    return encoded, encoder.postencode_sample(encoded).media_items[0].planes
 
 
 def open_picture(jpeg: bytes) -> Image.Image:

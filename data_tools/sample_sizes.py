@@ -364,7 +364,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
         root_cause = error.__cause__ if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError | MemoryError):
             raise SizesWriteError(
-                f"sample {sample.__key__ if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"
+                f"sample {sample.key if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
         return 0, 0, no_media, "cannot be encoded"

@@ -145,7 +145,7 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     reader = source.open_reader(0.0, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
-        assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.__key__
+        assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.key
     assert (patches > 0).sum() > 30
 
 
@@ -540,7 +540,7 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fails)
-            with pytest.raises(SizesWriteError, match=f"sample {sample.__key__}: {type(fault).__name__}"):
+            with pytest.raises(SizesWriteError, match=f"sample {sample.key}: {type(fault).__name__}"):
                 measure_sample(encoder, sample)
 
 
