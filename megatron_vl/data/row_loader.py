@@ -234,13 +234,13 @@ class RowLoader:
             LoaderStateError: ``data.on_changed_blend`` does not allow another blend, or no earlier source is
                 left.
         """
-        problem_text = "the loader state was saved with another data set"
+        problem_text = "the loader state was saved with another data set: "
         if not blend_change.keeps_any_source:
-            raise LoaderStateError(f"{problem_text}: {blend_change.summary()}; {ADVICE_BY_FIELD['dataset']}")
+            raise LoaderStateError(f"{problem_text}{blend_change.summary()}; {ADVICE_BY_FIELD['dataset']}")
         change_lines = blend_change.change_lines()
         if self._data_config.on_changed_blend != "continue":
             raise LoaderStateError(
-                f"{problem_text}: {'; '.join(change_lines)}. Either {GIVE_ORIGINAL_DATASET},"
+                f"{problem_text}{'; '.join(change_lines)}. Either {GIVE_ORIGINAL_DATASET},"
                 f" {CONTINUE_ADVICE}, {RESTART_DATA_ADVICE}"
             )
         self._change_lines.append("the blend has changed; from here on:")

@@ -280,17 +280,7 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
             " the data with `megatron-vl data convert`"
         )
 
-    split_file = metadata_dir / "split.yaml"
-    split_fields = _read_description_file(split_file)
-    patterns_by_split = split_fields.get("split_parts")
-    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
-    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
-        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
-    shards_by_split = {}
-    for split_name, shard_patterns in patterns_by_split.items():
-        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
-    excluded_names = _expand_shard_names(split_file, split_fields.get("exclude") or [])
-
+    shards_by_split, excluded_names = _read_splits(metadata_dir / "split.yaml")
     samples_by_shard = _read_description_file(metadata_dir / ".info.json").get("shard_counts")
     samples_by_shard = samples_by_shard if isinstance(samples_by_shard, dict) else {}
     if not all(type(count) is int and count >= 0 for count in samples_by_shard.values()):
@@ -310,6 +300,20 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
         samples_by_shard,
         _read_content_id(metadata_dir / "index.uuid"),
     )
+
+
+def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]:
+    """The shards of each split, and the names of excluded shards and samples."""
+    split_fields = _read_description_file(split_file)
+    patterns_by_split = split_fields.get("split_parts")
+    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
+    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
+        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
+
+    shards_by_split = {}
+    for split_name, shard_patterns in patterns_by_split.items():
+        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
+    return shards_by_split, _expand_shard_names(split_file, split_fields.get("exclude") or [])
 
 
 def _read_content_id(id_path: Location) -> str:
