@@ -37,7 +37,6 @@ import numpy as np
 import psutil
 import torch
 from megatron.energon.epathlib import EPath
-from megatron.energon.task_encoder.cooking import basic_sample_keys
 
 from benchmarks.photographs import crop, photographs
 from data_tools.convert import ConversionOptions, convert_dataset
@@ -148,12 +147,12 @@ class SizesOnly(RowEncoder):
     def copy_for_process(self) -> SizesOnly:
         return self
 
-    def cook(self, crude: dict[str, Any]) -> Any:
+    def cook(self, crude: dict[str, Any], source: int = 0) -> Any:
         assert "json" in crude, crude
         return crude
 
     def preencode_sample(self, sample: Any) -> Any:
-        return EncodedSample(**basic_sample_keys(sample), refused=("read", "and not decoded"))
+        return EncodedSample(sample["__key__"], refused=("read", "and not decoded"))
 
     def make_row(self, samples: Sequence[Any], source: int = 0) -> Any:
         return SimpleNamespace(num_samples=len(samples), dropped_counts={})

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,31 +65,16 @@ class IndexResult:
     """What was done for one data set."""
 
     path: Path
-    samples: int
-    unusable: int
-    reasons: dict[str, int]
-    """How many samples are unusable for each reason."""
-    media: int
-    bytes: int
     seconds: float
     """0 if the sizes existed before."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "path": str(self.path)}
-
-
-@dataclass(frozen=True)
-class IndexPartResult:
-    """What one of several nodes did for one data set."""
-
-    path: Path
-    measured: int
-    """Shards that this call measured."""
-    left: int
-    """Shards that no call has measured yet. They belong to other parts."""
-    joined: bool
-    """Whether the sizes of the whole data set existed before."""
-    seconds: float
+    shards_left: int = 0
+    """Shards of other parts that nobody has measured yet. If there are any, there are no sizes to count."""
+    samples: int = 0
+    unusable: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    """How many samples are unusable for each reason."""
+    media: int = 0
+    bytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return {**self.__dict__, "path": str(self.path)}
@@ -101,8 +86,13 @@ def index_datasets(
     hf_dir: str | Path,
     num_workers: int = 1,
     show_progress: ProgressCallback | None = None,
+    work_part: WorkPart | None = None,
 ) -> list[IndexResult]:
     """Writes the sizes of a data set, or of all data sets of a metadataset. Existing sizes stay.
+
+    Args:
+        work_part: measure only every ``work_part.num_parts``-th shard; None: all. Whoever measures the last
+            shard joins the results of all.
 
     Raises:
         SizesWriteError: a data set is not on a local disk, its shards cannot be read, or its folder cannot be
@@ -115,34 +105,10 @@ def index_datasets(
 
     index_results: list[IndexResult] = []
     for dataset in _local_datasets(data_config):
-        index_results.append(_index_dataset(dataset, sizes_name, encoder, num_workers, show_progress))
-    return index_results
-
-
-def index_datasets_part(
-    data_config: DataConfig,
-    spec: ModelSpec,
-    hf_dir: str | Path,
-    work_part: WorkPart,
-    num_workers: int = 1,
-    show_progress: ProgressCallback | None = None,
-) -> list[IndexPartResult]:
-    """Measures every ``work_part.num_parts``-th shard.
-
-    :func:`index_datasets` measures what is left, and joins the results.
-
-    Raises:
-        The errors of :func:`index_datasets`.
-    """
-    sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
-    encoder = RowEncoder(data_config, spec, hf_dir)
-
-    part_results: list[IndexPartResult] = []
-    for dataset in _local_datasets(data_config):
-        part_results.append(
-            _index_dataset_part(dataset, sizes_name, encoder, work_part, num_workers, show_progress)
+        index_results.append(
+            _index_dataset(dataset, sizes_name, encoder, num_workers, show_progress, work_part)
         )
-    return part_results
+    return index_results
 
 
 def _local_datasets(data_config: DataConfig) -> list[DatasetDescription]:
@@ -161,6 +127,7 @@ def _index_dataset(
     encoder: RowEncoder,
     num_workers: int,
     show_progress: ProgressCallback | None,
+    work_part: WorkPart | None,
 ) -> IndexResult:
     sizes_dir = _sizes_dir(dataset, sizes_name)
     if has_stored_sizes(dataset, sizes_name):
@@ -169,7 +136,11 @@ def _index_dataset(
     start_time = time.monotonic()
     with _open_work_dir(dataset, sizes_name) as work_dir:
         tasks = _shard_tasks(dataset, encoder, work_dir)
-        _measure_shards(tasks, f"shards of {dataset.path}", num_workers, show_progress)
+        own_tasks = tasks[work_part.index :: work_part.num_parts] if work_part else tasks
+        _measure_shards(own_tasks, f"shards of {dataset.path}", num_workers, show_progress)
+        shards_left = sum(not task.result_path.is_file() for task in tasks)
+        if shards_left and not has_stored_sizes(dataset, sizes_name):
+            return IndexResult(dataset.path, round(time.monotonic() - start_time, 3), shards_left)
 
         joined_dir = work_dir / f"joined-{_process_suffix()}"
         joined_dir.mkdir()
@@ -182,44 +153,9 @@ def _index_dataset(
     return _index_result(sizes_dir, time.monotonic() - start_time)
 
 
-def _index_dataset_part(
-    dataset: DatasetDescription,
-    sizes_name: str,
-    encoder: RowEncoder,
-    work_part: WorkPart,
-    num_workers: int,
-    show_progress: ProgressCallback | None,
-) -> IndexPartResult:
-    dataset_dir = _dataset_dir(_sizes_dir(dataset, sizes_name))
-    if has_stored_sizes(dataset, sizes_name):
-        return IndexPartResult(dataset_dir, 0, 0, True, 0.0)
-
-    start_time = time.monotonic()
-    measured = num_left = 0
-    with _open_work_dir(dataset, sizes_name) as work_dir:
-        tasks = _shard_tasks(dataset, encoder, work_dir)
-        part_tasks = tasks[work_part.index :: work_part.num_parts]
-        measured = _measure_shards(
-            part_tasks, f"shards of part {work_part} of {dataset.path}", num_workers, show_progress
-        )
-        num_left = sum(not task.result_path.is_file() for task in tasks)
-    is_joined = has_stored_sizes(dataset, sizes_name)
-    return IndexPartResult(
-        dataset_dir,
-        measured,
-        0 if is_joined else num_left,
-        is_joined,
-        round(time.monotonic() - start_time, 3),
-    )
-
-
 def _sizes_dir(dataset: DatasetDescription, sizes_name: str) -> Path:
     assert isinstance(dataset.path, Path)
     return dataset.path / METADATA_DIR / SIZES_DIR / sizes_name
-
-
-def _dataset_dir(sizes_dir: Path) -> Path:
-    return sizes_dir.parents[2]
 
 
 @contextmanager
@@ -257,13 +193,13 @@ def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
     shards = json.loads((sizes_dir / SHARDS_FILE).read_text())["shards"].values()
     reasons = sum((Counter(shard["unusable"]) for shard in shards), Counter[str]())
     return IndexResult(
-        _dataset_dir(sizes_dir),
-        len(samples),
-        num_unusable,
-        reasons,
-        len(media),
-        total_bytes,
+        sizes_dir.parents[2],
         round(seconds, 3),
+        samples=len(samples),
+        unusable=num_unusable,
+        reasons=reasons,
+        media=len(media),
+        bytes=total_bytes,
     )
 
 
@@ -314,8 +250,8 @@ def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder, work_dir: Pat
 
 def _measure_shards(
     tasks: Sequence[_ShardTask], tasks_text: str, num_workers: int, show_progress: ProgressCallback | None
-) -> int:
-    """Writes the files that are missing. Returns their number."""
+) -> None:
+    """Writes the files that are missing."""
     _current_tasks[:] = [task for task in tasks if not task.result_path.is_file()]
     num_missing = len(_current_tasks)
     start_time = time.monotonic()
@@ -323,17 +259,13 @@ def _measure_shards(
     try:
         for num_done, _ in enumerate(_run_tasks(num_missing, num_workers), start=1):
             if show_progress:
-                shards_per_second = num_done / max(time.monotonic() - start_time, 1e-9)
-                show_progress(
-                    f"{num_done} of {num_missing} {tasks_text}, "
-                    f"{(num_missing - num_done) / shards_per_second:.0f} s left"
-                )
+                seconds_left = (time.monotonic() - start_time) * (num_missing / num_done - 1)
+                show_progress(f"{num_done} of {num_missing} {tasks_text}, {seconds_left:.0f} s left")
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
         _split_readers.clear()
         _current_tasks.clear()
-    return num_missing
 
 
 def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[None]:
@@ -432,11 +364,11 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
         root_cause = error.__cause__ if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError | MemoryError):
             raise SizesWriteError(
-                f"sample {sample.__key__ if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"
+                f"sample {sample.key if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
         return 0, 0, no_media, "cannot be encoded"
-    assistant_turns = sum(message["role"] == "assistant" for message in sample_record["messages"])
+    assistant_turns = sum(message.get("role") == "assistant" for message in sample_record["messages"])
     return (
         len(token_ids) - sum(map(encoder.chat_encoder.media_token_count, media_grids)),
         assistant_turns,

@@ -736,8 +736,5 @@ PUBLIC_BASE_CLASSES = {
     "megatron_vl.models.vision_language:TowerEverywhere": (
         "MegatronModule is the base class that core requires of every model"
     ),
-    "megatron_vl.data.loader:RawSample": "Sample is the base class that Energon requires of every sample",
-    "megatron_vl.data.loader:EncodedSample": "Sample is the base class that Energon requires of every sample",
-    "megatron_vl.data.loader:DecodedSample": "Sample is the base class that Energon requires of every sample",
 }
 """Subclasses of classes that are documented as base classes. They need no entry; the text says why."""

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.energon import Sample, WorkerConfig
+from megatron.energon import WorkerConfig
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset import load_dataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
-from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 
 from megatron_vl.config import DataConfig, video_rule
@@ -53,16 +52,14 @@ from megatron_vl.data.sample.pixels import (
 )
 from megatron_vl.data.sample.thinking import ThinkingRule
 from megatron_vl.data.source.bad_samples import (
-    LIMIT_BY_REASON,
     MAX_LISTED_PER_ROW,
     NOT_IN_CHAT_TEMPLATE,
-    TEMPLATE_ADVICE,
     TOO_LONG,
     TOO_MANY_PATCHES,
     BadSampleMeter,
     DroppedSample,
 )
-from megatron_vl.data.source.blend import SOURCE_FIELD, BlendSource, list_names, read_blend_sources
+from megatron_vl.data.source.blend import BlendSource, list_names, read_blend_sources
 from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, read_description
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
@@ -123,28 +120,34 @@ def _refusal_of_error(error: Exception) -> UnusableSampleError:
     return UnusableSampleError("cannot be encoded", f"{type(error).__name__}: {error}")
 
 
-@dataclasses.dataclass(kw_only=True)
-class RawSample(Sample):
+@dataclasses.dataclass
+class RawSample:
     """A sample as the shard stores it: its JSON and the bytes of its media, not decoded."""
 
+    key: str
     json_bytes: bytes | None
     media_bytes: dict[str, bytes]
     shard_name: str = ""
+    source_index: int = 0
+    """Number of the sample's source in the blend."""
     read_failure: tuple[str, str] | None = None
     """Reason and detail if the sample could not be read."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class EncodedSample(Sample):
+@dataclasses.dataclass
+class EncodedSample:
     """A tokenized sample with known grids and undecoded media. A ``refused`` sample is empty."""
 
+    key: str
+    shard_name: str = ""
+    source: str = ""
+    """The input file and record that it was converted from."""
+    source_index: int = 0
     token_ids: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     loss_mask: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     grids: list[GridTHW] = dataclasses.field(default_factory=list)
     media: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     data: list[bytes] = dataclasses.field(default_factory=list)
-    shard_name: str = ""
-    source: str = ""
     refused: tuple[str, str] | None = None
     """Reason and detail if the sample is unusable."""
     refused_size: int = 0
@@ -156,15 +159,8 @@ class EncodedSample(Sample):
         return len(self.token_ids), sum(grid.num_patches for grid in self.grids)
 
 
-@dataclasses.dataclass(kw_only=True)
-class DecodedSample(Sample):
-    """A sample that is ready for a row."""
-
-    sample: assemble_row.TokenizedSample
-
-
-def cook_sample(crude_sample: dict[str, Any]) -> RawSample:
-    """Turns Energon's crude sample into a :class:`RawSample`.
+def cook_sample(crude_sample: dict[str, Any], source_index: int = 0) -> RawSample:
+    """Turns Energon's crude sample of a source into a :class:`RawSample`.
 
     It never fails: missing parts are found and counted when encoding.
     """
@@ -173,11 +169,12 @@ def cook_sample(crude_sample: dict[str, Any]) -> RawSample:
         if not name.startswith("__") and name != "json":
             media_bytes[name] = data
     return RawSample(
-        **basic_sample_keys(crude_sample),
-        json_bytes=crude_sample.get("json"),
-        media_bytes=media_bytes,
-        shard_name=crude_sample.get("__shard__", ""),
-        read_failure=crude_sample.get(BROKEN_FIELD),
+        crude_sample["__key__"],
+        crude_sample.get("json"),
+        media_bytes,
+        crude_sample.get("__shard__", ""),
+        source_index,
+        crude_sample.get(BROKEN_FIELD),
     )
 
 
@@ -194,13 +191,11 @@ class RowEncoder:
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
-        self.refusal_counts: Counter[str] = Counter()
+        self.refusal_meter = BadSampleMeter(1.0)
+        """Counts the unusable samples, for the message if too many come one after the other."""
         self.logged_samples: dict[str, set[tuple[str, ...]]] = {}
         """The samples whose message was logged, by reason."""
         self.consecutive_refusals = 0
-        self.smallest_oversized: dict[str, int] = {}
-        """By reason: the smallest number of tokens or patches of the oversized samples since the last usable
-        one."""
         self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
         self.source_names: tuple[str, ...] = ()
         """Names of the sources of a blend. If it is not empty, rows say which source each sample is from."""
@@ -209,9 +204,8 @@ class RowEncoder:
         """A copy with separate counts, for one process."""
         process_encoder = copy.copy(self)
         process_encoder.dropped_counts = Counter()
-        process_encoder.refusal_counts = Counter()
+        process_encoder.refusal_meter = BadSampleMeter(1.0)
         process_encoder.dropped_samples = []
-        process_encoder.smallest_oversized = {}
         process_encoder.logged_samples = {}
         return process_encoder
 
@@ -230,33 +224,30 @@ class RowEncoder:
             refusal = _refusal_of_error(error)
         else:
             self.consecutive_refusals = 0
-            self.smallest_oversized.clear()
             return encoded_sample
 
         self._count_refusal(raw_sample, refusal)
         self._log_bad_sample(raw_sample, refusal.reason, str(refusal))
-        return EncodedSample.derive_from(
-            raw_sample,
-            shard_name=raw_sample.shard_name,
-            source=_source_text(raw_sample.json_bytes),
+        return EncodedSample(
+            raw_sample.key,
+            raw_sample.shard_name,
+            _source_text(raw_sample.json_bytes),
+            raw_sample.source_index,
             refused=(refusal.reason, str(refusal)),
             refused_size=refusal.sample_size,
         )
 
     def _count_refusal(self, raw_sample: RawSample, refusal: UnusableSampleError) -> None:
         """Counts an unusable sample. Raises FatalSampleError if too many came one after the other."""
-        if size := refusal.sample_size:
-            smallest_size = self.smallest_oversized.get(refusal.reason, size)
-            self.smallest_oversized[refusal.reason] = min(size, smallest_size)
         self.consecutive_refusals += 1
-        self.refusal_counts[refusal.reason] += 1
+        refusal_details = {"size": refusal.sample_size, "data_sets": []}
+        self.refusal_meter.add_counts(0, {refusal.reason: 1}, {refusal.reason: refusal_details})
         if self.consecutive_refusals >= self.max_consecutive_refusals:
-            most_common_reasons = self.refusal_counts.most_common()
-            reason_counts = ", ".join(f"{count} {reason}" for reason, count in most_common_reasons)
             refusal_detail = " ".join(str(refusal).split())  # in one line, as the message's reader expects
             raise FatalSampleError(
-                f"{self.consecutive_refusals} samples in a row cannot be used ({reason_counts}); the last:"
-                f" {raw_sample.__key__}: {refusal_detail}{self._oversize_advice()}"
+                f"{self.consecutive_refusals} samples in a row cannot be used"
+                f" ({self.refusal_meter.counts_by_reason()}); the last: {raw_sample.key}:"
+                f" {refusal_detail}. {self.refusal_meter.advice_text()}"
             )
 
     def _encode_sample(self, raw_sample: RawSample) -> EncodedSample:
@@ -284,15 +275,16 @@ class RowEncoder:
         token_ids, loss_mask = self.chat_encoder.encode(
             conversation_record["messages"], media_grids, conversation_record.get("tools", ()), deadline
         )
-        encoded_sample = EncodedSample.derive_from(
-            raw_sample,
+        encoded_sample = EncodedSample(
+            raw_sample.key,
+            raw_sample.shard_name,
+            _source_text(conversation_record),
+            raw_sample.source_index,
             token_ids=token_ids,
             loss_mask=loss_mask,
             grids=media_grids,
             media=media_records,
             data=[raw_sample.media_bytes[item["key"]] for item in media_records],
-            shard_name=raw_sample.shard_name,
-            source=_source_text(raw_sample.json_bytes),
         )
         self._check_size(*encoded_sample.token_and_patch_count)
         return encoded_sample
@@ -309,31 +301,15 @@ class RowEncoder:
             )
             raise UnusableSampleError(TOO_MANY_PATCHES, problem_text, patch_count)
 
-    def _oversize_advice(self) -> str:
-        """What to do about oversized samples, or about those that the chat template cannot write."""
-        if NOT_IN_CHAT_TEMPLATE in self.refusal_counts and not self.smallest_oversized:
-            return f". Note: {TEMPLATE_ADVICE}"
-        if not self.smallest_oversized:
-            return ""
-
-        smallest_texts = []
-        field_names = []
-        for reason, size in self.smallest_oversized.items():
-            size_unit, field_name = LIMIT_BY_REASON[reason]
-            smallest_texts.append(f"the smallest {reason} has {size} {size_unit}")
-            field_names.append(field_name)
-        advice = f"raise {' and '.join(field_names)}, or lower data.max_pixels if pictures fill it"
-        return f". Of these, {', '.join(smallest_texts)}: {advice}"
-
-    def _dataset_name(self, sample: Sample) -> str:
+    def _dataset_name(self, sample: RawSample | EncodedSample) -> str:
         """The name of a sample's source in a blend; empty without a blend."""
-        return self.source_names[(sample.__subflavors__ or {})[SOURCE_FIELD]] if self.source_names else ""
+        return self.source_names[sample.source_index] if self.source_names else ""
 
     def _log_bad_sample(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
         """Logs the first ten samples of a reason, each once, however often the data set is repeated."""
         shown_samples = self.logged_samples.setdefault(reason, set())
         dataset_name = self._dataset_name(sample)
-        name = (dataset_name, sample.shard_name, sample.__key__)
+        name = (dataset_name, sample.shard_name, sample.key)
         if len(shown_samples) == MAX_LOGGED_PER_REASON or name in shown_samples:
             return
         shown_samples.add(name)
@@ -341,7 +317,7 @@ class RowEncoder:
             " (further ones are counted, not logged)" if len(shown_samples) == MAX_LOGGED_PER_REASON else ""
         )
         dataset_note = f" of {dataset_name}" if dataset_name else ""
-        log.warning("sample %s%s: %s: %s%s", sample.__key__, dataset_note, reason, detail, last_note)
+        log.warning("sample %s%s: %s: %s%s", sample.key, dataset_note, reason, detail, last_note)
 
     def _record_dropped(self, sample: EncodedSample, drop_reason: str, drop_detail: str) -> None:
         """Counts and lists a sample as dropped. The next row reports it."""
@@ -349,7 +325,7 @@ class RowEncoder:
         if len(self.dropped_samples) < MAX_LISTED_PER_ROW:
             self.dropped_samples.append(
                 DroppedSample(
-                    sample.__key__,
+                    sample.key,
                     sample.shard_name,
                     sample.source,
                     self._dataset_name(sample),
@@ -391,7 +367,7 @@ class RowEncoder:
         waiting_indices = sorted(set(range(len(usable_samples))) - set(taken_indices))
         return [taken_samples], [usable_samples[i] for i in waiting_indices]
 
-    def postencode_sample(self, encoded_sample: EncodedSample) -> DecodedSample:
+    def postencode_sample(self, encoded_sample: EncodedSample) -> assemble_row.TokenizedSample:
         """Decodes the media of a sample, which must not be refused."""
         first_problem: tuple[str, str] | None = None
         media_items = []
@@ -412,12 +388,9 @@ class RowEncoder:
         if first_problem:
             loss_mask = torch.zeros_like(loss_mask)
             self._record_dropped(encoded_sample, *first_problem)
-            self.refusal_counts[first_problem[0]] += 1
+            self.refusal_meter.add_counts(0, {first_problem[0]: 1})
             self._log_bad_sample(encoded_sample, *first_problem)
-        return DecodedSample.derive_from(
-            encoded_sample,
-            sample=assemble_row.TokenizedSample(encoded_sample.token_ids, loss_mask, media_items),
-        )
+        return assemble_row.TokenizedSample(encoded_sample.token_ids, loss_mask, media_items)
 
     def _decode_planes(
         self, media_record: dict[str, Any], media_bytes: bytes, media_grid: GridTHW, deadline: SampleDeadline
@@ -443,22 +416,20 @@ class RowEncoder:
         Args:
             source_index: number of the source in the blend for which a row of padding counts.
         """
-        decoded_samples = [self.postencode_sample(sample) for sample in self._usable_samples(encoded_samples)]
-        if not decoded_samples:
+        usable_samples = self._usable_samples(encoded_samples)
+        if not usable_samples:
             return self.empty_row(source_index)
 
-        video_positions = self.data_config.video_positions
         packed_row = assemble_row.pack_row(
-            [decoded_sample.sample for decoded_sample in decoded_samples],
+            [self.postencode_sample(sample) for sample in usable_samples],
             self.spec,
             self.data_config.seq_len,
             self.chat_encoder.pad_token_id,
-            video_positions,
+            self.data_config.video_positions,
         )
-        packed_row.sample_keys = [decoded_sample.__key__ for decoded_sample in decoded_samples]
+        packed_row.sample_keys = [sample.key for sample in usable_samples]
         if self.source_names:
-            for decoded_sample in decoded_samples:
-                packed_row.source_indices.append((decoded_sample.__subflavors__ or {})[SOURCE_FIELD])
+            packed_row.source_indices = [sample.source_index for sample in usable_samples]
         return self._attach_dropped(packed_row)
 
     def empty_row(self, source_index: int = 0) -> TrainingRow:
@@ -488,10 +459,14 @@ class RowEncoder:
         return packed_row
 
 
-def _source_text(json_bytes: bytes | None) -> str:
-    """The input file and record that a stored sample was converted from; empty if it does not name them."""
+def _source_text(record: Any) -> str:
+    """The input file and record that a stored sample was converted from; empty if it does not name them.
+
+    Args:
+        record: the sample's JSON, as bytes or as an object.
+    """
     try:
-        source = json.loads(json_bytes or b"")["source"]
+        source = (json.loads(record) if isinstance(record, bytes) else record)["source"]
         return f"{source['file']} record {source['record']}"
     except Exception:  # a damaged shard may hold any text
         return ""

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_vl.data.packing.plan_rows import LOOKAHEAD_FACTOR, MOST_CHOICES, assign_rows_to_ranks, plan_rows
 from megatron_vl.data.packing.training_row import TrainingRow
-from megatron_vl.data.source.blend import SOURCE_FIELD, BlendSource
+from megatron_vl.data.source.blend import BlendSource
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
@@ -681,8 +681,7 @@ def read_planned_row(
         crude_sample = sample_readers[sample.source][sample.index]
         if crude_sample is None:
             continue  # the data set's description excludes it
-        crude_sample["__subflavors__"] = {SOURCE_FIELD: sample.source}
-        encoded_sample = row_encoder.preencode_sample(row_encoder.cook(crude_sample))
+        encoded_sample = row_encoder.preencode_sample(row_encoder.cook(crude_sample, sample.source))
 
         # A larger sample might not fit into the row, and the other ranks count on the planned size.
         token_count, patch_count = encoded_sample.token_and_patch_count

@@ -17,9 +17,9 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.sample.thinking import ThinkingRule
-from megatron_vl.data.source.blend import BlendError, BlendSource, read_blend_sources, summarize_blend
-from megatron_vl.data.source.blend_change import BlendChange
-from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, compare_identities
+from megatron_vl.data.source.blend import summarize_blend
+from megatron_vl.data.source.blend_change import BlendChange, read_saved_sources
+from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.json_files import check_format_version
 
@@ -204,13 +204,9 @@ class RowLoader:
         )
 
         # A change of the blend is the only difference with which a run may go on.
-        if dataset_difference := compare_identities(saved_identity.get("dataset"), self._identity["dataset"]):
-            blend_change = BlendChange(
-                _saved_sources(saved_identity.get("dataset")),
-                tuple(self._planning_context.blend_sources),
-                frozenset(saved_state["begun"]),
-            )
-            self._note_blend_change(blend_change, dataset_difference)
+        blend_change = self._blend_change(saved_identity.get("dataset"), frozenset(saved_state["begun"]))
+        if not blend_change.is_same_data:
+            self._note_blend_change(blend_change)
 
         for field_name, current_value in self._identity.items():
             saved_value = saved_identity.get(field_name)
@@ -221,27 +217,34 @@ class RowLoader:
                     f" {current_value!r} and would not make the same rows; {advice}"
                 )
 
-    def _note_blend_change(self, blend_change: BlendChange, first_difference: str) -> None:
-        """Notes what changes in the blend.
+    def is_same_dataset(self, saved_identity: Any) -> bool:
+        """Whether an identity of a saved state is that of this loader's data set."""
+        return self._blend_change(saved_identity).is_same_data
 
-        Args:
-            first_difference: the first difference, as a clause.
+    def _blend_change(
+        self, saved_identity: Any, known_source_keys: frozenset[str] = frozenset()
+    ) -> BlendChange:
+        new_sources = tuple(self._planning_context.blend_sources)
+        return BlendChange(read_saved_sources(saved_identity), new_sources, known_source_keys)
+
+    def _note_blend_change(self, blend_change: BlendChange) -> None:
+        """Notes what changes in the blend.
 
         Raises:
             LoaderStateError: ``data.on_changed_blend`` does not allow another blend, or no earlier source is
                 left.
         """
-        problem_text = f"the loader state was saved with another data set: {first_difference}"
+        problem_text = "the loader state was saved with another data set: "
         if not blend_change.keeps_any_source:
-            raise LoaderStateError(f"{problem_text}; {ADVICE_BY_FIELD['dataset']}")
+            raise LoaderStateError(f"{problem_text}{blend_change.summary()}; {ADVICE_BY_FIELD['dataset']}")
+        change_lines = blend_change.change_lines()
         if self._data_config.on_changed_blend != "continue":
-            change_text = "; ".join(blend_change.change_lines())
             raise LoaderStateError(
-                f"{problem_text}; {GIVE_ORIGINAL_DATASET}, {CONTINUE_ADVICE} ({change_text}),"
-                f" {RESTART_DATA_ADVICE}"
+                f"{problem_text}{'; '.join(change_lines)}. Either {GIVE_ORIGINAL_DATASET},"
+                f" {CONTINUE_ADVICE}, {RESTART_DATA_ADVICE}"
             )
-        change_lines = [f"  {line}" for line in blend_change.change_lines()]
-        self._change_lines += [f"the blend has changed ({first_difference}); from here on:", *change_lines]
+        self._change_lines.append("the blend has changed; from here on:")
+        self._change_lines += [f"  {line}" for line in change_lines]
 
     def _parallelism_changes(self, saved_state: dict[str, Any]) -> list[str]:
         """What differs from the run that saved."""
@@ -276,11 +279,3 @@ def _without_traceback(error_message: str) -> str:
         r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", error_message, re.MULTILINE
     )
     return str(raised_messages[-1]) if raised_messages else error_message
-
-
-def _saved_sources(saved_identity: Any) -> tuple[BlendSource, ...]:
-    """The sources of a saved identity; none if it cannot be read."""
-    try:
-        return read_blend_sources(saved_identity, "the former data set")
-    except (BlendError, KeyError, TypeError, ValueError, AttributeError):
-        return ()

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_vl.config import video_rule
 from megatron_vl.data.sample.thinking import ThinkingRule
-from megatron_vl.data.source.dataset_description import compare_identities
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
@@ -206,7 +205,7 @@ def _continued_bad_sample_counts(
         return saved_counts
     is_same_dataset = [
         training_run.data_loader is not None
-        and not compare_identities(saved_counts.get("dataset"), training_run.data_loader.dataset_identity)
+        and training_run.data_loader.is_same_dataset(saved_counts.get("dataset"))
     ]
     if training_run.grid.world_size > 1:
         dist.broadcast_object_list(is_same_dataset)  # rank 0 owns a loader

@@ -155,7 +155,7 @@ def is_touched(reach: scan.Reach) -> bool:
 
 def test_every_subclass_has_an_entry() -> None:
     found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.subclasses()}
-    assert len(found) > 15
+    assert len(found) >= 15
     known = {fix.fix_location for fix in DEPENDENCY_FIXES} | set(PUBLIC_BASE_CLASSES)
     assert {text for place, text in found.items() if place not in known} == set()
     assert set(PUBLIC_BASE_CLASSES) <= set(found)

@@ -16,12 +16,9 @@ import yaml
 from data_tools import shards
 from data_tools.shards import IndexWriter, ShardError, WrittenShard
 from megatron_vl.data.source import dataset_description
-from megatron_vl.data.source.dataset_description import (
-    DescriptionError,
-    LoaderError,
-    compare_identities,
-    read_description,
-)
+from megatron_vl.data.source.blend import read_blend_sources
+from megatron_vl.data.source.blend_change import BlendChange, read_saved_sources
+from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
 from megatron_vl.data.state_json import LoaderStateError
 from tests.data.programs import shared_facts
 from tests.support.ranks import call
@@ -51,53 +48,53 @@ def exclude(folder: Path) -> None:
 
 BIRDS, SHIPS = {"path": "birds", "weight": 3}, {"path": "ships", "weight": 1}
 CHANGES: dict[str, tuple[Any, str]] = {
-    "weight": (lambda f: write(f, ships={"weight": 2}), r"^the weight of ships was 1, is 2$"),
+    "weight": (
+        lambda f: write(f, ships={"weight": 2}),
+        "ships goes on where it is: weight 1 (25.0%) becomes weight 2 (40.0%)",
+    ),
     "default weight": (
         lambda f: write(f, train={"blend": [{"path": "birds"}, SHIPS]}),
-        r"^the weight of birds was 3, is 1$",
+        "birds goes on where it is: weight 3 (75.0%) becomes weight 1 (50.0%)",
     ),
-    "order": (
-        lambda f: write(f, train={"blend": [SHIPS, BIRDS]}),
-        r"mixed birds, ships, mixes ships, birds$",
-    ),
+    "order": (lambda f: write(f, train={"blend": [SHIPS, BIRDS]}), "2 sources as before"),
     "one more": (
         lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}),
-        r"mixes birds, ships, other$",
+        "other is new and begins at its start",
     ),
     "another": (
         lambda f: write(f, train={"blend": [{"path": "other", "weight": 3}, SHIPS]}),
-        r"^other was converted",
+        "other is new and begins at its start",
     ),
     "kind": (
         lambda f: write(
             f, train={"blend_epochized": [{"path": "birds", "repetitions": 3}, {"path": "ships"}]}
         ),
-        r"was a blend by weights, is a blend by repetitions$",
+        "weight 3 (75.0%) becomes 3 epochs",
     ),
-    "split": (lambda f: write(f, birds={"split_part": "val"}), r"^the split of birds was 'train', is 'val'$"),
+    "split": (lambda f: write(f, birds={"split_part": "val"}), "birds is new (another data set than"),
     "subset": (
         lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
-        r"^the subset of birds was None, is ",
+        "birds is new (another data set than",
     ),
-    "content": (reconvert, r"^birds was converted or prepared again \(its train was"),
-    "shards of a split": (edit_split, r"^birds lists other shards or counts for train"),
-    "left out": (exclude, r"^birds lists other shards or counts for train"),
-    "one data set": (
-        lambda f: write(f, train={"path": "birds"}),
-        r"was a blend by weights, is a data set or metadataset",
-    ),
+    "content": (reconvert, "birds is new (another data set than"),
+    "shards of a split": (edit_split, "birds is new (another data set than"),
+    "left out": (exclude, "birds is new (another data set than"),
+    "one data set": (lambda f: write(f, train={"path": "birds"}), "ships is left out"),
 }
+
+
+def blend_change(before: Any, path: Path) -> BlendChange:
+    return BlendChange(read_saved_sources(before), read_blend_sources(identity(path)))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_mixture_consists_of_is_its_identity(folder, change):
     before = identity(folder / "meta.yaml")
+    assert blend_change(before, folder / "meta.yaml").is_same_data
     make, told = CHANGES[change]
     make(folder)
-    import re
-
-    found = compare_identities(before, identity(folder / "meta.yaml"))
-    assert re.search(told, found), found
+    found = blend_change(before, folder / "meta.yaml")
+    assert not found.is_same_data and told in "\n".join(found.change_lines())
 
 
 def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
@@ -108,7 +105,7 @@ def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
     (folder / "renamed.yaml").write_text(text.replace("path: birds", f"path: {tmp_path}/moved/birds2"))
     folder.rename(tmp_path / "moved")
     assert before != identity(tmp_path / "moved" / "renamed.yaml"), "names are kept for messages"
-    assert compare_identities(before, identity(tmp_path / "moved" / "renamed.yaml")) == ""
+    assert blend_change(before, tmp_path / "moved" / "renamed.yaml").is_same_data
 
 
 @pytest.mark.parametrize("weights", [(6, 2), (0.3, 0.1), (1.5, 0.5), (3e-3, 1e-3)])
@@ -117,21 +114,13 @@ def test_weights_count_by_their_ratio(folder, weights):
     before = identity(folder / "meta.yaml")
     birds, ships = weights
     write(folder, "scaled.yaml", birds={"weight": birds}, ships={"weight": ships})
-    assert compare_identities(before, identity(folder / "scaled.yaml")) == ""
+    assert blend_change(before, folder / "scaled.yaml").is_same_data
 
     # What a blend of one part has for its weight says nothing; nor does one of a nested mixture's.
     for name, weight in (("one.yaml", 1), ("five.yaml", 5)):
         nested = {"path": "meta.yaml" if weight == 1 else "scaled.yaml", "weight": weight}
         write(folder, name, train={"blend": [nested]})
-    assert compare_identities(identity(folder / "one.yaml"), identity(folder / "five.yaml")) == ""
-
-    # Other content is reported, not the weights.
-    write(
-        folder,
-        "scaled.yaml",
-        train={"blend": [{"path": "birds", "weight": birds}, {"path": "other", "weight": ships}]},
-    )
-    assert compare_identities(before, identity(folder / "scaled.yaml")).startswith("other was converted")
+    assert blend_change(identity(folder / "one.yaml"), folder / "five.yaml").is_same_data
 
 
 def test_repetitions_count_as_they_are(folder):
@@ -139,20 +128,32 @@ def test_repetitions_count_as_they_are(folder):
     for name, times in (("once.yaml", 1), ("twice.yaml", 2)):
         parts = [{"path": part, "repetitions": times} for part in ("birds", "ships")]
         write(folder, name, train={"blend_epochized": parts})
-    found = compare_identities(identity(folder / "once.yaml"), identity(folder / "twice.yaml"))
-    assert found == "the repetitions of birds was 1, is 2"
+    found = blend_change(identity(folder / "once.yaml"), folder / "twice.yaml")
+    assert not found.is_same_data
+    assert [line.partition(" (")[0] for line in found.change_lines()] == [
+        "birds goes on where it is: 1 epochs",
+        "ships goes on where it is: 1 epochs",
+    ]
 
 
 def test_nested_mixtures_count_with_their_weights(folder):
     outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
     before = identity(write(folder, "outer.yaml", train={"blend": outer}))
-    assert compare_identities(before, identity(folder / "outer.yaml")) == ""
+    assert blend_change(before, folder / "outer.yaml").is_same_data
     write(folder, ships={"weight": 5})
-    assert compare_identities(before, identity(folder / "outer.yaml")) == "the weight of ships was 1, is 5"
+    assert not blend_change(before, folder / "outer.yaml").is_same_data
     write(folder)
     outer[0]["split_part"] = "val"
     write(folder, "outer.yaml", train={"blend": outer})
-    assert "was a blend by weights" in compare_identities(before, identity(folder / "outer.yaml"))
+    assert not blend_change(before, folder / "outer.yaml").is_same_data
+
+
+def test_an_identity_that_cannot_be_read_is_other_data(folder):
+    for damaged in (None, {}, {"mixture": 3}, {"mixture": {"blend": [{}]}}):
+        found = blend_change(damaged, folder / "meta.yaml")
+        assert not found.is_same_data and found.summary().startswith(
+            "data that cannot be read before, birds ("
+        )
 
 
 def test_a_tab_in_a_metadataset_is_one_line_with_its_place(folder):
@@ -195,7 +196,7 @@ def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_
     write(tmp_path / "moved", ships={"weight": 3})
     with pytest.raises(
         LoaderStateError,
-        match=r"the weight of ships was 1, is 3; give the data set .*checkpoint.restart_data true",
+        match=r"ships goes on where it is: weight 1 \(25.0%\) becomes weight 3 .*restart_data true",
     ):
         loader(tmp_path / "moved" / "meta.yaml").load_state_dict(state)
 

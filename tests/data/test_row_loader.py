@@ -34,6 +34,7 @@ from megatron_vl.data.source.sample_sizes import (
     has_stored_sizes,
     open_stored_sizes,
 )
+from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.data.state_json import LoaderStateError, state_from_json
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
@@ -144,7 +145,7 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     reader = source.open_reader(0.0, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
-        assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.__key__
+        assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.key
     assert (patches > 0).sum() > 30
 
 
@@ -449,6 +450,20 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     assert (tokens, turns, len(media), reason) == (0, 0, 0, "cannot be encoded")
 
 
+def test_a_message_without_a_role_is_measured_as_the_loader_encodes_it(dataset):
+    from data_tools.sample_sizes import measure_sample
+
+    loader = Run(dataset, 1).loaders[0]
+    encoder = loader._planning_context.row_encoder
+    sample = cook_sample(loader._planning_context.sized_sources[0].open_reader(0.0, None)[0])
+    record = json.loads(sample.json_bytes) | {"media": []}
+    record["messages"] = [{"role": "user", "content": "Hello"}, {"content": "Who says this?"}]
+    sample.json_bytes = append_crc32(json.dumps(record).encode())
+    tokens, turns, media, reason = measure_sample(encoder, sample)
+    assert (turns, len(media), reason) == (0, 0, "") and tokens > 0
+    assert encoder.preencode_sample(sample).token_and_patch_count == (tokens, 0)
+
+
 def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkeypatch):
     import data_tools.sample_sizes as module
 
@@ -525,37 +540,39 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fails)
-            with pytest.raises(SizesWriteError, match=f"sample {sample.__key__}: {type(fault).__name__}"):
+            with pytest.raises(SizesWriteError, match=f"sample {sample.key}: {type(fault).__name__}"):
                 measure_sample(encoder, sample)
 
 
-def test_nodes_share_an_index(plain, dataset, tmp_path, capsys):
-    """Parts in any order, one of them twice and one never: the files are those of one machine."""
+@pytest.mark.parametrize("last", [["--shard", "1/4"], []], ids=["last part", "whole"])
+def test_nodes_share_an_index(plain, dataset, tmp_path, capsys, last):
+    """Parts in any order, one of them twice: the files are those of one machine."""
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
     wanted = {path.name: path.read_bytes() for path in (dataset / METADATA_DIR / SIZES_DIR).glob("*/*")}
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers", "2", "--json"]
 
-    def said(*shard: str) -> tuple[int, int]:
+    def said(*shard: str) -> tuple[int, int, int]:
         assert main([*words, *shard]) == 0
         (found,) = json.loads(capsys.readouterr().out)
-        return (found["measured"], found["left"]) if shard else (found["samples"], found["unusable"])
+        return found["shards_left"], found["samples"], found["unusable"]
 
-    assert said("--shard", "2/4") == (2, 7)
-    assert said("--shard", "0/4") == (3, 4)
-    assert said("--shard", "2/4") == (0, 4)
-    assert said("--shard", "3/4") == (2, 2)
+    assert said("--shard", "2/4") == (7, 0, 0)
+    assert said("--shard", "0/4") == (4, 0, 0)
+    assert main([*words[:-1], "--shard", "2/4"]) == 0
+    assert "4 shards of other parts left" in capsys.readouterr().out
+    assert said("--shard", "3/4") == (2, 0, 0)
     assert not has_stored_sizes(
         read_description(folder), compute_tokenization_id(hf(), read_spec(hf()), data_config(folder))
     )
-    assert said() == (COUNT, 0)
+    assert said(*last) == (0, COUNT, 0)
     assert {
         path.name: path.read_bytes() for path in (folder / METADATA_DIR / SIZES_DIR).glob("*/*")
     } == wanted
 
-    assert said("--shard", "1/4") == (0, 0)
-    assert main([*words[:-1], "--shard", "1/4"]) == 0 and "the sizes were there" in capsys.readouterr().out
+    assert said("--shard", "1/4") == (0, COUNT, 0)
+    assert main([*words[:-1], "--shard", "1/4"]) == 0 and "were there" in capsys.readouterr().out
     assert main([*words, "--shard", "4/4"]) != 0 and "must be I/N" in capsys.readouterr().err
 
 

@@ -92,8 +92,9 @@ def test_a_decode_that_takes_too_long_hides_the_sample(pristine):
     )  # the record with a video alone
     reader.close()
     encoder.data_config = dataclasses.replace(encoder.data_config, sample_timeout_s=1e-9)
-    ready = encoder.postencode_sample(encoded).sample
+    ready = encoder.postencode_sample(encoded)
     assert encoder.dropped_counts == {"decoding takes too long": 1}
+    assert encoder.dropped_samples[0].source.endswith(".json record 4"), encoder.dropped_samples
     assert not ready.loss_mask.any() and (ready.media_items[0].planes == 128).all()
     assert len(ready.token_ids) == len(encoded.token_ids)
 

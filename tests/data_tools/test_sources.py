@@ -82,7 +82,7 @@ def test_samples_are_found_by_key_and_by_place(out):
     assert source.find_sample("000000099") is None and source.find_sample("train-000001.tar[11]") is None
     reader = SampleReader(source)
     sample = reader.read_sample(20, with_media=True)
-    assert sample.__key__ == "000000020" and all(sample.media_bytes.values())
+    assert sample.key == "000000020" and all(sample.media_bytes.values())
     assert list(reader.read_sample(20, with_media=False).media_bytes) == list(sample.media_bytes)
     reader.close()
 

@@ -23,7 +23,6 @@ from .options import (
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions, DataReport
     from data_tools.preview import FilePreview
-    from data_tools.sample_sizes import IndexPartResult
     from data_tools.work_parts import WorkPart
 
 MAX_SHOWN_KEYS = 10
@@ -258,25 +257,25 @@ def verify(options: DataVerifyOptions) -> int:
 def index(options: DataIndexOptions) -> int:
     """Writes the sizes of a data set's samples."""
     from data_tools.convert import default_workers
-    from data_tools.sample_sizes import index_datasets, index_datasets_part
+    from data_tools.sample_sizes import index_datasets
 
     from .prepared_dataset import open_prepared
 
     work_part = _parse_part(options.shard)
     prepared = open_prepared(options)
     num_workers = options.workers if options.workers is not None else default_workers()
-    index_arguments = prepared.config.data, prepared.spec, prepared.processor_dir
-    if work_part is not None:
-        part_results = index_datasets_part(*index_arguments, work_part, num_workers, _show_progress)
-        _clear_progress()
-        return _print_part_results(part_results, options)
-
-    index_results = index_datasets(*index_arguments, num_workers, _show_progress)
+    index_results = index_datasets(
+        prepared.config.data, prepared.spec, prepared.processor_dir, num_workers, _show_progress, work_part
+    )
     _clear_progress()
     if options.json:
         print(json.dumps([index_result.as_json() for index_result in index_results]))
         return 0
     for index_result in index_results:
+        if index_result.shards_left:
+            shards_text = pluralize(index_result.shards_left, "shard")
+            print(f"{index_result.path}: {shards_text} of other parts left, in {index_result.seconds:.1f} s")
+            continue
         unusable_text = ""
         if index_result.unusable:
             reasons_text = _reasons_text(index_result.reasons)
@@ -285,26 +284,6 @@ def index(options: DataIndexOptions) -> int:
         print(
             f"{index_result.path}: sizes of {index_result.samples} samples{unusable_text} and "
             f"{index_result.media} media ({index_result.bytes / 2**20:.2f} MiB) {time_text}"
-        )
-    return 0
-
-
-def _print_part_results(part_results: list[IndexPartResult], options: DataIndexOptions) -> int:
-    if options.json:
-        print(json.dumps([part_result.as_json() for part_result in part_results]))
-        return 0
-    for part_result in part_results:
-        if part_result.joined:
-            print(f"{part_result.path}: the sizes were there")
-            continue
-        print(
-            f"{part_result.path}: {pluralize(part_result.measured, 'shard')} "
-            f"of part {options.shard} in {part_result.seconds:.1f} s"
-        )
-        print(
-            f"  {pluralize(part_result.left, 'shard')} of other parts left"
-            if part_result.left
-            else "  all shards are measured: run the command without --shard to join them"
         )
     return 0
 

@@ -122,8 +122,8 @@ class DataIndexOptions(PreparedOptions):
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
     shard: str | None = option(None, metavar="I/N", shown_default="everything")
-    """Only measure part I (from 0) of N of the data set's shards, on any node. When all parts are done, the
-    command without --shard joins them."""
+    """Only measure part I (from 0) of N of the data set's shards, on any node. The last part to finish joins
+    all of them; the command without --shard does itself what no part has done."""
     json: bool = False
     """Print JSON."""
 

@@ -142,11 +142,11 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
         empty_ids = torch.zeros(0, dtype=torch.int64)
         empty_tensors = (empty_ids, empty_ids.bool(), empty_ids.expand(3, 0))
         return SampleView(
-            raw_sample.__key__, raw_sample.shard_name, encoded.source, encoded.refused, *empty_tensors, [], []
+            raw_sample.key, raw_sample.shard_name, encoded.source, encoded.refused, *empty_tensors, [], []
         )
 
     encoder.dropped_samples.clear()
-    decoded_sample: assemble_row.TokenizedSample = encoder.postencode_sample(encoded).sample
+    decoded_sample: assemble_row.TokenizedSample = encoder.postencode_sample(encoded)
     problem = None
     if encoder.dropped_samples:
         dropped_sample = encoder.dropped_samples[0]
@@ -167,7 +167,7 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
     )
     token_tensors = decoded_sample.token_ids, decoded_sample.loss_mask, position_ids
     return SampleView(
-        raw_sample.__key__, raw_sample.shard_name, encoded.source, problem, *token_tensors, runs, media
+        raw_sample.key, raw_sample.shard_name, encoded.source, problem, *token_tensors, runs, media
     )
 
 

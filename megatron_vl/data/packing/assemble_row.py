@@ -105,14 +105,9 @@ def pack_row(
     token_ids = pad(token_ids, (0, padding_length), value=fill_token)
     labels, loss_mask = _labels_and_mask(samples, seq_len)
 
-    # Positions start again at 0 in each sample, and in the padded tail.
-    position_ids = []
     media_items: list[MediaItem] = []
     for sample in samples:
-        sample_grids = [item.grid_thw for item in sample.media_items]
-        position_ids.append(mrope_positions(sample.token_ids, sample_grids, spec, video_positions))
         media_items += sample.media_items
-    position_ids.append(torch.arange(padding_length).expand(3, -1))
 
     # The tail is one more segment, because the attention kernels need a segment for every token.
     segment_lengths = sample_lengths
@@ -128,7 +123,7 @@ def pack_row(
         tokens=token_ids,
         labels=labels,
         loss_mask=loss_mask,
-        position_ids=torch.cat(position_ids, dim=1),
+        position_ids=_row_positions(samples, padding_length, spec, video_positions),
         cu_seqlens=pad(segment_lengths.cumsum(0), (1, 0)).int(),
         max_seqlen=int(segment_lengths.max()),
         vision=vision_batch,
@@ -136,6 +131,21 @@ def pack_row(
         num_images=len(media_items),
         num_patches=sum(item.grid_thw.num_patches for item in media_items),
     )
+
+
+def _row_positions(
+    samples: Sequence[TokenizedSample],
+    padding_length: int,
+    spec: ModelSpec,
+    video_positions: VideoPositions,
+) -> Tensor:
+    """int64 [3, S]. Positions start again at 0 in each sample, and in the padded tail."""
+    position_ids = []
+    for sample in samples:
+        sample_grids = [item.grid_thw for item in sample.media_items]
+        position_ids.append(mrope_positions(sample.token_ids, sample_grids, spec, video_positions))
+    position_ids.append(torch.arange(padding_length).expand(3, -1))
+    return torch.cat(position_ids, dim=1)
 
 
 def _labels_and_mask(samples: Sequence[TokenizedSample], seq_len: int) -> tuple[Tensor, Tensor]:

@@ -322,16 +322,12 @@ class ChatEncoder:
         is_media = (token_ids == self.spec.image_token_id) | (token_ids == self.spec.video_token_id)
 
         # Tokens without characters and the media's own tokens are not text that the assistant wrote.
+        is_written = ~is_media & (token_ends > token_starts)
+        is_written &= ~_overlaps_spans(token_starts, token_ends, timestamp_spans)
         turn_of_token = _span_index_of_tokens(token_starts, token_ends, learnt_spans)
-        is_learnt = (
-            (turn_of_token >= 0)
-            & (token_ends > token_starts)
-            & ~is_media
-            & ~_overlaps_spans(token_starts, token_ends, timestamp_spans)
-        )
-        loss_mask = is_learnt
+        loss_mask = is_written & (turn_of_token >= 0)
         if not set(turn_weights) <= {1.0}:
-            loss_mask = np.where(is_learnt, np.array(turn_weights, np.float32)[turn_of_token], np.float32(0))
+            loss_mask = np.where(loss_mask, np.array(turn_weights, np.float32)[turn_of_token], np.float32(0))
 
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeat_counts = self._repeat_counts(is_media, media_grids)

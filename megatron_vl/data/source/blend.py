@@ -18,8 +18,6 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 
-SOURCE_FIELD = "megatron_vl/source"
-"""Field of a sample's subflavors: the number of its source in the blend."""
 NAME_FIELD = "source"
 """The entry of ``subflavors`` that names a source."""
 WEIGHTED_KINDS = ("blend", "datasets")

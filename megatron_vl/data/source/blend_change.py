@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_vl.data.source.blend import MAX_LISTED_SOURCES, BlendSource
+from megatron_vl.data.source.blend import (
+    MAX_LISTED_SOURCES,
+    BlendError,
+    BlendSource,
+    list_names,
+    read_blend_sources,
+)
 
 UNBLENDED_TEXT = "the only data set"
 """Stands for the weight of a data set that is not blended."""
@@ -18,6 +26,22 @@ class BlendChange:
     new_sources: tuple[BlendSource, ...]
     known_source_keys: frozenset[str] = frozenset()
     """Keys of all sources that were ever in the run's blend."""
+
+    @property
+    def is_same_data(self) -> bool:
+        """Whether the same samples are drawn, as often and in the same order. Weights count by ratio."""
+        old_keys = [source.source_key for source in self.old_sources]
+        if old_keys != [source.source_key for source in self.new_sources]:
+            return False
+        for old_source, new_source in zip(self.old_sources, self.new_sources, strict=True):
+            is_same_share = math.isclose(old_source.sample_share, new_source.sample_share, rel_tol=1e-9)
+            if not is_same_share or old_source.draws_per_pass != new_source.draws_per_pass:
+                return False
+        return True
+
+    def summary(self) -> str:
+        """The sources of both blends, as a clause."""
+        return f"{_describe_sources(self.old_sources)} before, {_describe_sources(self.new_sources)} now"
 
     @property
     def keeps_any_source(self) -> bool:
@@ -82,3 +106,21 @@ class BlendChange:
             )
             return f"{name_text} goes on where it is: {weight_text}, {shares_text}"
         return f"{name_text} goes on where it is" if is_renamed else ""
+
+
+def _describe_sources(blend_sources: tuple[BlendSource, ...]) -> str:
+    if not blend_sources:
+        return "data that cannot be read"
+    source_texts = []
+    for source in blend_sources:
+        content_text = f" of {source.content_id[:8]}" if source.content_id else ""
+        source_texts.append(f"{source.source_name} ({source.sample_count:,} samples{content_text})")
+    return list_names(source_texts)
+
+
+def read_saved_sources(saved_identity: Any) -> tuple[BlendSource, ...]:
+    """The sources of a saved identity; none if it cannot be read."""
+    try:
+        return read_blend_sources(saved_identity, "the former data set")
+    except (BlendError, KeyError, TypeError, ValueError, AttributeError):
+        return ()

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ import yaml
 from braceexpand import braceexpand
 
 from megatron_vl.config.parsing import yaml_error_message
-from megatron_vl.data.source.blend import NAME_FIELD, WEIGHTED_KINDS, list_names, read_blend_sources
+from megatron_vl.data.source.blend import NAME_FIELD, read_blend_sources
 from megatron_vl.data.source.location import (
     Location,
     location_is_file,
@@ -67,17 +65,6 @@ METADATASET_KEYS = {
 data) name code or lead elsewhere."""
 METADATASET_DEFAULTS = {"weight": 1, "repetitions": 1, "subset": None}
 """Energon's defaults for keys that a metadataset does not set."""
-IDENTITY_KINDS = {
-    "content": "one data set",
-    "mixture": "a metadataset",
-    "data": "a data set or metadataset by its path",
-    "blend": "a blend by weights",
-    "blend_epochized": "a blend by repetitions",
-    "datasets": "a list of datasets",
-}
-"""The kind of a part of an identity, by the field that marks it."""
-MESSAGE_FIELDS = ("name", "called")
-"""Fields of an identity that say nothing about content."""
 MAX_METADATASET_DEPTH = 8
 """Largest depth of nested metadatasets."""
 MAX_ID_BYTES = 100
@@ -97,7 +84,8 @@ class SplitFacts:
     """What a loader needs to know of one split. Its size does not depend on the number of shards."""
 
     dataset_identity: dict[str, Any]
-    """Determines the order of samples, as JSON values. Compare identities with :func:`compare_identities`."""
+    """Determines the order of samples, as JSON values.
+    :class:`~megatron_vl.data.source.blend_change.BlendChange` compares two of them."""
     sample_count: int | None
     """Number of samples over all ranks; None for a metadataset, whose parts start over at different times."""
     largest_shard: int
@@ -292,17 +280,7 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
             " the data with `megatron-vl data convert`"
         )
 
-    split_file = metadata_dir / "split.yaml"
-    split_fields = _read_description_file(split_file)
-    patterns_by_split = split_fields.get("split_parts")
-    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
-    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
-        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
-    shards_by_split = {}
-    for split_name, shard_patterns in patterns_by_split.items():
-        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
-    excluded_names = _expand_shard_names(split_file, split_fields.get("exclude") or [])
-
+    shards_by_split, excluded_names = _read_splits(metadata_dir / "split.yaml")
     samples_by_shard = _read_description_file(metadata_dir / ".info.json").get("shard_counts")
     samples_by_shard = samples_by_shard if isinstance(samples_by_shard, dict) else {}
     if not all(type(count) is int and count >= 0 for count in samples_by_shard.values()):
@@ -322,6 +300,20 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
         samples_by_shard,
         _read_content_id(metadata_dir / "index.uuid"),
     )
+
+
+def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]:
+    """The shards of each split, and the names of excluded shards and samples."""
+    split_fields = _read_description_file(split_file)
+    patterns_by_split = split_fields.get("split_parts")
+    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
+    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
+        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
+
+    shards_by_split = {}
+    for split_name, shard_patterns in patterns_by_split.items():
+        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
+    return shards_by_split, _expand_shard_names(split_file, split_fields.get("exclude") or [])
 
 
 def _read_content_id(id_path: Location) -> str:
@@ -524,123 +516,3 @@ def _referenced_paths(
     if not isinstance(field_value["path"], str) or "://" in field_value["path"]:
         raise DescriptionError(f"{metadataset_path}: path {field_value['path']!r} is not a local path")
     return [*inner_paths, field_value["path"]]
-
-
-# --- Comparing identities
-
-
-def compare_identities(saved_identity: Any, current_identity: Any, part_name: str = "the data set") -> str:
-    """The first difference between two identities of :class:`SplitFacts`, as a clause for a message.
-
-    It is empty if they are equal. Weights are compared by their ratios: 1 and 1 are the same blend as 2 and
-    2.
-
-    Args:
-        part_name: the name of the compared part in the message.
-    """
-    if isinstance(saved_identity, dict) and isinstance(current_identity, dict):
-        part_name = str(current_identity.get("name", part_name))
-        return _field_difference(saved_identity, current_identity, part_name)
-    if isinstance(saved_identity, list) and isinstance(current_identity, list):
-        return _list_difference(saved_identity, current_identity, part_name)
-    if saved_identity == current_identity:
-        return ""
-    return f"{part_name} was {saved_identity!r}, is {current_identity!r}"
-
-
-def _identity_kind(identity_fields: dict[str, Any]) -> str:
-    """The key of :data:`IDENTITY_KINDS` that an identity has; empty if it has none."""
-    return next((kind for kind in IDENTITY_KINDS if kind in identity_fields), "")
-
-
-def _field_difference(saved_fields: dict[str, Any], current_fields: dict[str, Any], part_name: str) -> str:
-    saved_kind = _identity_kind(saved_fields)
-    current_kind = _identity_kind(current_fields)
-    if saved_kind != current_kind:
-        saved_text = IDENTITY_KINDS.get(saved_kind, "unknown")
-        return f"{part_name} was {saved_text}, is {IDENTITY_KINDS.get(current_kind, 'unknown')}"
-    if current_kind == "content":
-        return _dataset_difference(saved_fields, current_fields, part_name)
-
-    # Weights of equal ratios are left out of the comparison.
-    if current_kind in WEIGHTED_KINDS:
-        current_shares = _weight_shares(current_fields[current_kind])
-        if current_shares is not None and current_shares == _weight_shares(saved_fields[current_kind]):
-            saved_fields = saved_fields | {current_kind: _without_weights(saved_fields[current_kind])}
-            current_fields = current_fields | {current_kind: _without_weights(current_fields[current_kind])}
-
-    for field_name in dict.fromkeys([*current_fields, *saved_fields]):
-        if field_name in MESSAGE_FIELDS:
-            continue
-        saved_value = saved_fields.get(field_name, METADATASET_DEFAULTS.get(field_name))
-        current_value = current_fields.get(field_name, METADATASET_DEFAULTS.get(field_name))
-        inner_name = f"the {field_name} of {part_name}" if field_name in METADATASET_DEFAULTS else part_name
-        if difference := compare_identities(saved_value, current_value, inner_name):
-            return difference
-    return ""
-
-
-def _weight_shares(blend_parts: Any) -> list[Fraction] | None:
-    """The exact share of each data set in a blend; None if the weights make no blend.
-
-    Energon 7.4.1 divides weights by their sum too, so weights 1 and 1 make the same order as 2 and 2.
-    """
-    if not isinstance(blend_parts, list) or not all(isinstance(part, dict) for part in blend_parts):
-        return None
-    written_weights = [part.get("weight", METADATASET_DEFAULTS["weight"]) for part in blend_parts]
-    if not all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in written_weights):
-        return None
-    if not any(written_weights):
-        return None
-
-    # From the digits, because Fraction(0.1) is not a tenth.
-    exact_weights = [Fraction(str(weight)) for weight in written_weights]
-    total_weight = sum(exact_weights)
-    return [weight / total_weight for weight in exact_weights]
-
-
-def _without_weights(blend_parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in part.items() if key != "weight"} for part in blend_parts]
-
-
-def _dataset_difference(
-    saved_identity: dict[str, Any], current_identity: dict[str, Any], part_name: str
-) -> str:
-    if saved_identity.get("split") != current_identity["split"]:
-        return (
-            f"the split of {part_name} was {saved_identity.get('split')!r}, is {current_identity['split']!r}"
-        )
-    amounts_text = (
-        f"{saved_identity.get('samples')} samples in {saved_identity.get('shards')} shards, is"
-        f" {current_identity['samples']} in {current_identity['shards']}"
-    )
-    if saved_identity["content"] != current_identity["content"]:
-        split_name = current_identity["split"]
-        return f"{part_name} was converted or prepared again (its {split_name} was {amounts_text})"
-    if saved_identity.get("list") != current_identity["list"]:
-        return (
-            f"{part_name} lists other shards or counts for {current_identity['split']} (was {amounts_text})"
-        )
-    return ""
-
-
-def _list_difference(saved_parts: list[Any], current_parts: list[Any], part_name: str) -> str:
-    saved_names, current_names = _part_names(saved_parts), _part_names(current_parts)
-    mixture_text = f"{part_name} mixed {list_names(saved_names)}, mixes {list_names(current_names)}"
-    if len(saved_parts) != len(current_parts):
-        return mixture_text
-
-    is_reordered = saved_names != current_names and sorted(saved_names) == sorted(current_names)
-    for number, (saved_part, current_part) in enumerate(
-        zip(saved_parts, current_parts, strict=True), start=1
-    ):
-        if difference := compare_identities(saved_part, current_part, f"part {number} of {part_name}"):
-            return mixture_text if is_reordered else difference
-    return ""
-
-
-def _part_names(blend_parts: list[Any]) -> list[str]:
-    part_names = []
-    for part in blend_parts:
-        part_names.append(str(part.get("name", "a mixture") if isinstance(part, dict) else part))
-    return part_names

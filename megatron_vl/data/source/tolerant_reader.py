@@ -99,8 +99,6 @@ class TolerantReader:
         return {
             "__key__": f"{shard_name}[{index_in_shard}]",
             "__shard__": shard_name,
-            "__restore_key__": ("Webdataset", sample_index),
-            "__sources__": (),
             BROKEN_FIELD: (failure_reason, f"sample {index_in_shard} of {shard_name}: {failure_detail}"),
         }
 
