@@ -458,10 +458,10 @@ class PlanningContext:
             take: returns the bytes of a sample in an object store, by source and index.
         """
         timeout_seconds = self.row_encoder.data_config.sample_timeout_s
-        readers = []
-        for source_index, source in enumerate(self.sized_sources):
-            readers.append(source.open_reader(timeout_seconds, partial(take, source_index)))
-        return readers
+        return [
+            source.open_reader(timeout_seconds, partial(take, source_index))
+            for source_index, source in enumerate(self.sized_sources)
+        ]
 
     def make_planner(self) -> BatchPlanner:
         """A planner that continues at ``planner_state``."""
@@ -763,8 +763,7 @@ class PlannedRankRows:
 
     def __next__(self) -> TrainingRow:
         # The processes make the rows in turn, so that the order does not depend on their speed.
-        worker = self.taken_rows % len(self._worker_iterators)
-        planned_row = next(self._worker_iterators[worker])
+        planned_row = next(self._worker_iterators[self.taken_rows % len(self._worker_iterators)])
         self.taken_rows += 1
 
         # Processes work ahead. The state comes with the row to which it belongs, so a save sees the right

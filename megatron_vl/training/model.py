@@ -62,10 +62,8 @@ def build_model(
     live_tensors = chunk_tensors(model_chunks, layout, grid.pp_rank, grid.ep_rank)
     check_live_tensors(spec, layout, live_tensors, config.lora)
 
-    if weight_reader is not None:
-        base_tensors = [tensor for tensor in live_tensors if not is_adapter_tensor(tensor.tensor_name)]
-        load_weights(weight_reader, base_tensors, grid)
-    if adapter_reader is not None:
-        adapter_tensors = [tensor for tensor in live_tensors if is_adapter_tensor(tensor.tensor_name)]
-        load_weights(adapter_reader, adapter_tensors, grid)
+    for reader, has_factors in ((weight_reader, False), (adapter_reader, True)):
+        if reader is not None:
+            read_tensors = [it for it in live_tensors if is_adapter_tensor(it.tensor_name) == has_factors]
+            load_weights(reader, read_tensors, grid)
     return BuiltModel(model_chunks, live_tensors)

@@ -280,6 +280,20 @@ def _read_cached(
     return read_descriptions[description_path]
 
 
+def _read_split_file(split_file: Location) -> tuple[dict[str, list[str]], list[str]]:
+    """Returns the names of each split's shards, and the excluded names."""
+    split_fields = _read_description_file(split_file)
+    patterns_by_split = split_fields.get("split_parts")
+    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
+    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
+        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
+
+    shards_by_split = {}
+    for split_name, shard_patterns in patterns_by_split.items():
+        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
+    return shards_by_split, _expand_shard_names(split_file, split_fields.get("exclude") or [])
+
+
 def _read_dataset(dataset_path: Location) -> DatasetDescription:
     metadata_dir = dataset_path / METADATA_DIR
     dataset_fields = _read_description_file(metadata_dir / "dataset.yaml")
@@ -292,17 +306,7 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
             " the data with `megatron-vl data convert`"
         )
 
-    split_file = metadata_dir / "split.yaml"
-    split_fields = _read_description_file(split_file)
-    patterns_by_split = split_fields.get("split_parts")
-    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
-    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
-        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
-    shards_by_split = {}
-    for split_name, shard_patterns in patterns_by_split.items():
-        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
-    excluded_names = _expand_shard_names(split_file, split_fields.get("exclude") or [])
-
+    shards_by_split, excluded_names = _read_split_file(metadata_dir / "split.yaml")
     samples_by_shard = _read_description_file(metadata_dir / ".info.json").get("shard_counts")
     samples_by_shard = samples_by_shard if isinstance(samples_by_shard, dict) else {}
     if not all(type(count) is int and count >= 0 for count in samples_by_shard.values()):

@@ -200,6 +200,10 @@ class StoredSizes:
         return np.where(sample_numbers > 0, media_starts, 0), media_ends
 
 
+_UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile)
+"""The errors of reading files that are missing, cut short or of another format."""
+
+
 def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
 
@@ -224,15 +228,7 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and medium_records.dtype == MEDIUM_DTYPE
             and media_count == len(medium_records)
         )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        EOFError,
-        zipfile.BadZipFile,
-    ) as error:
+    except _UNREADABLE_ERRORS as error:
         raise SizesError(
             f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node"
             " can read it"
