@@ -113,10 +113,10 @@ def index_datasets(
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
     encoder = RowEncoder(data_config, spec, hf_dir)
 
-    index_results: list[IndexResult] = []
-    for dataset in _local_datasets(data_config):
-        index_results.append(_index_dataset(dataset, sizes_name, encoder, num_workers, show_progress))
-    return index_results
+    return [
+        _index_dataset(dataset, sizes_name, encoder, num_workers, show_progress)
+        for dataset in _local_datasets(data_config)
+    ]
 
 
 def index_datasets_part(
@@ -137,12 +137,10 @@ def index_datasets_part(
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
     encoder = RowEncoder(data_config, spec, hf_dir)
 
-    part_results: list[IndexPartResult] = []
-    for dataset in _local_datasets(data_config):
-        part_results.append(
-            _index_dataset_part(dataset, sizes_name, encoder, work_part, num_workers, show_progress)
-        )
-    return part_results
+    return [
+        _index_dataset_part(dataset, sizes_name, encoder, work_part, num_workers, show_progress)
+        for dataset in _local_datasets(data_config)
+    ]
 
 
 def _local_datasets(data_config: DataConfig) -> list[DatasetDescription]:
@@ -353,11 +351,10 @@ def _measure_shard(task_number: int) -> None:
     if task.result_path.is_file():  # another process was faster
         return
     sample_source = task.sample_source
-    if sample_source.split not in _split_readers:
-        _split_readers[sample_source.split] = SampleReader(
-            sample_source, task.encoder.data_config.sample_timeout_s
-        )
-    split_reader = _split_readers[sample_source.split]
+    split_reader = _split_readers.get(sample_source.split)
+    if split_reader is None:
+        split_reader = SampleReader(sample_source, task.encoder.data_config.sample_timeout_s)
+        _split_readers[sample_source.split] = split_reader
 
     sample_rows = []
     media_arrays = [np.zeros(0, MEDIUM_DTYPE)]
@@ -453,8 +450,8 @@ def _medium_row(item: dict[str, Any]) -> MediumFields:
     return height, width, video_info.frame_count, video_info.fps, int(video_info.sampling == "whole")
 
 
-def _join_shards(joined_dir: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -> None:
-    """Joins the files of the shards."""
+def _read_shard_facts(tasks: Sequence[_ShardTask]) -> tuple[list[int], dict[str, dict[str, Any]]]:
+    """Returns the number of media of each shard, and the facts of each shard by its name."""
     media_counts = []
     shards = {}
     for task in tasks:
@@ -468,7 +465,12 @@ def _join_shards(joined_dir: Path, tasks: Sequence[_ShardTask], dataset_uuid: st
             reasons = Counter(shard_arrays["unusable"].tolist())
             assistant_turns = int(shard_arrays["turns"])
             shards[task.name] = {"samples": task.num_samples, "turns": assistant_turns, "unusable": reasons}
+    return media_counts, shards
 
+
+def _join_shards(joined_dir: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -> None:
+    """Joins the files of the shards."""
+    media_counts, shards = _read_shard_facts(tasks)
     all_samples = np.lib.format.open_memmap(
         joined_dir / "samples.npy",
         mode="w+",
