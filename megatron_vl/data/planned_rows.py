@@ -534,8 +534,7 @@ def plan_shares(
     first_worker = 0  # the process that makes the step's first row
     while True:
         # Every rank plans the whole batch and takes its rows of it, so that no rank waits for another.
-        planned_batch = batch_planner.next_batch().assign_to_ranks(rank_count)
-        rows = planned_batch.rows_of_rank(rank, rank_count)
+        rows = batch_planner.next_batch().assign_to_ranks(rank_count).rows_of_rank(rank, rank_count)
         if read_ahead:
             read_ahead.expect((sample.source, sample.index) for row in rows for sample in row)
 

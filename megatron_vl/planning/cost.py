@@ -216,7 +216,9 @@ class StepCosts:
             if kind.has_experts
             else self._mlp_seconds(token_count, language_spec.ffn_hidden_size)
         )
-        collective_seconds = self._tensor_parallel_seconds(token_count * hidden_size)
+        # A layer has four all-gathers and reduce-scatters, or two all-reduces, in one pass.
+        message_bytes = self.bytes_per_element * (token_count * hidden_size)
+        collective_seconds = 4 * self.collective_seconds(message_bytes, tensor_parallel_size)
         if kind.has_linear_attention:
             collective_seconds += self._state_exchange()
         else:
@@ -405,10 +407,6 @@ class StepCosts:
         return dispatch_seconds + 2 * self.collective_seconds(
             self.bytes_per_element * hidden_elements * expert_tensor_size, expert_tensor_size
         )
-
-    def _tensor_parallel_seconds(self, element_count: float) -> float:
-        """Seconds of the four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
-        return 4 * self.collective_seconds(self.bytes_per_element * element_count, self.layout.tp)
 
     def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
         """Seconds to exchange heads before and after attention, in one pass, under context parallelism.
