@@ -220,16 +220,19 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     ffn_hidden_size = spec.language.moe.ffn_hidden_size
     hidden_size = spec.language.hidden_size
 
-    expert_names = [name for name in tensor_folder.file_by_tensor if not is_carried_tensor(spec, name)]
+    has_separate_experts = False
     expert_stacks: dict[str, tuple[int, int]] = {}
-    for tensor_name in expert_names:
+    for tensor_name in tensor_folder.file_by_tensor:
+        if is_carried_tensor(spec, tensor_name):
+            continue
         if tensor_name.endswith(GATE_UP_STACK):
             expert_stacks[tensor_name] = (2 * ffn_hidden_size, hidden_size)
         elif tensor_name.endswith(DOWN_STACK):
             expert_stacks[tensor_name] = (hidden_size, ffn_hidden_size)
+        elif ".mlp.experts." in tensor_name:
+            has_separate_experts = True
 
     if not expert_stacks:
-        has_separate_experts = any(".mlp.experts." in tensor_name for tensor_name in expert_names)
         return "apart" if has_separate_experts else released_style
     if released_style == "output_first":
         return released_style  # as in transformers, which supports no other stacks for this family

@@ -166,10 +166,9 @@ def count_statistics(
     sizes_name = compute_tokenization_id(hf_dir, encoder.spec, data_config)
     sample_sizes = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
 
-    source_sizes = [
-        _source_sizes(source, sizes_name, sample_sizes, data_config, show_progress)
-        for source in drawn_sources
-    ]
+    source_sizes = []
+    for source in drawn_sources:
+        source_sizes.append(_source_sizes(source, sizes_name, sample_sizes, data_config, show_progress))
     return DatasetStatistics(data_config, source_sizes)
 
 

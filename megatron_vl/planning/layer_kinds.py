@@ -63,8 +63,10 @@ def block_adapters(spec: ModelSpec, lora: LoraConfig, layer_index: int) -> tuple
 
 def merger_adapters(spec: ModelSpec, lora: LoraConfig) -> list[tuple[MatrixAdapter, ...]]:
     """The adapters of the merger and of each merger of DeepStack."""
-    deepstack_names = [f"deepstack_mergers.{level}" for level in range(len(spec.vision.deepstack_layers))]
-    return [module_adapters(spec, lora, f"vision_model.{name}") for name in ("merger", *deepstack_names)]
+    adapters = [module_adapters(spec, lora, "vision_model.merger")]
+    for level in range(len(spec.vision.deepstack_layers)):
+        adapters.append(module_adapters(spec, lora, f"vision_model.deepstack_mergers.{level}"))
+    return adapters
 
 
 def module_adapters(spec: ModelSpec, lora: LoraConfig, module_name: str) -> tuple[MatrixAdapter, ...]:

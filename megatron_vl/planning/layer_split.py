@@ -77,8 +77,9 @@ def balanced_layers(step_costs: StepCosts) -> tuple[int, ...]:
     last_seconds = chunk_times(step_costs, empty_layout, layout.pp - 1)[-1].total_seconds
     # All entries have the overhead of their passes, so it does not matter for the split.
     pass_overhead = 2 * step_costs.calibration.pass_s
-    layer_indices = range(step_costs.spec.language.num_layers)
-    layer_seconds = [step_costs.decoder_layer_time(i).total_seconds for i in layer_indices]
+    layer_seconds = []
+    for layer_index in range(step_costs.spec.language.num_layers):
+        layer_seconds.append(step_costs.decoder_layer_time(layer_index).total_seconds)
     return balance_layers(
         layer_seconds, first_seconds - pass_overhead, last_seconds - pass_overhead, entry_count
     )

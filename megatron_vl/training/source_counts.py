@@ -114,9 +114,9 @@ class SourceMeter:
         )
         shown_sources = sorted(sources_by_share[:MAX_SHOWN_SOURCES])
         other_sources = sources_by_share[MAX_SHOWN_SOURCES:]
-        source_texts = [
-            self._source_text(self.blend_sources[i].source_name, recent_counts, [i]) for i in shown_sources
-        ]
+        source_texts = []
+        for i in shown_sources:
+            source_texts.append(self._source_text(self.blend_sources[i].source_name, recent_counts, [i]))
         if other_sources:
             source_texts.append(
                 self._source_text(f"{len(other_sources)} others", recent_counts, other_sources)

@@ -155,10 +155,9 @@ class KernelTimer:
         )
 
         heads_and_dim = (language_spec.num_heads, language_spec.head_dim)
-        attention_tflops = [
-            self._attention_rate(backend_name, *heads_and_dim, length, causal=True)
-            for length in self.work_sizes.document_lengths
-        ]
+        attention_tflops = []
+        for length in self.work_sizes.document_lengths:
+            attention_tflops.append(self._attention_rate(backend_name, *heads_and_dim, length, causal=True))
 
         return fit_saturating_rate(self.work_sizes.document_lengths, attention_tflops)
 

@@ -289,10 +289,6 @@ def mean_and_max(seconds_by_rank: list[dict[str, float]]) -> dict[str, dict[str,
     return figures_by_name
 
 
-def _compute_seconds(step_part_seconds: dict[str, float]) -> float:
-    return sum(step_part_seconds[name] for name in COMPUTE_PARTS)
-
-
 def summarize_parts(
     parts_by_rank: list[list[dict[str, float]]], rank_coordinates: list[tuple[int, int]]
 ) -> dict[str, Any]:
@@ -306,7 +302,9 @@ def summarize_parts(
         rank_coordinates: (pipeline stage, data-parallel rank) of each rank.
     """
     step_count = len(parts_by_rank[0])
-    mean_parts_by_rank = [_mean_parts(rank_steps) for rank_steps in parts_by_rank]
+    mean_parts_by_rank = []
+    for rank_steps in parts_by_rank:
+        mean_parts_by_rank.append(_mean_parts(rank_steps))
 
     ranks_by_stage: dict[int, list[int]] = {}
     for rank, (pipeline_stage, _) in enumerate(rank_coordinates):
@@ -316,7 +314,9 @@ def summarize_parts(
     for stage_ranks in ranks_by_stage.values():
         slowest_seconds = mean_seconds = 0.0
         for i in range(step_count):
-            compute_by_rank = [_compute_seconds(parts_by_rank[rank][i]) for rank in stage_ranks]
+            compute_by_rank = []
+            for rank in stage_ranks:
+                compute_by_rank.append(sum(parts_by_rank[rank][i][name] for name in COMPUTE_PARTS))
             slowest_seconds += max(compute_by_rank)
             mean_seconds += sum(compute_by_rank) / len(compute_by_rank)
         straggling_by_stage.append(

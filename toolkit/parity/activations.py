@@ -305,7 +305,10 @@ def rows_at_location(
 
         for row_number in sorted(row_numbers):
             value_name = f"{location_prefix}{row_number}"
-            holder_values = {key: values for key, values in replica_values.items() if value_name in values}
+            holder_values = {}
+            for key, values in replica_values.items():
+                if value_name in values:
+                    holder_values[key] = values
             row_length = int(next(iter(holder_values.values()))[ROW_LENGTHS][row_number])
             if location == LOGITS:
                 row_values, token_indices = _logits_of_row(

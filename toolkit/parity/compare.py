@@ -273,8 +273,10 @@ def _picture_records(image_paths: list[Path]) -> list[dict[str, Any]]:
         {"from": "human", "value": "Which day is it?"},
         {"from": "gpt", "value": "It is Friday."},
     ]
-    picture_records = [{"image": str(path.resolve()), "conversations": picture_turns} for path in image_paths]
-    return [*picture_records, {"conversations": text_turns}]
+    conversation_records: list[dict[str, Any]] = []
+    for path in image_paths:
+        conversation_records.append({"image": str(path.resolve()), "conversations": picture_turns})
+    return [*conversation_records, {"conversations": text_turns}]
 
 
 def _demo_records(work_dir: Path) -> tuple[list[dict[str, Any]], Path]:
@@ -312,14 +314,15 @@ def run_layouts(
     for world_size, same_size_layouts in sorted(layouts_by_size.items()):
         layout_names = ", ".join(layout_spec.layout_text for layout_spec in same_size_layouts)
         print_line(f"{layout_names} in {world_size} process{'es' if world_size > 1 else ''}")
-        parity_cases = [
-            make_case(
-                name=layout_spec.layout_text,
-                sequence_parallel=layout_spec.sequence_parallel,
-                **layout_spec.layout_arguments,
+        parity_cases = []
+        for layout_spec in same_size_layouts:
+            parity_cases.append(
+                make_case(
+                    name=layout_spec.layout_text,
+                    sequence_parallel=layout_spec.sequence_parallel,
+                    **layout_spec.layout_arguments,
+                )
             )
-            for layout_spec in same_size_layouts
-        ]
         results_by_layout |= _run_cases(parity_cases, request.platform, world_size, work_dir)
     layout_names_in_order = [layout_spec.layout_text for layout_spec in request.layouts]
     return {layout_name: results_by_layout[layout_name] for layout_name in layout_names_in_order}

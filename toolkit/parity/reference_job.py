@@ -107,9 +107,9 @@ def one_pass(reference_job: ReferenceJob, samples: list[TokenizedSample]) -> dic
             ("activation", "activations", activations),
         ):
             float32_tensors = LazyTensorFile(out_dir / f"{file_stem}.safetensors")
-            reference_facts[f"{noise_kind}_noise"] = {
-                name: _relative_error(tensor, float32_tensors[name]) for name, tensor in bf16_tensors.items()
-            }
+            noise_by_name = reference_facts[f"{noise_kind}_noise"]
+            for name, bf16_tensor in bf16_tensors.items():
+                noise_by_name[name] = _relative_error(bf16_tensor, float32_tensors[name])
 
     return reference_facts
 

@@ -135,9 +135,9 @@ def main(argv: list[str]) -> int:
         print(str(error).replace("\n", " "), file=sys.stderr)
         return 1
 
-    parameter_counts = [
-        sum(math.prod(tensor.tensor_shape) for tensor in stage_tensors) for stage_tensors in tensors_by_stage
-    ]
+    parameter_counts = []
+    for stage_tensors in tensors_by_stage:
+        parameter_counts.append(sum(math.prod(tensor.tensor_shape) for tensor in stage_tensors))
     print(json.dumps({"parameters": parameter_counts}))
     return 0
 
