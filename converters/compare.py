@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,6 +98,18 @@ def _open_checkpoint(checkpoint_path: Path) -> _CheckpointTensors:
     )
 
 
+def _open_both(first_path: Path, second_path: Path) -> tuple[_CheckpointTensors, _CheckpointTensors]:
+    first_checkpoint, second_checkpoint = _open_checkpoint(first_path), _open_checkpoint(second_path)
+    if first_checkpoint.is_hf != second_checkpoint.is_hf:
+        kind_names = ("a folder of Megatron weights", "a Hugging Face folder")
+        raise WeightsError(
+            f"{first_path} is {kind_names[first_checkpoint.is_hf]}, but {second_path} is "
+            f"{kind_names[second_checkpoint.is_hf]}: their names and shapes differ. Compare two folders "
+            "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
+        )
+    return first_checkpoint, second_checkpoint
+
+
 def _match_renamed_tensors(
     first_checkpoint: _CheckpointTensors, second_checkpoint: _CheckpointTensors
 ) -> dict[str, str]:
@@ -147,16 +160,7 @@ def compare_weights(
     Raises:
         WeightsError: one folder is a Hugging Face folder, and the other holds Megatron weights.
     """
-    first_checkpoint = _open_checkpoint(Path(first_path))
-    second_checkpoint = _open_checkpoint(Path(second_path))
-    if first_checkpoint.is_hf != second_checkpoint.is_hf:
-        kind_names = ("a folder of Megatron weights", "a Hugging Face folder")
-        raise WeightsError(
-            f"{first_path} is {kind_names[first_checkpoint.is_hf]}, but {second_path} is "
-            f"{kind_names[second_checkpoint.is_hf]}: their names and shapes differ. Compare two folders "
-            "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
-        )
-
+    first_checkpoint, second_checkpoint = _open_both(Path(first_path), Path(second_path))
     # transformers saves one model under two styles of names. Such tensors are still the same tensor.
     other_names = _match_renamed_tensors(first_checkpoint, second_checkpoint)
     second_checkpoint = second_checkpoint.with_new_names(other_names)
@@ -169,10 +173,12 @@ def compare_weights(
             compared_bytes += _element_count(shape) * _element_bytes(first_checkpoint.code_by_name[name])
 
     progress_bar = ProgressBar("verify", compared_bytes)
-
-    def compare_tensor(tensor_name: str) -> TensorDifference | None:
-        return _compare_tensor(tensor_name, first_checkpoint, second_checkpoint, progress_bar)
-
+    compare_tensor = partial(
+        _compare_tensor,
+        first_checkpoint=first_checkpoint,
+        second_checkpoint=second_checkpoint,
+        progress_bar=progress_bar,
+    )
     try:
         with ThreadPoolExecutor(worker_count or default_worker_count()) as thread_pool:
             # Results are in the order of the names, whichever thread is first.

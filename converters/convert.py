@@ -333,13 +333,17 @@ def _run_copy_jobs(
     finally:
         progress_bar.clear_line()
 
+    _check_unchanged(source, fingerprint_before)
+    return progress_bar.elapsed_seconds
+
+
+def _check_unchanged(source: WeightSource, fingerprint_before: dict[str, Any]) -> None:
     # A source that was replaced while it was read would give a mixture of two models.
     for source_file, current_fact in source.fingerprint().items():
         if fingerprint_before[source_file] != current_fact:
             raise WeightsError(
                 f"{source_file} changed while it was read. The output was removed; start again"
             )
-    return progress_bar.elapsed_seconds
 
 
 @dataclass
@@ -498,11 +502,9 @@ def _write_hf_folder(
     """Writes the files of a Hugging Face folder: first the weights, then copies of the other files."""
     companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
     # With the original headers, unchanged tensors give the original files byte for byte.
-    header_by_file = {}
-    for file in hf_checkpoint.tensor_folder.reader_by_file:
-        header_by_file[file] = read_safetensors_header(hf_checkpoint.path / file)
+    source_files = hf_checkpoint.tensor_folder.reader_by_file
+    header_by_file = {file: read_safetensors_header(hf_checkpoint.path / file) for file in source_files}
     trained_rule = _known_video_rule(source, hf_checkpoint)
-
     with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],

@@ -68,7 +68,7 @@ class ConversionOutput:
     def commit_files(self) -> None:
         """Gives all files their final names, once their bytes are on the disk."""
         for writer in self.writer_by_file.values():
-            writer.commit(sync_to_disk=True)
+            writer.commit()
 
 
 @contextmanager
@@ -308,8 +308,7 @@ def _verify_kept_tensors(
             recorded_keys.append((file_name, tensor_name))
 
     with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
-        unchanged_flags = thread_pool.map(is_unchanged, recorded_keys)
-        return frozenset(compress(recorded_keys, unchanged_flags))
+        return frozenset(compress(recorded_keys, thread_pool.map(is_unchanged, recorded_keys)))
 
 
 def _check_disk_space(output_dir: Path, writer_by_file: Mapping[str, TensorWriter]) -> None:

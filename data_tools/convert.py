@@ -696,8 +696,7 @@ class _ShardWriter:
         val_before = int(self.samples_seen * self.options.val_fraction + 1e-9)
         self.samples_seen += 1
         val_after = int(self.samples_seen * self.options.val_fraction + 1e-9)
-        is_val = val_after > val_before
-        self._append_sample("val" if is_val else "train", sample)
+        self._append_sample("val" if val_after > val_before else "train", sample)
 
     def _append_sample(self, split_name: str, sample: ConvertedSample) -> None:
         # A full shard is written when the next sample arrives; the last one stays here until the end.

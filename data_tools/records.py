@@ -174,8 +174,7 @@ def _read_json_lines(
 
 def _parse_line(line: bytes) -> Any:
     try:
-        num_brackets = line.count(b"[") + line.count(b"{")
-        return _check_nesting(json.loads(line.decode()), num_brackets)
+        return _check_nesting(json.loads(line.decode()), line.count(b"[") + line.count(b"{"))
     except UnicodeDecodeError as error:
         return UnreadableRecord.with_reason("not UTF-8", error)
     except (json.JSONDecodeError, RecursionError) as error:

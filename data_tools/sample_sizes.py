@@ -285,11 +285,10 @@ def _measure_shard(task_number: int) -> None:
     if task.result_path.is_file():  # another process was faster
         return
     sample_source = task.sample_source
-    if sample_source.split not in _split_readers:
-        _split_readers[sample_source.split] = SampleReader(
-            sample_source, task.encoder.data_config.sample_timeout_s
-        )
-    split_reader = _split_readers[sample_source.split]
+    split_reader = _split_readers.get(sample_source.split)
+    if split_reader is None:
+        split_reader = SampleReader(sample_source, task.encoder.data_config.sample_timeout_s)
+        _split_readers[sample_source.split] = split_reader
 
     sample_rows = []
     media_arrays = [np.zeros(0, MEDIUM_DTYPE)]
@@ -385,8 +384,8 @@ def _medium_row(item: dict[str, Any]) -> MediumFields:
     return height, width, video_info.frame_count, video_info.fps, int(video_info.sampling == "whole")
 
 
-def _join_shards(joined_dir: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -> None:
-    """Joins the files of the shards."""
+def _read_shard_facts(tasks: Sequence[_ShardTask]) -> tuple[list[int], dict[str, dict[str, Any]]]:
+    """Returns the number of media of each shard, and the facts of each shard by its name."""
     media_counts = []
     shards = {}
     for task in tasks:
@@ -400,7 +399,12 @@ def _join_shards(joined_dir: Path, tasks: Sequence[_ShardTask], dataset_uuid: st
             reasons = Counter(shard_arrays["unusable"].tolist())
             assistant_turns = int(shard_arrays["turns"])
             shards[task.name] = {"samples": task.num_samples, "turns": assistant_turns, "unusable": reasons}
+    return media_counts, shards
 
+
+def _join_shards(joined_dir: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -> None:
+    """Joins the files of the shards."""
+    media_counts, shards = _read_shard_facts(tasks)
     all_samples = np.lib.format.open_memmap(
         joined_dir / "samples.npy",
         mode="w+",

@@ -202,15 +202,24 @@ def _source_sizes(
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
+    meter = _left_out_meter(drawn_source.num_samples, reasons, sizes, left_out_masks)
+    return SourceSizes(drawn_source, sizes, assistant_turns, left_out_masks, meter)
+
+
+def _left_out_meter(
+    num_samples: int, reasons: Counter[str], sizes: dict[str, Any], left_out_masks: dict[str, Any]
+) -> BadSampleMeter:
+    """Counts the samples that are left out: those not encoded, for ``reasons``, and too large ones."""
     reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
     details = {}
     for reason, (unit, _) in LIMIT_BY_REASON.items():
         if left_out_count := int(left_out_masks[reason].sum()):
             reasons[reason] = left_out_count
             details[reason] = {"size": int(sizes[unit][left_out_masks[reason]].max()), "data_sets": []}
+
     meter = BadSampleMeter(1.0, minimum_samples=1)
-    meter.add_counts(drawn_source.num_samples - reasons.total(), +reasons, details)
-    return SourceSizes(drawn_source, sizes, assistant_turns, left_out_masks, meter)
+    meter.add_counts(num_samples - reasons.total(), +reasons, details)
+    return meter
 
 
 def _shard_quantities(

@@ -41,9 +41,7 @@ def is_user_fixable(error: BaseException) -> bool:
     Fixable errors are refusals by this project, errors of files and disks, lack of memory, and a lost rank or
     network.
     """
-    if isinstance(error, UserError | OSError | MemoryError):
-        return True
-    if type(error).__name__ in _TORCH_ERROR_NAMES:
+    if isinstance(error, UserError | OSError | MemoryError) or type(error).__name__ in _TORCH_ERROR_NAMES:
         return True
     return type(error) is RuntimeError and bool(_LOST_RANK_PATTERN.search(str(error)))
 

@@ -24,10 +24,10 @@ def count_oom_kills() -> tuple[int, str] | None:
         _CGROUP_ROOT / "memory.events",
         _CGROUP_ROOT / cgroup_v1_file,
     ):
-        count = _read_named_value(path, "oom_kill")
+        count = _read_oom_kills(path)
         if count is not None:
             return count, "in the job's control group"
-    count = _read_named_value(Path("/proc/vmstat"), "oom_kill")
+    count = _read_oom_kills(Path("/proc/vmstat"))
     return None if count is None else (count, "on this host, which may be another job's")
 
 
@@ -110,11 +110,11 @@ def _own_cgroup_files(file_name: str) -> list[Path]:
     ]
 
 
-def _read_named_value(file_path: Path, entry_name: str) -> int | None:
-    """The number after ``entry_name`` in a file of names and numbers."""
+def _read_oom_kills(file_path: Path) -> int | None:
+    """The number after ``oom_kill`` in a file of names and numbers."""
     try:
         entries = dict(line.split()[:2] for line in file_path.read_text().splitlines())
-        return int(entries[entry_name])
+        return int(entries["oom_kill"])
     except (OSError, ValueError, KeyError):
         return None
 

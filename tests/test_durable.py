@@ -21,7 +21,7 @@ def bytes_of_a_file(path: Path) -> None:
 def tensors_one_by_one(path: Path) -> None:
     writer = TensorWriter(path, make_safetensors_header({"a": (torch.float32, (4,))}))
     writer.write_tensor("a", [torch.arange(4.0)])
-    writer.commit(sync_to_disk=True)
+    writer.commit()
 
 
 def optimizer_state(path: Path) -> None:

@@ -19,7 +19,6 @@ def run_group(
     *,
     show: Literal["nothing", "all", "errors"] = "nothing",
     environment: Mapping[str, str] | None = None,
-    timeout: float | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m module arguments`` in processes on this machine and waits for them to end.
@@ -29,28 +28,28 @@ def run_group(
             this process; ``errors``: all of it to standard error, because this process needs standard output.
         environment: variables of the processes. Variables that the user has set take precedence.
         on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
-        timeout: seconds after which the group is killed, with subprocess.TimeoutExpired.
+
     """
     launcher_arguments: list[str] = []
     if world_size > 1:
         launcher_module = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
         launcher_arguments = ["-m", *launcher_module, "--standalone", "--nproc-per-node", str(world_size)]
-    python_path = filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))
-    rank_environment = {"OMP_NUM_THREADS": "1", **(environment or {}), **os.environ}
-    rank_environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
-    if world_size == 1:
-        rank_environment |= single_rank_variables()
-
     captured_output = subprocess.PIPE if show == "nothing" else None
     return subprocess.run(
         [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
-        env=rank_environment,
+        env=_rank_environment(environment or {}, world_size),
         stdout=sys.stderr if show == "errors" else captured_output,
         stderr=captured_output,
         text=True,
-        timeout=timeout,
         check=False,
     )
+
+
+def _rank_environment(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
+    python_path = filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))
+    rank_environment = {"OMP_NUM_THREADS": "1", **environment, **os.environ}
+    rank_environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
+    return rank_environment | (single_rank_variables() if world_size == 1 else {})
 
 
 def single_rank_variables() -> dict[str, str]:

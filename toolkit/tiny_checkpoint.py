@@ -208,8 +208,9 @@ def released_files(
     """
     special_token_ids = {token: text_token_count + i for i, token in enumerate(SPECIAL_TOKENS)}
     full_attention_interval = sizes.full_attention_layers_of
-    template_values = dataclasses.asdict(sizes) | special_token_ids
-    template_values |= {
+    template_values = {
+        **dataclasses.asdict(sizes),
+        **special_token_ids,
         "tied": tied_embeddings,
         "dtype": str(dtype).removeprefix("torch."),
         "vocab_size": ((text_token_count + len(special_token_ids)) // 128 + 1) * 128,

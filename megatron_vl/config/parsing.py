@@ -52,11 +52,6 @@ def build_parser(help_texts: bool = True) -> ArgumentParser:
     return parser
 
 
-def _shows_help(argv: Sequence[str]) -> bool:
-    """Whether the fields' help is printed. ``--print_config`` can print it too, as comments."""
-    return any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv)
-
-
 def parse_config(argv: list[str] | None = None) -> TrainConfig:
     """Reads ``--config RUN.yaml`` and ``--section.field value`` overrides.
 
@@ -66,7 +61,9 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
         SystemExit: ``--help`` was asked for.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = build_parser(_shows_help(argv))
+    # ``--print_config`` can print the fields' help too, as comments.
+    shows_help = any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv)
+    parser = build_parser(shows_help)
 
     # Each file is checked alone first, because the parser's own errors name neither the file nor the line.
     for config_path in _config_files(argv):

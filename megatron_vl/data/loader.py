@@ -251,18 +251,8 @@ class RowEncoder:
             )
 
     def _encode_sample(self, raw_sample: RawSample) -> EncodedSample:
-        if raw_sample.read_failure:
-            raise UnusableSampleError(*raw_sample.read_failure)
-        if raw_sample.json_bytes is None:
-            raise LoaderError(
-                "the sample has no .json member; was the data set written by `megatron-vl data convert`?"
-            )
-        if is_crc32_wrong(raw_sample.json_bytes):
-            raise UnusableSampleError(
-                "text changed since conversion", "the CRC-32 of the sample's JSON differs"
-            )
-
-        conversation_record = json.loads(raw_sample.json_bytes)
+        json_bytes = _checked_json_bytes(raw_sample)
+        conversation_record = json.loads(json_bytes)
         media_records = conversation_record["media"]
         missing_keys = [item["key"] for item in media_records if item["key"] not in raw_sample.media_bytes]
         if missing_keys:
@@ -457,6 +447,18 @@ class RowEncoder:
         self.dropped_counts = Counter()
         self.dropped_samples = []
         return packed_row
+
+
+def _checked_json_bytes(raw_sample: RawSample) -> bytes:
+    if raw_sample.read_failure:
+        raise UnusableSampleError(*raw_sample.read_failure)
+    if raw_sample.json_bytes is None:
+        raise LoaderError(
+            "the sample has no .json member; was the data set written by `megatron-vl data convert`?"
+        )
+    if is_crc32_wrong(raw_sample.json_bytes):
+        raise UnusableSampleError("text changed since conversion", "the CRC-32 of the sample's JSON differs")
+    return raw_sample.json_bytes
 
 
 def _source_text(record: Any) -> str:

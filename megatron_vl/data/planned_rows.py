@@ -458,10 +458,10 @@ class PlanningContext:
             take: returns the bytes of a sample in an object store, by source and index.
         """
         timeout_seconds = self.row_encoder.data_config.sample_timeout_s
-        readers = []
-        for source_index, source in enumerate(self.sized_sources):
-            readers.append(source.open_reader(timeout_seconds, partial(take, source_index)))
-        return readers
+        return [
+            source.open_reader(timeout_seconds, partial(take, source_index))
+            for source_index, source in enumerate(self.sized_sources)
+        ]
 
     def make_planner(self) -> BatchPlanner:
         """A planner that continues at ``planner_state``."""
@@ -534,8 +534,7 @@ def plan_shares(
     first_worker = 0  # the process that makes the step's first row
     while True:
         # Every rank plans the whole batch and takes its rows of it, so that no rank waits for another.
-        planned_batch = batch_planner.next_batch().assign_to_ranks(rank_count)
-        rows = planned_batch.rows_of_rank(rank, rank_count)
+        rows = batch_planner.next_batch().assign_to_ranks(rank_count).rows_of_rank(rank, rank_count)
         if read_ahead:
             read_ahead.expect((sample.source, sample.index) for row in rows for sample in row)
 
@@ -762,8 +761,7 @@ class PlannedRankRows:
 
     def __next__(self) -> TrainingRow:
         # The processes make the rows in turn, so that the order does not depend on their speed.
-        worker = self.taken_rows % len(self._worker_iterators)
-        planned_row = next(self._worker_iterators[worker])
+        planned_row = next(self._worker_iterators[self.taken_rows % len(self._worker_iterators)])
         self.taken_rows += 1
 
         # Processes work ahead. The state comes with the row to which it belongs, so a save sees the right

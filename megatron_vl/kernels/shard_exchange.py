@@ -85,7 +85,6 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
     for other_start in range(0, row_length, length):
         any_between |= bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
 
-    bounds = set(cu_seqlens)
     return ShardRoute(
         rank=rank,
         length=length,
@@ -93,7 +92,7 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
         tokens_after=max(cu_seqlens[last_sequence + 1] - shard_end, 0),
         first_end=min(cu_seqlens[first_sequence + 1], shard_end) - shard_start,
         last_start=max(cu_seqlens[last_sequence] - shard_start, 0),
-        any_cut=any(edge not in bounds for edge in range(length, row_length, length)),
+        any_cut=not set(range(length, row_length, length)).issubset(cu_seqlens),
         any_between=any_between,
     )
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
@@ -180,13 +181,6 @@ def _build_tower(
     """The vision tower on the ranks of ``tp_group`` (None: the language model's tensor-parallel group)."""
     model_config = config.model
     dtype = getattr(torch, config.dtype)
-    # With float32 inputs, the kernel's products would be TF32.
-    can_fuse_windows = platform.name == "cuda" and dtype == torch.bfloat16
-    if model_config.window_attention == "fused" and not can_fuse_windows:
-        raise RunConfigError(
-            "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
-        )
-
     return VisionTower(
         platform,
         spec.vision,
@@ -202,9 +196,19 @@ def _build_tower(
             dtype=dtype,
         ),
         is_frozen=model_config.freeze_vision,
-        fused_windows=can_fuse_windows and model_config.window_attention != "backend",
+        fused_windows=_fuses_windows(platform, config),
         recompute_activation=config.recompute.vision == "activation",
     )
+
+
+def _fuses_windows(platform: Platform, config: TrainConfig) -> bool:
+    # With float32 inputs, the kernel's products would be TF32.
+    is_possible = platform.name == "cuda" and config.dtype == "bfloat16"
+    if config.model.window_attention == "fused" and not is_possible:
+        raise RunConfigError(
+            "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
+        )
+    return is_possible and config.model.window_attention != "backend"
 
 
 def _build_language_model(
@@ -218,35 +222,10 @@ def _build_language_model(
 ) -> GPTModel:
     """The language model's part on virtual stage ``virtual_stage`` of pipeline rank ``pipeline_rank``."""
     language_spec = spec.language
-    recompute = config.recompute
-    attention_backend = choose_backend(
-        config.model.language_attention,
-        platform=platform.name,
-        head_dim=language_spec.head_dim,
-        causal=True,
-        dtype=getattr(torch, config.dtype),
-        gathers_keys=layout.key_ranks > 1,
-    )
-    check_gradients(
-        attention_backend, language_spec.num_heads // language_spec.num_kv_heads, language_spec.head_dim
-    )
-
     layer_range = layout.chunk_layers(pipeline_rank, virtual_stage)
     language_model = GPTModel(
         core_config,
-        transformer_block_spec(
-            platform,
-            core_config,
-            len(layer_range),
-            attention_backend=attention_backend,
-            causal=True,
-            num_deepstack_levels=len(spec.vision.deepstack_layers),
-            recompute_activation=recompute.language == "selective"
-            and "activation" in recompute.language_modules,
-            layers_with_experts=[language_spec.has_experts(layer) for layer in layer_range],
-            layers_with_linear_attention=[language_spec.has_linear_attention(layer) for layer in layer_range],
-            linear_attention=language_spec.linear_attention,
-        ),
+        _language_block_spec(platform, spec, layout, config, core_config, layer_range),
         vocab_size=language_spec.vocab_size,
         max_sequence_length=config.data.seq_len,
         pre_process=pipeline_rank == 0 and virtual_stage == 0,
@@ -261,6 +240,41 @@ def _build_language_model(
 
     language_model.rotary_pos_emb = MultimodalRope(language_spec)
     return language_model
+
+
+def _language_block_spec(
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    config: TrainConfig,
+    core_config: TransformerConfig,
+    layer_range: range,
+) -> TransformerBlockSubmodules:
+    language_spec, recompute = spec.language, config.recompute
+    attention_backend = choose_backend(
+        config.model.language_attention,
+        platform=platform.name,
+        head_dim=language_spec.head_dim,
+        causal=True,
+        dtype=getattr(torch, config.dtype),
+        gathers_keys=layout.key_ranks > 1,
+    )
+    check_gradients(
+        attention_backend, language_spec.num_heads // language_spec.num_kv_heads, language_spec.head_dim
+    )
+
+    return transformer_block_spec(
+        platform,
+        core_config,
+        len(layer_range),
+        attention_backend=attention_backend,
+        causal=True,
+        num_deepstack_levels=len(spec.vision.deepstack_layers),
+        recompute_activation=recompute.language == "selective" and "activation" in recompute.language_modules,
+        layers_with_experts=[language_spec.has_experts(layer) for layer in layer_range],
+        layers_with_linear_attention=[language_spec.has_linear_attention(layer) for layer in layer_range],
+        linear_attention=language_spec.linear_attention,
+    )
 
 
 def aux_loss_coefficient(spec: ModelSpec, model_config: ModelConfig) -> float:

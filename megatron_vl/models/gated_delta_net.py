@@ -185,21 +185,25 @@ class GatedDeltaNet(nn.Module):
         head_gates = output_gate.unflatten(-1, (self.value_heads, -1))
         return self.out_norm(head_outputs, head_gates, weight).flatten(1)
 
+    def _mix_prompt(self, projected: Tensor, cache_access: CacheAccess) -> Tensor:
+        """Mixes the tokens of one prompt, and stores the states from which its answer continues."""
+        (prompt_index,) = cache_access.prompt_indices
+        prompt_length = cache_access.cache.sequence_lengths[prompt_index]
+        prompt_states = projected[:prompt_length]
+        head_outputs, final_state = self._mix_with_state(
+            prompt_states, prompt_states.new_zeros(prompt_length, dtype=torch.int32)
+        )
+
+        # The convolution of the next token needs the last inputs, zeros before the prompt included.
+        conv_reach = self.spec.conv_width - 1
+        conv_inputs = F.pad(prompt_states[:, : self.sections[0]], (0, 0, conv_reach, 0))[prompt_length:]
+        cache_access.cache.linear_attention_states[self, prompt_index] = (conv_inputs, final_state)
+        return F.pad(head_outputs, (0, 0, 0, projected.shape[0] - prompt_length))
+
     def _mix_with_cache(self, projected: Tensor, cache_access: CacheAccess) -> Tensor:
         """The same as :meth:`_mix_tokens`, during generation. Outputs of padding are zero."""
         if cache_access.is_prefill:
-            (prompt_index,) = cache_access.prompt_indices
-            prompt_length = cache_access.cache.sequence_lengths[prompt_index]
-            prompt_states = projected[:prompt_length]
-            head_outputs, final_state = self._mix_with_state(
-                prompt_states, prompt_states.new_zeros(prompt_length, dtype=torch.int32)
-            )
-
-            # The convolution of the next token needs the last inputs, zeros before the prompt included.
-            conv_reach = self.spec.conv_width - 1
-            conv_inputs = F.pad(prompt_states[:, : self.sections[0]], (0, 0, conv_reach, 0))[prompt_length:]
-            cache_access.cache.linear_attention_states[self, prompt_index] = (conv_inputs, final_state)
-            return F.pad(head_outputs, (0, 0, 0, projected.shape[0] - prompt_length))
+            return self._mix_prompt(projected, cache_access)
 
         num_prompts = len(cache_access.prompt_indices)
         padding_output = projected.new_zeros(projected.shape[0] - num_prompts, self.sections[1])

@@ -152,7 +152,6 @@ def vision_config(
         RunConfigError: the platform does not support a setting.
     """
     vision_spec = spec.vision
-
     return TransformerConfig(
         num_layers=vision_spec.num_layers,
         hidden_size=vision_spec.hidden_size,

@@ -99,12 +99,7 @@ class VisionLanguageModel(MegatronModule):
 
         # Most tokens of a row have no loss. The head is computed only for those that have one, because logits
         # [S, V] are the largest activation of the model.
-        loss_selection: dict[str, Any] = {}
-        if labels and row.loss_index is not None:
-            loss_selection = {
-                "output_processor": loss_token_losses,
-                "output_processor_context": row.loss_index,
-            }
+        selects_loss_tokens = labels and row.loss_index is not None
 
         # ``attention_mask`` is None because PackedAttention reads the segments from ``packed_seq_params``.
         chunk_output = self.language_model(
@@ -115,7 +110,8 @@ class VisionLanguageModel(MegatronModule):
             labels=row.labels[None] if labels else None,
             packed_seq_params=packed_row(row.segments, cache=row.cache, shard=row.shard),
             padding_mask=self._padding_mask(row),
-            **loss_selection,
+            output_processor=loss_token_losses if selects_loss_tokens else None,
+            output_processor_context=row.loss_index,
         )
 
         # All messages between stages have one size, because core allocates the receiving buffers from the
@@ -145,20 +141,12 @@ class VisionLanguageModel(MegatronModule):
 
         Under sequence parallelism, each part is scattered separately.
         """
-        level_features = None
         if self.absent_tower is not None:
             self.absent_tower.gather_params()
+        # The tower runs before the embedding, because parameters are registered, gathered and reduced in that
+        # order.
         skips_tower = self._skips_tower(row)
-
-        # The features come from other context-parallel ranks, from the tower, or from a decoupled tower.
-        if row.feature_route is not None:
-            level_features = self._exchange_row_features(row, skips_tower)
-        elif self.vision_model is not None and row.vision_input is not None and not skips_tower:
-            # The tower runs before the embedding, because parameters are registered, gathered and reduced in
-            # that order.
-            level_features = self.vision_model(row.vision_input)
-        elif row.vision_features is not None and not self._needs_no_features(row):
-            level_features = list(row.vision_features.unbind(1))
+        level_features = self._level_features(row, skips_tower)
 
         token_embeddings = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.lora.rank and torch.is_grad_enabled():
@@ -183,6 +171,17 @@ class VisionLanguageModel(MegatronModule):
         if self.config.sequence_parallel:
             embedding_parts = [scatter_to_sequence_parallel_region(part) for part in embedding_parts]
         return torch.cat(embedding_parts) if self.num_deepstack_levels else embedding_parts[0]
+
+    def _level_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor] | None:
+        """The features of the row's pictures, one tensor for each level; None if the row gets none."""
+        # They come from other context-parallel ranks, from the tower, or from a decoupled tower.
+        if row.feature_route is not None:
+            return self._exchange_row_features(row, skips_tower)
+        if self.vision_model is not None and row.vision_input is not None and not skips_tower:
+            return self.vision_model(row.vision_input)
+        if row.vision_features is not None and not self._needs_no_features(row):
+            return list(row.vision_features.unbind(1))
+        return None
 
     def _exchange_row_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor]:
         """The features of this rank's placeholders under context parallelism, one tensor [N, H] for each
@@ -209,8 +208,7 @@ class VisionLanguageModel(MegatronModule):
             if not route.encodes:  # a dummy picture, which no placeholder stands for
                 local_features = local_features[:0] + local_features.sum() * 0.0
 
-        cp_group = self.language_model.pg_collection.cp
-        return list(exchange_features(local_features, route, cp_group).unbind(1))
+        return list(exchange_features(local_features, route, self.language_model.pg_collection.cp).unbind(1))
 
     def _needs_no_features(self, row: DeviceRow) -> bool:
         """Whether the row has no picture and the backward pass does not need its (empty) features."""

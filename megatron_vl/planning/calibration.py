@@ -128,21 +128,7 @@ def read_calibration(calibration_path: Path) -> Calibration:
             f"{calibration_path} is no calibration; write one like those of megatron_vl/planning/calibrations"
         )
 
-    known_fields = {field.name: field for field in dataclasses.fields(Calibration) if field.name != "source"}
-    unknown_names = sorted(set(json_fields) - set(known_fields))
-    missing_names = sorted(
-        field_name
-        for field_name, field in known_fields.items()
-        if field_name not in json_fields and field.default is dataclasses.MISSING
-    )
-
-    if unknown_names or missing_names:
-        field_errors = [f"has the unknown field {field_name}" for field_name in unknown_names]
-        field_errors += [f"lacks the field {field_name}" for field_name in missing_names]
-        raise CalibrationError(
-            f"{calibration_path} {field_errors[0]}; write one like those of megatron_vl/planning/calibrations"
-        )
-
+    _check_field_names(calibration_path, json_fields)
     for field_name, field_value in json_fields.items():
         _check_rate(calibration_path, field_name, field_value)
     field_values: dict[str, Any] = {
@@ -153,6 +139,21 @@ def read_calibration(calibration_path: Path) -> Calibration:
 
 
 _FIELDS_WITHOUT_RATES = ("gpu", "provenance", "measured")
+
+
+def _check_field_names(calibration_path: Path, json_fields: dict[str, Any]) -> None:
+    known_fields = {field.name: field for field in dataclasses.fields(Calibration) if field.name != "source"}
+    field_errors = []
+    for field_name in sorted(json_fields.keys() - known_fields.keys()):
+        field_errors.append(f"has the unknown field {field_name}")
+    for field_name in sorted(known_fields.keys() - json_fields.keys()):
+        if known_fields[field_name].default is dataclasses.MISSING:
+            field_errors.append(f"lacks the field {field_name}")
+
+    if field_errors:
+        raise CalibrationError(
+            f"{calibration_path} {field_errors[0]}; write one like those of megatron_vl/planning/calibrations"
+        )
 
 
 def _check_rate(calibration_path: Path, field_name: str, field_value: object) -> None:

@@ -205,10 +205,7 @@ class StepCosts:
             query_gate_width = query_width * (2 if language_spec.output_gate else 1)
             projection_seconds = self.matmul_seconds(
                 token_count, hidden_size, (query_gate_width + 2 * key_value_width) / tensor_parallel_size
-            )
-            projection_seconds += self.matmul_seconds(
-                token_count, query_width / tensor_parallel_size, hidden_size
-            )
+            ) + self.matmul_seconds(token_count, query_width / tensor_parallel_size, hidden_size)
             attention_seconds = self._attention_seconds(query_width / tensor_parallel_size / self.layout.cp)
 
         elementwise_seconds = self.elementwise_seconds(
@@ -219,7 +216,9 @@ class StepCosts:
             if kind.has_experts
             else self._mlp_seconds(token_count, language_spec.ffn_hidden_size)
         )
-        collective_seconds = self._tensor_parallel_seconds(token_count * hidden_size)
+        # A layer has four all-gathers and reduce-scatters, or two all-reduces, in one pass.
+        message_bytes = self.bytes_per_element * (token_count * hidden_size)
+        collective_seconds = 4 * self.collective_seconds(message_bytes, tensor_parallel_size)
         if kind.has_linear_attention:
             collective_seconds += self._state_exchange()
         else:
@@ -328,10 +327,7 @@ class StepCosts:
         input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
         projection_seconds = self.matmul_seconds(
             token_count, language_spec.hidden_size, input_width / tensor_parallel_size
-        )
-        projection_seconds += self.matmul_seconds(
-            token_count, value_width / tensor_parallel_size, language_spec.hidden_size
-        )
+        ) + self.matmul_seconds(token_count, value_width / tensor_parallel_size, language_spec.hidden_size)
 
         chunk_flops_per_head = (
             DELTA_CHUNK * (3 * linear_attention.key_dim + 2 * linear_attention.value_dim)
@@ -416,10 +412,6 @@ class StepCosts:
             self.bytes_per_element * hidden_elements * expert_tensor_size, expert_tensor_size
         )
 
-    def _tensor_parallel_seconds(self, element_count: float) -> float:
-        """Seconds of the four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
-        return 4 * self.collective_seconds(self.bytes_per_element * element_count, self.layout.tp)
-
     def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
         """Seconds to exchange heads around attention and to gather keys and values, in one pass.
 
@@ -457,8 +449,7 @@ class StepCosts:
 
     def embedding_time(self) -> PassTime:
         """Looking up tokens and placing features. The gradient of the table is added in float32."""
-        language_spec = self.spec.language
-        tokens = self.elementwise_seconds(4 * language_spec.hidden_size * self.seq_len)
+        tokens = self.elementwise_seconds(4 * self.spec.language.hidden_size * self.seq_len)
         table = self._vocabulary_gradient_seconds() if self._trains_language else 0.0
         return PassTime(tokens, tokens + table)
 
@@ -506,94 +497,27 @@ class StepCosts:
 
     def tower_time_at(self, tensor_parallel_size: int) -> PassTime:
         """The tower with its mergers on a row's pictures, on ``tensor_parallel_size`` ranks together."""
-        vision_spec, calibration, row_statistics = self.spec.vision, self.calibration, self.row_statistics
-        patch_count = row_statistics.mean_patches
-        hidden_size = vision_spec.hidden_size
-        ffn_width = vision_spec.padded_ffn_hidden_size
+        vision_spec = self.spec.vision
+        patch_count = self.row_statistics.mean_patches
         if not patch_count:
             return PassTime()
 
         has_lora = self.config.lora.rank > 0
-        # The times of one layer.
-        gate_factor = 2 if vision_spec.gated_mlp else 1
-        matmul_seconds = self.matmul_seconds(
-            patch_count, hidden_size, 3 * hidden_size / tensor_parallel_size
-        ) + self.matmul_seconds(patch_count, hidden_size / tensor_parallel_size, hidden_size)
-        matmul_seconds += self.matmul_seconds(
-            patch_count, hidden_size, gate_factor * ffn_width / tensor_parallel_size
-        ) + self.matmul_seconds(patch_count, ffn_width / tensor_parallel_size, hidden_size)
-        elementwise_seconds = self.elementwise_seconds(calibration.tower_widths * hidden_size * patch_count)
-        activation_seconds = self.elementwise_seconds(
-            calibration.activation_widths
-            * (1 if vision_spec.gated_mlp else 0.6)
-            * ffn_width
-            / tensor_parallel_size
-            * patch_count
-        )
-        full_attention_seconds = (
-            4.0
-            * hidden_size
-            / tensor_parallel_size
-            * row_statistics.mean_frame_pairs
-            / (calibration.tower_attention_tflops * 1e12)
-        )
-        window_attention_seconds = self.elementwise_seconds(
-            calibration.window_widths * hidden_size / tensor_parallel_size * patch_count
-        )
-        full_attention_layers = sum(
-            vision_spec.is_full_attention(layer) for layer in range(vision_spec.num_layers)
-        )
-        collective_seconds = (
-            4
-            * self.collective_seconds(
-                self.bytes_per_element * patch_count * hidden_size, tensor_parallel_size
-            )
-            / calibration.all_reduce_share
-        )
-
-        # The times of all layers. Only full attention and window attention differ between layers.
-        all_matmul_seconds = vision_spec.num_layers * matmul_seconds
-        all_elementwise_seconds = vision_spec.num_layers * elementwise_seconds
-        all_activation_seconds = vision_spec.num_layers * activation_seconds
-        all_full_attention_seconds = full_attention_layers * full_attention_seconds
-        all_window_seconds = (vision_spec.num_layers - full_attention_layers) * window_attention_seconds
-        all_collective_seconds = vision_spec.num_layers * collective_seconds
-        patch_embed_seconds = self.matmul_seconds(patch_count, vision_spec.patch_dim, hidden_size)
-        merger_width = vision_spec.merge_unit * hidden_size
-        merged_units = (1 + len(vision_spec.deepstack_layers)) * patch_count / vision_spec.merge_unit
-        merger_seconds = self.matmul_seconds(
-            merged_units, merger_width, merger_width / tensor_parallel_size
-        ) + self.matmul_seconds(
-            merged_units, merger_width / tensor_parallel_size, vision_spec.out_hidden_size
-        )
-
-        blocks_time = PassTime(
-            all_matmul_seconds
-            + all_full_attention_seconds
-            + all_elementwise_seconds / 3
-            + all_window_seconds / 3
-            + all_activation_seconds * 3 / 8
-            + all_collective_seconds,
-            (2 - has_lora) * all_matmul_seconds
-            + 2 * all_full_attention_seconds
-            + all_elementwise_seconds * 2 / 3
-            + all_window_seconds * 2 / 3
-            + all_activation_seconds * 5 / 8
-            + all_collective_seconds,
-        )
-        for layer in range(vision_spec.num_layers):
-            adapters = block_adapters(self.spec, self.config.lora, layer)
-            blocks_time += self._adapters_time(adapters, patch_count, tensor_parallel_size)
+        patch_embed_seconds = self.matmul_seconds(patch_count, vision_spec.patch_dim, vision_spec.hidden_size)
+        activation_seconds = self._tower_activation_seconds(tensor_parallel_size)
+        blocks_time = self._tower_blocks_time(tensor_parallel_size, activation_seconds)
+        merger_seconds = self._merger_seconds(tensor_parallel_size)
 
         # A frozen tower has no backward pass, because nothing before it is trained.
         if self.model_config.freeze_vision:
             tower_backward_seconds = 0.0
             merger_backward_seconds = (2 - has_lora) * merger_seconds * (not self.model_config.freeze_merger)
         else:
-            tower_backward_seconds = blocks_time.backward + patch_embed_seconds * (not has_lora)
-            tower_backward_seconds += blocks_time.forward * (self.recompute_config.vision == "full")
-            tower_backward_seconds += (
-                all_activation_seconds * 3 / 8 * (self.recompute_config.vision == "activation")
+            tower_backward_seconds = (
+                blocks_time.backward
+                + patch_embed_seconds * (not has_lora)
+                + blocks_time.forward * (self.recompute_config.vision == "full")
+                + activation_seconds * 3 / 8 * (self.recompute_config.vision == "activation")
             )
             trains_merger = not (has_lora or self.model_config.freeze_merger)
             merger_backward_seconds = (1 + trains_merger) * merger_seconds
@@ -605,6 +529,94 @@ class StepCosts:
         for adapters in merger_adapters(self.spec, self.config.lora):
             tower_time += self._adapters_time(adapters, units, tensor_parallel_size)
         return tower_time
+
+    def _tower_blocks_time(self, tensor_parallel_size: int, activation_seconds: float) -> PassTime:
+        """All layers of the tower, without recomputation."""
+        vision_spec, calibration = self.spec.vision, self.calibration
+        patch_count, num_layers = self.row_statistics.mean_patches, vision_spec.num_layers
+        matmul_seconds = num_layers * self._tower_matmul_seconds(tensor_parallel_size)
+        attention_seconds, window_seconds = self._tower_attention_seconds(tensor_parallel_size)
+        elementwise_seconds = num_layers * self.elementwise_seconds(
+            calibration.tower_widths * vision_spec.hidden_size * patch_count
+        )
+        message_bytes = self.bytes_per_element * patch_count * vision_spec.hidden_size
+        collective_seconds = num_layers * (
+            4 * self.collective_seconds(message_bytes, tensor_parallel_size) / calibration.all_reduce_share
+        )
+
+        blocks_time = PassTime(
+            matmul_seconds
+            + attention_seconds
+            + elementwise_seconds / 3
+            + window_seconds / 3
+            + activation_seconds * 3 / 8
+            + collective_seconds,
+            (2 - (self.config.lora.rank > 0)) * matmul_seconds
+            + 2 * attention_seconds
+            + elementwise_seconds * 2 / 3
+            + window_seconds * 2 / 3
+            + activation_seconds * 5 / 8
+            + collective_seconds,
+        )
+        for layer in range(num_layers):
+            adapters = block_adapters(self.spec, self.config.lora, layer)
+            blocks_time += self._adapters_time(adapters, patch_count, tensor_parallel_size)
+        return blocks_time
+
+    def _tower_matmul_seconds(self, tensor_parallel_size: int) -> float:
+        """Seconds of the matrix products of one layer of the tower."""
+        vision_spec, patch_count = self.spec.vision, self.row_statistics.mean_patches
+        hidden_size, ffn_width = vision_spec.hidden_size, vision_spec.padded_ffn_hidden_size
+        gate_factor = 2 if vision_spec.gated_mlp else 1
+        attention_seconds = self.matmul_seconds(
+            patch_count, hidden_size, 3 * hidden_size / tensor_parallel_size
+        ) + self.matmul_seconds(patch_count, hidden_size / tensor_parallel_size, hidden_size)
+        mlp_seconds = self.matmul_seconds(
+            patch_count, hidden_size, gate_factor * ffn_width / tensor_parallel_size
+        ) + self.matmul_seconds(patch_count, ffn_width / tensor_parallel_size, hidden_size)
+        return attention_seconds + mlp_seconds
+
+    def _tower_activation_seconds(self, tensor_parallel_size: int) -> float:
+        """Seconds of the activation functions of all layers of the tower."""
+        vision_spec = self.spec.vision
+        return vision_spec.num_layers * self.elementwise_seconds(
+            self.calibration.activation_widths
+            * (1 if vision_spec.gated_mlp else 0.6)
+            * vision_spec.padded_ffn_hidden_size
+            / tensor_parallel_size
+            * self.row_statistics.mean_patches
+        )
+
+    def _tower_attention_seconds(self, tensor_parallel_size: int) -> tuple[float, float]:
+        """Seconds of the layers with full attention, and of those with attention within windows."""
+        vision_spec, calibration = self.spec.vision, self.calibration
+        full_seconds = (
+            4.0
+            * vision_spec.hidden_size
+            / tensor_parallel_size
+            * self.row_statistics.mean_frame_pairs
+            / (calibration.tower_attention_tflops * 1e12)
+        )
+        window_seconds = self.elementwise_seconds(
+            calibration.window_widths
+            * vision_spec.hidden_size
+            / tensor_parallel_size
+            * self.row_statistics.mean_patches
+        )
+        full_layers = sum(vision_spec.is_full_attention(layer) for layer in range(vision_spec.num_layers))
+        return full_layers * full_seconds, (vision_spec.num_layers - full_layers) * window_seconds
+
+    def _merger_seconds(self, tensor_parallel_size: int) -> float:
+        """Seconds of the forward pass of the merger and of DeepStack's mergers."""
+        vision_spec = self.spec.vision
+        merger_width = vision_spec.merge_unit * vision_spec.hidden_size
+        merger_count = 1 + len(vision_spec.deepstack_layers)
+        merged_units = merger_count * self.row_statistics.mean_patches / vision_spec.merge_unit
+        return self.matmul_seconds(
+            merged_units, merger_width, merger_width / tensor_parallel_size
+        ) + self.matmul_seconds(
+            merged_units, merger_width / tensor_parallel_size, vision_spec.out_hidden_size
+        )
 
     # --- Between stages and at the end of a step ------------------------------------------------------------
 

@@ -219,8 +219,7 @@ def row_flops(
         # Pixels take no gradient.
         vision=(1.0 + trains_tower) * vision_forward.patch_embed
         + (3.0 if trains_tower else 1.0) * vision_forward.vision_blocks
-        # A merger begins with a norm, whose weight needs the gradient of its output even if the tower is
-        # frozen.
+        # A merger's norm needs the gradient of its output even if the tower is frozen.
         + (1.0 + trains_merger + (trains_merger or trains_tower)) * vision_forward.mergers,
     )
 
@@ -454,12 +453,12 @@ def recompute_flops(
         language_recompute = language_forward.decoder_layers
         language_recompute += 2.0 * sum(document_lengths) * _adapter_weights(spec, lora, "")
     elif recompute_config.language == "selective":
-        language_recompute = (language_forward.attention + language_forward.delta_rule) * (
-            "core_attn" in recompute_config.language_modules
-        )
+        if "core_attn" in recompute_config.language_modules:
+            language_recompute = language_forward.attention + language_forward.delta_rule
         if "mlp" in recompute_config.language_modules:
             language_recompute += language_forward.mlp
             language_recompute += 2.0 * sum(document_lengths) * _adapter_weights(spec, lora, "mlp.")
+
     vision_recompute = (
         vision_forward.vision_blocks if recompute_config.vision == "full" and trains_tower else 0.0
     )

@@ -24,7 +24,7 @@ class MatrixAdapter:
     columns: int
     """Those of the released matrix, without padding."""
     rank_sum: int
-    max_rank: int
+
     used_elements: int
     """Elements of B that are not always zero: each released matrix uses the columns of its own rank."""
     is_row_parallel: bool
@@ -102,7 +102,6 @@ def _describe_adapter(spec: ModelSpec, adapter: FusedAdapter, matrix_name: str) 
         rows,
         columns,
         sum(adapter.ranks),
-        max(adapter.ranks),
         used_elements,
         base.parallel_style == "row",
         base.num_experts > 0,

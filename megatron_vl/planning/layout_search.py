@@ -307,26 +307,11 @@ def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
     """The ``parallel`` sections to try. Some of them are impossible for other fields of the run."""
     parallel_config = search_request.config.parallel
     language_spec = search_request.spec.language
-    world_size = search_request.world_size
     if search_request.keep_parallel_sizes:
         yield dataclasses.replace(parallel_config, layers=None)
         return
 
-    tensor_sizes = [
-        size
-        for size in _powers_of_two(min(LARGEST_TP, search_request.network.gpus_per_node, world_size))
-        if world_size % size == 0
-    ]
-    pipeline_sizes = [
-        size
-        for size in range(1, min(LARGEST_PP, language_spec.num_layers, world_size) + 1)
-        if world_size % size == 0
-    ]
-    expert_sizes = _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1]
-
-    for tensor_size, pipeline_size, expert_size in itertools.product(
-        tensor_sizes, pipeline_sizes, expert_sizes
-    ):
+    for tensor_size, pipeline_size, expert_size in _size_combinations(search_request):
         has_wide_experts = (
             language_spec.moe is not None
             and language_spec.moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tensor_size
@@ -338,21 +323,32 @@ def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
             if size == 1 or pipeline_size > 1 and pipeline_size * size <= language_spec.num_layers
         ]
         for virtual_size, expert_tensor_size in itertools.product(virtual_sizes, expert_tensor_sizes):
-            parallel_sizes: dict[str, Any] = {
-                "tp": tensor_size,
-                "pp": pipeline_size,
-                "vpp": virtual_size,
-                "ep": expert_size,
-                "etp": expert_tensor_size,
-            }
-            overlaps_tensor_parallel = parallel_config.tp_comm_overlap and tensor_size > 1
             yield dataclasses.replace(
                 parallel_config,
-                **parallel_sizes,
+                tp=tensor_size,
+                pp=pipeline_size,
+                vpp=virtual_size,
+                ep=expert_size,
+                etp=expert_tensor_size,
                 layers=None,
                 sequence_parallel=tensor_size > 1,
-                tp_comm_overlap=overlaps_tensor_parallel,
+                tp_comm_overlap=parallel_config.tp_comm_overlap and tensor_size > 1,
             )
+
+
+def _size_combinations(search_request: SearchRequest) -> Iterator[tuple[int, int, int]]:
+    """The tensor-, pipeline- and expert-parallel sizes to try."""
+    language_spec = search_request.spec.language
+    world_size = search_request.world_size
+    largest_tp = min(LARGEST_TP, search_request.network.gpus_per_node, world_size)
+    largest_pp = min(LARGEST_PP, language_spec.num_layers, world_size)
+    expert_sizes = _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1]
+
+    for tensor_size, pipeline_size, expert_size in itertools.product(
+        _powers_of_two(largest_tp), range(1, largest_pp + 1), expert_sizes
+    ):
+        if world_size % tensor_size == 0 and world_size % pipeline_size == 0:
+            yield tensor_size, pipeline_size, expert_size
 
 
 def _powers_of_two(largest: int) -> list[int]:
@@ -374,9 +370,8 @@ def _tower_placements(config: TrainConfig) -> list[TrainConfig]:
 
 def offload_variants(config: TrainConfig) -> list[Any]:
     """The optimizer's section with more of its state in host memory."""
-    optimizer = config.optimizer
     larger_fractions = [share for share in (0.5, 1.0) if share > offloaded_fraction(config)]
-    return [dataclasses.replace(optimizer, offload_fraction=share) for share in larger_fractions]
+    return [dataclasses.replace(config.optimizer, offload_fraction=share) for share in larger_fractions]
 
 
 def _make_candidate(
@@ -390,18 +385,8 @@ def _make_candidate(
     except LayoutError:
         return None
 
-    # Every split needs at least an even share of the parameters, their gradients and their optimizer state.
-    state_gib = parameter_bytes(config, spec, layout, data_parallel_size) / parallel_config.pp / GIB
-    if state_gib + RESERVE_GIB > search_request.calibration.memory_gib:
+    if not _is_state_worth_trying(search_request, config, layout, data_parallel_size):
         return None
-    if offloaded_fraction(config) > offloaded_fraction(search_request.config):
-        resident_state_gib = (
-            parameter_bytes(with_requested_offload(search_request, config), spec, layout, data_parallel_size)
-            / parallel_config.pp
-            / GIB
-        )
-        if resident_state_gib - state_gib < LEAST_OFFLOAD_GIB:
-            return None
 
     step_costs = StepCosts(
         config,
@@ -422,9 +407,21 @@ def _make_candidate(
     return _LayoutCandidate(quick_step_seconds, candidate_number, config, layout, step_costs)
 
 
-def with_requested_offload(search_request: SearchRequest, config: TrainConfig) -> TrainConfig:
-    """A combination with the share of state in host memory that the run asks for."""
-    return dataclasses.replace(config, optimizer=search_request.config.optimizer)
+def _is_state_worth_trying(
+    search_request: SearchRequest, config: TrainConfig, layout: Layout, data_parallel_size: int
+) -> bool:
+    """Whether the parameters and their state fit, and whether a larger offloaded share frees enough of it."""
+    spec = search_request.spec
+    # Every split needs at least an even share of the parameters, their gradients and their optimizer state.
+    state_gib = parameter_bytes(config, spec, layout, data_parallel_size) / layout.pp / GIB
+    if state_gib + RESERVE_GIB > search_request.calibration.memory_gib:
+        return False
+    if offloaded_fraction(config) <= offloaded_fraction(search_request.config):
+        return True
+
+    resident_config = dataclasses.replace(config, optimizer=search_request.config.optimizer)
+    resident_gib = parameter_bytes(resident_config, spec, layout, data_parallel_size) / layout.pp / GIB
+    return resident_gib - state_gib >= LEAST_OFFLOAD_GIB
 
 
 def _predict_if_fits(
@@ -538,13 +535,31 @@ def explain_slowdown(best_prediction: RunPrediction, slower_prediction: RunPredi
     return f"{slowdown_text}: {', '.join(cause_texts)}" if cause_texts else slowdown_text
 
 
+def _mean_stage_seconds(
+    prediction: RunPrediction, run_config: TrainConfig, calibration: Calibration
+) -> float:
+    """Seconds of the mean stage's passes in a step."""
+    layout = prediction.layout
+    step_costs = StepCosts(
+        run_config,
+        prediction.spec,
+        layout,
+        prediction.data_parallel_size,
+        prediction.row_statistics,
+        calibration,
+        prediction.network,
+    )
+    times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
+    row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
+    return prediction.micro_batches * row_seconds / layout.pp
+
+
 def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
     """Seconds of a step by cause, as a mean over the stages.
 
     A cause's share is the difference between two estimates, one without recompute or without communication.
     """
     config = prediction.config
-    stage_plans = prediction.stage_plans
     bare_config = dataclasses.replace(
         config, recompute=dataclasses.replace(config.recompute, language="none", vision="none")
     )
@@ -552,27 +567,11 @@ def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
         prediction.calibration, nvlink_gb_s=1e6, network_gb_s=1e6, collective_s=0.0
     )
 
-    def compute_seconds_with(run_config: TrainConfig, calibration: Calibration) -> float:
-        """Seconds of the mean stage's passes in a step."""
-        layout = prediction.layout
-        step_costs = StepCosts(
-            run_config,
-            prediction.spec,
-            layout,
-            prediction.data_parallel_size,
-            prediction.row_statistics,
-            calibration,
-            prediction.network,
-        )
-        times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
-        row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
-        return prediction.micro_batches * row_seconds / layout.pp
-
-    all_seconds = compute_seconds_with(config, prediction.calibration)
-    seconds_without_recompute = compute_seconds_with(bare_config, prediction.calibration)
-    compute_seconds = compute_seconds_with(bare_config, instant_network)
+    all_seconds = _mean_stage_seconds(prediction, config, prediction.calibration)
+    seconds_without_recompute = _mean_stage_seconds(prediction, bare_config, prediction.calibration)
+    compute_seconds = _mean_stage_seconds(prediction, bare_config, instant_network)
     stage_end_seconds = max(
-        stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans
+        stage.exposed_collective_seconds + stage.optimizer_seconds for stage in prediction.stage_plans
     )
     return {
         "pipeline waits": prediction.timeline_seconds - all_seconds,

@@ -129,7 +129,6 @@ class RunPrediction:
         )
 
     def as_json(self) -> dict[str, Any]:
-        calibration = self.calibration
         return {
             "layout": {**self.layout.as_dict(), "dp": self.data_parallel_size},
             "step_s": round(self.step_seconds, 4),
@@ -140,7 +139,7 @@ class RunPrediction:
             "hours_per_billion_tokens": round(self.hours_per_billion_tokens, 2),
             "peak_gib": round(self.peak_gib, 1),
             "fits": self.fits_memory,
-            "gpu": calibration.gpu,
+            "gpu": self.calibration.gpu,
             "stages": [
                 {
                     "layers": list(stage.layers_per_chunk),
@@ -313,19 +312,17 @@ def _exposed_collective_seconds(
         parallel_config.bucket_size or max(DEFAULT_BUCKET_SIZE, 1_000_000 * step_costs.gradient_ranks),
     )
     exposed_seconds = 0.0
-    last_backward_seconds, first_forward_seconds = times_by_chunk[0].backward, times_by_chunk[0].forward
-
     for collective_seconds, bucket_seconds, concurrent_seconds, is_overlapped in (
         (
             step_costs.grad_reduce_seconds(4 * trained_count),
             step_costs.grad_reduce_seconds(4 * bucket_size),
-            last_backward_seconds,
+            times_by_chunk[0].backward,
             parallel_config.overlap_grad_reduce,
         ),
         (
             step_costs.param_gather_seconds(step_costs.bytes_per_element * trained_count),
             step_costs.param_gather_seconds(step_costs.bytes_per_element * bucket_size),
-            first_forward_seconds,
+            times_by_chunk[0].forward,
             parallel_config.overlap_param_gather,
         ),
     ):

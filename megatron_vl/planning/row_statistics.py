@@ -103,11 +103,6 @@ class RowStatistics:
             else 0.0
         )
 
-    @cached_property
-    def share_with_pictures(self) -> float:
-        """Share of the rows that have a picture; the others skip the tower."""
-        return self._mean_over_rows(lambda row: float(bool(row.frame_lengths)))
-
     def head_tokens(self, seq_len: int) -> float:
         """Mean number of tokens for which the output layer is computed."""
         return self._mean_over_rows(

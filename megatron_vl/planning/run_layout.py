@@ -104,16 +104,14 @@ def estimate_stage_memory(
     spec: ModelSpec,
     world_size: int,
     patch_count: int | None = None,
-    calibration: Calibration | None = None,
 ) -> list[StageMemory]:
     """Estimates the peak memory of each pipeline stage of a run, first stage first.
 
     Args:
         patch_count: vision patches of the fullest row; None: as many as a row can hold.
-        calibration: the rates with which a split is planned; None: those of H200.
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.
     """
-    layout = run_layout(config, spec, world_size, calibration=calibration)
+    layout = run_layout(config, spec, world_size)
     return stage_memories(config, spec, layout, validate_config(config, world_size), patch_count)

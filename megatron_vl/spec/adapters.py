@@ -191,8 +191,7 @@ def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]
             continue
         parts = []
         for hf_name in hf_names:
-            is_target = hf_name in targeted_names
-            parts.append(_make_part(lora, hf_name, is_target))
+            parts.append(_make_part(lora, hf_name, hf_name in targeted_names))
         adapters[base.name] = FusedAdapter(base, kind, tuple(parts))
 
     if not adapters:

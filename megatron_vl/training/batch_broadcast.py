@@ -393,9 +393,11 @@ def _row_header(row: TrainingRow, tensor_shapes: dict[str, tuple[int, ...]]) -> 
         tensor_shapes: shape of each tensor by name.
     """
     row_vision = row.vision
-    item_counts = {"samples": row.num_samples, "images": row.num_images, "patches": row.num_patches}
-    item_counts |= {
-        f"dropped/{reason}": dropped_count for reason, dropped_count in row.dropped_counts.items()
+    item_counts = {
+        "samples": row.num_samples,
+        "images": row.num_images,
+        "patches": row.num_patches,
+        **{f"dropped/{reason}": dropped_count for reason, dropped_count in row.dropped_counts.items()},
     }
     vision_lengths: tuple[list[int], list[int]] = ([], [])
     if row.num_patches > 0:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_vl import host_memory
 from megatron_vl.processes import python_path_with_tools
@@ -164,24 +164,26 @@ class HfExporter:
                 if not self._is_stopped:
                     self._export_queue.popleft()
 
-    def _export_checkpoint(self, saved_checkpoint: SavedCheckpoint) -> None:
-        """Runs the program on one checkpoint and waits until it ends."""
-        start_time = time.monotonic()
-        hf_export_dir = export_dir_path(self.run_dir, saved_checkpoint.step)
-        export_job = {
+    def _export_job(self, saved_checkpoint: SavedCheckpoint, hf_export_dir: Path) -> dict[str, Any]:
+        is_last = saved_checkpoint.step == self.last_step
+        return {
             "checkpoint": str(saved_checkpoint.path),
             "hf": str(self.hf_dir),
             "out": str(hf_export_dir),
             "parent": os.getpid(),
-            "leave_free": 0
-            if saved_checkpoint.step == self.last_step
-            else _dir_size_bytes(saved_checkpoint.path),
+            "leave_free": 0 if is_last else _dir_size_bytes(saved_checkpoint.path),
             "facts": {
                 "step": saved_checkpoint.step,
                 "branch": saved_checkpoint.lineage.branch,
                 "serial": saved_checkpoint.lineage.serial,
             },
         }
+
+    def _export_checkpoint(self, saved_checkpoint: SavedCheckpoint) -> None:
+        """Runs the program on one checkpoint and waits until it ends."""
+        start_time = time.monotonic()
+        hf_export_dir = export_dir_path(self.run_dir, saved_checkpoint.step)
+        export_job = self._export_job(saved_checkpoint, hf_export_dir)
         with self._lock:
             if self._is_stopped:
                 return

@@ -112,23 +112,13 @@ class IndexingProcess:
             "data.video_prompt": data_config.video_prompt,
             "data.sample_timeout_s": str(data_config.sample_timeout_s),
         }
-        option_words: list[str] = []
+        option_words = ["--workers", str(core_count)]
         for field_name, field_value in config_fields.items():
             option_words += [f"--{field_name}", field_value]
         self._print_line, self._last_line = print_line, ""
         self._output = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _PROGRAM.format(parent=os.getpid()),
-                "data",
-                "index",
-                "--workers",
-                str(core_count),
-                *option_words,
-            ],
+            [sys.executable, "-P", "-c", _PROGRAM.format(parent=os.getpid()), "data", "index", *option_words],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
             stdin=subprocess.DEVNULL,
             stdout=self._output,

@@ -13,7 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import OptimizerConfig, TrainConfig
 from megatron_vl.core_fixes.mixed_dtype_groups import renumber_mixed_groups
 from megatron_vl.models.decoupled import tower_process_groups
 from megatron_vl.parallel.ddp import ReplicaDDP
@@ -29,19 +29,9 @@ PartLearningRates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger. None stands for a frozen part."""
 
 
-def build_optimizer(
-    config: TrainConfig, platform: Platform, model_chunks: list[ReplicaDDP]
-) -> ChainedOptimizer:
-    """The optimizer of this rank's trainable parameters. Biases and norms have no weight decay.
-
-    The weights of a part with a rate of 0 do not change by a bit, because weight decay is scaled by the rate.
-    Its moments still follow its gradients, so that a run that continues with another rate finds them up to
-    date.
-    """
+def _core_optimizer_config(config: TrainConfig) -> CoreOptimizerConfig:
     optimizer_config = config.optimizer
-    assert optimizer_config.offload_fraction != "auto", "it is settled before (planning.offload_fraction)"
-
-    core_config = CoreOptimizerConfig(
+    return CoreOptimizerConfig(
         optimizer="adam",
         lr=optimizer_config.lr,
         min_lr=optimizer_config.lr * optimizer_config.min_lr_ratio,
@@ -55,21 +45,40 @@ def build_optimizer(
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
-    config_overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core_config))
 
-    # The vision tower and the merger may have rates of their own. Core finds their parameters by name.
+
+def _part_rate_overrides(optimizer_config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Core's overrides for the vision tower and the merger, which may have learning rates of their own."""
+    part_overrides: dict[ParamKey, Any] = {}
     for module_names, part_rate in (
         (VISION_MODULES, optimizer_config.vision_lr),
         (MERGER_MODULES, optimizer_config.merger_lr),
     ):
         if part_rate is not None:
+            # Core finds the parameters by name.
             name_patterns = tuple(
                 f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in module_names
             )
-            config_overrides[ParamKey(name=name_patterns)] = {
+            part_overrides[ParamKey(name=name_patterns)] = {
                 "max_lr": part_rate,
                 "min_lr": part_rate * optimizer_config.min_lr_ratio,
             }
+    return part_overrides
+
+
+def build_optimizer(
+    config: TrainConfig, platform: Platform, model_chunks: list[ReplicaDDP]
+) -> ChainedOptimizer:
+    """The optimizer of this rank's trainable parameters. Biases and norms have no weight decay.
+
+    The weights of a part with a rate of 0 do not change by a bit, because weight decay is scaled by the rate.
+    Its moments still follow its gradients, so that a run that continues with another rate finds them up to
+    date.
+    """
+    optimizer_config = config.optimizer
+    assert optimizer_config.offload_fraction != "auto", "it is settled before (planning.offload_fraction)"
+    core_config = _core_optimizer_config(config)
+    config_overrides = get_standard_config_overrides(core_config) | _part_rate_overrides(optimizer_config)
 
     # If state moves to chunks, core must not allocate master weights that would only be freed again.
     moments_dtype = getattr(torch, optimizer_config.moments_dtype)
@@ -149,9 +158,8 @@ SCHEDULE_KEY = "schedule"
 
 def schedule_fields(config: TrainConfig) -> dict[str, Any]:
     """The fields of a run that decide the learning rate of each step."""
-    optimizer_config = config.optimizer
     fields = {
-        name: getattr(optimizer_config, name) for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps")
+        name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps")
     }
     return {"steps": config.steps, **{f"optimizer.{name}": value for name, value in fields.items()}}
 

@@ -129,44 +129,44 @@ def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]
 
         # The distributed optimizer owns a range of each parameter, which may begin and end inside of it.
         if isinstance(sub_optimizer, DistributedOptimizer):
-            for model_param in sub_optimizer.model_param_gbuf_map:
-                if model_param not in sub_optimizer.model_param_group_index_map:
-                    continue  # its range on this data-parallel rank is empty
-                group_index, param_index = sub_optimizer.model_param_group_index_map[model_param]
-                param_group = sub_optimizer.optimizer.param_groups[group_index]
-                main_param = param_group["params"][param_index]
-                param_range = sub_optimizer._get_model_param_range_map(model_param)["param"]
-                adam_state, chunked_parameter = _locate_moments(sub_optimizer, main_param, chunked_parameters)
-                yield OptimizerSlice(
-                    tensors_by_id[id(model_param)],
-                    param_range.start,
-                    param_range.end,
-                    main_param,
-                    adam_state,
-                    param_group,
-                    chunked_parameter,
-                )
-            continue
+            parameter_ranges = _owned_ranges(sub_optimizer, tensors_by_id)
+        else:
+            parameter_ranges = _whole_parameters(sub_optimizer, live_tensors)
+        for live_tensor, start, end, main_param, param_group in parameter_ranges:
+            adam_state, chunked_parameter = _locate_moments(sub_optimizer, main_param, chunked_parameters)
+            yield OptimizerSlice(
+                live_tensor, start, end, main_param, adam_state, param_group, chunked_parameter
+            )
 
-        # Experts have their own optimizer, so each part of the chain holds only some of the parameters.
-        groups_by_id = {
-            id(main_param): param_group
-            for param_group in sub_optimizer.optimizer.param_groups
-            for main_param in param_group["params"]
-        }
-        for live_tensor in live_tensors:
-            main_param = getattr(live_tensor.parameter, "main_param", live_tensor.parameter)
-            if id(main_param) in groups_by_id:
-                adam_state, chunked_parameter = _locate_moments(sub_optimizer, main_param, chunked_parameters)
-                yield OptimizerSlice(
-                    live_tensor,
-                    0,
-                    main_param.numel(),
-                    main_param,
-                    adam_state,
-                    groups_by_id[id(main_param)],
-                    chunked_parameter,
-                )
+
+_ParameterRange = tuple[LiveTensor, int, int, Tensor, dict[str, Any]]
+"""A parameter, the bounds of a range of its elements, and the range's main weights with their group."""
+
+
+def _owned_ranges(
+    sub_optimizer: DistributedOptimizer, tensors_by_id: dict[int, LiveTensor]
+) -> Iterator[_ParameterRange]:
+    for model_param in sub_optimizer.model_param_gbuf_map:
+        if model_param not in sub_optimizer.model_param_group_index_map:
+            continue  # its range on this data-parallel rank is empty
+        group_index, param_index = sub_optimizer.model_param_group_index_map[model_param]
+        param_group = sub_optimizer.optimizer.param_groups[group_index]
+        param_range = sub_optimizer._get_model_param_range_map(model_param)["param"]
+        live_tensor = tensors_by_id[id(model_param)]
+        yield live_tensor, param_range.start, param_range.end, param_group["params"][param_index], param_group
+
+
+def _whole_parameters(sub_optimizer: Any, live_tensors: list[LiveTensor]) -> Iterator[_ParameterRange]:
+    # Experts have their own optimizer, so each part of the chain holds only some of the parameters.
+    groups_by_id = {
+        id(main_param): param_group
+        for param_group in sub_optimizer.optimizer.param_groups
+        for main_param in param_group["params"]
+    }
+    for live_tensor in live_tensors:
+        main_param = getattr(live_tensor.parameter, "main_param", live_tensor.parameter)
+        if id(main_param) in groups_by_id:
+            yield live_tensor, 0, main_param.numel(), main_param, groups_by_id[id(main_param)]
 
 
 def _locate_moments(
@@ -271,8 +271,7 @@ def list_index_entries(
     """
     index_entries = []
     for slice_key, slice_location in _slice_locations(state_tensors, tp_rank, etp_rank, whole_vision).items():
-        step_count = int(state_tensors[f"{slice_key}/step"])
-        index_entries.append([*slice_location, step_count])
+        index_entries.append([*slice_location, int(state_tensors[f"{slice_key}/step"])])
     return index_entries
 
 
@@ -511,12 +510,10 @@ class OptimizerStateReader:
         """
         state_name, saved_sharding = optimizer_state_name(tensor_info.name, expert_index), self.saved_sharding
         if tensor_info.num_experts:
-            # The matrix of one expert is cut as tensor parallelism cuts a dense one. Which rank held the
-            # expert does not matter.
+            # The matrix of one expert is cut as a dense one, whichever rank held the expert.
             tensor_info = tensor_info.single_expert
             shard_index %= sharding.etp
-            sharding = Sharding(sharding.etp)
-            saved_sharding = Sharding(saved_sharding.etp)
+            sharding, saved_sharding = Sharding(sharding.etp), Sharding(saved_sharding.etp)
         try:
             if sharding.tensor_parallel_ways(tensor_info) == saved_sharding.tensor_parallel_ways(tensor_info):
                 return self._read_saved_range(state_name, shard_index, state_kind, start, end)

@@ -119,23 +119,26 @@ def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tupl
     return dp, spec
 
 
+def _split_note(resolved_run: ResolvedRun) -> str:
+    origin_texts = {
+        "planned": f"planned, {calibration_for_platform(resolved_run.config.platform).source}",
+        "saved": "as it was saved",
+        "even": "even, as no rates of this CPU are known",
+    }
+    return (
+        f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}:"
+        f" {origin_texts[resolved_run.layer_split_origin]}"
+    )
+
+
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
     config, spec = resolved_run.config, resolved_run.spec
     source_checkpoint = resolved_run.run_start.source_checkpoint
-    run_notes = [
-        f"NOTE: {remark}" for remark in preflight.config_remarks(config, on_cpu, resolved_run.is_resumed)
-    ]
+    config_remarks = preflight.config_remarks(config, on_cpu, resolved_run.is_resumed)
+    run_notes = [f"NOTE: {remark}" for remark in config_remarks]
     if resolved_run.layer_split_origin != "given":
-        origin_texts = {
-            "planned": f"planned, {calibration_for_platform(config.platform).source}",
-            "saved": "as it was saved",
-            "even": "even, as no rates of this CPU are known",
-        }
-        run_notes.append(
-            f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}:"
-            f" {origin_texts[resolved_run.layer_split_origin]}"
-        )
+        run_notes.append(_split_note(resolved_run))
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 

@@ -56,8 +56,3 @@ class ResolvedRun:
     def is_resumed(self) -> bool:
         """Whether weights come from the run's own checkpoint."""
         return self.run_start.source_checkpoint is not None
-
-    @property
-    def is_data_resumed(self) -> bool:
-        """Whether the run continues in its data where a checkpoint stopped."""
-        return self.is_resumed and not self.run_start.restarts_data

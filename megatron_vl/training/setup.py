@@ -33,7 +33,7 @@ from megatron_vl.training.checkpoint import CheckpointSaver
 from megatron_vl.training.evaluation import Evaluator
 from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.model import build_model
+from megatron_vl.training.model import BuiltModel, build_model
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.out_of_memory import explain_memory_errors
@@ -102,6 +102,24 @@ def join_ranks(config: TrainConfig) -> Platform:
     return platform
 
 
+def _build_start_model(resolved_run: ResolvedRun, platform: Platform, grid: ProcessGrid) -> BuiltModel:
+    # The run's own checkpoint fills the model later, and model.checkpoint is not opened then. With LoRA, the
+    # checkpoint has only the adapters.
+    config = resolved_run.config
+    starts_from_weights = config.model.checkpoint and (config.lora.rank or not resolved_run.is_resumed)
+    starts_from_adapter = config.lora.adapter and not resolved_run.is_resumed
+    adapter_reader = WeightReader(config.lora.adapter, takes_adapters=True) if starts_from_adapter else None
+    return build_model(
+        config,
+        resolved_run.spec,
+        resolved_run.layout,
+        platform,
+        grid,
+        weight_reader=WeightReader(config.model.checkpoint) if starts_from_weights else None,
+        adapter_reader=adapter_reader,
+    )
+
+
 def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
     """Builds model, optimizer and loader of this rank. Collective.
 
@@ -118,22 +136,7 @@ def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
         f"tp {grid.tp_rank}{context}, pp {grid.pp_rank}, dp {grid.dp_rank}"
     )
 
-    # The run's own checkpoint fills the model later, and model.checkpoint is not opened then. With LoRA, the
-    # checkpoint has only the adapters.
-    starts_from_weights = config.model.checkpoint and (config.lora.rank or not resolved_run.is_resumed)
-    weight_reader = WeightReader(config.model.checkpoint) if starts_from_weights else None
-    starts_from_adapter = config.lora.adapter and not resolved_run.is_resumed
-    adapter_reader = WeightReader(config.lora.adapter, takes_adapters=True) if starts_from_adapter else None
-    built_model = build_model(
-        config,
-        resolved_run.spec,
-        resolved_run.layout,
-        platform,
-        grid,
-        weight_reader=weight_reader,
-        adapter_reader=adapter_reader,
-    )
-    model_chunks = wrap_in_ddp(config, built_model.model_chunks)
+    model_chunks = wrap_in_ddp(config, _build_start_model(resolved_run, platform, grid).model_chunks)
     optimizer = build_optimizer(config, platform, model_chunks)
 
     # One rank of each replica reads the rows, and sends them to the others.
@@ -170,7 +173,6 @@ def _build_data_loader(resolved_run: ResolvedRun, grid: ProcessGrid) -> Any:
 
 def _build_saver(training_run: TrainingRun) -> CheckpointSaver:
     checkpoint_config = training_run.config.checkpoint
-    lineage = training_run.resolved_run.run_start.lineage
     return CheckpointSaver(
         Path(checkpoint_config.dir),
         training_run.spec,
@@ -178,7 +180,7 @@ def _build_saver(training_run: TrainingRun) -> CheckpointSaver:
         training_run.grid,
         checkpoint_config.keep,
         checkpoint_config.keep_every,
-        lineage,
+        training_run.resolved_run.run_start.lineage,
         training_run.hf_exporter,
     )
 

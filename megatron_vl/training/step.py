@@ -22,6 +22,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -93,12 +94,6 @@ def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) ->
         if tower_can_be_skipped:
             connect_absent_tower(model_chunk)
 
-    # Core's schedules find their hooks in the config of the model.
-    if parallel_config.overlap_grad_reduce:
-        no_sync_hooks = [model_chunk.no_sync for model_chunk in ddp_chunks]
-        core_config.no_sync_func = no_sync_hooks if len(no_sync_hooks) > 1 else no_sync_hooks[0]
-    core_config.finalize_model_grads_func = finalize_model_grads
-
     decoupled_tower = model_chunks[0].decoupled
     if decoupled_tower is not None:
         # The number of loss tokens is known only after the pipeline, so the tower's gradients are reduced
@@ -107,9 +102,24 @@ def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) ->
             ddp_config, overlap_grad_reduce=False, overlap_param_gather=False
         )
         decoupled_tower.wrap(tower_ddp_config)
+    _set_schedule_hooks(ddp_chunks, core_config, parallel_config.overlap_grad_reduce, decoupled_tower)
+    return ddp_chunks
+
+
+def _set_schedule_hooks(
+    ddp_chunks: list[ReplicaDDP],
+    core_config: TransformerConfig,
+    overlap_grad_reduce: bool,
+    decoupled_tower: DecoupledTower | None,
+) -> None:
+    # Core's schedules find their hooks in the config of the model.
+    if overlap_grad_reduce:
+        no_sync_hooks = [model_chunk.no_sync for model_chunk in ddp_chunks]
+        core_config.no_sync_func = no_sync_hooks if len(no_sync_hooks) > 1 else no_sync_hooks[0]
+    core_config.finalize_model_grads_func = finalize_model_grads
+    if decoupled_tower is not None:
         core_config.finalize_model_grads_func = partial(_finalize_language_grads, decoupled_tower)
     core_config.grad_scale_func = None
-    return ddp_chunks
 
 
 def _finalize_language_grads(

@@ -18,8 +18,8 @@ def _summed_field(default: float | int) -> Any:
     return field(default=default, metadata={"op": dist.ReduceOp.SUM})
 
 
-def _largest_field(default: float | int) -> Any:
-    return field(default=default, metadata={"op": dist.ReduceOp.MAX})
+def _largest_field() -> Any:
+    return field(default=0.0, metadata={"op": dist.ReduceOp.MAX})
 
 
 @dataclass
@@ -41,8 +41,8 @@ class StepMetrics:
     """Samples that could not be used."""
     sending_ranks: int = _summed_field(0)
     """Ranks that also send a message (see :mod:`megatron_vl.training.rank_0_gather`)."""
-    data_wait_s: float = _largest_field(0.0)
-    memory_gib: float = _largest_field(0.0)
+    data_wait_s: float = _largest_field()
+    memory_gib: float = _largest_field()
 
     def reduce_over_ranks(self, device: torch.device) -> StepMetrics:
         """The numbers reduced over all ranks, equal on each. Collective.
@@ -67,8 +67,7 @@ class StepMetrics:
         for pending_reduction in pending_reductions:
             pending_reduction.wait()
 
-        joined_tensor = torch.cat(reduced_tensors)
-        reduced_numbers = joined_tensor.tolist()
+        reduced_numbers = torch.cat(reduced_tensors).tolist()
         reduced_metrics = StepMetrics()
         for name, number in zip(ordered_names, reduced_numbers, strict=True):
             default_number = getattr(reduced_metrics, name)

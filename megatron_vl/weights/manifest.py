@@ -142,7 +142,7 @@ def _write_tensor_file(
         tensor_writer.abort()
         raise
 
-    tensor_writer.commit(sync_to_disk=True)
+    tensor_writer.commit()
     return file_entry(file_path.name, written_tensors, file_ranks)
 
 

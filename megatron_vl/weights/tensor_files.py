@@ -348,20 +348,14 @@ class TensorWriter:
         """Number of bytes that the file occupies on the disk so far."""
         return os.fstat(self._file_descriptor).st_blocks * 512
 
-    def commit(self, sync_to_disk: bool = False) -> None:
+    def commit(self) -> None:
         """Gives the file its final name.
 
-        With ``sync_to_disk``, its bytes are on the disk before it is renamed, and its name is on the disk on
-        return.
+        Its bytes are on the disk before it is renamed, and its name is on the disk on return.
         """
-        if sync_to_disk:
-            durable_files.fsync_file(self._file_descriptor, self._partial_file)
+        durable_files.fsync_file(self._file_descriptor, self._partial_file)
         self.close()
-
-        if sync_to_disk:
-            durable_files.rename_path(self._partial_file, self.path)
-        else:
-            os.replace(self._partial_file, self.path)
+        durable_files.rename_path(self._partial_file, self.path)
 
     def close(self) -> None:
         """Closes ``FILE.partial`` without removing it. Closing twice does nothing."""

@@ -78,6 +78,10 @@ KERNEL_WORK_SIZES = {
 }
 
 
+TIMED_COLLECTIVES = 8
+"""Number of calls over which the time of a collective is averaged."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelTimer:
     """Times kernels on one device."""
@@ -150,13 +154,10 @@ class KernelTimer:
             dtype=self.dtype,
         )
 
+        heads_and_dim = (language_spec.num_heads, language_spec.head_dim)
         attention_tflops = []
         for length in self.work_sizes.document_lengths:
-            attention_tflops.append(
-                self._attention_rate(
-                    backend_name, language_spec.num_heads, language_spec.head_dim, length, causal=True
-                )
-            )
+            attention_tflops.append(self._attention_rate(backend_name, *heads_and_dim, length, causal=True))
 
         return fit_saturating_rate(self.work_sizes.document_lengths, attention_tflops)
 
@@ -284,17 +285,17 @@ class KernelTimer:
 
         return tensor.nbytes / self._mean_collective_seconds(send_once) / 1e9
 
-    def _mean_collective_seconds(self, timed_work: Callable[[], Any], call_count: int = 8) -> float:
-        """Mean seconds of a collective over ``call_count`` calls, the same number on all ranks."""
+    def _mean_collective_seconds(self, timed_work: Callable[[], Any]) -> float:
+        """Mean seconds of a collective over as many calls on all ranks."""
         for _ in range(3):
             timed_work()
         dist.barrier()
         self.platform.synchronize()
         start = time.perf_counter()
-        for _ in range(call_count):
+        for _ in range(TIMED_COLLECTIVES):
             timed_work()
         self.platform.synchronize()
-        return (time.perf_counter() - start) / call_count
+        return (time.perf_counter() - start) / TIMED_COLLECTIVES
 
 
 def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> Calibration:
@@ -385,14 +386,12 @@ def finish_calibration(
     measured_steps = {name: figures["step_s"] for name, figures in figures_by_workload.items()}
 
     def predict_steps(candidate_rates: Calibration) -> dict[str, float]:
-        world_size = layout.replica_ranks * _data_parallel_size(options, layout)
-
         step_predictions: dict[str, float] = {}
         for name, row_statistics in statistics_by_workload.items():
             step_predictions[name] = predict_layout(
                 options.config,
                 spec,
-                world_size,
+                dist.get_world_size(),
                 layout,
                 row_statistics=row_statistics,
                 calibration=candidate_rates,
@@ -442,10 +441,6 @@ def finish_calibration(
         },
         "rates": scaled_calibration.as_json(),
     }
-
-
-def _data_parallel_size(options: BenchRun, layout: Layout) -> int:
-    return dist.get_world_size() // layout.replica_ranks
 
 
 def row_statistics(options: BenchRun, spec: ModelSpec, workload: str) -> RowStatistics:

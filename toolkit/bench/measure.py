@@ -175,7 +175,7 @@ def measure_workload(
         step_result, step_data = run_one_step(bench_model, batch_broadcast)
         # The step has read its loss from the device, so the clock read after it includes all of the step.
         step_end_times.append(time.perf_counter())
-        fed_steps.append(_without_tensors(step_data))
+        fed_steps.append(dataclasses.replace(step_data, rows=[]))  # the rows' memory is freed
 
     platform.synchronize()
     step_end_times[-1] = time.perf_counter()
@@ -193,8 +193,7 @@ def measure_workload(
     step_seconds = [end - begin for begin, end in itertools.pairwise([start_time, *step_end_times])]
     workload_figures = report.speed_figures(
         total_work, step_seconds, bench_model.grid.world_size, gpu_peak_tflops
-    )
-    workload_figures |= {
+    ) | {
         "loss": step_result.loss,
         "data_wait_s": max(report.gather_to_all(data_wait_seconds)) / bench_run.timed,
         "memory": memory_figures(bench_model, steady_bytes),
@@ -220,11 +219,6 @@ def run_one_step(bench_model: BenchModel, batch_broadcast: BatchBroadcast) -> tu
     )
     bench_model.step_number += 1
     return step_result, step_data
-
-
-def _without_tensors(step_data: StepBatch) -> StepBatch:
-    """The facts about a step, without the rows, whose memory is freed."""
-    return dataclasses.replace(step_data, rows=[])
 
 
 def count_work(work_counts: report.WorkCounts, bench_model: BenchModel, step_data: StepBatch) -> None:
@@ -341,13 +335,7 @@ def measure_parts(
             bench_model.platform, lambda: _discard_result(run_one_step(bench_model, batch_broadcast))
         )
     )
-    part_figures["communication"] = {}
-    for name in communication_by_rank[0]:
-        seconds_by_rank = [rank_communication[name] for rank_communication in communication_by_rank]
-        part_figures["communication"][name] = {
-            "mean_s": sum(seconds_by_rank) / len(seconds_by_rank),
-            "max_s": max(seconds_by_rank),
-        }
+    part_figures["communication"] = step_parts.mean_and_max(communication_by_rank)
     return part_figures
 
 

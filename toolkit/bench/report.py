@@ -137,17 +137,21 @@ def speed_figures(
         "vision_flops_share": work_counts.model_flops.vision / work_counts.model_flops.total
         if work_counts.model_flops.total
         else 0.0,
-        "work": {
-            "rows": work_counts.row_count,
-            "samples": work_counts.sample_count,
-            "images": work_counts.image_count,
-            "tokens_per_row": work_counts.token_count / work_counts.row_count,
-            "loss_tokens_per_row": work_counts.loss_token_count / work_counts.row_count,
-            "patches_per_row": {
-                "min": min(work_counts.patches_by_row),
-                "mean": sum(work_counts.patches_by_row) / work_counts.row_count,
-                "max": max(work_counts.patches_by_row),
-            },
+        "work": _work_figures(work_counts),
+    }
+
+
+def _work_figures(work_counts: WorkCounts) -> dict[str, Any]:
+    return {
+        "rows": work_counts.row_count,
+        "samples": work_counts.sample_count,
+        "images": work_counts.image_count,
+        "tokens_per_row": work_counts.token_count / work_counts.row_count,
+        "loss_tokens_per_row": work_counts.loss_token_count / work_counts.row_count,
+        "patches_per_row": {
+            "min": min(work_counts.patches_by_row),
+            "mean": sum(work_counts.patches_by_row) / work_counts.row_count,
+            "max": max(work_counts.patches_by_row),
         },
     }
 
@@ -272,26 +276,31 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
         text_lines.append("    memory (GiB): " + ", ".join(memory_texts))
 
     if workload_figures.get("parts"):
-        part_texts = []
-        for part, part_figures in workload_figures["parts"].items():
-            part_texts.append(f"{part} {part_figures['mean_s'] * 1e3:.1f}")
-        text_lines.append("    ms per step, mean over ranks: " + ", ".join(part_texts))
-        text_lines.append(
-            "    collectives in one profiled step, including waiting: "
-            + _communication_text(workload_figures["communication"])
-        )
-        if any(workload_figures["efficiency"].values()):
-            half_texts = []
-            for half, share in workload_figures["efficiency"].items():
-                if share is not None:
-                    half_texts.append(f"{half} {share:.1%}")
-            text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
-        straggling_figures = workload_figures["straggling"]
-        text_lines.append(
-            f"    compute of the slowest data-parallel rank {straggling_figures['max_over_mean']:.3f} of "
-            f"the mean; idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
-        )
+        text_lines += _parts_lines(workload_figures)
+    return text_lines
 
+
+def _parts_lines(workload_figures: dict[str, Any]) -> list[str]:
+    part_texts = []
+    for part, part_figures in workload_figures["parts"].items():
+        part_texts.append(f"{part} {part_figures['mean_s'] * 1e3:.1f}")
+    half_texts = []
+    for half, share in workload_figures["efficiency"].items():
+        if share is not None:
+            half_texts.append(f"{half} {share:.1%}")
+
+    text_lines = [
+        "    ms per step, mean over ranks: " + ", ".join(part_texts),
+        "    collectives in one profiled step, including waiting: "
+        + _communication_text(workload_figures["communication"]),
+    ]
+    if any(workload_figures["efficiency"].values()):
+        text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
+    straggling_figures = workload_figures["straggling"]
+    text_lines.append(
+        f"    compute of the slowest data-parallel rank {straggling_figures['max_over_mean']:.3f} of "
+        f"the mean; idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
+    )
     return text_lines
 
 

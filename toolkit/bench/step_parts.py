@@ -277,6 +277,18 @@ def covered_time(time_spans: list[tuple[int, int]]) -> int:
     return total_time
 
 
+def mean_and_max(seconds_by_rank: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The mean and the maximum over all ranks of each of the times that they have."""
+    figures_by_name = {}
+    for name in seconds_by_rank[0]:
+        rank_seconds = [seconds_by_name[name] for seconds_by_name in seconds_by_rank]
+        figures_by_name[name] = {
+            "mean_s": sum(rank_seconds) / len(rank_seconds),
+            "max_s": max(rank_seconds),
+        }
+    return figures_by_name
+
+
 def summarize_parts(
     parts_by_rank: list[list[dict[str, float]]], rank_coordinates: list[tuple[int, int]]
 ) -> dict[str, Any]:
@@ -293,14 +305,6 @@ def summarize_parts(
     mean_parts_by_rank = []
     for rank_steps in parts_by_rank:
         mean_parts_by_rank.append(_mean_parts(rank_steps))
-
-    part_figures = {}
-    for name in STEP_PARTS:
-        seconds_by_rank = [rank_means[name] for rank_means in mean_parts_by_rank]
-        part_figures[name] = {
-            "mean_s": sum(seconds_by_rank) / len(seconds_by_rank),
-            "max_s": max(seconds_by_rank),
-        }
 
     ranks_by_stage: dict[int, list[int]] = {}
     for rank, (pipeline_stage, _) in enumerate(rank_coordinates):
@@ -331,7 +335,7 @@ def summarize_parts(
         pipeline_idle_share = idle_seconds / total_seconds
 
     return {
-        "parts": part_figures,
+        "parts": mean_and_max(mean_parts_by_rank),
         "parts_by_stage": parts_by_stage,
         "straggling": {
             "max_over_mean": max_over_mean,

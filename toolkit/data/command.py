@@ -290,12 +290,16 @@ def index(options: DataIndexOptions) -> int:
 
 def stats(options: DataStatsOptions) -> int:
     """Prints what a data set holds, and writes its page."""
+    from data_tools.statistics import count_statistics
+
     from .page import write_stats
     from .prepared_dataset import open_prepared
     from .stats import print_stats, stats_as_json
 
     prepared = open_prepared(options)
-    statistics = prepared.read_statistics(_show_progress)
+    statistics = count_statistics(
+        prepared.row_encoder, prepared.processor_dir, prepared.split, _show_progress
+    )
     _clear_progress()
     if options.json:
         print(json.dumps(stats_as_json(prepared, statistics), indent=2))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from data_tools.sample_sources import open_encoder
-from data_tools.statistics import DatasetStatistics, count_statistics
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.source.location import Location, resolve_location
@@ -37,9 +35,6 @@ class PreparedDataset:
     @cached_property
     def row_encoder(self) -> RowEncoder:
         return open_encoder(self.config.data, self.spec, self.processor_dir)
-
-    def read_statistics(self, show_progress: Callable[[str], None] | None = None) -> DatasetStatistics:
-        return count_statistics(self.row_encoder, self.processor_dir, self.split, show_progress)
 
 
 def open_prepared(options: PreparedOptions) -> PreparedDataset:

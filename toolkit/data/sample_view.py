@@ -87,6 +87,25 @@ class SampleView:
         return int(self.loss_mask.count_nonzero())
 
 
+def _find_sample_key(
+    prepared: PreparedDataset, all_sources: list[SampleSource], sample_key: str
+) -> tuple[SampleSource, int]:
+    source_positions = []
+    for sample_source in all_sources:
+        sample_index = sample_source.find_sample(sample_key)
+        if sample_index is not None:
+            source_positions.append((sample_source, sample_index))
+
+    if len(source_positions) > 1:
+        dataset_paths = ", ".join(str(sample_source.dataset.path) for sample_source, _ in source_positions)
+        raise SourceError(
+            f"{sample_key} is in several data sets; give one of them with --data: {dataset_paths}"
+        )
+    if not source_positions:
+        raise SourceError(f"{prepared.dataset_location} has no sample {sample_key} in {prepared.split}")
+    return source_positions[0]
+
+
 def find_sample(
     prepared: PreparedDataset, sample_number: int | None, sample_key: str
 ) -> tuple[SampleSource, int]:
@@ -101,21 +120,7 @@ def find_sample(
     """
     all_sources = read_sources(prepared.dataset_location, prepared.split)
     if sample_key:
-        source_positions = [
-            (sample_source, sample_index)
-            for sample_source in all_sources
-            if (sample_index := sample_source.find_sample(sample_key)) is not None
-        ]
-        if len(source_positions) > 1:
-            dataset_paths = ", ".join(
-                str(sample_source.dataset.path) for sample_source, _ in source_positions
-            )
-            raise SourceError(
-                f"{sample_key} is in several data sets; give one of them with --data: {dataset_paths}"
-            )
-        if not source_positions:
-            raise SourceError(f"{prepared.dataset_location} has no sample {sample_key} in {prepared.split}")
-        return source_positions[0]
+        return _find_sample_key(prepared, all_sources, sample_key)
 
     remaining_index = sample_number or 0
     for sample_source in all_sources:
@@ -127,6 +132,23 @@ def find_sample(
         f"{prepared.dataset_location} has {num_samples} samples in "
         f"{prepared.split}: --index is from 0 to {num_samples - 1}"
     )
+
+
+def _medium_views(
+    prepared: PreparedDataset,
+    encoded: EncodedSample,
+    decoded_sample: assemble_row.TokenizedSample,
+    *,
+    has_pixels: bool,
+) -> list[MediumView]:
+    pixel_settings = prepared.row_encoder.pixel_settings
+    patch_size, merge_size = pixel_settings.patch_size, prepared.spec.vision.spatial_merge_size
+    media = []
+    for item, grid, medium in zip(encoded.media, encoded.grids, decoded_sample.media_items, strict=True):
+        pixels = planes_to_pixels(medium.planes, grid, pixel_settings) if has_pixels else None
+        resized_size = (grid.h * patch_size, grid.w * patch_size)
+        media.append(MediumView(item, resized_size, grid, grid.num_tokens(merge_size), pixels))
+    return media
 
 
 def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_index: int) -> SampleView:
@@ -152,13 +174,7 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
         dropped_sample = encoder.dropped_samples[0]
         problem = (dropped_sample.reason, dropped_sample.detail)
 
-    patch_size, merge_size = encoder.pixel_settings.patch_size, spec.vision.spatial_merge_size
-    media = []
-    for item, grid, medium in zip(encoded.media, encoded.grids, decoded_sample.media_items, strict=True):
-        pixels = None if problem else planes_to_pixels(medium.planes, grid, encoder.pixel_settings)
-        resized_size = (grid.h * patch_size, grid.w * patch_size)
-        media.append(MediumView(item, resized_size, grid, grid.num_tokens(merge_size), pixels))
-
+    media = _medium_views(prepared, encoded, decoded_sample, has_pixels=problem is None)
     position_ids = mrope_positions(
         decoded_sample.token_ids, encoded.grids, spec, prepared.config.data.video_positions
     )

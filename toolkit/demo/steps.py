@@ -126,8 +126,7 @@ class DemoRun:
         Raises:
             UserError: the command fails, and ``may_fail`` does not allow that.
         """
-        process = self.start_command(*command)
-        exit_code = process.wait()
+        exit_code = self.start_command(*command).wait()
         if exit_code and not may_fail:
             raise UserError(f"the command above ended with exit code {exit_code}; its output says why")
         return exit_code
@@ -209,18 +208,8 @@ def _clear_folder(demo_dir: Path) -> None:
     marker_file.touch()
 
 
-def prepare_inputs(demo: DemoRun) -> None:
-    """Writes the checkpoint, the raw data and the run's YAML."""
-    write_tiny_checkpoint(
-        demo.hf_dir, "qwen2_5_vl", texts=demo_data.conversation_texts(), dtype=torch.float32, sizes=TINY_SIZES
-    )
-    if demo.raw_data:
-        shutil.copytree(demo.raw_data, demo.raw_dir)
-        conversations_path = demo.raw_dir / "conversations.json"
-    else:
-        conversations_path = demo_data.write_raw_data(demo.raw_dir)
-
-    run_settings = {
+def _run_settings(demo: DemoRun) -> dict[str, Any]:
+    return {
         "model": {"hf": str(demo.hf_dir), "checkpoint": str(demo.demo_dir / "shards")},
         "parallel": {
             "tp": demo.machine.tp_size,
@@ -248,7 +237,19 @@ def prepare_inputs(demo: DemoRun) -> None:
         "platform": demo.machine.platform,
     }
 
-    demo.run_yaml.write_text(yaml.safe_dump(run_settings, sort_keys=False))
+
+def prepare_inputs(demo: DemoRun) -> None:
+    """Writes the checkpoint, the raw data and the run's YAML."""
+    write_tiny_checkpoint(
+        demo.hf_dir, "qwen2_5_vl", texts=demo_data.conversation_texts(), dtype=torch.float32, sizes=TINY_SIZES
+    )
+    if demo.raw_data:
+        shutil.copytree(demo.raw_data, demo.raw_dir)
+        conversations_path = demo.raw_dir / "conversations.json"
+    else:
+        conversations_path = demo_data.write_raw_data(demo.raw_dir)
+
+    demo.run_yaml.write_text(yaml.safe_dump(_run_settings(demo), sort_keys=False))
     num_parameters = sum(torch.Size(shape).numel() for shape in _tensor_shapes(demo.hf_dir))
     demo.console.print(
         f"{demo.hf_dir}: {num_parameters / 1e6:.2f} M parameters, random; "
@@ -350,6 +351,27 @@ def _resume_lines(metrics_lines: list[dict[str, Any]]) -> list[int]:
 def check_training(demo: DemoRun) -> None:
     """Checks that the steps repeated after the kill have the same losses, and that the loss has fallen."""
     metrics_lines = read_metrics(demo.run_dir)
+    _check_repeated_losses(demo, metrics_lines)
+    first_loss = metrics_lines[0]["loss"]
+    last_loss = sum(line["loss"] for line in metrics_lines[-5:]) / 5
+    demo.record_check(
+        "The loss has fallen to less than a tenth",
+        f"{first_loss:.3f} -> {last_loss:.4f} in {metrics_lines[-1]['step']} steps",
+        last_loss < first_loss / 10,
+    )
+
+    num_skipped = sum(not line["updated"] for line in metrics_lines)
+    num_dropped = 0
+    for line in metrics_lines:
+        num_dropped += sum(count for name, count in line.items() if name.startswith("dropped/"))
+    demo.record_check(
+        "No step was skipped, no sample was dropped",
+        f"{num_skipped} skipped, {num_dropped} dropped",
+        num_skipped + num_dropped == 0,
+    )
+
+
+def _check_repeated_losses(demo: DemoRun, metrics_lines: list[dict[str, Any]]) -> None:
     resume_line = _resume_lines(metrics_lines)[0]
     losses_before = {line["step"]: line["loss"] for line in metrics_lines[:resume_line]}
     losses_after = {line["step"]: line["loss"] for line in metrics_lines[resume_line:]}
@@ -368,24 +390,6 @@ def check_training(demo: DemoRun) -> None:
         result_text,
         first_step == demo.save_step + 1
         and largest_difference < (1e-6 if demo.machine.is_deterministic else 0.1),
-    )
-
-    first_loss = losses_before[1]
-    last_loss = sum(line["loss"] for line in metrics_lines[-5:]) / 5
-    demo.record_check(
-        "The loss has fallen to less than a tenth",
-        f"{first_loss:.3f} -> {last_loss:.4f} in {metrics_lines[-1]['step']} steps",
-        last_loss < first_loss / 10,
-    )
-
-    num_skipped = sum(not line["updated"] for line in metrics_lines)
-    num_dropped = 0
-    for line in metrics_lines:
-        num_dropped += sum(count for name, count in line.items() if name.startswith("dropped/"))
-    demo.record_check(
-        "No step was skipped, no sample was dropped",
-        f"{num_skipped} skipped, {num_dropped} dropped",
-        num_skipped + num_dropped == 0,
     )
 
 

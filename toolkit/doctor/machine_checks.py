@@ -57,8 +57,10 @@ def check_machine(checkpoint_dir: Path, with_nccl: bool = False) -> list[Finding
         *_gpu_findings(gpus),
         *_check_imports(import_processes, bool(gpus)),
         *_check_environment(bool(gpus)),
+        _check_shared_memory(),
+        _check_open_files(),
+        check_disk(checkpoint_dir, 0),
     ]
-    findings += [_check_shared_memory(), _check_open_files(), check_disk(checkpoint_dir, 0)]
     if with_nccl:
         findings.append(check_all_reduce(len(gpus)))
     return findings

@@ -9,13 +9,15 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
+from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for_platform
 from megatron_vl.planning.memory import (
@@ -58,12 +60,12 @@ class RunReport:
     memory_by_stage: list[StageMemory] = field(default_factory=list)
 
 
-def check_data(dataset_dir: Path, show_progress: Callable[[str], None] | None = None) -> Finding:
+def check_data(dataset_dir: Path) -> Finding:
     """Compares every byte of a data set with its recorded hashes."""
     from data_tools.verify import verify_dataset
 
     try:
-        shards, problems = verify_dataset(dataset_dir, show_progress)
+        shards, problems = verify_dataset(dataset_dir)
     except (ValueError, OSError) as error:
         return broken_finding("data set", str(error), "convert it with `megatron-vl data convert`")
     if problems:
@@ -316,34 +318,39 @@ def _check_first_row(run: ResolvedRun) -> Finding:
         return broken_finding("rows", f"{type(error).__name__}: {error}", advice)
 
 
-def _read_first_row(run: ResolvedRun) -> Finding:
-    """Describes the first row and the samples. Raises the loader's errors."""
+def _load_first_row(run: ResolvedRun, split_facts: SplitFacts) -> TrainingRow:
     from megatron_vl.data.loader import LoaderError, build_loader, validation_rows
-    from megatron_vl.data.source.blend import read_blend_sources
 
-    config = run.config
-    split_facts = run.facts_by_split.get("train") or read_split_facts(config)["train"]
-    unsized_datasets = split_facts.datasets_without_sizes
-    blend_sources = read_blend_sources(split_facts.dataset_identity)
-    drawn_counts = [source.sample_count for source in blend_sources if source.sample_share]
-
-    start_time = time.perf_counter()
-    loader_config = dataclasses.replace(config.data, num_workers=0)
-    loader_arguments = (loader_config, run.spec, config.model.hf)
-    if unsized_datasets:
+    loader_config = dataclasses.replace(run.config.data, num_workers=0)
+    loader_arguments = (loader_config, run.spec, run.config.model.hf)
+    if split_facts.datasets_without_sizes:
         first_row = next(validation_rows(*loader_arguments, "train", split_facts), None)
     else:
         with contextlib.closing(
             build_loader(
                 *loader_arguments,
                 dp_size=run.dp,
-                rows_per_step=config.global_batch_size,
+                rows_per_step=run.config.global_batch_size,
                 split_facts=split_facts,
             )
         ) as row_loader:
             first_row = next(row_loader, None)
+
     if first_row is None:
         raise LoaderError("no sample can be used, for the reasons above; correct the data set")
+    return first_row
+
+
+def _read_first_row(run: ResolvedRun) -> Finding:
+    """Describes the first row and the samples. Raises the loader's errors."""
+    from megatron_vl.data.source.blend import read_blend_sources
+
+    split_facts = run.facts_by_split.get("train") or read_split_facts(run.config)["train"]
+    blend_sources = read_blend_sources(split_facts.dataset_identity)
+    drawn_counts = [source.sample_count for source in blend_sources if source.sample_share]
+
+    start_time = time.perf_counter()
+    first_row = _load_first_row(run, split_facts)
 
     blend_text = f" of {len(drawn_counts)} sources" if len(drawn_counts) > 1 else ""
     finding_text = (
@@ -353,7 +360,7 @@ def _read_first_row(run: ResolvedRun) -> Finding:
         f"{first_row.num_patches} patches, {int(first_row.loss_mask.count_nonzero())} loss tokens "
         f"of {first_row.seq_len}"
     )
-    return _rows_finding(finding_text, unsized_datasets, first_row.dropped_counts)
+    return _rows_finding(finding_text, split_facts.datasets_without_sizes, first_row.dropped_counts)
 
 
 def _rows_finding(finding_text: str, unsized_datasets: Any, dropped_counts: Any) -> Finding:

@@ -9,6 +9,7 @@ the trainer computes them: those with loss and a few more
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -64,11 +65,11 @@ class ActivationRecorder:
             module.register_forward_hook(lambda hooked_module, args, out: self.record_value(location, out))
         )
 
-    def record_input(self, module: nn.Module, location: str, argument_name: str = "hidden_states") -> None:
-        """Keeps an input of a module as the value of a location: argument ``argument_name``, or the first."""
+    def record_input(self, module: nn.Module, location: str) -> None:
+        """Keeps an input of a module as the value of a location: ``hidden_states``, or the first argument."""
 
         def record_argument(hooked_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.record_value(location, kwargs[argument_name] if argument_name in kwargs else args[0])
+            self.record_value(location, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
         self._hook_handles.append(module.register_forward_pre_hook(record_argument, with_kwargs=True))
 
@@ -296,20 +297,18 @@ def rows_at_location(
     """
     location_prefix = f"{location}/"
     for dp_rank in sorted({key[0] for key in values_by_rank}):
-        replica_keys = [key for key in sorted(values_by_rank) if key[0] == dp_rank]
+        replica_values = {key: values_by_rank[key] for key in sorted(values_by_rank) if key[0] == dp_rank}
         row_numbers = set()
-        for key in replica_keys:
-            for value_name in values_by_rank[key]:
-                if value_name.startswith(location_prefix):
-                    row_numbers.add(int(value_name.removeprefix(location_prefix)))
+        for value_name in itertools.chain(*replica_values.values()):
+            if value_name.startswith(location_prefix):
+                row_numbers.add(int(value_name.removeprefix(location_prefix)))
 
         for row_number in sorted(row_numbers):
             value_name = f"{location_prefix}{row_number}"
             holder_values = {}
-            for key in replica_keys:
-                if value_name in values_by_rank[key]:
-                    holder_values[key] = values_by_rank[key]
-
+            for key, values in replica_values.items():
+                if value_name in values:
+                    holder_values[key] = values
             row_length = int(next(iter(holder_values.values()))[ROW_LENGTHS][row_number])
             if location == LOGITS:
                 row_values, token_indices = _logits_of_row(

@@ -115,7 +115,20 @@ class ParityCase:
             vision_attention=self.attention,  # type: ignore[arg-type]
             language_attention=self.attention,  # type: ignore[arg-type]
         )
-        parallel_config = ParallelConfig(
+        return TrainConfig(
+            optimizer=ADAM_CONFIG,
+            dtype=self.dtype,  # type: ignore[arg-type]
+            data=DataConfig(seq_len=self.seq_len),
+            model=model_config,
+            lora=LoraConfig(**self.lora),
+            vision=self._vision_config,
+            recompute=RecomputeConfig(**self.recompute),
+            parallel=self._parallel_config,
+        )
+
+    @property
+    def _parallel_config(self) -> ParallelConfig:
+        return ParallelConfig(
             tp=self.tp,
             pp=self.pp,
             cp=self.cp,
@@ -129,16 +142,6 @@ class ParityCase:
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap and self.distributed_optimizer,
             bucket_size=self.bucket_size,
-        )
-        return TrainConfig(
-            optimizer=ADAM_CONFIG,
-            dtype=self.dtype,  # type: ignore[arg-type]
-            data=DataConfig(seq_len=self.seq_len),
-            model=model_config,
-            lora=LoraConfig(**self.lora),
-            vision=self._vision_config,
-            recompute=RecomputeConfig(**self.recompute),
-            parallel=parallel_config,
         )
 
 
@@ -223,10 +226,8 @@ def local_rows(
     """Packs the rows of this data-parallel rank."""
     rows_per_replica = len(samples) // grid.dp
 
-    packed_rows: list[Any] = []
-    for row in samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]:
-        packed_rows.append(pack_row(row, spec, seq_len))
-    return packed_rows
+    replica_rows = samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]
+    return [pack_row(row, spec, seq_len) for row in replica_rows]
 
 
 def write_cases(cases: list[ParityCase], cases_path: Path) -> None:

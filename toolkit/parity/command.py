@@ -25,7 +25,6 @@ def parity(options: ParityOptions) -> int:
         raise UserError(
             f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
         )
-
     if options.reference_device.startswith("cuda"):
         choose_platform("cuda", "--reference-device")
 

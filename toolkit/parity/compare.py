@@ -9,6 +9,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from toolkit.trained_video_rules import resolve_video_rules
 from .case import ParityCase, write_cases
 from .locations import location_component, tensor_location
 from .peft_reference import are_equal_adapters, merge_error
-from .reference_job import ReferenceJob, write_reference_job
+from .reference_job import ReferenceJob
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE, MERGE_TOLERANCE
 
 DEMO_CONVERSATIONS = ("astronaut", "two_images", "image_between_texts", "text_only")
@@ -137,7 +138,7 @@ def _run_reference(request: ParityRequest, hf_dir: Path, work_dir: Path) -> dict
         steps=request.optimizer_steps,
     )
 
-    write_reference_job(reference_job, work_dir / "job.json")
+    (work_dir / "job.json").write_text(json.dumps(dataclasses.asdict(reference_job)))
     completed_process = run_group("toolkit.parity.reference_job", [work_dir / "job.json"], 1)
     if completed_process.returncode:
         raise UserError(f"transformers failed on {hf_dir}:\n{last_output_lines(completed_process)}")
@@ -296,74 +297,89 @@ def run_layouts(
     print_line: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Runs the layouts and maps each to its result; one group of processes serves each number of ranks."""
-    sample_rows = spread_samples(len(samples), _rows_per_step(request.layouts))
-    step_rows = [[f"sample:{i}" for i in row] for row in sample_rows]
-    longest_row = max(sum(len(samples[i]) for i in row) for row in sample_rows)
-    # All layouts get rows of one length, which each of them must be able to split.
-    length_multiple = math.lcm(64, *(layout_spec.tp * layout_spec.cp for layout_spec in request.layouts))
-    seq_len = -(-longest_row // length_multiple) * length_multiple
-
+    step_rows, seq_len = _spread_rows(request, samples)
     layouts_by_size: dict[int, list[LayoutSpec]] = {}
     for layout_spec in request.layouts:
         layouts_by_size.setdefault(layout_spec.world_size, []).append(layout_spec)
 
+    make_case = partial(
+        ParityCase,
+        hf=str(hf_dir),
+        weights=str(weights_dir),
+        steps=[step_rows] * max(request.optimizer_steps, 1),
+        seq_len=seq_len,
+        **_case_fields(request, work_dir),
+    )
+    results_by_layout: dict[str, dict[str, Any]] = {}
+    for world_size, same_size_layouts in sorted(layouts_by_size.items()):
+        layout_names = ", ".join(layout_spec.layout_text for layout_spec in same_size_layouts)
+        print_line(f"{layout_names} in {world_size} process{'es' if world_size > 1 else ''}")
+        parity_cases = []
+        for layout_spec in same_size_layouts:
+            parity_cases.append(
+                make_case(
+                    name=layout_spec.layout_text,
+                    sequence_parallel=layout_spec.sequence_parallel,
+                    **layout_spec.layout_arguments,
+                )
+            )
+        results_by_layout |= _run_cases(parity_cases, request.platform, world_size, work_dir)
+    layout_names_in_order = [layout_spec.layout_text for layout_spec in request.layouts]
+    return {layout_name: results_by_layout[layout_name] for layout_name in layout_names_in_order}
+
+
+def _spread_rows(request: ParityRequest, samples: list[TokenizedSample]) -> tuple[list[list[str]], int]:
+    """The samples of each row of a step, and the length of the rows in tokens."""
+    sample_rows = spread_samples(len(samples), _rows_per_step(request.layouts))
+    longest_row = max(sum(len(samples[i]) for i in row) for row in sample_rows)
+    # All layouts get rows of one length, which each of them must be able to split.
+    length_multiple = math.lcm(64, *(layout_spec.tp * layout_spec.cp for layout_spec in request.layouts))
+    step_rows = [[f"sample:{i}" for i in row] for row in sample_rows]
+    return step_rows, -(-longest_row // length_multiple) * length_multiple
+
+
+def _case_fields(request: ParityRequest, work_dir: Path) -> dict[str, Any]:
+    """The fields that the cases of all layouts share, apart from weights and rows."""
     adapter_fields: dict[str, Any] = {}
     if request.lora_rank:
         adapter_dir = work_dir / "adapter_weights"
         lora_config = WeightReader(adapter_dir, takes_adapters=True).lora
         adapter_fields = {"adapter": str(adapter_dir), "lora": dataclasses.asdict(lora_config)}
 
-    results_by_layout: dict[str, dict[str, Any]] = {}
-    for world_size, same_size_layouts in sorted(layouts_by_size.items()):
-        parity_cases = []
-        for layout_spec in same_size_layouts:
-            parity_cases.append(
-                ParityCase(
-                    name=layout_spec.layout_text,
-                    hf=str(hf_dir),
-                    weights=str(weights_dir),
-                    steps=[step_rows] * max(request.optimizer_steps, 1),
-                    seq_len=seq_len,
-                    dtype=request.dtype,
-                    train=request.optimizer_steps > 0,
-                    samples=str(work_dir / "samples.safetensors"),
-                    reference=str(work_dir),
-                    activations=request.optimizer_steps == 0,
-                    optimizer=request.optimizer_steps > 0,
-                    sequence_parallel=layout_spec.sequence_parallel,
-                    # The fused kernels do not support float32.
-                    attention="sdpa" if request.dtype == "float32" else "auto",
-                    **adapter_fields,
-                    **layout_spec.layout_arguments,
-                )
-            )
+    trains = request.optimizer_steps > 0
+    return adapter_fields | {
+        "dtype": request.dtype,
+        "train": trains,
+        "samples": str(work_dir / "samples.safetensors"),
+        "reference": str(work_dir),
+        "activations": not trains,
+        "optimizer": trains,
+        # The fused kernels do not support float32.
+        "attention": "sdpa" if request.dtype == "float32" else "auto",
+    }
 
-        layout_names = ", ".join(layout_spec.layout_text for layout_spec in same_size_layouts)
-        print_line(f"{layout_names} in {world_size} process{'es' if world_size > 1 else ''}")
-        cases_path = work_dir / f"cases_{world_size}.json"
-        results_path = work_dir / f"results_{world_size}.json"
-        write_cases(parity_cases, cases_path)
-        completed_process = run_group(
-            "toolkit.parity.worker",
-            [cases_path, results_path, request.platform],
-            world_size,
-            on_cpu=request.platform == "cpu",
-        )
 
-        # The worker writes after each case, so a crash loses only the case in which it happened and later
-        # ones.
-        written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
-        for layout_spec in same_size_layouts:
-            missing_result = {
-                "ok": False,
-                "error": f"the processes ended before this layout:\n{last_output_lines(completed_process)}",
-            }
-            results_by_layout[layout_spec.layout_text] = written_results.get(
-                layout_spec.layout_text, missing_result
-            )
+def _run_cases(
+    parity_cases: list[ParityCase], platform: str, world_size: int, work_dir: Path
+) -> dict[str, dict[str, Any]]:
+    """Runs the cases in one group of processes, and maps the name of each to its result."""
+    cases_path = work_dir / f"cases_{world_size}.json"
+    results_path = work_dir / f"results_{world_size}.json"
+    write_cases(parity_cases, cases_path)
+    completed_process = run_group(
+        "toolkit.parity.worker",
+        [cases_path, results_path, platform],
+        world_size,
+        on_cpu=platform == "cpu",
+    )
 
-    layout_names_in_order = [layout_spec.layout_text for layout_spec in request.layouts]
-    return {layout_name: results_by_layout[layout_name] for layout_name in layout_names_in_order}
+    # The worker writes after each case, so a crash loses only the case in which it happened and later ones.
+    written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
+    missing_result = {
+        "ok": False,
+        "error": f"the processes ended before this layout:\n{last_output_lines(completed_process)}",
+    }
+    return {case.name: written_results.get(case.name, missing_result) for case in parity_cases}
 
 
 def spread_samples(sample_count: int, row_count: int) -> list[list[int]]:

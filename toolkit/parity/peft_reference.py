@@ -68,8 +68,7 @@ def adapter_gradients(peft_model: Any, spec: ModelSpec, adapter_dir: Path) -> di
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            host_gradient = gradient.float().cpu()
-            gradient_by_name[name] = host_gradient.contiguous()
+            gradient_by_name[name] = gradient.float().cpu().contiguous()
 
     gradient_dir = adapter_dir.with_name(f"{adapter_dir.name}-gradients")
     gradient_dir.mkdir(exist_ok=True)
@@ -81,8 +80,7 @@ def adapter_gradients(peft_model: Any, spec: ModelSpec, adapter_dir: Path) -> di
     gradient_source = PeftAdapters(gradient_dir, spec)
     canonical_gradients: dict[str, Tensor] = {}
     for name, tensor_info in gradient_source.tensor_infos.items():
-        canonical_gradient = read_factor(gradient_source, tensor_info)
-        canonical_gradients[name] = canonical_gradient.clone()
+        canonical_gradients[name] = read_factor(gradient_source, tensor_info).clone()
     return canonical_gradients
 
 
@@ -102,18 +100,15 @@ def merge_error(hf_dir: Path, adapter_dir: Path) -> float:
     largest_error = 0.0
     for tensor_name in merged_weights.adapters:
         for block in conversion_rules[tensor_name].blocks:
-            expected_name = long_tensor_name(str(block.part_id))
-            expected = expected_weights[expected_name]
+            expected = expected_weights[long_tensor_name(str(block.part_id))]
             expected_matrix = expected.reshape(matrix_shape(expected.shape))
             # All blocks span the columns of their matrices, apart from padding.
             expected_region = expected_matrix.narrow(0, block.part_row, block.rows)
             block_region = MatrixRegion(block.row, block.row + block.rows, 0, block.cols)
             merged_region = merged_weights.read_region(tensor_name, block_region)
 
-            difference = (merged_region - expected_region).abs()
-            largest_weight = expected_region.abs().max()
-            relative_error = float(difference.max() / largest_weight)
-            largest_error = max(largest_error, relative_error)
+            region_error = (merged_region - expected_region).abs().max() / expected_region.abs().max()
+            largest_error = max(largest_error, float(region_error))
     return largest_error
 
 

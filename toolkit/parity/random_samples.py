@@ -81,8 +81,7 @@ def _random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generat
         spec.vision_start_token_id,
         spec.vision_end_token_id,
     }
-    first_special_id = min(special_token_ids)
-    return torch.randint(0, first_special_id, (token_count,), generator=generator)
+    return torch.randint(0, min(special_token_ids), (token_count,), generator=generator)
 
 
 def _random_medium(

@@ -99,8 +99,7 @@ def compute_reference(
 ) -> tuple[float, dict[str, Tensor]]:
     """Returns (mean loss over all loss tokens, canonical gradients) of samples run one by one."""
     spec = read_spec(hf_dir)
-    pixel_norm = read_pixel_norm(hf_dir)
-    loss = backward_mean_loss(model, samples, spec, pixel_norm)
+    loss = backward_mean_loss(model, samples, spec, read_pixel_norm(hf_dir))
 
     grads = {}
     for name, parameter in model.named_parameters():

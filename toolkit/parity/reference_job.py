@@ -9,7 +9,6 @@ memory before the layouts run. Pictures and text go through the checkpoint's own
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import math
@@ -108,10 +107,9 @@ def one_pass(reference_job: ReferenceJob, samples: list[TokenizedSample]) -> dic
             ("activation", "activations", activations),
         ):
             float32_tensors = LazyTensorFile(out_dir / f"{file_stem}.safetensors")
-            noise_by_name = {}
+            noise_by_name = reference_facts[f"{noise_kind}_noise"]
             for name, bf16_tensor in bf16_tensors.items():
                 noise_by_name[name] = _relative_error(bf16_tensor, float32_tensors[name])
-            reference_facts[f"{noise_kind}_noise"] = noise_by_name
 
     return reference_facts
 
@@ -210,10 +208,6 @@ def train_transformers(reference_job: ReferenceJob, samples: list[TokenizedSampl
         "inputs": input_facts,
         "tokens": sum(map(len, samples)),
     }
-
-
-def write_reference_job(reference_job: ReferenceJob, job_path: Path) -> None:
-    job_path.write_text(json.dumps(dataclasses.asdict(reference_job)))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.tensors import model_part
+from megatron_vl.spec.tensors import TensorInfo, model_part
 from megatron_vl.training.step import reduce_losses, replicated_modules, run_schedule
 from megatron_vl.weights.matrix_blocks import join_shards
 from toolkit.parity.case import ParityCase, build_case, draw_samples
@@ -89,8 +89,7 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
             departures = activation_recorder.compare_activations(step_data, case.reference, case.dtype)
 
         # The optimizer steps at learning rate 0, so that its overlap with communication is tested too.
-        lora = built_case.config.lora
-        gradients = collect_gradients(ddp_chunks, built_case.live_tensors, grid, spec, lora)
+        gradients = collect_gradients(ddp_chunks, built_case.live_tensors, grid, spec, built_case.config.lora)
         if optimizer is not None:
             optimizer.prepare_grads()
             optimizer.step_with_ready_grads()
@@ -111,6 +110,29 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
     return {"ok": all(step_result["ok"] for step_result in step_results), "steps": step_results}
 
 
+def _local_gradients(
+    live_tensors: list[LiveTensor], grid: ProcessGrid, tensor_infos: Mapping[str, TensorInfo]
+) -> dict[str, Tensor]:
+    """The gradients that this rank contributes, under ``stage/copy/part/name``."""
+    local_gradients: dict[str, Tensor] = {}
+    expert_gradients: dict[str, list[Tensor]] = {}
+    copy_counts: dict[str, int] = {}
+    for tensor_name, parameter, expert_number in live_tensors:
+        if not parameter.requires_grad or not grid.is_first_copy(tensor_infos[tensor_name]):
+            continue
+        if expert_number is not None:  # experts come in their order
+            expert_gradients.setdefault(tensor_name, []).append(_main_grad(parameter))
+            continue
+        copy_index = copy_counts[tensor_name] = copy_counts.get(tensor_name, -1) + 1
+        shard_index = grid.shard_index(tensor_infos[tensor_name])
+        local_gradients[f"{grid.pp_rank}/{copy_index}/{shard_index}/{tensor_name}"] = _main_grad(parameter)
+
+    for tensor_name, gradient_stack in expert_gradients.items():
+        shard_index = grid.shard_index(tensor_infos[tensor_name])
+        local_gradients[f"{grid.pp_rank}/0/{shard_index}/{tensor_name}"] = torch.stack(gradient_stack)
+    return local_gradients
+
+
 def collect_gradients(
     ddp_chunks: list[Any],
     live_tensors: list[LiveTensor],
@@ -128,24 +150,7 @@ def collect_gradients(
         of two stages.
     """
     _gather_slices(ddp_chunks)
-    tensor_infos = trained_table(spec, lora or LoraConfig())
-    local_gradients: dict[str, Tensor] = {}
-    expert_gradients: dict[str, list[Tensor]] = {}
-    copy_counts: dict[str, int] = {}
-    for tensor_name, parameter, expert_number in live_tensors:
-        if not parameter.requires_grad or not grid.is_first_copy(tensor_infos[tensor_name]):
-            continue
-        if expert_number is not None:  # experts come in their order
-            expert_gradients.setdefault(tensor_name, []).append(_main_grad(parameter))
-            continue
-        copy_index = copy_counts[tensor_name] = copy_counts.get(tensor_name, -1) + 1
-        shard_index = grid.shard_index(tensor_infos[tensor_name])
-        local_gradients[f"{grid.pp_rank}/{copy_index}/{shard_index}/{tensor_name}"] = _main_grad(parameter)
-
-    for tensor_name, gradient_stack in expert_gradients.items():
-        shard_index = grid.shard_index(tensor_infos[tensor_name])
-        local_gradients[f"{grid.pp_rank}/0/{shard_index}/{tensor_name}"] = torch.stack(gradient_stack)
-
+    local_gradients = _local_gradients(live_tensors, grid, trained_table(spec, lora or LoraConfig()))
     gathered_gradients: dict[str, dict[str, dict[int, tuple[LazyTensorFile, str]]]] = {}
     local_contribution: dict[tuple[int, ...], dict[str, Tensor]] = {}
     if local_gradients:

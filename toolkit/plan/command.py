@@ -43,7 +43,8 @@ def plan(options: PlanOptions) -> int:
     if options.yaml is not None:
         from .run_file import write_run_yaml
 
-        write_run_yaml(options.yaml, plan_result.best_prediction, _set_fields(options))
+        given_fields = {"model.hf": options.hf} if options.hf else {}
+        write_run_yaml(options.yaml, plan_result.best_prediction, given_fields)
 
     if options.json:
         print(json.dumps(plan_as_json(plan_result), indent=2))
@@ -81,7 +82,8 @@ def make_plan(options: PlanOptions) -> PlanResult:
 
     # The search chooses the split itself. The run's own layout is shown beside the results.
     own_prediction = _own_prediction(search_request) if sets_layout else None
-    search_result = search_layouts(dataclasses.replace(search_request, config=_without_split(config)))
+    unsplit_config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
+    search_result = search_layouts(dataclasses.replace(search_request, config=unsplit_config))
     if not search_result.fitting_layouts:
         raise UserError(_nothing_fits_message(search_result, search_request))
 
@@ -96,10 +98,6 @@ def _own_prediction(search_request: SearchRequest) -> RunPrediction | None:
         return _predict_run_layout(search_request)
     except UserError:
         return None
-
-
-def _without_split(config: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
 
 
 def _read_config(options: PlanOptions) -> TrainConfig:
@@ -169,11 +167,6 @@ def _nothing_fits_message(search_result: SearchResult, search_request: SearchReq
         f"{search_request.spec.family} with rows of {search_request.config.data.seq_len} "
         f"tokens{nearest_note}: take more GPUs, or lower data.seq_len"
     )
-
-
-def _set_fields(options: PlanOptions) -> dict[str, Any]:
-    """Fields that the command line gives by its own options."""
-    return {"model.hf": options.hf} if options.hf else {}
 
 
 def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:

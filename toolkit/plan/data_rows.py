@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -40,16 +41,16 @@ def measure_rows(
     data_facts = read_split_facts(config)["train"]
     write_missing_sizes_alone(config.data, config.model.hf)
     single_process_config = dataclasses.replace(config.data, num_workers=0)
-    row_loader = build_loader(single_process_config, spec, config.model.hf, split_facts=data_facts)
-    try:
-        row_shapes = []
+    row_shapes = []
+    with contextlib.closing(
+        build_loader(single_process_config, spec, config.model.hf, split_facts=data_facts)
+    ) as row_loader:
         read_deadline = time.monotonic() + max_seconds
         for packed_row in itertools.islice(row_loader, row_count):
             row_shapes.append(row_shape(packed_row))
             if len(row_shapes) >= 2 and time.monotonic() > read_deadline:
                 break
-    finally:
-        row_loader.close()
+
     shortfall_note = (
         f" (more than {max_seconds:.0f} s for {row_count})" if len(row_shapes) < row_count else ""
     )

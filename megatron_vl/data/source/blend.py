@@ -319,8 +319,7 @@ def _source_keys(content_facts: list[dict[str, Any]]) -> list[str]:
     key_counts: Counter[str] = Counter()
     source_keys = []
     for content_fields in content_facts:
-        text = json.dumps(content_fields, sort_keys=True)
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps(content_fields, sort_keys=True).encode()).hexdigest()[:16]
         key_counts[key] += 1
         source_keys.append(key if key_counts[key] == 1 else f"{key}-{key_counts[key]}")
     return source_keys

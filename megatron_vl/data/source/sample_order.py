@@ -265,8 +265,7 @@ class SampleOrder:
                 samples = positions[is_of_epoch]
                 if self.is_shuffled:
                     # Each data set has another order in each epoch.
-                    source_number = self._source_numbers[source_index]
-                    epoch_key = combine_hash_key(self.seed, 2, source_number, epoch)
+                    epoch_key = combine_hash_key(self.seed, 2, self._source_numbers[source_index], epoch)
                     samples = self._orders[source_index].samples(samples, epoch_key)
                 sample_indices[is_of_epoch] = samples
             sample_indices[is_of_source] += self.first_indices[source_index]

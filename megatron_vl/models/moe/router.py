@@ -63,15 +63,10 @@ def moe_core_settings(
     assert moe_spec is not None
     num_expert_layers = sum(language_spec.has_experts(layer) for layer in range(language_spec.num_layers))
 
-    shared_expert_settings: dict[str, Any] = {}
-    if moe_spec.shared_ffn_hidden_size:
-        shared_expert_settings = {
-            "moe_shared_expert_intermediate_size": moe_spec.shared_ffn_hidden_size,
-            "moe_shared_expert_gate": True,
-        }
-
-    return shared_expert_settings | {
+    return {
         "num_moe_experts": moe_spec.num_experts,
+        "moe_shared_expert_intermediate_size": moe_spec.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe_spec.shared_ffn_hidden_size > 0,
         "moe_router_topk": moe_spec.top_k,
         "moe_ffn_hidden_size": moe_spec.ffn_hidden_size,
         "moe_router_dtype": "fp32",
@@ -174,19 +169,13 @@ def moe_layer(platform: Platform) -> Any:
         grouped_submodules = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         experts_builder: Any = partial(GroupedExperts, submodules=grouped_submodules)
         shared_builder = shared_expert_builder(TEColumnParallelLinear, TERowParallelLinear)
-        return partial(
-            ExpertsLayer,
-            submodules=MoESubmodules(
-                experts=experts_builder, router=CountingRouter, shared_experts=shared_builder
-            ),
-        )
+    else:
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        mlp_submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        experts_builder = partial(SequentialMLP, submodules=mlp_submodules)
+        shared_builder = shared_expert_builder(ColumnParallelLinear, RowParallelLinear)
 
-    experts_builder = partial(
-        SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
-    shared_builder = shared_expert_builder(ColumnParallelLinear, RowParallelLinear)
     return partial(
         ExpertsLayer,
         submodules=MoESubmodules(
