@@ -305,7 +305,9 @@ class BatchPlanner:
             draws_set_aside = dict(saved_state["aside"])
             source_indices, draw_numbers = self._restore_waiting(saved_state, draws_set_aside)
             total_draws = int(saved_state["total"])
-            current_draws = [int(draw_counts.pop(key, 0)) for key in self.sample_order.source_keys]
+            current_draws = []
+            for source_key in self.sample_order.source_keys:
+                current_draws.append(int(draw_counts.pop(source_key, 0)))
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise LoaderStateError(
                 "the loader state is damaged: it does not say which samples were drawn and wait"
