@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -23,9 +24,15 @@ from tests.tiny import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Path:
+def converted_dataset(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("missing-sizes")
     return converted(folder, mixed_records(folder / "media", 20), samples_per_shard=5)[0]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, converted_dataset: Path) -> Path:
+    """A copy without sizes, whatever the other tests have written."""
+    return shutil.copytree(converted_dataset, tmp_path / "dataset")
 
 
 def start(target: Callable[..., Any], *arguments: Any) -> psutil.Process:
