@@ -495,10 +495,8 @@ class _ActivationEstimator:
         is_last_chunk = pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1
         bytes_per_feature = self.bytes_per_element * self.seq_len
         hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
-        layer_bytes = [
-            bytes_per_feature * self._elements_by_layer_kind[layer_kinds(self.spec, self.lora)[layer]]
-            for layer in layout.chunk_layers(pipeline_stage, chunk_index)
-        ]
+        chunk_layers = layout.chunk_layers(pipeline_stage, chunk_index)
+        kinds_of_layers = layer_kinds(self.spec, self.lora)[chunk_layers.start : chunk_layers.stop]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
@@ -508,23 +506,21 @@ class _ActivationEstimator:
             + (hidden_bytes * self._sequence_parallel_size if is_first_chunk else 0.0)
             + (2 * hidden_bytes if is_last_chunk else 0.0)
         )
-        has_linear_layers = any(
-            language_spec.has_linear_attention(layer)
-            for layer in layout.chunk_layers(pipeline_stage, chunk_index)
-        )
-        delta_rule_bytes = (
-            bytes_per_feature * self._delta_rule_elements(language_spec)
-            + self._gathered_states(language_spec)
-            if has_linear_layers
-            else 0.0
-        )
-        if recompute_config.language == "full":
-            return _ActivationBytes(
-                len(layer_bytes) * hidden_bytes + boundary_bytes,
-                max(layer_bytes, default=0.0) + delta_rule_bytes,
-            )
+        has_linear_attention = any(kind.has_linear_attention for kind in kinds_of_layers)
+        delta_rule_bytes = self._delta_rule_bytes(language_spec) if has_linear_attention else 0.0
 
-        return _ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
+        layer_bytes = [bytes_per_feature * self._elements_by_layer_kind[kind] for kind in kinds_of_layers]
+        if recompute_config.language != "full":
+            return _ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
+
+        # The backward pass of the MLP frees its activations before that of the delta rule begins.
+        for layer_index, kind in enumerate(kinds_of_layers):
+            if kind.has_linear_attention:
+                bytes_of_mlp = bytes_per_feature * self._mlp_elements(kind, set())
+                layer_bytes[layer_index] += max(0.0, delta_rule_bytes - bytes_of_mlp)
+        return _ActivationBytes(
+            len(layer_bytes) * hidden_bytes + boundary_bytes, max(layer_bytes, default=0.0)
+        )
 
     @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
@@ -534,7 +530,7 @@ class _ActivationEstimator:
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         language_spec = self.spec.language
-        tensor_parallel_size, recompute_config = self.layout.tp, self.recompute_config
+        recompute_config = self.recompute_config
         recomputed_modules = (
             set(recompute_config.language_modules) if recompute_config.language == "selective" else set()
         )
@@ -551,13 +547,16 @@ class _ActivationEstimator:
                 norm_elements -= language_spec.hidden_size / self._sequence_parallel_size
             return norm_elements + attention_elements
 
+        mlp_elements = self._mlp_elements(kind, recomputed_modules)
+        return norm_elements + attention_elements + mlp_elements + self._adapter_elements(kind, "mlp.")
+
+    def _mlp_elements(self, kind: LayerKind, recomputed_modules: set[str]) -> float:
+        """Elements of one token that an MLP or the experts keep."""
         recomputes_activation = "activation" in recomputed_modules
         if kind.has_experts:
-            mlp_elements = self._expert_elements(kind, recomputes_activation)
-        else:
-            kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2", recomputes_activation)
-            mlp_elements = kept_widths * language_spec.ffn_hidden_size / tensor_parallel_size
-        return norm_elements + attention_elements + mlp_elements + self._adapter_elements(kind, "mlp.")
+            return self._expert_elements(kind, recomputes_activation)
+        kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2", recomputes_activation)
+        return kept_widths * self.spec.language.ffn_hidden_size / self.layout.tp
 
     @property
     def _trains_language(self) -> bool:
@@ -655,26 +654,21 @@ class _ActivationEstimator:
             + core_elements * ("core_attn" not in recomputed_modules)
         ) / self.layout.tp
 
-    def _delta_rule_elements(self, language_spec: LanguageSpec) -> float:
-        """Elements of one token that exist only during the backward pass of a delta rule.
+    def _delta_rule_bytes(self, language_spec: LanguageSpec) -> float:
+        """Bytes that exist only during the backward pass of a delta rule.
 
-        They are the states of all chunks in both directions, and products that are computed again.
+        They are the states of all chunks in both directions, products that are computed again, and the states
+        and matrices that a rank receives from all ranks that share its rows.
         """
         linear_attention = language_spec.linear_attention
         assert linear_attention is not None
         chunk_state_elements = 2 * linear_attention.key_dim * linear_attention.value_dim / DELTA_CHUNK
-        return (
-            linear_attention.value_heads
-            * (chunk_state_elements + 2 * linear_attention.key_dim + 4 * linear_attention.value_dim)
-            / self.layout.tp
+        token_elements = linear_attention.value_heads * (
+            chunk_state_elements + 2 * linear_attention.key_dim + 4 * linear_attention.value_dim
         )
-
-    def _gathered_states(self, language_spec: LanguageSpec) -> float:
-        """Bytes of the states and matrices that a rank receives from all ranks that share its rows."""
-        linear_attention = language_spec.linear_attention
-        assert linear_attention is not None
         rank_count = self.layout.cp if self.layout.cp > 1 else 0
-        return 4 * rank_count * linear_attention.state_exchange_size / self.layout.tp
+        received_bytes = 4 * rank_count * linear_attention.state_exchange_size
+        return (self.bytes_per_element * self.seq_len * token_elements + received_bytes) / self.layout.tp
 
     def _expert_elements(self, kind: LayerKind, recomputes_activation: bool) -> float:
         """Elements of one token in a layer of experts.

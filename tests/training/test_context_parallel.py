@@ -261,7 +261,9 @@ def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     config = dataclasses.replace(_config(4, 32768), dtype="bfloat16", global_batch_size=8)
     shared = predict_layout(config, spec, 8, run_layout(config, spec, 8))
     sizes = _ActivationEstimator.for_run(config, spec, shared.layout, 0)
-    assert sizes._gathered_states(spec.language) == 4 * 4 * 2**20
+    alone = dataclasses.replace(sizes, layout=make_layout(spec))
+    received_by_rank = sizes._delta_rule_bytes(spec.language) - alone._delta_rule_bytes(spec.language)
+    assert received_by_rank == 4 * 4 * 2**20
 
     costs = _costs_of(config, spec, shared)
     bandwidth = shared.network.collective_bandwidth(shared.calibration, 4, 1)
