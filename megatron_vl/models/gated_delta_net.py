@@ -111,8 +111,8 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """[S (/ tp), 1, H] -> ([S (/ tp), 1, H], bias to add or None)
 
-        Under context parallelism, S is the length of this rank's shard. ``packed_seq_params`` has the
-        segments of the whole row and the shard.
+        Under context parallelism, S is the length of this rank's shard, whose segments count. Those of
+        softmax attention may be of a larger part.
         """
         assert packed_seq_params is not None and packed_seq_params.full_segments is not None
         # One product computes queries, keys, values, the output gate, beta and the decay. Under sequence
@@ -144,7 +144,7 @@ class GatedDeltaNet(nn.Module):
         assert row.shard is not None
         route = row.shard.route
         assert route.length == num_tokens and route.rank == self.cp_group.rank()
-        segment_ids = make_segment_ids(row.full_segments.cu_seqlens, num_tokens, route.rank * num_tokens)
+        segment_ids = make_segment_ids(row.shard.segments.cu_seqlens, num_tokens)
         return segment_ids, ShardExchange(route, self.cp_group) if route.any_cut else None
 
     def _mix_tokens(

@@ -217,10 +217,11 @@ ON_EDGES = [
     ["text", "text", "short_text", "short_text", "image"],
     ["text", "text", "short_text", "short_text", "short_text", "short_text", "image"],
     ["word", "words", "image", "word", "short_text", "video", "words", "word"],
-    ["text"],
+    ["text", "short_text", "words"] * 11,
 ]
 """The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge and
-some documents have 1 to 3 tokens; the last ranks have only padding, and no rank has a picture."""
+some documents have 1 to 3 tokens; every rank has several documents, and none a picture. In all but the last,
+the last ranks have only padding."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
 TWO_HEADS = {"heads": 2, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}

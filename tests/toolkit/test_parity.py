@@ -144,7 +144,7 @@ def test_rows_are_as_even_as_can_be():
             "--layouts tp2: with experts, tensor parallelism needs sequence parallelism",
         ),
         ("qwen3_vl_moe", "tp2pp2:layers=1-3", "write tp2pp2sp:layers=1-3"),
-        ("qwen3_5", "1,cp3", "--layouts cp3: cp=3: attention exchanges heads"),
+        ("qwen3_5", "1,cp32", "--layouts cp32: cp=32: qwen3_5 has linear attention"),
         ("qwen2_5_vl", "1,pp2:layers=1-2", "--layouts pp2:layers=1-2: layers [1, 2] add up to 3"),
     ],
 )
