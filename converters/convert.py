@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -22,7 +21,7 @@ from megatron_vl import __version__, durable_files
 from megatron_vl.config import LoraConfig
 from megatron_vl.json_files import write_json
 from megatron_vl.spec.adapters import fused_adapters, trained_table
-from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
@@ -737,9 +736,12 @@ def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
         parent_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parent_dir, prefix="adapter_") as partial_dir:
             convert_adapter(adapter, hf, Path(partial_dir) / "weights")
-            # Another process may have been faster, and its folder is then not empty.
-            with contextlib.suppress(OSError):
+            try:
                 os.rename(Path(partial_dir) / "weights", converted_dir)
+            except OSError:
+                # Another process may have been faster, and its folder is then not empty.
+                if not converted_dir.is_dir():
+                    raise
         durable_files.fsync_path(parent_dir)
     return converted_dir
 
@@ -824,18 +826,17 @@ def convert_adapter(
 
     Args:
         adapter: the PEFT folder.
-        hf: the Hugging Face folder of the model that it belongs to.
+        hf: the Hugging Face folder of the model that it belongs to, or its config.json. Its weights are not
+            read.
         layout, workers, force: as in :func:`convert_weights`.
 
     Raises:
         The errors of :func:`open_adapters` and :func:`convert_weights`.
     """
-    hf_checkpoint = HfCheckpoint(hf)
-    source = PeftAdapters(adapter, hf_checkpoint.spec)
-    weights_origin = {
-        "hf": Path(hf).resolve().name,
-        **video_rule_entry(_known_video_rule(source, hf_checkpoint)),
-    }
+    spec = read_spec(hf)
+    source = PeftAdapters(adapter, spec)
+    video_rule = exported_video_rule(source.path, spec) or exported_video_rule(Path(hf), spec)
+    weights_origin = {"hf": Path(hf).resolve().name, **video_rule_entry(video_rule)}
     return _write_weights(
         source, [Path(adapter), Path(hf)], out, layout, "convert", workers, force, weights_origin
     )

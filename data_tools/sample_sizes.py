@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -142,8 +143,9 @@ def _index_dataset(
         if shards_left and not has_stored_sizes(dataset, sizes_name):
             return IndexResult(dataset.path, round(time.monotonic() - start_time, 3), shards_left)
 
-        joined_dir = work_dir / f"joined-{_process_suffix()}"
-        joined_dir.mkdir()
+        # A name of its own: a process that was killed here may have had the same id and host.
+        joined_dir = Path(tempfile.mkdtemp(dir=work_dir, prefix="joined-"))
+        joined_dir.chmod(0o755)
         _join_shards(joined_dir, tasks, dataset.content_id)
         durable_files.fsync_tree(joined_dir)
         if not has_stored_sizes(dataset, sizes_name):

@@ -236,6 +236,15 @@ class AdaptedModel:
         self.etp_rank = etp_rank
         self.adapters = fused_adapters(spec, config.lora)
 
+        adapter_kinds = {adapter.kind for adapter in self.adapters.values()}
+        is_decoupled = config.vision.placement == "decoupled"
+        if self.lora.dropout and is_decoupled and adapter_kinds & {"vision", "merger"}:
+            raise RunConfigError(
+                "lora.dropout: with vision.placement decoupled, the tower runs a second time before its"
+                " backward pass, cut into other inputs, and would draw other masks; set dropout to 0, leave"
+                " vision and merger out of lora.targets, or use first_stage"
+            )
+
     def attach_adapters(self, module: nn.Module, live_tensors: Iterable[LiveTensor]) -> None:
         """Gives the linear layers within ``module`` their adapters. The module must be on its device.
 

@@ -292,20 +292,22 @@ def with_start_adapter(
             weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
     else:
         weight_reader = WeightReader(adapter_dir, takes_adapters=True)
+    holder = f"checkpoint {source_checkpoint.path}" if source_checkpoint else f"lora.adapter {adapter_dir}"
     if not weight_reader.lora.rank:
-        raise RunConfigError(f"lora.adapter {adapter_dir} holds a whole model; model.checkpoint takes that")
-    check_same_model(f"lora.adapter {adapter_dir}", weight_reader.spec, config, spec)
+        if source_checkpoint is not None:
+            return config  # check_same_adapters refuses it
+        raise RunConfigError(f"{holder} holds a whole model; model.checkpoint takes that")
+    check_same_model(holder, weight_reader.spec, config, spec)
 
-    # Dropout is no property of the adapters, and a run may choose another one.
-    stored_fields = dataclasses.asdict(weight_reader.lora) | {"adapter": adapter_dir}
-    if config.lora.dropout:
-        stored_fields["dropout"] = config.lora.dropout
+    # Dropout is no property of the adapters: each run chooses its own.
+    run_fields = {"adapter": adapter_dir, "dropout": config.lora.dropout}
+    stored_fields = dataclasses.asdict(weight_reader.lora) | run_fields
     default_fields = dataclasses.asdict(LoraConfig())
     for name, value in dataclasses.asdict(config.lora).items():
         if value not in (default_fields[name], stored_fields[name]):
             raise RunConfigError(
-                f"lora.{name} is {value}, but the adapters in lora.adapter {adapter_dir} have"
-                f" {stored_fields[name]}; leave the field out"
+                f"lora.{name} is {value}, but the adapters in {holder} have {stored_fields[name]}; leave the"
+                " field out"
             )
     return dataclasses.replace(config, lora=LoraConfig(**stored_fields))
 

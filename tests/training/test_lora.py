@@ -161,6 +161,10 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
         (["--lora.rank", "0"], "holds adapters of rank 4, but this run has lora.rank 0"),
         (["--lora.targets", "[qproj]"], "'qproj' matches no matrix of this model"),
         (["--model.freeze_merger", "true"], "model.freeze_merger is set, but lora.targets names"),
+        (
+            ["--lora.dropout", "0.1", "--vision.placement", "decoupled"],
+            "lora.dropout: with vision.placement decoupled, the tower runs a second time",
+        ),
         (["--model.checkpoint", ""], "lora.rank 4 needs model.checkpoint"),
         (["--model.checkpoint", str(run)], "holds LoRA adapters and no whole model"),
     ):

@@ -83,7 +83,7 @@ def generate_answers(generate_job: GenerateJob, samples: list[TokenizedSample]) 
             **generate_job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None
         ),
         dtype=generate_job.dtype,  # type: ignore[arg-type]
-        lora=adapter_reader.lora if adapter_reader else LoraConfig(),
+        lora=dataclasses.replace(adapter_reader.lora, dropout=0.0) if adapter_reader else LoraConfig(),
     )
 
     weight_reader = WeightReader(generate_job.checkpoint)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
-from megatron_vl.errors import UsageError
+from megatron_vl.errors import UsageError, UserError
 from megatron_vl.training.preflight import check_inputs
 from toolkit.launch import free_port
 
@@ -64,7 +64,11 @@ def train(options: TrainOptions) -> int:
     os.environ.update(launch_environment.rank_variables if is_rank else _single_rank_variables())
     # The other ranks get the fields that rank 0 has settled.
     if is_rank and os.environ.get("RANK") == "0":
-        run_words = _with_megatron_adapter(run_words)
+        try:
+            run_words = _with_megatron_adapter(run_words)
+        except (UserError, OSError) as error:
+            # The run refuses PEFT's files on all ranks, which would otherwise wait for this one.
+            print(f"megatron-vl train: {error}", file=sys.stderr, flush=True)
     return main(run_words)
 
 
