@@ -728,8 +728,9 @@ def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
         return adapter
     peft_digest = hashlib.sha256()
     for file_name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
-        peft_file = adapter / file_name
-        peft_digest.update(peft_file.read_bytes() if peft_file.is_file() else b"")
+        if (adapter / file_name).is_file():
+            with open(adapter / file_name, "rb") as peft_file:
+                peft_digest.update(hashlib.file_digest(peft_file, "sha256").digest())
 
     converted_dir = parent_dir / f"adapter_{peft_digest.hexdigest()[:16]}"
     if not converted_dir.exists():

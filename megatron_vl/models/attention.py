@@ -313,16 +313,8 @@ def _attend_with_torch_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    attention_output = varlen_attn(
-        query,
-        key,
-        value,
-        segments.cu_seqlens,
-        segments.keys.cu_seqlens,
-        segments.max_seqlen,
-        segments.keys.max_seqlen,
-        window_size=(-1, 0) if causal else (-1, -1),
-    )
+    window_size = (-1, 0) if causal else (-1, -1)
+    attention_output = varlen_attn(query, key, value, *segments.varlen_arguments, window_size=window_size)
     assert isinstance(attention_output, Tensor)  # it is a tuple only if the log-sum-exp is requested
     return attention_output
 
@@ -331,15 +323,7 @@ def _attend_with_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
     assert causal, "for language models only"
-    return packed_causal_attention(
-        query,
-        key,
-        value,
-        segments.cu_seqlens,
-        segments.keys.cu_seqlens,
-        segments.max_seqlen,
-        segments.keys.max_seqlen,
-    )
+    return packed_causal_attention(query, key, value, *segments.varlen_arguments)
 
 
 def _attend_with_triton(

@@ -46,6 +46,11 @@ class Segments:
         """The bounds of the sequences among the keys."""
         return self.gathered_keys or self
 
+    @property
+    def varlen_arguments(self) -> tuple[Tensor, Tensor, int, int]:
+        """cu_seqlens of queries and keys, and the longest sequence of each, in FlashAttention's order."""
+        return self.cu_seqlens, self.keys.cu_seqlens, self.max_seqlen, self.keys.max_seqlen
+
     def with_padding_segment(self, total_length: int, padding_length: int) -> Segments:
         """A copy with one more segment.
 

@@ -188,25 +188,25 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
     )
 
 
-def _segments_of_part(row_segments: Segments, part: dict[str, Any]) -> Segments:
+def _segments_of_part(row_segments: Segments, part_header: dict[str, Any]) -> Segments:
     """The bounds of a row's segments within a part, from its first token."""
-    first, last = part["segments"]
-    start, length = part["route"].rank * part["route"].length, part["route"].length
+    first, last = part_header["segments"]
+    start, length = part_header["route"].rank * part_header["route"].length, part_header["route"].length
     segment_bounds = row_segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
-    return Segments(segment_bounds, part["longest"])
+    return Segments(segment_bounds, part_header["longest"])
 
 
-def _keys_of_part(row_segments: Segments, part: dict[str, Any]) -> KeySegments:
+def _keys_of_part(row_segments: Segments, part_header: dict[str, Any]) -> KeySegments:
     """The bounds of the keys that the queries of a part attend to.
 
     They are the part's own tokens, and before them those of its first segment that lie on earlier ranks.
     """
-    first, last = part["segments"]
-    route = part["route"]
+    first, last = part_header["segments"]
+    route = part_header["route"]
     stop = (route.rank + 1) * route.length
     first_key = route.rank * route.length - route.tokens_before
     key_bounds = row_segments.cu_seqlens[first : last + 1].clamp(max=stop) - first_key
-    most_keys = max(part["longest"], route.tokens_before + route.first_end)
+    most_keys = max(part_header["longest"], route.tokens_before + route.first_end)
     return KeySegments(key_bounds, most_keys, slice(first_key, stop))
 
 
