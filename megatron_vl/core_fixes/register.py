@@ -179,6 +179,21 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
     ),
     DependencyFix(
+        fix_location="megatron_vl.core_fixes.wgrad_fusion:fuse_output_layer",
+        touched_names=(
+            "megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda",
+            "megatron.core.tensor_parallel.layers.get_dummy_wgrad",
+        ),
+        fix_reason=(
+            "Without APEX, core's output layer writes a gradient as large as its weight for each row, and DDP"
+            " adds it."
+        ),
+        written_for=_CORE,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="GPTModel takes a Transformer Engine output layer",
+        guarding_test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
+    ),
+    DependencyFix(
         fix_location="megatron_vl.platform.cpu:install_cpu_platform",
         touched_names=(
             "torch.cuda",

@@ -1,14 +1,17 @@
-"""Gradient-accumulation fusion without APEX (Megatron-core 0.19.2).
+"""Weight gradients that are added to ``main_grad`` where they are computed (Megatron-core 0.19.2).
 
-Core's config switch applies to all linears, and its own ColumnParallelLinear (the output layer of GPTModel)
-then needs a CUDA extension of APEX. Transformer Engine's linears can add weight gradients to ``main_grad``
-without it. So the switch stays off, and fusion is set on these linears only. This fix can go when GPTModel
-takes a Transformer Engine output layer.
+Core's config switch for gradient-accumulation fusion applies to all linears, and its own
+ColumnParallelLinear (the output layer of GPTModel) then needs a CUDA extension of APEX. Transformer Engine's
+linears and its matrix product can add to ``main_grad`` without it. So the switch stays off, and fusion is set
+here. This fix can go when GPTModel takes a Transformer Engine output layer.
 """
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import layers as core_layers
+from torch import Tensor, nn
 
 
 def fuse_weight_gradients(model: nn.Module) -> int:
@@ -28,3 +31,40 @@ def fuse_weight_gradients(model: nn.Module) -> int:
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
             linear_count += 1
     return linear_count
+
+
+def fuse_output_layer(output_layer: ColumnParallelLinear) -> None:
+    """Makes GPTModel's output layer accumulate its weight's gradient into ``main_grad``, which must exist."""
+    core_layers.fused_weight_gradient_mlp_cuda = WeightGradientProducts
+    core_layers.get_dummy_wgrad = placeholder_gradient  # Transformer Engine would keep one for each shape
+    output_layer.gradient_accumulation_fusion = True
+
+
+class WeightGradientProducts:
+    """Stands in for APEX's ``fused_weight_gradient_mlp_cuda``."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, output_grads: Tensor, main_grad: Tensor) -> None:
+        """Adds the gradient of a linear's weight.
+
+        Args:
+            inputs: [N, in].
+            output_grads: [N, out].
+            main_grad: [out, in], float32 or bfloat16.
+        """
+        if not main_grad.is_cuda:
+            main_grad.add_(output_grads.t().matmul(inputs))
+            return
+
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        general_gemm(
+            inputs, output_grads, main_grad.dtype, layout="NT", out=main_grad, grad=True, accumulate=True
+        )
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def placeholder_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """What autograd gets as the gradient, so that DDP's hook runs. The hook does not read it."""
+    return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())

@@ -13,3 +13,5 @@ STATE_CHUNKS_ON_GPU = 4
 """Number of such pieces that are on the GPU at once while weights are updated."""
 MAX_STATE_RANKS = 16
 """Largest number of context-parallel ranks with linear attention. Each receives the states of all."""
+LOSS_CHUNK_TOKENS = 8192
+"""Largest number of tokens whose logits a rank holds at once."""

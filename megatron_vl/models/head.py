@@ -4,6 +4,10 @@ In rows with pictures, most tokens have no loss: placeholders, questions, paddin
 widest of the model, so the logits of these tokens are not computed. The result still has one loss per token
 of the row, which is zero for these tokens. Megatron-core's own output layer and loss are called, through the
 ``output_processor`` of GPTModel.
+
+Logits of long rows would take most of the memory: 131,072 tokens of Qwen3.5 have 61 GiB in bfloat16, and the
+loss copies them. So a rank with more loss tokens than :data:`LOSS_CHUNK_TOKENS` computes them in chunks, and
+each chunk again in the backward pass.
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor
+
+from megatron_vl.kernels.sizes import LOSS_CHUNK_TOKENS
 
 
 def loss_token_losses(
@@ -44,10 +51,71 @@ def loss_token_losses(
             group=output_layer.tp_group,
             use_global_buffer=True,
         )
-    with _accept_whole_row(output_layer):
-        selected_logits, _bias = output_layer(hidden_states.index_select(0, context), weight=output_weight)
-    token_losses = compute_language_model_loss(labels.index_select(1, context), selected_logits)
+
+    def compute_losses(states: Tensor, weight: Tensor, chunk_labels: Tensor) -> Tensor:
+        with _accept_whole_row(output_layer):
+            logits, _bias = output_layer(states, weight=weight)
+        return compute_language_model_loss(chunk_labels, logits)
+
+    weight = output_layer.weight if output_weight is None else output_weight
+    selected_states, selected_labels = hidden_states.index_select(0, context), labels.index_select(1, context)
+    if len(context) <= LOSS_CHUNK_TOKENS:
+        token_losses = compute_losses(selected_states, weight, selected_labels)
+    else:
+        token_losses = _ChunkedLosses.apply(selected_states, weight, selected_labels, compute_losses)
     return token_losses.new_zeros(labels.shape).index_copy(1, context, token_losses)
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Losses [1, N] of states [N, 1, H] and labels [1, N], without keeping the logits of any chunk.
+
+    Core's checkpoint would run DDP's hook of the weight once for each chunk, and torch's hides the weight
+    from the output layer. So the weight's gradients are collected under another name here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        compute_losses: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(states, labels)
+        ctx.weight, ctx.compute_losses = weight, compute_losses
+        return torch.cat([compute_losses(*chunk) for chunk in _chunks(states, weight, labels)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, loss_grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        states, labels = ctx.saved_tensors
+        weight = ctx.weight.detach()
+        if ctx.needs_input_grad[1]:
+            weight.requires_grad_()
+            weight.main_grad, weight.grad_added_to_main_grad = ctx.weight.main_grad, False
+            ctx.weight.grad_added_to_main_grad = True
+
+        state_grads: list[Any] = []
+        weight_grad = None
+        chunk_loss_grads = loss_grads.split(LOSS_CHUNK_TOKENS, 1)
+        for (chunk_states, _, chunk_labels), chunk_grads in zip(
+            _chunks(states, weight, labels), chunk_loss_grads, strict=True
+        ):
+            chunk_states = chunk_states.detach().requires_grad_()
+            with torch.enable_grad():
+                chunk_losses = ctx.compute_losses(chunk_states, weight, chunk_labels)
+            torch.autograd.backward(chunk_losses, chunk_grads)
+
+            state_grads.append(chunk_states.grad)
+            weight_grad, weight.grad = weight.grad, None  # nobody reads it: its numbers are in main_grad
+
+        return torch.cat(state_grads), weight_grad, None, None
+
+
+def _chunks(states: Tensor, weight: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for chunk_states, chunk_labels in zip(
+        states.split(LOSS_CHUNK_TOKENS), labels.split(LOSS_CHUNK_TOKENS, 1), strict=True
+    ):
+        yield chunk_states, weight, chunk_labels
 
 
 @contextmanager

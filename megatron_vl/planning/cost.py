@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
-from megatron_vl.kernels.sizes import DELTA_CHUNK
+from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
@@ -448,21 +448,9 @@ class StepCosts:
         return sum(self.collective_seconds(cp * size / tp, cp, tp) for size in (states, inputs))
 
     def embedding_time(self) -> PassTime:
-        """Looking up tokens and placing features. The gradient of the table is added in float32."""
+        """Looking up tokens and placing features."""
         tokens = self.elementwise_seconds(4 * self.spec.language.hidden_size * self.seq_len)
-        table = self._vocabulary_gradient_seconds() if self._trains_language else 0.0
-        return PassTime(tokens, tokens + table)
-
-    def _vocabulary_gradient_seconds(self) -> float:
-        """Seconds to add a gradient of the vocabulary's size in float32."""
-        language_spec = self.spec.language
-        return (
-            10.0
-            * language_spec.hidden_size
-            * language_spec.vocab_size
-            / self.layout.tp
-            / (self.calibration.memory_tb_s * 1e12)
-        )
+        return PassTime(tokens, tokens)
 
     def output_layer_time(self) -> PassTime:
         """The final norm, the output layer and the loss on one row."""
@@ -478,11 +466,11 @@ class StepCosts:
         gather_seconds = self.collective_seconds(
             self.bytes_per_element * self.seq_len * language_spec.hidden_size, tensor_parallel_size
         )
-        weights = 1 + self._trains_language
-        gradient_seconds = self._vocabulary_gradient_seconds() if self._trains_language else 0.0
+        forward_seconds = matmul_seconds + loss / 3
+        repeated_seconds = forward_seconds if tokens > LOSS_CHUNK_TOKENS else 0.0
         return PassTime(
-            matmul_seconds + loss / 3 + gather_seconds,
-            weights * matmul_seconds + loss * 2 / 3 + gradient_seconds + gather_seconds,
+            forward_seconds + gather_seconds,
+            repeated_seconds + (1 + self._trains_language) * matmul_seconds + loss * 2 / 3 + gather_seconds,
         )
 
     # --- Vision tower ---------------------------------------------------------------------------------------

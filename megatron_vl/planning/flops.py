@@ -436,7 +436,8 @@ def recompute_flops(
 ) -> ModelFlops:
     """FLOPs that recomputation adds to :func:`row_flops`.
 
-    They are those of the layers whose forward pass runs again during backward; the output layer's never does.
+    They are those of the layers whose forward pass runs again during backward. The output layer, which runs
+    again for long rows of answers, is not counted.
 
     Args:
         is_decoupled: whether the tower first ran without keeping activations (``vision.placement:

@@ -24,10 +24,10 @@ FFN width ``f`` keeps these elements:
 
 The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
-in a row that consists of answers only, but not beside a layer that is recomputed later. Experts are assumed
-to be evenly loaded, and FP8 is not modelled. The CUDA context, NCCL's buffers and memory that the allocator
-cannot use are not counted; :data:`RESERVE_GIB` leaves room for them. ``docs/log/memory.md`` compares the
-formula with measurements.
+in a row that consists of answers only, up to the number that a rank computes at once, but not beside a layer
+that is recomputed later. Experts are assumed to be evenly loaded, and FP8 is not modelled. The CUDA context,
+NCCL's buffers and memory that the allocator cannot use are not counted; :data:`RESERVE_GIB` leaves room for
+them. ``docs/log/memory.md`` compares the formula with measurements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ import math
 from dataclasses import dataclass
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
-from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
+from megatron_vl.kernels.sizes import (
+    DELTA_CHUNK,
+    LOSS_CHUNK_TOKENS,
+    STATE_CHUNK_BYTES,
+    STATE_CHUNKS_ON_GPU,
+)
 from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
@@ -193,7 +198,8 @@ def _add_activations(
     recomputed_bytes = max(chunk.transient_bytes for chunk in chunk_activations)
     all_logits_bytes = 0.0
     if pipeline_stage == layout.pp - 1:
-        all_logits_bytes = 2.0 * bytes_per_element * estimator.seq_len * spec.language.vocab_size / layout.tp
+        logits_tokens = min(estimator.seq_len, LOSS_CHUNK_TOKENS)
+        all_logits_bytes = 2.0 * bytes_per_element * logits_tokens * spec.language.vocab_size / layout.tp
     largest_transient = max(recomputed_bytes, all_logits_bytes)
     logits_bytes = largest_transient - recomputed_bytes
 

@@ -30,6 +30,7 @@ from megatron_vl import progress
 from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.decoupled import DecoupledTower
+from megatron_vl.models.embedding import fuse_vocabulary_gradients
 from megatron_vl.models.moe.router import expert_load, notify_ddp_directly, reset_router_counts
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_absent_tower
@@ -90,6 +91,7 @@ def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) ->
     # every row.
     tower_can_be_skipped = not (config.fp8.recipe == "delayed" and config.fp8.vision)
     for model_chunk in ddp_chunks:
+        fuse_vocabulary_gradients(model_chunk.module.language_model)
         notify_ddp_directly(model_chunk)
         if tower_can_be_skipped:
             connect_absent_tower(model_chunk)

@@ -57,9 +57,12 @@ def test_what_an_entry_names_is_there(fix: DependencyFix) -> None:
 
 
 def installed(target: str) -> bool:
-    """Whether the package of a dotted name is; core's own modules for Transformer Engine are empty without
-    it."""
-    needs_te = target.startswith(("transformer_engine.", "megatron.core.extensions.transformer_engine."))
+    """Whether the package of a dotted name is; core's own modules for Transformer Engine and APEX are empty
+    without them."""
+    if target.endswith("fused_weight_gradient_mlp_cuda"):
+        return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    te_modules = ("transformer_engine.", "megatron.core.extensions.transformer_engine.")
+    needs_te = target.startswith(te_modules) or target.endswith(".get_dummy_wgrad")
     return not needs_te or importlib.util.find_spec("transformer_engine") is not None
 
 

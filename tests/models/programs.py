@@ -10,7 +10,7 @@ import torch
 from megatron_vl.config import LoraConfig
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.kernels import tower_attention
-from megatron_vl.models import build
+from megatron_vl.models import build, head
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap_in_ddp
@@ -53,7 +53,7 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
 
     row = _row(trainer, "image", "text")
     found = []
-    for index in (row.loss_index, None):
+    for index, head.LOSS_CHUNK_TOKENS in ((row.loss_index, 8192), (row.loss_index, 50), (None, 8192)):
         chunk.zero_grad(set_to_none=True)
         for parameter in chunk.parameters():
             parameter.main_grad.zero_()
@@ -61,18 +61,22 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
         token_loss(row, losses)[0].backward()
         found.append((losses.detach(), {name: p.main_grad.clone() for name, p in chunk.named_parameters()}))
 
-    (some, ours), (all_losses, whole) = found
+    (some, ours), (chunked_losses, chunked), (all_losses, whole) = found
     inside = torch.zeros_like(some).index_fill(1, row.loss_index, 1.0)
     chunk(row, labels=False)
     return {
         "rows of logits": rows_of_logits,
         "outside": (some * (1 - inside)).abs().max().item(),
         "loss": ((some - all_losses) * inside).abs().max().item(),
+        "loss in chunks": (some - chunked_losses).abs().max().item(),
         "learnt": (row.loss_mask[row.loss_index].sum() - row.loss_mask.sum()).item(),
         "without gradient": [name for name, gradient in whole.items() if not gradient.any()],
         "gradients": {
-            name: ((gradient - whole[name]).norm() / whole[name].norm().clamp(min=1e-30)).item()
-            for name, gradient in ours.items()
+            name: max(
+                ((gradient - whole[name]).norm() / whole[name].norm().clamp(min=1e-30)).item()
+                for gradient in (ours[name], chunked[name])
+            )
+            for name in ours
         },
     }
 
