@@ -10,15 +10,17 @@ The sums of the programs are added in a fixed order, so that gradients are deter
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+FORWARD_COLUMNS_PER_WARP = 512
+BACKWARD_COLUMNS_PER_WARP = 256
 BACKWARD_PROGRAMS = 528
 """Number of programs of the backward pass: four for each of the 132 processors of an H100 or H200."""
+BACKWARD_STAGES = 2
+"""How many rows of a program are read at a time, the one in work included."""
 
 
 @triton.jit
@@ -112,9 +114,7 @@ def _backward_kernel(
     if IS_TRAINED:
         tl.store(parameter_grads + first_row * WIDTH + n, weight_grad, mask=column_mask)
         if IS_CENTERED:
-            tl.store(
-                parameter_grads + (num_programs + first_row) * WIDTH + n, bias_grad, mask=column_mask
-            )
+            tl.store(parameter_grads + (num_programs + first_row) * WIDTH + n, bias_grad, mask=column_mask)
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -126,11 +126,17 @@ class _ResidualNorm(torch.autograd.Function):
         normalized = torch.empty_like(x)
         inverse_stds = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         means = None if bias is None else torch.empty_like(inverse_stds)
-        ctx.options = _launch_options(width, bias is not None, is_zero_centered)
+        ctx.options = {
+            "WIDTH": width,
+            "BLOCK": triton.next_power_of_2(width),
+            "IS_CENTERED": bias is not None,
+            "WEIGHT_OFFSET": float(is_zero_centered),
+        }
         if num_rows:
             _forward_kernel[num_rows,](
-                x, weight, bias, normalized, means, inverse_stds, EPS=eps, **ctx.options
-            )
+                x, weight, bias, normalized, means, inverse_stds, EPS=eps, **ctx.options,
+                num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
+            )  # fmt: skip
         ctx.save_for_backward(x, weight, means, inverse_stds)
         ctx.set_materialize_grads(False)
         return normalized, x
@@ -155,8 +161,10 @@ class _ResidualNorm(torch.autograd.Function):
         )
         if num_programs:
             _backward_kernel[num_programs,](
-                x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads, x.shape[0],
-                HAS_RESIDUAL_GRAD=residual_grad is not None, IS_TRAINED=is_trained, STAGES=2, **ctx.options,
+                x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
+                x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
+                IS_TRAINED=is_trained, STAGES=BACKWARD_STAGES,
+                num_warps=_num_warps(x.shape[1], BACKWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
         if not is_trained:
             return x_grad, None, None, None, None
@@ -165,15 +173,8 @@ class _ResidualNorm(torch.autograd.Function):
         return x_grad, summed_grads[0], None if means is None else summed_grads[1], None, None
 
 
-def _launch_options(width: int, is_centered: bool, is_zero_centered: bool) -> dict[str, Any]:
-    block_columns = triton.next_power_of_2(width)
-    return {
-        "WIDTH": width,
-        "BLOCK": block_columns,
-        "IS_CENTERED": is_centered,
-        "WEIGHT_OFFSET": 1.0 if is_zero_centered else 0.0,
-        "num_warps": min(max(block_columns // 512, 1), 16),
-    }
+def _num_warps(width: int, columns_per_warp: int) -> int:
+    return min(max(triton.next_power_of_2(width) // columns_per_warp, 1), 16)
 
 
 def residual_norm(

@@ -127,7 +127,9 @@ class ResidualNorm(nn.Module):
         is_selective = config.recompute_granularity == "selective"
         self.returns_input = not (is_selective and "layernorm" in (config.recompute_modules or []))
 
-        initial_weight = torch.full((hidden_size,), float(not self.is_zero_centered), dtype=config.params_dtype)
+        initial_weight = torch.full(
+            (hidden_size,), float(not self.is_zero_centered), dtype=config.params_dtype
+        )
         self.weight = nn.Parameter(initial_weight)
         self.bias = None
         if config.normalization == "LayerNorm":
