@@ -8,7 +8,7 @@ of our norm.
 
 - Norms, and the sum with the residual connection in the backward pass: Transformer Engine's and ours.
 - GELU: torch's and ours, and in the epilogue of the products (cuBLASLt).
-- Row-parallel linears with a bias: added by a kernel of its own, and in the product's epilogue.
+- Linears without a bias, with one in the product's epilogue, and with one that kernels of their own add.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def random(*shape: int) -> Tensor:
 
 def report(name: str, ms: float, elements: int = 0, passes: int = 0) -> None:
     bandwidth = f"{2 * elements * passes / ms / 1e9:5.2f} TB/s" if passes else ""
-    print(f"{name:60s} {ms:7.4f} ms  {bandwidth}", flush=True)
+    print(f"{name:68s} {ms:7.4f} ms  {bandwidth}", flush=True)
 
 
 def backward(outputs: tuple[Tensor, ...], inputs: list[Tensor], grads: tuple[Tensor, ...]) -> Callable:
@@ -149,19 +149,23 @@ def epilogues(width: int, ffn_width: int) -> None:
     report(f"gradient {name} with GELU's in the epilogue", device_milliseconds(fused_grad))
 
 
-def row_linears(width_in: int, width_out: int) -> None:
-    x, grad = random(PATCHES, 1, width_in).requires_grad_(), random(PATCHES, 1, width_out)
-    linear = te.Linear(
-        width_in, width_out, parallel_mode="row", fuse_wgrad_accumulation=True, params_dtype=torch.bfloat16
-    )
-    linear.weight.main_grad = torch.zeros(width_out, width_in, device="cuda")
-    inputs = [x, linear.weight, linear.bias]
-    for is_separate in (True, False):
-        linear.gemm_bias_unfused_add = is_separate
-        name = (
-            f"row linear {width_in} to {width_out}, bias {'of its own' if is_separate else 'in the product'}"
+def linears(rows: int, width_in: int, width_out: int) -> None:
+    """Without a bias, with one that the product adds, and with one that kernels of their own add."""
+    x, grad = random(rows, 1, width_in).requires_grad_(), random(rows, 1, width_out)
+    for kind in ("no bias", "bias in the product", "separate bias"):
+        linear = te.Linear(
+            width_in,
+            width_out,
+            bias=kind != "no bias",
+            parallel_mode="row",
+            fuse_wgrad_accumulation=True,
+            params_dtype=torch.bfloat16,
         )
-        report(f"{name}, forward", device_milliseconds(lambda: linear(x)))
+        linear.gemm_bias_unfused_add = kind == "separate bias"
+        linear.weight.main_grad = torch.zeros(width_out, width_in, device="cuda")
+        name = f"linear {rows} x {width_in} to {width_out}, {kind}"
+        report(f"{name}, forward", device_milliseconds(lambda linear=linear: linear(x)))
+        inputs = [x, *linear.parameters()]
         report(f"{name}, backward", device_milliseconds(backward((linear(x),), inputs, (grad,))))
 
 
@@ -172,8 +176,9 @@ if __name__ == "__main__":
         norms(*case)
     activations(4304, {"GELU, torch's": lambda x: F.gelu(x, approximate="tanh"), "GELU, ours": gelu_tanh})
     activations(5120, {"quick-GELU, core's": core_quick_gelu, "quick-GELU, ours": quick_gelu})
-    for widths in ((1152, 1152), (4304, 1152), (1280, 1280), (3456, 1280)):
-        row_linears(*widths)
+    for widths in ((1152, 1152), (4304, 1152), (1152, 3456), (1280, 1280), (3456, 1280), (1280, 6912)):
+        linears(PATCHES, *widths)
+    linears(8192, 3584, 4608)
     epilogues(1152, 4304)
     if "--tune" in sys.argv:
         for case in NORMS:

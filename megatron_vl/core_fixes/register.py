@@ -412,7 +412,8 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
         removal_condition=(
-            "core lets linears add their bias, and a row-parallel linear without other ranks does so in its product"
+            "core lets linears add their bias, and Transformer Engine's row-parallel linear does so in its"
+            " product if it is alone"
         ),
         guarding_test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
     ),
