@@ -45,8 +45,24 @@ def report(name: str, ms: float, elements: int = 0, passes: int = 0) -> None:
     print(f"{name:68s} {ms:7.4f} ms  {bandwidth}", flush=True)
 
 
-def backward(outputs: tuple[Tensor, ...], inputs: list[Tensor], grads: tuple[Tensor, ...]) -> Callable:
-    return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+def report_both(
+    name: str,
+    forward: Callable[[], tuple[Tensor, ...]],
+    inputs: list[Tensor],
+    grads: tuple[Tensor, ...],
+    *,
+    forward_passes: int = 0,
+    backward_passes: int = 0,
+) -> None:
+    """Prints the times of both directions. Each call has its own graph: some modules free theirs."""
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), inputs, grads, allow_unused=True)
+
+    elements = inputs[0].numel()
+    forward_ms = device_milliseconds(forward)
+    report(f"{name}, forward", forward_ms, elements, forward_passes)
+    report(f"{name}, backward", device_milliseconds(both) - forward_ms, elements, backward_passes)
 
 
 def norms(rows: int, width: int, is_layer_norm: bool) -> None:
@@ -57,22 +73,24 @@ def norms(rows: int, width: int, is_layer_norm: bool) -> None:
     bias = module.bias if is_layer_norm else None
     name = f"{type(module).__name__} {rows} x {width}"
 
+    def theirs() -> tuple[Tensor, Tensor]:
+        # A view, because the module frees what it saves. With x as an output too, autograd adds its gradient.
+        return module(x.view(x.shape)), x
+
     def ours() -> tuple[Tensor, Tensor]:
         return residual_norm(x, module.weight, bias, EPS)
 
     exact_norm = F.layer_norm if is_layer_norm else F.rms_norm
     exact = exact_norm(x.float(), (width,), *(tensor.float() for tensor in parameters), eps=EPS)
     expected = torch.autograd.grad((exact, x), [x, *parameters], (grads[0].float(), grads[1]))
-    # With x itself as an output, autograd adds its gradient to that of the norm.
-    for kind, function in (("Transformer Engine", lambda: (module(x), x)), ("ours", ours)):
+    for kind, function in (("Transformer Engine", theirs), ("ours", ours)):
         outputs = function()
-        found = torch.autograd.grad(outputs, [x, *parameters], grads, retain_graph=True)
+        found = torch.autograd.grad(outputs, [x, *parameters], grads)
         pairs = zip((outputs[0], *found), (exact, *expected), strict=True)
         errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
         print(f"{name}, {kind}: errors {', '.join(f'{error:.1e}' for error in errors)}")
-        report(f"{name}, {kind}, forward", device_milliseconds(function), x.numel(), 2)
-        ms = device_milliseconds(backward(outputs, [x, *parameters], grads))
-        report(f"{name}, {kind}, backward and sum", ms, x.numel(), 4)
+        inputs = [x, *parameters]
+        report_both(f"{name}, {kind}", function, inputs, grads, forward_passes=2, backward_passes=4)
     added = device_milliseconds(lambda: bias_dropout_add_fused_train((grads[0], None), grads[1], 0.0))
     report(f"{name}: sum with the residual connection", added, x.numel(), 3)
 
@@ -99,7 +117,10 @@ def tune(rows: int, width: int, is_layer_norm: bool) -> None:
         norm_kernels.BACKWARD_COLUMNS_PER_WARP = columns
         norm_kernels.BACKWARD_PROGRAMS = programs
         norm_kernels.BACKWARD_STAGES = stages
-        ms = device_milliseconds(backward(residual_norm(x, weight, bias, EPS), inputs, grads))
+        outputs = residual_norm(x, weight, bias, EPS)
+        ms = device_milliseconds(
+            lambda outputs=outputs: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+        )
         launch = f"{columns} columns a warp, {programs} programs, {stages} stages"
         report(f"{rows} x {width}, backward, {launch}", ms, x.numel(), 4)
 
@@ -107,9 +128,7 @@ def tune(rows: int, width: int, is_layer_norm: bool) -> None:
 def activations(width: int, functions: dict[str, Callable[[Tensor], Tensor]]) -> None:
     x, grad = random(PATCHES, 1, width).requires_grad_(), random(PATCHES, 1, width)
     for name, function in functions.items():
-        report(f"{name}, forward", device_milliseconds(lambda f=function: f(x)), x.numel(), 2)
-        ms = device_milliseconds(backward((function(x),), [x], (grad,)))
-        report(f"{name}, backward", ms, x.numel(), 3)
+        report_both(name, lambda f=function: (f(x),), [x], (grad,), forward_passes=2, backward_passes=3)
 
 
 def epilogues(width: int, ffn_width: int) -> None:
@@ -164,9 +183,7 @@ def linears(rows: int, width_in: int, width_out: int) -> None:
         linear.gemm_bias_unfused_add = kind == "separate bias"
         linear.weight.main_grad = torch.zeros(width_out, width_in, device="cuda")
         name = f"linear {rows} x {width_in} to {width_out}, {kind}"
-        report(f"{name}, forward", device_milliseconds(lambda linear=linear: linear(x)))
-        inputs = [x, *linear.parameters()]
-        report(f"{name}, backward", device_milliseconds(backward((linear(x),), inputs, (grad,))))
+        report_both(name, lambda linear=linear: (linear(x),), [x, *linear.parameters()], (grad,))
 
 
 if __name__ == "__main__":
