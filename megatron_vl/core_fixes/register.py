@@ -415,15 +415,21 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_location="megatron_vl.models.fused_layers:linear_with_bias",
         touched_names=(
             "megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear",
+            "megatron.core.extensions.transformer_engine.TEColumnParallelLinear",
             "megatron.core.extensions.transformer_engine.TERowParallelLinear",
+            "transformer_engine.pytorch.module.linear.Linear.gemm_bias_unfused_add",
         ),
         fix_reason=(
             "Core asks linears to leave their bias to elementwise kernels, whose backward pass sums a [P, F]"
-            " gradient; the matrix product computes that sum at no extra cost."
+            " gradient; the matrix product computes that sum at no extra cost. Transformer Engine's"
+            " row-parallel linear uses such kernels even if it is alone and sums nothing over ranks."
         ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
-        removal_condition="core's layers let the linear add its bias",
+        removal_condition=(
+            "core lets linears add their bias, and Transformer Engine's row-parallel linear does so in its"
+            " product if it is alone"
+        ),
         guarding_test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
     ),
     DependencyFix(

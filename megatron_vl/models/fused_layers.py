@@ -4,6 +4,7 @@
   ``linear_proj``, in our kernels.
 * :class:`FusedMLP`: runs SwiGLU as one kernel. It can recompute the activation in the backward pass instead
   of keeping it.
+* :class:`ResidualNorm`: a norm whose backward kernel also adds the gradient of the residual connection.
 * :func:`linear_with_bias`: lets the matrix product add the bias, so that it also computes the bias gradient.
 """
 
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
-from torch import Tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedRow
 
@@ -110,6 +112,42 @@ class FusedMLP(MLP):
         return self.activation_func(gate_states) * up_states
 
 
+class ResidualNorm(nn.Module):
+    """The norm of ``config.normalization`` before a block, whose input is also added to the block's output.
+
+    It returns that input too, which core then adds. So both gradients of the input reach one kernel
+    (:mod:`megatron_vl.kernels.residual_norm`).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        # Core frees all that a norm returns if it is to be recomputed. The input must stay.
+        is_selective = config.recompute_granularity == "selective"
+        self.returns_input = not (is_selective and "layernorm" in (config.recompute_modules or []))
+
+        initial_weight = torch.full(
+            (hidden_size,), float(not self.is_zero_centered), dtype=config.params_dtype
+        )
+        self.weight = nn.Parameter(initial_weight)
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros_like(initial_weight))
+        for parameter in self.parameters():
+            # finalize_model_grads sums the gradients of marked parameters over the tensor-parallel group.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """[S, 1, H] -> [S, 1, H], and ``x`` if it returns its input"""
+        from megatron_vl.kernels.residual_norm import residual_norm
+
+        normalized, residual = residual_norm(
+            x, self.weight, self.bias, self.eps, is_zero_centered=self.is_zero_centered
+        )
+        return (normalized, residual) if self.returns_input else normalized
+
+
 def recompute_in_backward(
     recomputed_tensor: Tensor, forward_function: Callable[..., Tensor], *function_inputs: Any
 ) -> AbstractContextManager[Any]:
@@ -144,10 +182,14 @@ def linear_with_bias(linear_class: Callable[..., Any]) -> Callable[..., Any]:
     """A constructor of a linear that always adds its bias, even if core asks for ``skip_bias_add``.
 
     Core leaves biases to fused elementwise kernels, whose backward pass needs one more kernel to sum ``[P,
-    F]`` gradients. cuBLASLt gives the sum as a by-product of the weight gradient.
+    F]`` gradients. cuBLASLt gives the sum as a by-product of the weight gradient. Transformer Engine's
+    row-parallel linear adds its bias after the ranks' sum, with kernels of its own; alone, it need not.
     """
 
     def build_linear(*args: Any, **kwargs: Any) -> Any:
-        return linear_class(*args, **{**kwargs, "skip_bias_add": False})
+        linear = linear_class(*args, **{**kwargs, "skip_bias_add": False})
+        if getattr(linear, "tp_size", None) == 1:
+            linear.gemm_bias_unfused_add = False
+        return linear
 
     return build_linear

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.activations import quick_gelu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -23,9 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from megatron_vl.kernels.gelu import gelu_tanh, quick_gelu
 from megatron_vl.models.attention import PackedAttention
 from megatron_vl.models.deepstack import DeepStackLayer
-from megatron_vl.models.fused_layers import FusedMLP, TowerSelfAttention, linear_with_bias
+from megatron_vl.models.fused_layers import FusedMLP, ResidualNorm, TowerSelfAttention, linear_with_bias
 from megatron_vl.models.gated_delta_net import GatedDeltaNet
 from megatron_vl.models.moe.router import moe_layer
 from megatron_vl.platform import Platform
@@ -34,7 +34,7 @@ from megatron_vl.spec.families import LinearAttentionSpec
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "quick_gelu": quick_gelu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
 }
 
 
@@ -89,7 +89,7 @@ def linear_classes(platform: Platform) -> tuple[Any, Any]:
     if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        return TEColumnParallelLinear, TERowParallelLinear
+        return linear_with_bias(TEColumnParallelLinear), linear_with_bias(TERowParallelLinear)
     return ColumnParallelLinear, RowParallelLinear
 
 
@@ -110,10 +110,10 @@ class _LayerModules(NamedTuple):
     """The constructors of a platform's linears and norms within a layer."""
 
     column_linear: Any
-    """The linear after a norm. With Transformer Engine, it includes that norm."""
+    """The linear after a norm. Of Transformer Engine's, some include that norm."""
     row_linear: Any
     layer_norm: Any
-    """The norm before ``column_linear``; with Transformer Engine, the identity."""
+    """The norm before ``column_linear``; the identity if that includes it."""
     expert_norm: Any
     """The norm before experts. It is always separate, because the router also reads its output."""
     head_norm: Any
@@ -138,11 +138,18 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
 
+    # Transformer Engine's own norms write what the product reads next: FP8, or a buffer of all ranks.
+    if config.bf16 and not config.fp8 and not config.tp_comm_overlap:
+        layer_norm = expert_norm = ResidualNorm
+    else:
+        column_linear = linear_with_bias(TELayerNormColumnParallelLinear)
+        layer_norm, expert_norm = IdentityOp, TENorm
+
     return _LayerModules(
-        column_linear=linear_with_bias(TELayerNormColumnParallelLinear),
-        row_linear=linear_with_bias(row_linear),
-        layer_norm=IdentityOp,
-        expert_norm=TENorm,
+        column_linear=column_linear,
+        row_linear=row_linear,
+        layer_norm=layer_norm,
+        expert_norm=expert_norm,
         head_norm=TENorm if config.qk_layernorm else None,
         final_norm=TENorm,
     )

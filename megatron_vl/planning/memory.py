@@ -4,8 +4,8 @@ Parameters are counted from the tensor table, so weights, gradients and optimize
 are the tensors that modules keep for their backward pass. Each token (or patch) of a layer of width ``h`` and
 FFN width ``f`` keeps these elements:
 
-- Input and output of both norms: 4 h. Tensor-parallel ranks share them only under sequence parallelism, which
-  the vision tower does not have.
+- Input and output of both norms: 4 h; with ``layernorm`` recomputed, only the inputs. Tensor-parallel ranks
+  share them only under sequence parallelism, which the vision tower does not have.
 - q and k after RoPE, a copy of v, and attention: the widths of heads and key/value heads. In the tower,
   FlashAttention-2's v is a view that keeps the whole fused QKV output. Window layers keep that and the
   output; our kernels for full attention keep a rotated copy of it and the output.
@@ -25,9 +25,10 @@ FFN width ``f`` keeps these elements:
 The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
 in a row that consists of answers only, up to the number that a rank computes at once, but not beside a layer
-that is recomputed later. Experts are assumed to be evenly loaded, and FP8 is not modelled. The CUDA context,
-NCCL's buffers and memory that the allocator cannot use are not counted; :data:`RESERVE_GIB` leaves room for
-them. ``docs/log/memory.md`` compares the formula with measurements.
+that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped collectives are not
+modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and memory that the
+allocator cannot use are not counted; :data:`RESERVE_GIB` leaves room for them. ``docs/log/memory.md``
+compares the formula with measurements.
 """
 
 from __future__ import annotations
@@ -547,10 +548,9 @@ class _ActivationEstimator:
             else self._attention_elements(kind)
         )
         attention_elements += self._adapter_elements(kind, "self_attention.")
-        norm_elements = 4 * language_spec.hidden_size / self._sequence_parallel_size
+        norm_tensors = 2 if "layernorm" in recomputed_modules else 4
+        norm_elements = norm_tensors * language_spec.hidden_size / self._sequence_parallel_size
         if "mlp" in recomputed_modules:
-            if not kind.has_experts:
-                norm_elements -= language_spec.hidden_size / self._sequence_parallel_size
             return norm_elements + attention_elements
 
         mlp_elements = self._mlp_elements(kind, recomputed_modules)

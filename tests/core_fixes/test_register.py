@@ -345,12 +345,20 @@ def test_cores_norm_refuses_sequence_parallelism() -> None:
 
 def test_linears_add_their_bias_whatever_core_asks_for() -> None:
     class Linear(nn.Linear):
-        def __init__(self, *args: Any, skip_bias_add: bool, **kwargs: Any) -> None:
+        gemm_bias_unfused_add = True
+
+        def __init__(self, *args: Any, skip_bias_add: bool, tp_size: int, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.skip_bias_add = skip_bias_add
+            self.tp_size = tp_size
 
-    assert Linear(2, 3, skip_bias_add=True).skip_bias_add
-    assert not linear_with_bias(Linear)(2, 3, skip_bias_add=True).skip_bias_add
+    assert Linear(2, 3, skip_bias_add=True, tp_size=1).skip_bias_add
+    alone, one_of_two = (
+        linear_with_bias(Linear)(2, 3, skip_bias_add=True, tp_size=tp_size) for tp_size in (1, 2)
+    )
+    assert not alone.skip_bias_add and not one_of_two.skip_bias_add
+    # The ranks' sum must contain the bias once.
+    assert not alone.gemm_bias_unfused_add and one_of_two.gemm_bias_unfused_add
 
 
 def sources_of(package: str) -> str:

@@ -10,7 +10,8 @@ import json
 import pytest
 import torch
 
-from tests.support.ranks import run_module
+from tests.models.programs import steps_with_residual_norms
+from tests.support.ranks import call, run_module
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +24,7 @@ def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
 
 def test_kernels_equal_torch() -> None:
     errors = errors_of(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    assert len(errors) == 20
+    assert len(errors) == 28
     for name, error in errors.items():
         assert error < 5e-6, (name, error)
 
@@ -32,6 +33,15 @@ def test_kernels_equal_torch() -> None:
 def test_kernels_on_a_gpu() -> None:
     errors = errors_of("--gpu")
     assert errors.pop("not deterministic") == 0
-    assert len(errors) == 17
+    assert len(errors) == 21
     for name, error in errors.items():
         assert error < 2e-2, (name, error)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+def test_norms_that_take_both_gradients_train_as_plain_ones(tiny_checkpoint, family: str) -> None:
+    """Two steps in fp32: norms of both kinds and zero-centred ones, DeepStack, experts, linear attention."""
+    hf = str(tiny_checkpoint(family))
+    results = call(steps_with_residual_norms, environment={"TRITON_INTERPRET": "1"}, hf=hf)
+    assert results["fused"] == pytest.approx(results["plain"], rel=1e-5)
+    assert results["recomputed"] == results["fused"]

@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from megatron_vl.kernels import adam, master_halves, master_halves_triton
+from megatron_vl.kernels import adam, gelu, master_halves, master_halves_triton
 from megatron_vl.kernels import tower_attention as kernels
+from megatron_vl.kernels.gelu_triton import sigmoid_gelu
 from megatron_vl.kernels.grouped_gemm import (
     ROW_TILE_CONFIG,
     WEIGHT_TILE_CONFIG,
@@ -33,6 +34,7 @@ from megatron_vl.kernels.grouped_gemm import (
     row_product,
     weight_product,
 )
+from megatron_vl.kernels.residual_norm import residual_norm
 from megatron_vl.kernels.swiglu import swiglu
 from megatron_vl.kernels.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
 from megatron_vl.kernels.tower_attention import AttentionTiles, KernelTile, segment_attention, tower_attention
@@ -215,6 +217,14 @@ def on_gpu() -> dict[str, float]:
         "halves of master weights": halves_error(5_000_001, "cuda"),
         "update with moments in bf16": adam_error(5_000_001, "cuda"),
     }
+
+    in_bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    errors |= {
+        "LayerNorm": norm_error(17_724, 1152, is_layer_norm=True, **in_bf16),
+        "RMSNorm": norm_error(17_724, 1280, **in_bf16),
+        "RMSNorm, wide": norm_error(1000, 4096, is_zero_centered=True, **in_bf16),
+        "GELU": gelu_error(**in_bf16),
+    }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
 
     return errors
@@ -228,6 +238,77 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
     if weight is not None:
         reference = reference * weight.view(-1, 1, 1)
     return worst(swiglu(x, weight), reference, [x] if weight is None else [x, weight])
+
+
+def norm_error(
+    rows: int, width: int, *, is_layer_norm: bool = False, is_zero_centered: bool = False, **kind: Any
+) -> float:
+    """Of a norm and the sum of its input with what follows, against float64: also with one of the two
+    gradients, and with frozen parameters.
+
+    Args:
+        kind: device and dtype.
+    """
+    # Rows far from zero: the mean must be subtracted before the squares are summed.
+    x, *parameters = (
+        (torch.randn(shape, **kind) + 1).requires_grad_() for shape in ((rows, 1, width), (width,), (width,))
+    )
+    parameters = parameters[: 1 + is_layer_norm]
+    bias = parameters[1] if is_layer_norm else None
+    wide = [None if tensor is None else tensor.double() for tensor in (x, parameters[0], bias)]
+    if is_layer_norm:
+        expected = F.layer_norm(wide[0], (width,), *wide[1:], eps=1e-6)
+    else:
+        expected = F.rms_norm(wide[0], (width,), wide[1] + is_zero_centered, eps=1e-6)
+
+    norm = partial(residual_norm, eps=1e-6, is_zero_centered=is_zero_centered)
+    normalized, residual = norm(x, parameters[0], bias)
+    assert residual.data_ptr() == x.data_ptr()
+    frozen, _ = norm(x, parameters[0].detach(), None if bias is None else bias.detach())
+    errors = [
+        worst(normalized * 2 + residual.sin(), expected * 2 + wide[0].sin(), [x, *parameters]),
+        worst(normalized, expected, [x, *parameters]),
+        worst(frozen, expected, [x]),
+    ]
+    return float(torch.tensor(errors).max())
+
+
+def empty_norm_error() -> float:
+    """Largest gradient of a norm of no rows."""
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((0, 1, 64), (64,), (64,)))
+    normalized, residual = residual_norm(x, weight, bias, 1e-6)
+    (normalized.sum() + residual.sum()).backward()
+    assert weight.grad is not None and bias.grad is not None and x.grad is not None
+    return float(torch.stack((weight.grad, bias.grad)).abs().max())
+
+
+def norm_rounding_errors() -> float:
+    """Elements in which outputs and gradients in bf16 differ by more than one unit in the last place from
+    those in fp32, rounded. Triton's interpreter cuts off where a GPU rounds."""
+    half = [torch.randn(shape).bfloat16() for shape in ((20, 96), (96,), (96,), (20, 96), (20, 96))]
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        *inputs, output_grad, residual_grad = (tensor.to(dtype) for tensor in half)
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        outputs = residual_norm(*inputs, 1e-6)
+        return [outputs[0], *torch.autograd.grad(outputs, inputs, (output_grad, residual_grad))]
+
+    pairs = zip(results(torch.bfloat16), results(torch.float32), strict=True)
+    distances = [ours.view(torch.int16) - fp32.bfloat16().view(torch.int16) for ours, fp32 in pairs]
+    return float(sum((distance.abs() > 1).sum() for distance in distances))
+
+
+def gelu_error(**kind: Any) -> float:
+    """Of both activations, also for inputs that are far from zero."""
+    x = torch.randn(70, 1, 77, **kind) * 5
+    x[0, 0, :4] = torch.tensor([0.0, 40.0, -40.0, -9.0])
+    x.requires_grad_()
+    wide = x.double()
+    errors = [
+        worst(sigmoid_gelu(x, *gelu.TANH_COEFFICIENTS), F.gelu(wide, approximate="tanh"), [x]),
+        worst(sigmoid_gelu(x, *gelu.QUICK_COEFFICIENTS), wide * torch.sigmoid(1.702 * wide), [x]),
+    ]
+    return float(torch.tensor(errors).max())
 
 
 def experts_error(
@@ -465,6 +546,14 @@ def main() -> None:
         "tower, 64 a head": tower_error([20, 1], 1, 64),
         "plain, 72 a head, sharp": plain_error([1, 19, 16], 1, 72, spread=10.0),
         "plain, 24 a head, more segments than are searched at once": many_segments_error(),
+        "LayerNorm, one row": norm_error(1, 1152, is_layer_norm=True),
+        "LayerNorm, more rows than programs": norm_error(600, 36, is_layer_norm=True),
+        "RMSNorm of 1280": norm_error(33, 1280),
+        "RMSNorm of 3584": norm_error(3, 3584),
+        "RMSNorm, zero-centred": norm_error(530, 64, is_zero_centered=True),
+        "LayerNorm, no rows": empty_norm_error(),
+        "LayerNorm in bf16": norm_rounding_errors(),
+        "GELU": gelu_error(),
         "swiglu": swiglu_error(3, 3000, weighted=False),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
         "experts, blocks that do not divide": experts_error([3, 0, 130, 64, 0, 300], 96, 72),

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from megatron_vl.config import LoraConfig
+from megatron_vl.config import LoraConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.kernels import tower_attention
-from megatron_vl.models import build, head
+from megatron_vl.models import build, head, layer_specs
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
-from megatron_vl.training.optimizer import build_optimizer
+from megatron_vl.models.fused_layers import ResidualNorm
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap_in_ddp
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
@@ -125,6 +126,37 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
     build.choose_backend = lambda name, *, causal, **rest: "sdpa" if causal else "triton"
     wrapped = wrap_in_ddp(trainer.config, trainer.new_chunks())
     return [plain, step(wrapped, build_optimizer(trainer.config, trainer.platform, wrapped))]
+
+
+def steps_with_residual_norms(hf: str) -> dict[str, list[float]]:
+    """Losses and gradient norms of two steps: with the norms of the CPU platform, with interpreted norms that
+    also take the gradient of the residual connection, and with these and full recompute."""
+    from tests.kernels.triton_checks import fix_interpreter
+
+    fix_interpreter()
+    trainer = tiny_trainer(hf)
+    step_rows = [trainer.feed.next_batch().rows, trainer.feed.next_batch().rows]
+    local_modules = layer_specs._layer_modules
+
+    def run_steps(config: TrainConfig) -> list[float]:
+        wrapped = wrap_in_ddp(config, trainer.new_chunks(config))
+        optimizer = build_optimizer(config, trainer.platform, wrapped)
+        results = []
+        for number, rows in enumerate(step_rows):
+            set_learning_rates(optimizer, config, number)
+            result = train_step(wrapped, optimizer, rows, trainer.grid, SEQ_LEN)
+            results += [result.loss, result.grad_norm]
+        return results
+
+    def fused_modules(*arguments: Any) -> Any:
+        return local_modules(*arguments)._replace(layer_norm=ResidualNorm, expert_norm=ResidualNorm)
+
+    results = {"plain": run_steps(trainer.config)}
+    layer_specs._layer_modules = fused_modules
+    results["fused"] = run_steps(trainer.config)
+    recompute = RecomputeConfig(language="full", vision="full")
+    results["recomputed"] = run_steps(dataclasses.replace(trainer.config, recompute=recompute))
+    return results
 
 
 def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:

@@ -1,0 +1,202 @@
+"""Times the kernels between the products of a layer on one GPU, before and after they were fused.
+
+    python benchmarks/fused_layers.py [--tune]
+
+All times are those of kernels alone, in bf16, with cold caches. Passes are how often a tensor of the case's
+size must be read or written; their sum over the time is the bandwidth. ``--tune`` also times other launches
+of our norm.
+
+- Norms, and the sum with the residual connection in the backward pass: Transformer Engine's and ours.
+- GELU: torch's and ours, and in the epilogue of the products (cuBLASLt).
+- Linears without a bias, with one in the product's epilogue, and with one that kernels of their own add.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
+from megatron.core.activations import quick_gelu as core_quick_gelu
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
+from timing import device_milliseconds
+from torch import Tensor
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+from megatron_vl.kernels import residual_norm as norm_kernels
+from megatron_vl.kernels.gelu import gelu_tanh, quick_gelu
+from megatron_vl.kernels.residual_norm import residual_norm
+
+PATCHES = 17_724
+NORMS = ((PATCHES, 1152, True), (PATCHES, 1280, False), (8192, 3584, False), (8192, 4096, False))
+"""Rows, width, and whether it is LayerNorm."""
+EPS = 1e-6
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def report(name: str, ms: float, elements: int = 0, passes: int = 0) -> None:
+    bandwidth = f"{2 * elements * passes / ms / 1e9:5.2f} TB/s" if passes else ""
+    print(f"{name:68s} {ms:7.4f} ms  {bandwidth}", flush=True)
+
+
+def report_both(
+    name: str,
+    forward: Callable[[], tuple[Tensor, ...]],
+    inputs: list[Tensor],
+    grads: tuple[Tensor, ...],
+    *,
+    forward_passes: int = 0,
+    backward_passes: int = 0,
+) -> None:
+    """Prints the times of both directions. Each call has its own graph: some modules free theirs."""
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), inputs, grads, allow_unused=True)
+
+    elements = inputs[0].numel()
+    forward_ms = device_milliseconds(forward)
+    report(f"{name}, forward", forward_ms, elements, forward_passes)
+    report(f"{name}, backward", device_milliseconds(both) - forward_ms, elements, backward_passes)
+
+
+def norms(rows: int, width: int, is_layer_norm: bool) -> None:
+    x = random(rows, 1, width).requires_grad_()
+    grads = (random(rows, 1, width), random(rows, 1, width))
+    module = (te.LayerNorm if is_layer_norm else te.RMSNorm)(width, eps=EPS, params_dtype=torch.bfloat16)
+    parameters = list(module.parameters())
+    bias = module.bias if is_layer_norm else None
+    name = f"{type(module).__name__} {rows} x {width}"
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        # A view, because the module frees what it saves. With x as an output too, autograd adds its gradient.
+        return module(x.view(x.shape)), x
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return residual_norm(x, module.weight, bias, EPS)
+
+    exact_norm = F.layer_norm if is_layer_norm else F.rms_norm
+    exact = exact_norm(x.float(), (width,), *(tensor.float() for tensor in parameters), eps=EPS)
+    expected = torch.autograd.grad((exact, x), [x, *parameters], (grads[0].float(), grads[1]))
+    for kind, function in (("Transformer Engine", theirs), ("ours", ours)):
+        outputs = function()
+        found = torch.autograd.grad(outputs, [x, *parameters], grads)
+        pairs = zip((outputs[0], *found), (exact, *expected), strict=True)
+        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+        print(f"{name}, {kind}: errors {', '.join(f'{error:.1e}' for error in errors)}")
+        inputs = [x, *parameters]
+        report_both(f"{name}, {kind}", function, inputs, grads, forward_passes=2, backward_passes=4)
+    added = device_milliseconds(lambda: bias_dropout_add_fused_train((grads[0], None), grads[1], 0.0))
+    report(f"{name}: sum with the residual connection", added, x.numel(), 3)
+
+
+def tune(rows: int, width: int, is_layer_norm: bool) -> None:
+    """Times our norm with other numbers of warps, programs and stages."""
+    x, weight = random(rows, 1, width).requires_grad_(), random(width).requires_grad_()
+    bias = random(width).requires_grad_() if is_layer_norm else None
+    grads = (random(rows, 1, width), random(rows, 1, width))
+    inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
+
+    for columns in (128, 256, 512, 1024, 2048):
+        norm_kernels.FORWARD_COLUMNS_PER_WARP = columns
+        ms = device_milliseconds(lambda: residual_norm(x, weight, bias, EPS))
+        report(f"{rows} x {width}, forward, {columns} columns a warp", ms, x.numel(), 2)
+
+    launches = [
+        *itertools.product((128, 256, 512), (528,), (1, 2, 3)),
+        (256, 132, 2),
+        (256, 264, 2),
+        (256, 1056, 2),
+    ]
+    for columns, programs, stages in launches:
+        norm_kernels.BACKWARD_COLUMNS_PER_WARP = columns
+        norm_kernels.BACKWARD_PROGRAMS = programs
+        norm_kernels.BACKWARD_STAGES = stages
+        outputs = residual_norm(x, weight, bias, EPS)
+        ms = device_milliseconds(
+            lambda outputs=outputs: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+        )
+        launch = f"{columns} columns a warp, {programs} programs, {stages} stages"
+        report(f"{rows} x {width}, backward, {launch}", ms, x.numel(), 4)
+
+
+def activations(width: int, functions: dict[str, Callable[[Tensor], Tensor]]) -> None:
+    x, grad = random(PATCHES, 1, width).requires_grad_(), random(PATCHES, 1, width)
+    for name, function in functions.items():
+        report_both(name, lambda f=function: (f(x),), [x], (grad,), forward_passes=2, backward_passes=3)
+
+
+def epilogues(width: int, ffn_width: int) -> None:
+    """The first product of an MLP with GELU, and the input gradient of the second with GELU's."""
+    x, grad = random(PATCHES, width), random(PATCHES, width)
+    first, second = random(ffn_width, width) / width**0.5, random(width, ffn_width) / ffn_width**0.5
+    bias = random(ffn_width)
+    common = {"out_dtype": torch.bfloat16}
+
+    def separate() -> Tensor:
+        return gelu_tanh(general_gemm(first, x, bias=bias, **common)[0])
+
+    def fused() -> tuple[Tensor, Tensor]:
+        activated, _, before, _ = general_gemm(first, x, bias=bias, gelu=True, **common)
+        return activated, before
+
+    activated, before = fused()
+    error = (activated.float() - separate().float()).norm() / activated.float().norm()
+    before = before.detach().requires_grad_()
+    activation = gelu_tanh(before)
+
+    def separate_grad() -> Tensor:
+        activated_grad = general_gemm(second, grad, layout="NN", grad=True, **common)[0]
+        return torch.autograd.grad(activation, before, activated_grad, retain_graph=True)[0]
+
+    def fused_grad() -> Tensor:
+        return general_gemm(
+            second, grad, layout="NN", grad=True, gelu=True, gelu_in=before.detach(), **common
+        )[0]
+
+    print(f"GELU in the epilogue differs by {error:.1e}")
+    name = f"{width} to {ffn_width}"
+    report(f"product {name} alone", device_milliseconds(lambda: general_gemm(first, x, bias=bias, **common)))
+    report(f"product {name}, then our GELU", device_milliseconds(separate))
+    report(f"product {name} with GELU in the epilogue", device_milliseconds(fused))
+    report(f"gradient {name}, then our GELU's", device_milliseconds(separate_grad))
+    report(f"gradient {name} with GELU's in the epilogue", device_milliseconds(fused_grad))
+
+
+def linears(rows: int, width_in: int, width_out: int) -> None:
+    """Without a bias, with one that the product adds, and with one that kernels of their own add."""
+    x, grad = random(rows, 1, width_in).requires_grad_(), random(rows, 1, width_out)
+    for kind in ("no bias", "bias in the product", "separate bias"):
+        linear = te.Linear(
+            width_in,
+            width_out,
+            bias=kind != "no bias",
+            parallel_mode="row",
+            fuse_wgrad_accumulation=True,
+            params_dtype=torch.bfloat16,
+        )
+        linear.gemm_bias_unfused_add = kind == "separate bias"
+        linear.weight.main_grad = torch.zeros(width_out, width_in, device="cuda")
+        name = f"linear {rows} x {width_in} to {width_out}, {kind}"
+        report_both(name, lambda linear=linear: (linear(x),), [x, *linear.parameters()], (grad,))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for case in NORMS:
+        norms(*case)
+    activations(4304, {"GELU, torch's": lambda x: F.gelu(x, approximate="tanh"), "GELU, ours": gelu_tanh})
+    activations(5120, {"quick-GELU, core's": core_quick_gelu, "quick-GELU, ours": quick_gelu})
+    for widths in ((1152, 1152), (4304, 1152), (1152, 3456), (1280, 1280), (3456, 1280), (1280, 6912)):
+        linears(PATCHES, *widths)
+    linears(8192, 3584, 4608)
+    epilogues(1152, 4304)
+    if "--tune" in sys.argv:
+        for case in NORMS:
+            tune(*case)

@@ -1,0 +1,199 @@
+"""RMSNorm and LayerNorm before a block of a residual layer, in Triton.
+
+The input of such a norm is also added to the output of the block. So its gradient has two parts, which
+autograd would add in a kernel of its own. Here the backward kernel of the norm reads both, which takes 4
+passes over memory instead of 6. Statistics and sums are in fp32, and results are rounded once.
+
+A program of the backward pass takes every n-th row and sums the gradients of weight and bias in registers.
+The sums of the programs are added in a fixed order, so that gradients are deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FORWARD_COLUMNS_PER_WARP = 512
+BACKWARD_COLUMNS_PER_WARP = 256
+BACKWARD_PROGRAMS = 528
+"""Number of programs of the backward pass: four for each of the 132 processors of an H100 or H200."""
+BACKWARD_STAGES = 2
+"""How many rows of a program are read at a time, the one in work included."""
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    weight,
+    bias,
+    output_pointer,
+    means,
+    inverse_stds,
+    EPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+):
+    """One program for each row. ``IS_CENTERED``: LayerNorm, which subtracts the mean and adds a bias."""
+    row_index = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    column_mask = n < WIDTH
+    normalized = tl.load(x + row_index * WIDTH + n, mask=column_mask, other=0.0).to(tl.float32)
+    if IS_CENTERED:
+        mean = tl.sum(normalized, 0) / WIDTH
+        tl.store(means + row_index, mean)
+        normalized = tl.where(column_mask, normalized - mean, 0.0)
+    inverse_std = tl.rsqrt(tl.sum(normalized * normalized, 0) / WIDTH + EPS)
+    tl.store(inverse_stds + row_index, inverse_std)
+
+    w = tl.load(weight + n, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
+    y = normalized * inverse_std * w
+    if IS_CENTERED:
+        y += tl.load(bias + n, mask=column_mask, other=0.0).to(tl.float32)
+    tl.store(output_pointer + row_index * WIDTH + n, y.to(output_pointer.dtype.element_ty), mask=column_mask)
+
+
+@triton.jit
+def _backward_kernel(
+    x,
+    weight,
+    means,
+    inverse_stds,
+    output_grad_pointer,
+    residual_grad_pointer,
+    x_grad_pointer,
+    parameter_grads,
+    num_rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    HAS_RESIDUAL_GRAD: tl.constexpr,
+    IS_TRAINED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``parameter_grads``, fp32 [2, programs, WIDTH]: of weight and bias, from the rows of each program."""
+    first_row = tl.program_id(0).to(tl.int64)
+    num_programs = tl.num_programs(0)
+    n = tl.arange(0, BLOCK)
+    column_mask = n < WIDTH
+    w = tl.load(weight + n, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
+    weight_grad = tl.zeros((BLOCK,), tl.float32)
+    bias_grad = tl.zeros((BLOCK,), tl.float32)
+
+    for row_index in tl.range(first_row, num_rows, num_programs, num_stages=STAGES):
+        row_offsets = row_index * WIDTH + n
+        normalized = tl.load(x + row_offsets, mask=column_mask, other=0.0).to(tl.float32)
+        output_grad = tl.load(output_grad_pointer + row_offsets, mask=column_mask, other=0.0).to(tl.float32)
+        # Read before the sums, which wait for all threads of the program.
+        residual_grad = tl.zeros((BLOCK,), tl.float32)
+        if HAS_RESIDUAL_GRAD:
+            residual_grad = tl.load(residual_grad_pointer + row_offsets, mask=column_mask, other=0.0).to(
+                tl.float32
+            )
+        inverse_std = tl.load(inverse_stds + row_index)
+        normalized_grad = output_grad * w
+        if IS_CENTERED:
+            # Columns beyond the width are not zero here, but all that they are multiplied by is.
+            normalized -= tl.load(means + row_index)
+        normalized *= inverse_std
+        if IS_TRAINED:
+            weight_grad += output_grad * normalized
+            bias_grad += output_grad
+
+        radial_grad = tl.sum(normalized_grad * normalized, 0) / WIDTH
+        x_grad = normalized_grad - normalized * radial_grad
+        if IS_CENTERED:
+            x_grad -= tl.sum(normalized_grad, 0) / WIDTH
+        x_grad = x_grad * inverse_std + residual_grad
+        tl.store(x_grad_pointer + row_offsets, x_grad.to(x_grad_pointer.dtype.element_ty), mask=column_mask)
+
+    if IS_TRAINED:
+        tl.store(parameter_grads + first_row * WIDTH + n, weight_grad, mask=column_mask)
+        if IS_CENTERED:
+            tl.store(parameter_grads + (num_programs + first_row) * WIDTH + n, bias_grad, mask=column_mask)
+
+
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, width = x.shape
+        normalized = torch.empty_like(x)
+        inverse_stds = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        means = None if bias is None else torch.empty_like(inverse_stds)
+        ctx.options = {
+            "WIDTH": width,
+            "BLOCK": triton.next_power_of_2(width),
+            "IS_CENTERED": bias is not None,
+            "WEIGHT_OFFSET": float(is_zero_centered),
+        }
+        if num_rows:
+            _forward_kernel[num_rows,](
+                x, weight, bias, normalized, means, inverse_stds, EPS=eps, **ctx.options,
+                num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
+            )  # fmt: skip
+        ctx.save_for_backward(x, weight, means, inverse_stds)
+        ctx.set_materialize_grads(False)
+        return normalized, x
+
+    @staticmethod
+    def backward(ctx, output_grad: Tensor | None, residual_grad: Tensor | None):
+        if output_grad is None:
+            return residual_grad, None, None, None, None
+
+        x, weight, means, inverse_stds = ctx.saved_tensors
+        output_grad = output_grad.contiguous()
+        residual_grad = None if residual_grad is None else residual_grad.contiguous()
+        x_grad = torch.empty_like(x)
+        is_trained = ctx.needs_input_grad[1]
+        num_programs = min(x.shape[0], BACKWARD_PROGRAMS)
+        parameter_grads = torch.empty(
+            1 + (means is not None),
+            num_programs if is_trained else 0,
+            x.shape[1],
+            dtype=torch.float32,
+            device=x.device,
+        )
+        if num_programs:
+            _backward_kernel[num_programs,](
+                x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
+                x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
+                IS_TRAINED=is_trained, STAGES=BACKWARD_STAGES,
+                num_warps=_num_warps(x.shape[1], BACKWARD_COLUMNS_PER_WARP),
+            )  # fmt: skip
+        if not is_trained:
+            return x_grad, None, None, None, None
+
+        summed_grads = parameter_grads.sum(1).to(weight.dtype)
+        return x_grad, summed_grads[0], None if means is None else summed_grads[1], None, None
+
+
+def _num_warps(width: int, columns_per_warp: int) -> int:
+    return min(max(triton.next_power_of_2(width) // columns_per_warp, 1), 16)
+
+
+def residual_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, is_zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norm of ``x`` over its last dimension, and ``x`` itself, which is to be added later.
+
+    The gradient of both arrives in one kernel. Reference: ``torch.nn.functional.rms_norm`` and
+    ``layer_norm``.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        bias: [H] for LayerNorm; None for RMSNorm. It is trained if ``weight`` is.
+        is_zero_centered: whether one is added to the weight.
+
+    Returns:
+        Two tensors of the shape and type of ``x``. The second shares its memory.
+    """
+    flat_rows = x.reshape(-1, x.shape[-1]).contiguous()
+    normalized, residual = _ResidualNorm.apply(flat_rows, weight, bias, eps, is_zero_centered)
+    return normalized.view(x.shape), residual.view(x.shape)
