@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from tests.training.context_programs import (
     moved,
     saved_by_attention,
 )
+from tests.training.small_run import metrics, prepare, train
 from tests.training.test_pictures import _rows
 
 SEQ_LEN = 512
@@ -141,14 +143,46 @@ def _check_pictures(row, sharding: RowSharding, described: dict, fields: dict) -
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_a_checkpoint_moves_between_layouts_bit_for_bit(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_vl", {}), ("qwen3_5", {}), ("qwen3_vl", TWO_HEADS)])
+def test_a_checkpoint_moves_between_layouts_bit_for_bit(
+    family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
     """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
+    hf = tiny_checkpoint(family, dtype=torch.float32, **sizes)
     convert_weights(hf, tmp_path / "weights")
     different = call(moved, 4, hf=str(hf), weights=str(tmp_path / "weights"), folder=str(tmp_path))
     assert int(different.pop("compared")[0]) > 100
     assert different == {name: [] for name in MOVES}
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
+    """From one rank to CP4 with two heads and back. Losses, validation and answers are those of one rank."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **TWO_HEADS)
+    prepared = prepare(tmp_path / "prepared", hf, val_fraction=0.25)
+    alone, moved_run = tmp_path / "alone", tmp_path / "moved"
+    evaluation = ("--eval.interval", "2", "--eval.rows", "3", "--eval.max_new_tokens", "5")
+    saves = ("--checkpoint.interval", "2", "--checkpoint.keep", "0")
+    answers, no_answers = ("--eval.samples", "2"), ("--eval.samples", "0")
+
+    runs = [train(prepared, alone, *evaluation, *saves, *answers, ranks=1)]
+    shutil.copytree(alone / "step_00000002", moved_run / "step_00000002")
+    shared = ("--parallel.cp", "4", "--stop_after", "4")
+    runs.append(train(prepared, moved_run, *evaluation, *no_answers, *shared))
+    runs.append(train(prepared, moved_run, *evaluation, *answers, ranks=1))
+    for run in runs:
+        assert run.returncode == 0, run.stderr[-4000:]
+
+    assert "cp 4 (2 ranks gather keys)" in runs[1].stdout, runs[1].stdout
+    for ours, theirs in zip(metrics(moved_run), metrics(alone)[2:], strict=True):
+        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["samples"] == theirs["samples"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    moved_evaluations, evaluations = metrics(moved_run, "eval.jsonl"), metrics(alone, "eval.jsonl")
+    assert [line["step"] for line in moved_evaluations] == [4, 6]
+    for ours, theirs in zip(moved_evaluations, evaluations[-2:], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    assert moved_evaluations[-1]["answers"] == evaluations[-1]["answers"]
 
 
 @pytest.mark.ranks
