@@ -22,7 +22,7 @@ from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.layout_search import describe_layout
 from megatron_vl.planning.memory import _ActivationEstimator
 from megatron_vl.planning.predict import RunPrediction, predict_layout
-from megatron_vl.planning.row_statistics import RowShape, RowStatistics
+from megatron_vl.planning.row_statistics import LOSS_MULTIPLE, RowShape, RowStatistics
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout, read_layout
@@ -376,5 +376,10 @@ def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> Non
     # Outputs of attention are kept before and after the exchange.
     assert 0.25 < after.activations / before.activations < 0.28
     assert after.logits == before.logits / 4 and after.vision == pytest.approx(before.vision / 4, rel=1e-3)
+    # A rank's output layer computes the loss tokens of its own part, up to a multiple.
+    own, all_tokens = (each.row_statistics.head_tokens(32768, cp) for each, cp in ((shared, 4), (whole, 1)))
+    assert all_tokens / 4 <= own < all_tokens / 4 + LOSS_MULTIPLE
+    seconds = [_costs_of(each.config, spec, each).output_layer_time().forward for each in (shared, whole)]
+    assert seconds[0] / seconds[1] == pytest.approx(own / all_tokens)
     assert 0.7 < shared.mfu / whole.mfu < 1.0
     assert shared.mfu * shared.step_seconds == pytest.approx(whole.mfu * whole.step_seconds)

@@ -43,58 +43,66 @@ class LayerInputOffload:
 
     def __init__(self, platform: Platform) -> None:
         self.is_pinned = platform.name == "cuda"
-        self.num_pieces = 0
-        """Number of pieces of host memory, with and without an input."""
         self.copy_stream = torch.cuda.Stream(priority=_COPY_PRIORITY)
         self.free_pieces: list[Tensor] = []
         """Pieces of host memory that hold no input, uint8 [PIECE_BYTES] each."""
-        self._input_complete = torch.cuda.Event()
+        self.num_pieces = 0
+        """Number of pieces of host memory, with and without an input."""
+
+        # The forward pass of a block that runs now.
         self._hooks = contextlib.ExitStack()
+        self._first_moved = 0
+        self._num_layers = 0
         self._num_inputs = 0
         self._last_input: HostInput | None = None
+        self._input_complete = torch.cuda.Event()
 
     def follow(self, block: TransformerBlock) -> None:
         """Moves what the layers of ``block`` keep in its forward passes from now on."""
-        block.register_forward_pre_hook(lambda *_: self._begin_pass(block))
-        block.register_forward_hook(lambda *_: self._end_pass(), always_call=True)
+        block.register_forward_pre_hook(self._begin_pass)
+        block.register_forward_hook(self._end_pass, always_call=True)
 
-    def _begin_pass(self, block: TransformerBlock) -> None:
+    def _begin_pass(self, block: TransformerBlock, *_: Any) -> None:
         # The first input of a later pipeline stage is its message, which the schedule keeps on the device.
-        first_moved = 0 if block.pre_process else 1
-        moved_range = range(first_moved, len(block.layers))
+        self._first_moved = 0 if block.pre_process else 1
+        self._num_layers = len(block.layers)
         self._num_inputs = 0
         self._input_complete.record(torch.cuda.current_stream())
-        self._hooks.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: self._keep(tensor, moved_range),
-                lambda kept: kept.to_device() if isinstance(kept, HostInput) else kept,
-            )
-        )
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, self._give_back)
+        self._hooks.enter_context(hooks)
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, *_: Any) -> None:
         self._hooks.close()
         self._last_input = None
 
-    def _keep(self, tensor: Tensor, moved_range: range) -> Tensor | HostInput:
+    def _keep(self, tensor: Tensor) -> Tensor | HostInput:
         """What autograd keeps of a tensor that the block saves.
 
         Each layer saves its input [S, 1, H], rotary angles, which all layers share, and a mask. What comes
-        after the layers' inputs belongs to the final norm. An output that is kept as it is would keep its own
-        graph alive, hence ``detach``.
+        after the inputs of all layers belongs to the final norm. An output that is kept as it is would keep
+        its own graph alive, hence ``detach``.
         """
         if tensor.dim() != 3:
             return tensor.detach()
+        input_number = self._num_inputs
         self._num_inputs += 1
-        if self._num_inputs - 1 not in moved_range:
+        if not self._first_moved <= input_number < self._num_layers:
             return tensor.detach()
 
-        compute_stream = torch.cuda.current_stream()
         self.copy_stream.wait_event(self._input_complete)
         self._last_input = HostInput(self, tensor, self._last_input)
+
         # The layer has been launched by now: the next one waits for the copy, and its input is complete.
+        compute_stream = torch.cuda.current_stream()
         compute_stream.wait_event(self._last_input.copied_event)
         self._input_complete.record(compute_stream)
         return self._last_input
+
+    def _give_back(self, kept: Tensor | HostInput) -> Tensor:
+        """The tensor for the backward pass."""
+        if isinstance(kept, Tensor):
+            return kept
+        return kept.to_device()
 
     def take_pieces(self, count: int) -> list[Tensor]:
         """Pieces of host memory for one input.
@@ -102,22 +110,23 @@ class LayerInputOffload:
         Raises:
             MemoryError: the host has too little memory that can be pinned.
         """
-        missing_count = count - len(self.free_pieces)
-        if missing_count > 0:
-            self.free_pieces += self._allocate_pieces(missing_count)
-            self.num_pieces += missing_count
-        return [self.free_pieces.pop() for _ in range(count)]
+        while len(self.free_pieces) < count:
+            self.free_pieces.append(self._allocate_piece())
+            self.num_pieces += 1
+        first_taken = len(self.free_pieces) - count
+        taken_pieces = self.free_pieces[first_taken:]
+        del self.free_pieces[first_taken:]
+        return taken_pieces
 
-    def _allocate_pieces(self, count: int) -> list[Tensor]:
+    def _allocate_piece(self) -> Tensor:
         with run_near_gpu() if self.is_pinned else contextlib.nullcontext():
             try:
-                return [
-                    torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self.is_pinned)
-                    for _ in range(count)
-                ]
+                return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self.is_pinned)
             except RuntimeError as error:
+                allocated_gib = self.num_pieces * PIECE_BYTES / 2**30
                 raise MemoryError(
-                    f"host memory for recompute.offload_inputs could not be pinned: {error}"
+                    f"more than {allocated_gib:.1f} GiB of host memory could not be pinned for"
+                    f" recompute.offload_inputs: {error}"
                 ) from error
 
 
@@ -140,28 +149,34 @@ class HostInput:
     """
 
     def __init__(self, offload: LayerInputOffload, tensor: Tensor, previous: HostInput | None) -> None:
-        self.offload, self.previous = offload, previous
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.offload = offload
+        self.previous = previous
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
         self.copied_event: Any = torch.cuda.Event()
         """CUDA event of the end of the last copy, in either direction."""
         self._device_tensor: Tensor | None = None
+        self._host_pieces: list[Tensor] = []
+
         tensor_pieces = _pieces_of(tensor)
         self._host_pieces = offload.take_pieces(len(tensor_pieces))
         self._copy(tensor_pieces, self._host_pieces)
 
     def __del__(self) -> None:
         """Gives the host memory back when autograd is done with it, with or without a backward pass."""
-        if self._device_tensor is not None:  # it was fetched for a backward pass that has failed
+        if self._device_tensor is not None:  # fetched for a backward pass that has failed
             torch.cuda.current_stream().wait_event(self.copied_event)
         self.offload.free_pieces += self._host_pieces
 
     def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
         """Copies pieces, of which one side may have more room."""
-        with torch.cuda.stream(self.offload.copy_stream):
+        copy_stream = self.offload.copy_stream
+        with torch.cuda.stream(copy_stream):
             for source, target in zip(sources, targets, strict=True):
                 num_bytes = min(source.numel(), target.numel())
                 target[:num_bytes].copy_(source[:num_bytes], non_blocking=True)
-            self.copied_event.record(self.offload.copy_stream)
+            self.copied_event.record(copy_stream)
 
     def fetch(self) -> None:
         """Begins to copy the input back."""
@@ -178,11 +193,14 @@ class HostInput:
         torch.cuda.current_stream().wait_event(self.copied_event)
         if self.previous is not None:
             self.previous.fetch()
-        device_tensor, self._device_tensor = self._device_tensor, None
+
+        device_tensor = self._device_tensor
+        self._device_tensor = None
         assert device_tensor is not None
         return device_tensor
 
 
 def _pieces_of(tensor: Tensor) -> list[Tensor]:
     """Views of a contiguous tensor's bytes, of at most :data:`PIECE_BYTES` each."""
-    return list(tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES))
+    tensor_bytes = tensor.detach().view(-1).view(torch.uint8)
+    return list(tensor_bytes.split(PIECE_BYTES))
