@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.training.offload.layer_inputs import LayerInputOffload
+from megatron_vl.training.offload.layer_inputs import PIECE_BYTES, LayerInputOffload
 
 TOKENS, WIDTH, LAYERS, ROWS, STEPS = 32_768, 4096, 12, 3, 3
 INPUT_BYTES = 2 * TOKENS * WIDTH
@@ -104,8 +104,8 @@ def main(platform: Platform) -> int:
             f"inputs {name}: {different} differ, {1e3 * seconds:.1f} ms a step, peak of {inputs:.1f} inputs"
         )
 
-    expected_pieces = -(-2 * LAYERS * INPUT_BYTES // (16 * 2**20))
-    print(f"host memory: {offload.num_pieces} pieces of 16 MiB, {expected_pieces} needed for two rows")
+    expected_pieces = 2 * LAYERS * -(-INPUT_BYTES // PIECE_BYTES)
+    print(f"host memory: {offload.num_pieces} pieces, {expected_pieces} needed for two rows")
     # Two rows were in flight: all but two inputs of each have left.
     has_left = found[2] <= without[2] - 2 * (LAYERS - 2) + 1
     return int(bool(found[0]) or offload.num_pieces > expected_pieces or not has_left)

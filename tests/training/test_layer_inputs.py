@@ -22,6 +22,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tower on every rank": {"decoupled": True, "patches": 32, "kept_patches": 100},
     },
     2: {
+        "CP2": {"cp": 2},
         "PP2": {"pp": 2},
         "PP2 x VPP2": {"pp": 2, "vpp": 2},
         "PP2, LoRA": {"pp": 2, "lora": LORA},
