@@ -157,7 +157,8 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(
 
 @pytest.mark.ranks
 def test_a_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
-    """From one rank to CP4 with two heads and back. Losses, validation and answers are those of one rank."""
+    """From one rank to CP4 with two heads, where inputs of layers go to host memory, and back. Losses,
+    validation and answers are those of one rank."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **TWO_HEADS)
     prepared = prepare(tmp_path / "prepared", hf, val_fraction=0.25)
     alone, moved_run = tmp_path / "alone", tmp_path / "moved"
@@ -168,6 +169,7 @@ def test_a_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
     runs = [train(prepared, alone, *evaluation, *saves, *answers, ranks=1)]
     shutil.copytree(alone / "step_00000002", moved_run / "step_00000002")
     shared = ("--parallel.cp", "4", "--stop_after", "4")
+    shared += ("--recompute.language", "full", "--recompute.offload_inputs", "true")
     runs.append(train(prepared, moved_run, *evaluation, *no_answers, *shared))
     runs.append(train(prepared, moved_run, *evaluation, *answers, ranks=1))
     for run in runs:
