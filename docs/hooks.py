@@ -205,6 +205,7 @@ LONG_ROW_RECOMPUTE = {
     "none": RecomputeConfig(vision="full"),
     "activation": RecomputeConfig("selective", ["activation"], vision="full"),
     "full": RecomputeConfig("full", vision="full"),
+    "full, inputs in host memory": RecomputeConfig("full", vision="full", offload_inputs=True),
 }
 
 

@@ -165,6 +165,11 @@ def _check_model_parts(config: TrainConfig) -> None:
             f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid:"
             f" {', '.join(RECOMPUTE_MODULES)}"
         )
+    if config.recompute.offload_inputs and "full" not in (config.recompute.language, config.recompute.vision):
+        raise RunConfigError(
+            "recompute.offload_inputs moves the inputs of layers under full recompute; set recompute.language"
+            " or recompute.vision to full"
+        )
 
     min_pixels, max_pixels = config.data.min_pixels, config.data.max_pixels
     if min(min_pixels, max_pixels) > 0 and min_pixels > max_pixels:

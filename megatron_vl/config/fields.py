@@ -172,6 +172,9 @@ class RecomputeConfig:
     almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine)."""
     vision: Literal["none", "activation", "full"] = "none"
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
+    offload_inputs: bool = False
+    """Keep the inputs of layers under full recompute in pinned host memory, from where they return one layer
+    ahead of the backward pass. It saves 2 x tokens x hidden size bytes of GPU memory for each layer."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,10 @@ class PassTime:
     def __mul__(self, repeat_count: float) -> PassTime:
         return PassTime(self.forward * repeat_count, self.backward * repeat_count)
 
+    def at_least(self, seconds: float) -> PassTime:
+        """Passes that end no earlier than something that takes ``seconds`` beside each of them."""
+        return PassTime(max(self.forward, seconds), max(self.backward, seconds))
+
     @property
     def total_seconds(self) -> float:
         return self.forward + self.backward
@@ -142,6 +146,15 @@ class StepCosts:
     def elementwise_seconds(self, element_count: float) -> float:
         """Seconds to move ``element_count`` elements of the model's dtype through the GPU's memory."""
         return self.bytes_per_element * element_count / (self.calibration.memory_tb_s * 1e12)
+
+    def _input_copy_seconds(self, element_count: float) -> float:
+        """Seconds to copy the input of a recomputed layer to host memory, or back; 0 if it stays on the GPU.
+
+        The passes of a layer hide them, if they take as long.
+        """
+        if not self.recompute_config.offload_inputs:
+            return 0.0
+        return self.bytes_per_element * element_count / (self.calibration.host_copy_gb_s * 1e9)
 
     def collective_seconds(self, total_bytes: float, rank_count: int, rank_stride: int = 1) -> float:
         """Seconds of an all-gather or a reduce-scatter of ``total_bytes`` bytes in all."""
@@ -259,7 +272,9 @@ class StepCosts:
             backward_seconds = max(backward_seconds + dispatch_seconds, host_launch_seconds[1])
 
         if recompute_mode == "full":
-            return PassTime(forward_seconds, backward_seconds + forward_seconds)
+            input_elements = token_count * hidden_size / self._sequence_parallel_size
+            layer_time = PassTime(forward_seconds, backward_seconds + forward_seconds)
+            return layer_time.at_least(self._input_copy_seconds(input_elements))
 
         # Selective recompute repeats the forward passes of some modules.
         backward_seconds += attention_seconds * (
@@ -456,7 +471,7 @@ class StepCosts:
         """The final norm, the output layer and the loss on one row."""
         language_spec, calibration = self.spec.language, self.calibration
         tensor_parallel_size = self.layout.tp
-        tokens = self.row_statistics.head_tokens(self.seq_len)
+        tokens = self.row_statistics.head_tokens(self.config.data.seq_len, self.layout.cp)
         matmul_seconds = self.matmul_seconds(
             tokens, language_spec.hidden_size, language_spec.vocab_size / tensor_parallel_size
         )
@@ -501,6 +516,9 @@ class StepCosts:
             tower_backward_seconds = 0.0
             merger_backward_seconds = (2 - has_lora) * merger_seconds * (not self.model_config.freeze_merger)
         else:
+            if self.recompute_config.vision == "full":
+                input_elements = vision_spec.num_layers * patch_count * vision_spec.hidden_size
+                blocks_time = blocks_time.at_least(self._input_copy_seconds(input_elements))
             tower_backward_seconds = (
                 blocks_time.backward
                 + patch_embed_seconds * (not has_lora)

@@ -52,8 +52,9 @@ RECOMPUTE_LADDER: tuple[dict[str, Any], ...] = (
     {"language": "selective", "language_modules": ["activation"], "vision": "full"},
     {"language": "full", "vision": "activation"},
     {"language": "full", "vision": "full"},
+    {"language": "full", "vision": "full", "offload_inputs": True},
 )
-"""Recompute settings, the cheapest first."""
+"""Recompute settings, the cheapest first. Where ``offload_inputs`` is left out, it is false."""
 SEARCH_MARGIN = 1.1
 """The search ends at the first layout whose quick estimate is this many times the step of the slowest layout
 to return."""
@@ -291,7 +292,8 @@ def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Itera
     """The combinations of a group that the model allows and whose parameters and optimizer state fit."""
     combined_configs = []
     for recompute_fields in RECOMPUTE_LADDER:
-        recompute_config = dataclasses.replace(search_request.config.recompute, **recompute_fields)
+        all_fields = {"offload_inputs": False} | recompute_fields
+        recompute_config = dataclasses.replace(search_request.config.recompute, **all_fields)
         config = dataclasses.replace(group.config, recompute=recompute_config)
         combined_configs.append(config)
         combined_configs += [
@@ -510,7 +512,8 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
         else recompute_config.language
     )
     if (language_mode, recompute_config.vision) != ("none", "none"):
-        further_parts.append(f"recompute {language_mode}/{recompute_config.vision}")
+        inputs_text = " with inputs in host memory" if recompute_config.offload_inputs else ""
+        further_parts.append(f"recompute {language_mode}/{recompute_config.vision}{inputs_text}")
     if offload_share := offloaded_fraction(config):
         further_parts.append(f"offload {offload_share:g}")
     if layout.decoupled:

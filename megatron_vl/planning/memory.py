@@ -97,6 +97,8 @@ class StageMemory:
     """Largest number of micro-batches whose activations are kept at once, summed over the stage's chunks."""
     host_bytes: float = 0.0
     """Host memory for this rank's offloaded optimizer state; not part of the total."""
+    host_input_bytes: float = 0.0
+    """Host memory for the inputs of layers (``recompute.offload_inputs``); not part of the total."""
 
     @property
     def total_bytes(self) -> float:
@@ -110,7 +112,7 @@ class StageMemory:
             "in_flight": self.micro_batches_in_flight,
             **gib_by_part,
             "total": round(self.total_bytes / GIB, 2),
-            "host": round(self.host_bytes / GIB, 2),
+            "host": round((self.host_bytes + self.host_input_bytes) / GIB, 2),
         }
 
 
@@ -225,6 +227,10 @@ def _add_activations(
         )
         rows_bytes += replicated_tower.row_bytes(includes_pixels=True)
 
+    host_input_bytes = peak_state[0] * vision_activations.host_bytes + sum(
+        micro_batch_count * chunk.host_bytes
+        for micro_batch_count, chunk in zip(peak_state, chunk_activations, strict=True)
+    )
     estimated_memory = dataclasses.replace(
         parameter_memory,
         activations=activations + recomputed_bytes,
@@ -232,6 +238,7 @@ def _add_activations(
         logits=logits_bytes,
         rows=rows_bytes,
         micro_batches_in_flight=sum(peak_state),
+        host_input_bytes=host_input_bytes,
     )
     # Offloaded state passes through the GPU where activations were before.
     reusable_bytes = estimated_memory.activations + estimated_memory.vision + estimated_memory.logits
@@ -457,6 +464,22 @@ class _ActivationBytes:
     """Bytes that are kept until the backward pass of the micro-batch."""
     transient_bytes: float = 0.0
     """Bytes that are needed while a layer is recomputed, or while a delta rule runs backward."""
+    host_bytes: float = 0.0
+    """Bytes in host memory until the backward pass of the micro-batch."""
+
+    @staticmethod
+    def of_recomputed_layers(
+        layer_count: int, input_bytes: float, layer_bytes: float, are_inputs_offloaded: bool
+    ) -> _ActivationBytes:
+        """Layers that keep inputs of ``input_bytes`` bytes, and need ``layer_bytes`` while one is recomputed.
+
+        If inputs are in host memory, those of the recomputed layer and of the next one are on the device.
+        """
+        if not are_inputs_offloaded:
+            return _ActivationBytes(layer_count * input_bytes, layer_bytes)
+        return _ActivationBytes(
+            0.0, layer_bytes + min(2, layer_count) * input_bytes, layer_count * input_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -525,9 +548,10 @@ class _ActivationEstimator:
             if kind.has_linear_attention:
                 bytes_of_mlp = bytes_per_feature * self._mlp_elements(kind, set())
                 layer_bytes[layer_index] += max(0.0, delta_rule_bytes - bytes_of_mlp)
-        return _ActivationBytes(
-            len(layer_bytes) * hidden_bytes + boundary_bytes, max(layer_bytes, default=0.0)
+        recomputed_bytes = _ActivationBytes.of_recomputed_layers(
+            len(layer_bytes), hidden_bytes, max(layer_bytes, default=0.0), recompute_config.offload_inputs
         )
+        return dataclasses.replace(recomputed_bytes, kept_bytes=recomputed_bytes.kept_bytes + boundary_bytes)
 
     @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
@@ -722,10 +746,13 @@ class _ActivationEstimator:
         trains_patch_embed = self._trains_tower or "model.visual.patch_embed" in self._whole_modules
         kept_bytes = merger_bytes + pixel_bytes * trains_patch_embed
         if self.recompute_config.vision == "full":
-            return _ActivationBytes(
-                vision_spec.num_layers * bytes_per_feature * vision_spec.hidden_size + kept_bytes,
+            recomputed_bytes = _ActivationBytes.of_recomputed_layers(
+                vision_spec.num_layers,
+                bytes_per_feature * vision_spec.hidden_size,
                 max(layer_bytes),
+                self.recompute_config.offload_inputs,
             )
+            return dataclasses.replace(recomputed_bytes, kept_bytes=recomputed_bytes.kept_bytes + kept_bytes)
 
         return _ActivationBytes(sum(layer_bytes) + kept_bytes)
 

@@ -52,17 +52,14 @@ def largest_offload_fraction(
     Args:
         host_gib: GiB of host memory for each rank.
     """
-    full_offload_gib = (
-        max(
-            stage.host_bytes
-            for stage in stage_memories(with_offload_fraction(config, 1.0), spec, layout, data_parallel_size)
-        )
-        / GIB
-    )
+    whole_config = with_offload_fraction(config, 1.0)
+    stages = stage_memories(whole_config, spec, layout, data_parallel_size)
+    full_offload_gib = max(stage.host_bytes for stage in stages) / GIB
+    free_gib = max(0.0, host_gib - max(stage.host_input_bytes for stage in stages) / GIB)
     return (
         1.0
-        if full_offload_gib <= host_gib
-        else math.floor(FRACTION_STEPS * host_gib / full_offload_gib) / FRACTION_STEPS
+        if full_offload_gib <= free_gib
+        else math.floor(FRACTION_STEPS * free_gib / full_offload_gib) / FRACTION_STEPS
     )
 
 

@@ -103,10 +103,16 @@ class RowStatistics:
             else 0.0
         )
 
-    def head_tokens(self, seq_len: int) -> float:
-        """Mean number of tokens for which the output layer is computed."""
+    def head_tokens(self, seq_len: int, rank_count: int = 1) -> float:
+        """Mean number of tokens for which one of the ranks that share a row computes the output layer.
+
+        Args:
+            seq_len: tokens of a row.
+            rank_count: number of ranks that share it.
+        """
+        multiple = rank_count * LOSS_MULTIPLE
         return self._mean_over_rows(
-            lambda row: min(seq_len, max(1, -(-row.loss_tokens // LOSS_MULTIPLE)) * LOSS_MULTIPLE)
+            lambda row: min(seq_len, max(1, -(-row.loss_tokens // multiple)) * multiple) / rank_count
         )
 
     def _mean_over_rows(self, value_of_row) -> float:

@@ -15,6 +15,7 @@ from megatron_vl.spec.adapters import is_adapter_tensor
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.checkpoint import load_weights
+from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
 from megatron_vl.weights.weight_reader import WeightReader
 
 HALF_PIXEL_NORM = PixelNorm((0.5,) * 3, (0.5,) * 3)
@@ -70,4 +71,9 @@ def build_model(
         trained_names = adapter_reader.tensor_infos
         trained_tensors = [tensor for tensor in live_tensors if tensor.tensor_name in trained_names]
         load_weights(adapter_reader, trained_tensors, grid)
+    if config.recompute.offload_inputs:
+        decoupled = model_chunks[0].decoupled
+        offload_layer_inputs(
+            [*model_chunks, *([decoupled.module] if decoupled is not None else [])], platform
+        )
     return BuiltModel(model_chunks, live_tensors)

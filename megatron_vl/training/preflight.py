@@ -35,7 +35,7 @@ MAX_UNREMARKED_STEPS = 10
 def check_host_memory(
     config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, gpu_gib: float | None, host_gib: float
 ) -> None:
-    """Checks that a node has enough memory for the offloaded optimizer state, before any is allocated.
+    """Checks that a node has enough memory for what is offloaded, before any is allocated.
 
     Args:
         gpu_gib: memory of a GPU; None on CPU.
@@ -45,7 +45,10 @@ def check_host_memory(
         RunConfigError: it does not. The message says how much there is, and which share would fit.
     """
     offload_share = config.optimizer.offload_fraction
-    if gpu_gib is None or offload_share == 0:
+    if gpu_gib is None:
+        return
+    free_gib = host_gib - _check_input_memory(config, spec, layout, dp, host_gib)
+    if offload_share == 0:
         return
     share_text = f"{offload_share}"
     remedy_text = "less would not fit the GPU: take more GPUs or more recompute"
@@ -60,12 +63,32 @@ def check_host_memory(
     stage_memory_list = stage_memories(with_offload_fraction(config, offload_share), spec, layout, dp)
     needed_gib = max(stage.host_bytes for stage in stage_memory_list) / host_memory.GIB
     node_ranks = host_memory.num_ranks_on_node()
-    if needed_gib > host_gib:
+    if needed_gib > free_gib:
         raise RunConfigError(
             f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory"
-            f" for {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
+            f" for {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * free_gib:.1f} GiB left;"
             f" {remedy_text}, or start fewer ranks per node"
         )
+
+
+def _check_input_memory(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, host_gib: float
+) -> float:
+    """GiB of host memory that a rank needs for the inputs of its layers (``recompute.offload_inputs``).
+
+    Raises:
+        RunConfigError: a node has less.
+    """
+    needed_bytes = max(stage.host_input_bytes for stage in stage_memories(config, spec, layout, dp))
+    needed_gib = needed_bytes / host_memory.GIB
+    if needed_gib > host_gib:
+        node_ranks = host_memory.num_ranks_on_node()
+        raise RunConfigError(
+            f"recompute.offload_inputs needs {node_ranks * needed_gib:.1f} GiB of host memory for"
+            f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
+            " set it to false, raise parallel.cp or parallel.tp, or start fewer ranks per node"
+        )
+    return needed_gib
 
 
 def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:

@@ -335,7 +335,18 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
             )
             for family in (Q25, Q35)
         ),
-        case("CP2 x PP2 beyond the heads", Q3, sizes=THREE_HEADS, pp=2, steps=SHARED, overlap=True),
+        *(
+            case(
+                f"CP2 x PP2 x VPP2 beyond the heads, {family}",
+                family,
+                sizes=THREE_HEADS,
+                pp=2,
+                vpp=2,
+                steps=SHARED,
+                overlap=True,
+            )
+            for family in (Q3, Q35)
+        ),
     ],
     8: [
         *(case(f"CP8 beyond the heads, {family}", family, cp=8, steps=SHARED) for family in (Q25, Q3, Q35)),

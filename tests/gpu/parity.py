@@ -86,9 +86,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "one rank, qwen2_vl", "family": "qwen2_vl", "steps": [ROWS]},
         {"name": "one rank, qwen3_vl", "family": "qwen3_vl", "steps": [ROWS] * 2},
         {
-            "name": "full recompute, qwen3_vl",
+            "name": "full recompute, inputs in host memory, qwen3_vl",
             "family": "qwen3_vl",
-            "recompute": {"language": "full", "vision": "full"},
+            "recompute": {"language": "full", "vision": "full", "offload_inputs": True},
             "steps": [ROWS],
         },
         {"name": "one rank, experts", "family": "qwen3_vl_moe", "steps": [ROWS] * 2},
@@ -119,9 +119,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "overlap, three steps", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "one rank, qwen3_5", "family": "qwen3_5", "steps": [ROWS] * 2},
         {
-            "name": "full recompute, qwen3_5",
+            "name": "full recompute, inputs in host memory, qwen3_5",
             "family": "qwen3_5",
-            "recompute": {"language": "full", "vision": "full"},
+            "recompute": {"language": "full", "vision": "full", "offload_inputs": True},
             "steps": [ROWS],
         },
         {

@@ -166,5 +166,25 @@ def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(spec) -> No
     check_host_memory(unchecked, spec, layout, 2, small, 2)
 
 
+def test_inputs_of_layers_come_before_optimizer_state_in_host_memory(spec) -> None:
+    """Those of 10 layers of width 3584, and of 32 of the tower of width 1280 for four patches a token."""
+    config, layout = run("--recompute.offload_inputs true"), make_layout(spec)
+    decoder_input, tower_input = 2 * 8192 * 3584 / GIB, 2 * 4 * 8192 * 1280 / GIB
+    inputs = 10 * decoder_input + 32 * tower_input
+    here, away = stage(run(), spec, 0.0), stage(config, spec, 0.0)
+    assert (here.host_input_bytes, away.host_input_bytes / GIB) == (0, inputs)
+    # Two inputs are on the GPU while a layer is recomputed; the tower's take the memory of the decoder's.
+    assert (here.activations - away.activations) / GIB == pytest.approx(8 * decoder_input)
+    assert (here.vision - away.vision) / GIB == pytest.approx(32 * tower_input)
+
+    with pytest.raises(RunConfigError, match=r"offload_inputs needs 3.0 GiB .* set it to false"):
+        check_host_memory(config, spec, layout, 2, GPU, inputs - 0.1)
+    check_host_memory(config, spec, layout, 2, GPU, inputs + 0.1)
+    state = stage(config, spec, 1.0).host_bytes / GIB
+    assert largest_offload_fraction(config, spec, layout, 2, inputs + 0.52 * state) == 0.5
+    with pytest.raises(RunConfigError, match=r"lower it to 0.5"):
+        check_host_memory(with_offload_fraction(config, 1.0), spec, layout, 2, GPU, inputs + 0.52 * state)
+
+
 def test_this_machine_says_what_it_has() -> None:
     assert 0 < host_memory.available_bytes() < 1 << 50

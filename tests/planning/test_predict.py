@@ -166,6 +166,22 @@ def test_offload_takes_as_much_longer_as_measured(world: int, options: str, rati
     assert found.step_seconds / without.step_seconds == pytest.approx(ratio, rel=0.03)
 
 
+def test_copies_of_inputs_take_time_only_where_layers_take_less() -> None:
+    """At 42 GB/s, layers hide them. At 0.042 GB/s, each pass of a layer takes as long as its input's copy."""
+    options = "--recompute.language full --global_batch_size 1"
+    moved = f"{options} --recompute.offload_inputs true"
+    here, away = (run(B7, 1, each, num_language_layers=10) for each in (options, moved))
+    assert away.step_seconds == here.step_seconds
+
+    slow = dataclasses.replace(shipped_calibration(), host_copy_gb_s=0.042)
+    nine, ten = (
+        predict_run(config(moved), spec_of(B7, num_language_layers=layers), 1, calibration=slow)
+        for layers in (9, 10)
+    )
+    a_layer = ten.stage_plans[0].seconds_per_row - nine.stage_plans[0].seconds_per_row
+    assert a_layer == pytest.approx(2 * 8192 * 3584 * 2 / 0.042e9)
+
+
 def test_the_planned_split_is_as_much_faster_as_measured() -> None:
     """5,143 ms even, 3,691 ms with [0,9,9,10]: 1.39 times."""
     even = run(B7, 4, f"{PP4} --parallel.layers [7,7,7,7]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.layout_search import describe_layout
 from megatron_vl.planning.memory import _ActivationEstimator
 from megatron_vl.planning.predict import RunPrediction, predict_layout
-from megatron_vl.planning.row_statistics import RowShape, RowStatistics
+from megatron_vl.planning.row_statistics import LOSS_MULTIPLE, RowShape, RowStatistics
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout, read_layout
@@ -46,6 +47,7 @@ from tests.training.context_programs import (
     moved,
     saved_by_attention,
 )
+from tests.training.small_run import metrics, prepare, train
 from tests.training.test_pictures import _rows
 
 SEQ_LEN = 512
@@ -141,14 +143,48 @@ def _check_pictures(row, sharding: RowSharding, described: dict, fields: dict) -
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_a_checkpoint_moves_between_layouts_bit_for_bit(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_vl", {}), ("qwen3_5", {}), ("qwen3_vl", TWO_HEADS)])
+def test_a_checkpoint_moves_between_layouts_bit_for_bit(
+    family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
     """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
+    hf = tiny_checkpoint(family, dtype=torch.float32, **sizes)
     convert_weights(hf, tmp_path / "weights")
     different = call(moved, 4, hf=str(hf), weights=str(tmp_path / "weights"), folder=str(tmp_path))
     assert int(different.pop("compared")[0]) > 100
     assert different == {name: [] for name in MOVES}
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
+    """From one rank to CP4 with two heads, where inputs of layers go to host memory, and back. Losses,
+    validation and answers are those of one rank."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **TWO_HEADS)
+    prepared = prepare(tmp_path / "prepared", hf, val_fraction=0.25)
+    alone, moved_run = tmp_path / "alone", tmp_path / "moved"
+    evaluation = ("--eval.interval", "2", "--eval.rows", "3", "--eval.max_new_tokens", "5")
+    saves = ("--checkpoint.interval", "2", "--checkpoint.keep", "0")
+    answers, no_answers = ("--eval.samples", "2"), ("--eval.samples", "0")
+
+    runs = [train(prepared, alone, *evaluation, *saves, *answers, ranks=1)]
+    shutil.copytree(alone / "step_00000002", moved_run / "step_00000002")
+    shared = ("--parallel.cp", "4", "--stop_after", "4")
+    shared += ("--recompute.language", "full", "--recompute.offload_inputs", "true")
+    runs.append(train(prepared, moved_run, *evaluation, *no_answers, *shared))
+    runs.append(train(prepared, moved_run, *evaluation, *answers, ranks=1))
+    for run in runs:
+        assert run.returncode == 0, run.stderr[-4000:]
+
+    assert "cp 4 (2 ranks gather keys)" in runs[1].stdout, runs[1].stdout
+    for ours, theirs in zip(metrics(moved_run), metrics(alone)[2:], strict=True):
+        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["samples"] == theirs["samples"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    moved_evaluations, evaluations = metrics(moved_run, "eval.jsonl"), metrics(alone, "eval.jsonl")
+    assert [line["step"] for line in moved_evaluations] == [4, 6]
+    for ours, theirs in zip(moved_evaluations, evaluations[-2:], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    assert moved_evaluations[-1]["answers"] == evaluations[-1]["answers"]
 
 
 @pytest.mark.ranks
@@ -342,5 +378,10 @@ def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> Non
     # Outputs of attention are kept before and after the exchange.
     assert 0.25 < after.activations / before.activations < 0.28
     assert after.logits == before.logits / 4 and after.vision == pytest.approx(before.vision / 4, rel=1e-3)
+    # A rank's output layer computes the loss tokens of its own part, up to a multiple.
+    own, all_tokens = (each.row_statistics.head_tokens(32768, cp) for each, cp in ((shared, 4), (whole, 1)))
+    assert all_tokens / 4 <= own < all_tokens / 4 + LOSS_MULTIPLE
+    seconds = [_costs_of(each.config, spec, each).output_layer_time().forward for each in (shared, whole)]
+    assert seconds[0] / seconds[1] == pytest.approx(own / all_tokens)
     assert 0.7 < shared.mfu / whole.mfu < 1.0
     assert shared.mfu * shared.step_seconds == pytest.approx(whole.mfu * whole.step_seconds)

@@ -367,6 +367,7 @@ def _layout_note(bench_model: BenchModel) -> str:
     experts = f" x ep {grid.sharding.ep} (etp {grid.sharding.etp})" if bench_model.spec.language.moe else ""
     experts += ", experts chosen evenly" if bench_model.bench_run.even_routing else ""
     recompute_note = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
+    recompute_note += ", inputs of layers in host memory" if config.recompute.offload_inputs else ""
     return (
         f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp "
         f"{grid.dp}{experts}, {config.global_batch_size} rows of "

@@ -89,6 +89,7 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "offload_fraction": config.optimizer.offload_fraction,
         "least_offload_fraction": least_offload_shares,
         "host_gib_per_rank": round(max(stage.host_bytes for stage in stage_memories) / 2**30, 1),
+        "host_input_gib_per_rank": round(max(stage.host_input_bytes for stage in stage_memories) / 2**30, 1),
         "split": resolved_run.layer_split_origin,
         "speed": _speed_facts(prediction) if rates_apply(config, gpu_calibration) else None,
     }
@@ -191,6 +192,8 @@ def _print_offload(run_facts: dict[str, Any]) -> None:
             f"optimizer state in host memory: {offload_fraction:.0%}, "
             f"{run_facts['host_gib_per_rank']} GiB for each rank of the fullest stage"
         )
+    if host_input_gib := run_facts["host_input_gib_per_rank"]:
+        print(f"inputs of layers in host memory: {host_input_gib} GiB for each rank of the fullest stage")
     for name, least_fraction in run_facts["least_offload_fraction"].items():
         if name not in run_facts["fits"] and least_fraction is not None:
             print(f"would fit {name}: --optimizer.offload_fraction {least_fraction:g}")

@@ -17,5 +17,7 @@ A kernel of this project (:mod:`megatron_vl.kernels.adam`) updates them in place
 Megatron-core's optimizer keeps its parameters, so that its norm, its clipping and its groups work as before.
 Parameters whose state is in chunks have no storage between two updates.
 
+:mod:`.layer_inputs` is apart from this: it moves inputs of layers, and no state.
+
 On the platform ``cpu``, the same code copies between buffers that are all in host memory.
 """

@@ -1,0 +1,206 @@
+"""Inputs of recomputed layers in host memory (``recompute.offload_inputs``).
+
+With full recompute, a layer keeps only its input for the backward pass. Here, autograd keeps a copy in pinned
+host memory instead. An input leaves while its layer runs forward, and comes back while the next layer runs
+backward, so that the copies cost time only where a layer takes less time than they do. The idea is that of
+Unsloth's gradient checkpointing and of torchtune's ``OffloadActivations``.
+
+All copies run on one stream of their own:
+
+- A copy to the host starts when the input is complete. The layer after its own waits for the end of the copy
+  before it starts, and the memory of the input is free from then on. So the device holds only one input at
+  a time, although the host launches kernels far ahead.
+- A copy back starts when its memory is free, which is before the backward pass of the layer above.
+- Host memory is reused in the order of the stream, so a copy never overwrites what has not come back yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor, nn
+
+from megatron_vl.platform import Platform
+from megatron_vl.training.offload.pinned_memory import run_near_gpu
+
+PIECE_BYTES = 16 * 2**20
+"""Size of a piece of host memory. Pieces of one size suit inputs of any length, and the memory that torch
+pins, whose sizes are powers of two."""
+_COPY_PRIORITY = -3
+"""Priority of the stream of copies, which no other stream has. The copies of optimizer state have -1 and -2
+(:mod:`megatron_vl.training.offload.chunk_streamer` says why they need their own)."""
+
+
+class LayerInputOffload:
+    """Moves the inputs of the layers of transformer blocks to host memory and back.
+
+    Blocks share the stream and the host memory, which grows to what the inputs in flight need at once.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self.is_pinned = platform.name == "cuda"
+        self.copy_stream = torch.cuda.Stream(priority=_COPY_PRIORITY)
+        self.free_pieces: list[Tensor] = []
+        """Pieces of host memory that hold no input, uint8 [PIECE_BYTES] each."""
+        self.num_pieces = 0
+        """Number of pieces of host memory, with and without an input."""
+
+        # The forward pass of a block that runs now.
+        self._hooks = contextlib.ExitStack()
+        self._first_moved = 0
+        self._num_layers = 0
+        self._num_inputs = 0
+        self._last_input: HostInput | None = None
+        self._input_complete = torch.cuda.Event()
+
+    def follow(self, block: TransformerBlock) -> None:
+        """Moves what the layers of ``block`` keep in its forward passes from now on."""
+        block.register_forward_pre_hook(self._begin_pass)
+        block.register_forward_hook(self._end_pass, always_call=True)
+
+    def _begin_pass(self, block: TransformerBlock, *_: Any) -> None:
+        # The first input of a later pipeline stage is its message, which the schedule keeps on the device.
+        self._first_moved = 0 if block.pre_process else 1
+        self._num_layers = len(block.layers)
+        self._num_inputs = 0
+        self._input_complete.record(torch.cuda.current_stream())
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, self._give_back)
+        self._hooks.enter_context(hooks)
+
+    def _end_pass(self, *_: Any) -> None:
+        self._hooks.close()
+        self._last_input = None
+
+    def _keep(self, tensor: Tensor) -> Tensor | HostInput:
+        """What autograd keeps of a tensor that the block saves.
+
+        Each layer saves its input [S, 1, H], rotary angles, which all layers share, and a mask. What comes
+        after the inputs of all layers belongs to the final norm. An output that is kept as it is would keep
+        its own graph alive, hence ``detach``.
+        """
+        if tensor.dim() != 3:
+            return tensor.detach()
+        input_number = self._num_inputs
+        self._num_inputs += 1
+        if not self._first_moved <= input_number < self._num_layers:
+            return tensor.detach()
+
+        self.copy_stream.wait_event(self._input_complete)
+        self._last_input = HostInput(self, tensor, self._last_input)
+
+        # The layer has been launched by now: the next one waits for the copy, and its input is complete.
+        compute_stream = torch.cuda.current_stream()
+        compute_stream.wait_event(self._last_input.copied_event)
+        self._input_complete.record(compute_stream)
+        return self._last_input
+
+    def _give_back(self, kept: Tensor | HostInput) -> Tensor:
+        """The tensor for the backward pass."""
+        if isinstance(kept, Tensor):
+            return kept
+        return kept.to_device()
+
+    def take_pieces(self, count: int) -> list[Tensor]:
+        """Pieces of host memory for one input.
+
+        Raises:
+            MemoryError: the host has too little memory that can be pinned.
+        """
+        while len(self.free_pieces) < count:
+            self.free_pieces.append(self._allocate_piece())
+            self.num_pieces += 1
+        first_taken = len(self.free_pieces) - count
+        taken_pieces = self.free_pieces[first_taken:]
+        del self.free_pieces[first_taken:]
+        return taken_pieces
+
+    def _allocate_piece(self) -> Tensor:
+        with run_near_gpu() if self.is_pinned else contextlib.nullcontext():
+            try:
+                return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self.is_pinned)
+            except RuntimeError as error:
+                allocated_gib = self.num_pieces * PIECE_BYTES / 2**30
+                raise MemoryError(
+                    f"more than {allocated_gib:.1f} GiB of host memory could not be pinned for"
+                    f" recompute.offload_inputs: {error}"
+                ) from error
+
+
+def offload_layer_inputs(modules: Sequence[nn.Module], platform: Platform) -> LayerInputOffload:
+    """Moves the inputs of the layers of all blocks of ``modules`` that are recomputed to host memory."""
+    offload = LayerInputOffload(platform)
+    for module in modules:
+        for block in module.modules():
+            if isinstance(block, TransformerBlock) and block.config.recompute_granularity == "full":
+                offload.follow(block)
+    return offload
+
+
+class HostInput:
+    """The copy of a layer's input in host memory.
+
+    Args:
+        tensor: the input on the device, contiguous.
+        previous: the input that the backward pass needs next; None if there is none.
+    """
+
+    def __init__(self, offload: LayerInputOffload, tensor: Tensor, previous: HostInput | None) -> None:
+        self.offload = offload
+        self.previous = previous
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.copied_event: Any = torch.cuda.Event()
+        """CUDA event of the end of the last copy, in either direction."""
+        self._device_tensor: Tensor | None = None
+        self._host_pieces: list[Tensor] = []
+
+        tensor_pieces = _pieces_of(tensor)
+        self._host_pieces = offload.take_pieces(len(tensor_pieces))
+        self._copy(tensor_pieces, self._host_pieces)
+
+    def __del__(self) -> None:
+        """Gives the host memory back when autograd is done with it, with or without a backward pass."""
+        if self._device_tensor is not None:  # fetched for a backward pass that has failed
+            torch.cuda.current_stream().wait_event(self.copied_event)
+        self.offload.free_pieces += self._host_pieces
+
+    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        """Copies pieces, of which one side may have more room."""
+        copy_stream = self.offload.copy_stream
+        with torch.cuda.stream(copy_stream):
+            for source, target in zip(sources, targets, strict=True):
+                num_bytes = min(source.numel(), target.numel())
+                target[:num_bytes].copy_(source[:num_bytes], non_blocking=True)
+            self.copied_event.record(copy_stream)
+
+    def fetch(self) -> None:
+        """Begins to copy the input back."""
+        if self._device_tensor is not None:
+            return
+        self._device_tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        # Kernels that were launched before may still use this memory.
+        self.offload.copy_stream.wait_stream(torch.cuda.current_stream())
+        self._copy(self._host_pieces, _pieces_of(self._device_tensor))
+
+    def to_device(self) -> Tensor:
+        """The input on the device. The copy of the next one begins."""
+        self.fetch()
+        torch.cuda.current_stream().wait_event(self.copied_event)
+        if self.previous is not None:
+            self.previous.fetch()
+
+        device_tensor = self._device_tensor
+        self._device_tensor = None
+        assert device_tensor is not None
+        return device_tensor
+
+
+def _pieces_of(tensor: Tensor) -> list[Tensor]:
+    """Views of a contiguous tensor's bytes, of at most :data:`PIECE_BYTES` each."""
+    tensor_bytes = tensor.detach().view(-1).view(torch.uint8)
+    return list(tensor_bytes.split(PIECE_BYTES))
