@@ -276,9 +276,9 @@ CARDS = ROOT / "docs" / "families" / "cards"
 """Files of `megatron-vl card`: ``PAGE.json``, or ``PAGE-ANYTHING.json`` where a page has several."""
 
 
-def family_cards(page: str, folder: Path = CARDS) -> str:
+def family_cards(page: str) -> str:
     """The cards of ``families/PAGE.md``; empty without any."""
-    files = [*folder.glob(f"{page}.json"), *sorted(folder.glob(f"{page}-*.json"))]
+    files = [*CARDS.glob(f"{page}.json"), *sorted(CARDS.glob(f"{page}-*.json"))]
     return "\n".join(card_section(json.loads(file.read_text())) for file in files)
 
 
