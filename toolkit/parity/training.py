@@ -307,6 +307,8 @@ class ReferenceTrainer:
             lr=optimizer_config.lr,
             betas=(optimizer_config.beta1, optimizer_config.beta2),
             eps=optimizer_config.eps,
+            # One kernel, where float32 copies take much memory.
+            fused=self.model.dtype != torch.float32 or None,
         )
 
     def train_step(self, samples: list[TokenizedSample], learning_rate: float) -> tuple[float, float]:
