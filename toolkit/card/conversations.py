@@ -95,4 +95,4 @@ def describe_conversations(conversation_count: int) -> str:
     """Says what the conversations are about."""
     has_photographs = importlib.util.find_spec("skimage") is not None
     picture_text = "scikit-image's photographs" if has_photographs else "drawings"
-    return f"{conversation_count} conversations: crops of {picture_text}, paragraphs of Python's manual"
+    return f"{conversation_count} conversations about crops of {picture_text} and Python's manual"
