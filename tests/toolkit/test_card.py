@@ -70,7 +70,7 @@ def test_the_card_has_what_was_measured(card_file: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.full)])
 def test_another_learning_rate_shows(family: str, tiny_checkpoint, tmp_path) -> None:
     """Of bf16 as well, where the gap has the size of the one between two kernels."""
     for dtype, limit in (("float32", 5e-6), ("bfloat16", 5e-3)):
