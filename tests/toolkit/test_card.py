@@ -17,7 +17,7 @@ from megatron_vl.spec.families import read_spec
 from tests.docs_site import docs_hooks
 from tests.support.ranks import call
 from tests.toolkit.programs import card_losses
-from toolkit.card.options import DISTINCT_ROWS, TIMED_ROWS, TIMED_STEPS
+from toolkit.card.options import DISTINCT_ROWS, TIMED_ROWS, TIMED_STEPS, CardOptions
 from toolkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,6 +132,11 @@ def test_wrong_options_are_refused(capsys, tmp_path) -> None:
     assert main(["card", "--hf", "pyproject.toml", "--out", out, "--picture", "losses.png"]) == 2
     errors = capsys.readouterr().err
     assert "nowhere" in errors and "holds no config.json" in errors and "must end in .svg" in errors
+
+
+@pytest.mark.parametrize("hf", ["a/Qwen2.5-VL-7B", "a/Qwen2.5-VL-7B.json", "Qwen2.5-VL-7B/config.json"])
+def test_a_card_names_its_model(hf: str) -> None:
+    assert CardOptions(hf=hf, out=Path("card.json")).model_name == "Qwen2.5-VL-7B"
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL-2B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5-35B-A3B"])

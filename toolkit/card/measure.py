@@ -51,7 +51,7 @@ def make_card(options: CardOptions, bench_run: BenchRun) -> dict[str, Any]:
     model_card = {
         "model": bench_figures["model"]
         | {
-            "hf": Path(options.hf).stem,
+            "hf": options.model_name,
             "config_language_layers": config_spec.language.num_layers,
             "config_vision_layers": config_spec.vision.num_layers,
         },

@@ -54,6 +54,13 @@ class CardOptions(CommandOptions):
         if self.picture is not None and self.picture.suffix != ".svg":
             raise UsageError(f"--picture {self.picture} must end in .svg")
 
+    @property
+    def model_name(self) -> str:
+        """The name of the config's file, or of its folder."""
+        config_path = Path(self.hf).resolve()
+        named_path = config_path.parent if config_path.name == "config.json" else config_path
+        return named_path.name.removesuffix(".json")
+
     def bench_run(self, platform_name: str) -> BenchRun:
         """The benchmark of the card. Its spec is the card's model.
 
