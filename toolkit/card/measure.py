@@ -125,18 +125,25 @@ def measure_curves(
         with timed_part("transformers, eager", seconds_by_part):
             losses["transformers, eager"] = curves.train_in_transformers(curve_run, attention="eager")
 
+    return curve_figures(curve_run, losses)
+
+
+def curve_figures(curve_run: curves.CurveRun, losses: dict[str, list[float]]) -> dict[str, Any]:
+    """The settings of the trainings, their losses, and their gaps to ``transformers``."""
     gaps, tail_means = {}, {}
     for training_name, loss_curve in losses.items():
         tail_means[training_name] = curves.tail_mean(loss_curve)
         if training_name != "transformers":
             gaps[training_name] = curves.curve_gap(loss_curve, losses["transformers"])
+
+    config = curve_run.config
     return {
         "data": describe_conversations(curves.CONVERSATION_COUNT),
-        "tail_steps": min(curves.TAIL_STEPS, options.steps),
-        "rows_per_step": curves.ROWS_PER_STEP,
-        "row_tokens": curves.ROW_TOKENS,
-        "dtype": curve_run.config.dtype,
-        "optimizer": vars(curve_run.config.optimizer),
+        "tail_steps": min(curves.TAIL_STEPS, config.steps),
+        "rows_per_step": config.global_batch_size,
+        "row_tokens": config.data.seq_len,
+        "dtype": config.dtype,
+        "optimizer": vars(config.optimizer),
         "losses": losses,
         "tail_means": tail_means,
         "gaps": gaps,

@@ -70,12 +70,17 @@ def hf_inputs(
                 model_inputs["second_per_grid_ts"] = torch.tensor(grid_seconds)
 
     if any(item.grid_thw.kind == "video" for item in all_media):
-        sample_positions = []
-        for sample in samples:
-            media_grids = [item.grid_thw for item in sample.media_items]
-            sample_positions.append(mrope_positions(sample.token_ids, media_grids, spec).T)
-        model_inputs["position_ids"] = _pad_on_right(sample_positions).permute(2, 0, 1)
+        model_inputs["position_ids"] = _batch_positions(samples, spec)
     return {name: value.to(device) for name, value in model_inputs.items()}
+
+
+def _batch_positions(samples: Sequence[TokenizedSample], spec: ModelSpec) -> Tensor:
+    """The released models' positions, int64 [3, sample, longest length]."""
+    sample_positions = []
+    for sample in samples:
+        media_grids = [item.grid_thw for item in sample.media_items]
+        sample_positions.append(mrope_positions(sample.token_ids, media_grids, spec).T)
+    return _pad_on_right(sample_positions).permute(2, 0, 1)
 
 
 def _pad_on_right(sequences: Iterable[Tensor]) -> Tensor:
