@@ -141,16 +141,7 @@ def hf_config(options: BenchRun) -> Any:
     """The Hugging Face config, with the numbers of layers that the options give."""
     from transformers import AutoConfig
 
-    path = Path(options.hf)
-    values = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    config = AutoConfig.for_model(**values)
-    if options.language_layers:
-        config.text_config.num_hidden_layers = options.language_layers
-        if getattr(config.text_config, "layer_types", None):
-            config.text_config.layer_types = config.text_config.layer_types[: options.language_layers]
-    if options.vision_layers:
-        config.vision_config.depth = options.vision_layers
-    return config
+    return AutoConfig.for_model(**options.read_model_spec().hf_config)
 
 
 def use_liger(family: str) -> list[str]:

@@ -38,7 +38,7 @@ import psutil
 import torch
 from megatron.energon.epathlib import EPath
 
-from benchmarks.photographs import crop, photographs
+from benchmarks.photographs import photographs
 from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
@@ -46,6 +46,7 @@ from megatron_vl.data.loader import EncodedSample, RowEncoder, RowLoader, build_
 from megatron_vl.data.source.sample_order import BlockOrder
 from megatron_vl.spec.families import read_spec
 from toolkit.bench.workload import COCO_SIZES
+from toolkit.demo.demo_data import random_crop
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 BUCKET = "store"
@@ -109,7 +110,9 @@ def make_data(out: Path, hf: Path, count: int, per_shard: int) -> None:
     rng, pictures, media = random.Random(5), photographs(), out / "media"
     media.mkdir(parents=True)
     for number in range(-(-count // 8)):
-        crop(rng.choice(pictures), rng.choice(COCO_SIZES), rng).save(media / f"{number}.jpg", quality=92)
+        random_crop(rng.choice(pictures), rng.choice(COCO_SIZES), rng).save(
+            media / f"{number}.jpg", quality=92
+        )
     records = []
     for _ in range(count):
         asked = {"from": "human", "value": "<image>\n" + "word " * rng.randint(10, 60)}

@@ -20,6 +20,7 @@ from pathlib import Path
 from PIL import Image
 
 from toolkit.bench.workload import COCO_SIZES
+from toolkit.demo.demo_data import random_crop
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket", "stereo_motorcycle", "retina", "hubble_deep_field")
 
@@ -31,15 +32,6 @@ def photographs() -> list[Image.Image]:
     return [
         Image.fromarray(array[0] if isinstance(array, tuple) else array).convert("RGB") for array in arrays
     ]
-
-
-def crop(photograph: Image.Image, size: tuple[int, int], rng: random.Random) -> Image.Image:
-    """A random crop of at least half the photograph's width or height, scaled to ``size``."""
-    width, height = photograph.size
-    scale = min(width / size[0], height / size[1]) * rng.uniform(0.5, 1.0)
-    w, h = size[0] * scale, size[1] * scale
-    x, y = rng.uniform(0, width - w), rng.uniform(0, height - h)
-    return photograph.resize(size, Image.Resampling.BICUBIC, box=(x, y, x + w, y + h))
 
 
 def main() -> None:
@@ -58,7 +50,7 @@ def main() -> None:
 
     for number in range(args.count):
         name = f"{number:05d}.jpg"
-        crop(rng.choice(sources), rng.choice(COCO_SIZES), rng).save(media / name, quality=85)
+        random_crop(rng.choice(sources), rng.choice(COCO_SIZES), rng).save(media / name, quality=85)
         question, answer = (" ".join(rng.choices(words, k=rng.randint(15, 95))) for _ in range(2))
         turns = [{"from": "human", "value": f"<image>\n{question}?"}, {"from": "gpt", "value": answer}]
         conversations.append({"id": str(number), "image": name, "conversations": turns})

@@ -1,5 +1,5 @@
 """What mkdocs adds to pages from the code when it builds the site: the fields of a run, the options of every
-command, the support matrix, the supported versions, and predicted layouts of long rows.
+command, the support matrix, the supported versions, predicted layouts of long rows, and the families' cards.
 
 mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 import sys
 import tomllib
@@ -28,6 +29,7 @@ from megatron_vl.planning.run_layout import run_layout  # noqa: E402
 from megatron_vl.spec.families import ModelSpec, read_spec  # noqa: E402
 from megatron_vl.spec.tensors import LayoutError  # noqa: E402
 from tests.distributed import matrix  # noqa: E402
+from toolkit.card.page import card_section  # noqa: E402
 from toolkit.commands import COMMANDS  # noqa: E402
 from toolkit.options import CommandOptions, field_docstrings, option_flag, shown_options  # noqa: E402
 
@@ -269,6 +271,18 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
     return predictions
 
 
+# --- Cards of the families ----------------------------------------------------------------------------------
+
+CARDS = ROOT / "docs" / "families" / "cards"
+"""Files of `megatron-vl card`: ``PAGE.json``, or ``PAGE-ANYTHING.json`` where a page has several."""
+
+
+def family_cards(page: str) -> str:
+    """The cards of ``families/PAGE.md``; empty without any."""
+    files = [*CARDS.glob(f"{page}.json"), *sorted(CARDS.glob(f"{page}-*.json"))]
+    return "\n".join(card_section(json.loads(file.read_text())) for file in files)
+
+
 # --- Shared -------------------------------------------------------------------------------------------------
 
 
@@ -328,8 +342,12 @@ ITEM = re.compile(r"([-*]|\d+\.) ")
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """mkdocs' hook: adds what is made of the code, and writes lists as Python-Markdown wants them."""
-    write = PAGES.get(page.file.src_uri)
-    return lists_indented(f"{markdown}\n{write()}" if write else markdown)
+    address = page.file.src_uri
+    write = PAGES.get(address)
+    added = write() if write else ""
+    if address.startswith("families/"):
+        added = family_cards(Path(address).stem)
+    return lists_indented(f"{markdown}\n{added}" if added else markdown)
 
 
 def lists_indented(markdown: str) -> str:

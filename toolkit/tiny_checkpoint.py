@@ -162,15 +162,10 @@ def write_tiny_checkpoint(
     checkpoint_dir.mkdir(parents=True, exist_ok=True)
 
     sizes = sizes or TinySizes(**size_overrides)
-    vocabulary, bpe_merges = train_bpe(tuple(texts), sizes.text_vocab_size)
-    released_contents = released_files(family, sizes, len(vocabulary), tied, dtype)
-    config = released_contents["config.json"]
-    model = random_model(config, seed, dtype)
     with tempfile.TemporaryDirectory() as temporary_dir:
         processor_dir = checkpoint_dir if released_style else Path(temporary_dir)
-        _write_tokenizer(processor_dir, vocabulary, bpe_merges)
-        for name, file_content in released_contents.items():
-            _write_json(processor_dir / name, file_content)
+        config = write_small_files(processor_dir, family, texts, sizes, tied=tied, dtype=dtype)
+        model = random_model(config, seed, dtype)
         if not released_style:
             _save_pretrained(checkpoint_dir, model, processor_dir)
 
@@ -181,6 +176,30 @@ def write_tiny_checkpoint(
         tensors |= prediction_tensors(config, seed)
     _write_shards(checkpoint_dir, tensors, shards)
     return checkpoint_dir
+
+
+def write_small_files(
+    checkpoint_dir: Path,
+    family: str,
+    texts: Iterable[str],
+    sizes: TinySizes,
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
+    """Writes the files of a tiny checkpoint except its tensors.
+
+    The arguments are those of :func:`write_tiny_checkpoint`.
+
+    Returns:
+        The content of ``config.json``.
+    """
+    vocabulary, bpe_merges = train_bpe(tuple(texts), sizes.text_vocab_size)
+    _write_tokenizer(checkpoint_dir, vocabulary, bpe_merges)
+    released_contents = released_files(family, sizes, len(vocabulary), tied, dtype)
+    for name, file_content in released_contents.items():
+        _write_json(checkpoint_dir / name, file_content)
+    return released_contents["config.json"]
 
 
 def _saved_tensors(

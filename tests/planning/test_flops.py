@@ -97,7 +97,7 @@ def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, 
     documents, full, window = lengths([sample], spec)
     for wanted in (learnt(sample), torch.arange(len(sample))):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            load(hf)(**hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=wanted)
+            load(hf)(**hf_inputs([sample], spec, norm), use_cache=False, logits_to_keep=wanted)
         language = language_forward_flops(spec.language, documents, len(wanted))
         ours = language.total + language.attention - language.delta_rule
         ours += vision_forward_flops(spec.vision, full, window).total
@@ -124,7 +124,7 @@ def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family:
         parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
     with FlopCounterMode(display=False) as counter:
         model(
-            **hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=learnt(sample)
+            **hf_inputs([sample], spec, norm), use_cache=False, logits_to_keep=learnt(sample)
         ).logits.sum().backward()
     model.requires_grad_(True).zero_grad()
     where = lengths([sample], spec)
@@ -175,7 +175,7 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     model, sample = peft.get_peft_model(load.__wrapped__(hf), options), make_sample("mixed", spec, 0)
     with FlopCounterMode(display=False) as counter:
         model(
-            **hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=learnt(sample)
+            **hf_inputs([sample], spec, norm), use_cache=False, logits_to_keep=learnt(sample)
         ).logits.sum().backward()
 
     where = lengths([sample], spec)
@@ -205,7 +205,7 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
             for layer in layers:
                 layer.gradient_checkpointing = recompute and name == part
         with FlopCounterMode(display=False) as counter:
-            model(**hf_inputs(sample, spec, norm), use_cache=False).logits.sum().backward()
+            model(**hf_inputs([sample], spec, norm), use_cache=False).logits.sum().backward()
         counts.append(counter.get_total_flops())
     where = lengths([sample], spec)
     ours = recompute_flops(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where)

@@ -64,7 +64,9 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
     spec = read_spec(hf)
     norm = read_pixel_norm(hf)
     sample = make_sample("video_between", spec, 3)
-    inputs = {name: value for name, value in hf_inputs(sample, spec, norm).items() if name != "position_ids"}
+    inputs = {
+        name: value for name, value in hf_inputs([sample], spec, norm).items() if name != "position_ids"
+    }
 
     model = follow_video_positions(load_hf_model(hf, torch.float32), spec)
     step = {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 1.0, "eos_token_id": None}
@@ -88,9 +90,9 @@ def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     spec = read_spec(hf)
     norm = read_pixel_norm(hf)
-    assert "position_ids" not in hf_inputs(make_sample("two_images", spec, 0), spec, norm)
+    assert "position_ids" not in hf_inputs([make_sample("two_images", spec, 0)], spec, norm)
     sample = make_sample("mixed", spec, 0)
-    given = hf_inputs(sample, spec, norm)["position_ids"]
+    given = hf_inputs([sample], spec, norm)["position_ids"]
     assert given[:, 0].T.tolist() == positions_one_by_one(
         sample.token_ids, [item.grid_thw for item in sample.media_items], spec
     )

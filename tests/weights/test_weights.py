@@ -3,6 +3,7 @@ is always true."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -457,7 +458,8 @@ def test_replicas_that_differ_are_reported(tmp_path: Path, spec: ModelSpec, full
 
 def test_spec_must_be_its_configs(tmp_path: Path, spec: ModelSpec) -> None:
     with pytest.raises(WeightsError, match="differs from its hf_config"):
-        write_manifest(tmp_path, spec.replace_layers(num_language_layers=2), None, [])
+        language = dataclasses.replace(spec.language, num_layers=2)
+        write_manifest(tmp_path, dataclasses.replace(spec, language=language), None, [])
 
 
 def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from .options import BenchOptions, resolve_bench_run
 
 COMMAND_ONLY_OPTIONS = ("gpus", "processes", "out", "json")
 """Options that are not passed on to the ranks."""
+ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Without it, packed rows of changing sizes fragment the GPU's memory."""
 
 
 def bench(options: BenchOptions) -> int:
@@ -72,8 +74,7 @@ def _launch_ranks(
             [*rank_arguments, "--out", figures_path],
             world_size,
             show="errors" if is_quiet else "all",
-            # Without it, packed rows of changing sizes fragment the GPU's memory.
-            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | cpu_variables,
+            environment=ALLOCATOR_VARIABLES | cpu_variables,
             on_cpu=on_cpu,
         )
         if completed_process.returncode:

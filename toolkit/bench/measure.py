@@ -59,6 +59,11 @@ class BenchModel:
 
 def run_benchmark(options: BenchRun) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
+    report.finish_report(options, measure_benchmark(options))
+
+
+def measure_benchmark(options: BenchRun) -> dict[str, Any]:
+    """Measures all workloads. Every rank gets the same figures. Collective."""
     config = options.config
     spec = options.read_model_spec()
     platform = get_platform(config.platform)
@@ -91,7 +96,7 @@ def run_benchmark(options: BenchRun) -> None:
         bench_figures["calibration"] = calibrate.finish_calibration(
             options, spec, layout, kernel_calibration, figures_by_workload
         )
-    report.finish_report(options, bench_figures)
+    return bench_figures
 
 
 def build_bench_model(

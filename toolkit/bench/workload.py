@@ -7,7 +7,7 @@ tokens and pixels are random. Grids, windows, positions and packing are those of
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -81,18 +81,27 @@ def sample_groups(
 ) -> Iterator[list[TokenizedSample]]:
     """Yields groups of samples without end, as they are drawn. Each fills a row of ``seq_len`` tokens."""
     rng = random.Random(seed)
-    samples: list[TokenizedSample] = []
+
+    def draw_samples() -> Iterator[TokenizedSample]:
+        while True:
+            yield image_sample(spec, rng) if with_images else text_sample(spec, rng, seq_len)
+
+    return fill_rows(draw_samples(), seq_len)
+
+
+def fill_rows(samples: Iterable[TokenizedSample], seq_len: int) -> Iterator[list[TokenizedSample]]:
+    """Yields groups of consecutive samples. Each fills a row of ``seq_len`` tokens; longer ones go."""
+    row_samples: list[TokenizedSample] = []
     tokens_used = 0
-    while True:
-        sample = image_sample(spec, rng) if with_images else text_sample(spec, rng, seq_len)
+    for sample in samples:
         if tokens_used + len(sample) > seq_len:
-            if samples:
-                yield samples
-            samples = []
+            if row_samples:
+                yield row_samples
+            row_samples = []
             tokens_used = 0
             if len(sample) > seq_len:
                 continue
-        samples.append(sample)
+        row_samples.append(sample)
         tokens_used += len(sample)
 
 

@@ -7,6 +7,7 @@ motifs.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from .drawings import motif_drawings
 
@@ -129,10 +131,18 @@ def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
     }
 
 
+def random_crop(photograph: Image.Image, size: tuple[int, int], generator: random.Random) -> Image.Image:
+    """A random crop of at least half the photograph's width or height, scaled to ``size`` (width, height)."""
+    width, height = photograph.size
+    scale = min(width / size[0], height / size[1]) * generator.uniform(0.5, 1.0)
+    crop_width, crop_height = size[0] * scale, size[1] * scale
+    left, top = generator.uniform(0, width - crop_width), generator.uniform(0, height - crop_height)
+    box = (left, top, left + crop_width, top + crop_height)
+    return photograph.resize(size, Image.Resampling.BICUBIC, box=box)
+
+
 def _write_images(media_dir: Path, pictures: dict[str, Callable[[], NDArray[np.uint8]]]) -> dict[str, str]:
     """Writes the pictures, in different shapes with sides of at most 256 pixels. Maps names to file names."""
-    from PIL import Image
-
     files = {}
     for name, load_picture in pictures.items():
         picture = Image.fromarray(load_picture())

@@ -178,9 +178,13 @@ class BuiltCase:
         ).next_batch()
 
 
-def build_case(case: ParityCase, platform: Platform) -> BuiltCase:
-    """Builds the model of a case and loads its weights. Collective."""
-    config = case.config
+def build_case(case: ParityCase, platform: Platform, config: TrainConfig | None = None) -> BuiltCase:
+    """Builds the model of a case and loads its weights. Collective.
+
+    Args:
+        config: settings of the training in place of the case's own; their layout must be the case's.
+    """
+    config = config or case.config
     spec = read_spec(case.hf)
     layout = make_layout(
         spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled, case.cp

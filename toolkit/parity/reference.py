@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +28,39 @@ from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.hf_loading import load_hf_model
 
 
-def load_hf_for_training(
-    hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> torch.nn.Module:
+def load_hf_for_training(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """Loads the Hugging Face model with SDPA attention, in training mode (Qwen-VL has no dropout)."""
     return load_hf_model(hf_dir, dtype).to(device).train()
 
 
 def hf_inputs(
-    sample: TokenizedSample, spec: ModelSpec, pixel_norm: PixelNorm, device: str = "cpu"
+    samples: Sequence[TokenizedSample], spec: ModelSpec, pixel_norm: PixelNorm, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Returns the Hugging Face model's keyword arguments for one sample.
+    """Returns the Hugging Face model's keyword arguments for a batch, padded on the right.
 
     ``mm_token_type_ids`` is required: without it, transformers 5.17 silently uses plain positions. Samples
     with videos also need explicit positions, because transformers 5.3 to 5.23 lets text continue within a
     video, unlike the released models.
     """
-    input_ids = sample.token_ids[None]
+    token_ids: list[Tensor] = []
+    all_media: list[MediaItem] = []
+    for sample in samples:
+        token_ids.append(sample.token_ids)
+        all_media += sample.media_items
+
+    input_ids = _pad_on_right(token_ids)
     token_type_ids = (input_ids == spec.image_token_id).int() + 2 * (input_ids == spec.video_token_id).int()
     model_inputs: dict[str, Any] = {
         "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
+        "attention_mask": _pad_on_right(map(torch.ones_like, token_ids)),
         "mm_token_type_ids": token_type_ids,
     }
 
-    media_grids = [item.grid_thw for item in sample.media_items]
     for media_kind, pixels_key, grid_key in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        media_items = [item for item in sample.media_items if item.grid_thw.kind == media_kind]
+        media_items = [item for item in all_media if item.grid_thw.kind == media_kind]
         kind_grids = [item.grid_thw for item in media_items]
         if media_items:
             model_inputs[pixels_key] = torch.cat([hf_pixels(item, spec, pixel_norm) for item in media_items])
@@ -66,9 +69,23 @@ def hf_inputs(
                 grid_seconds = [grid.second_per_grid for grid in kind_grids]
                 model_inputs["second_per_grid_ts"] = torch.tensor(grid_seconds)
 
-    if any(grid.kind == "video" for grid in media_grids):
-        model_inputs["position_ids"] = mrope_positions(sample.token_ids, media_grids, spec)[:, None]
+    if any(item.grid_thw.kind == "video" for item in all_media):
+        model_inputs["position_ids"] = _batch_positions(samples, spec)
     return {name: value.to(device) for name, value in model_inputs.items()}
+
+
+def _batch_positions(samples: Sequence[TokenizedSample], spec: ModelSpec) -> Tensor:
+    """The released models' positions, int64 [3, sample, longest length]."""
+    sample_positions = []
+    for sample in samples:
+        media_grids = [item.grid_thw for item in sample.media_items]
+        sample_positions.append(mrope_positions(sample.token_ids, media_grids, spec).T)
+    return _pad_on_right(sample_positions).permute(2, 0, 1)
+
+
+def _pad_on_right(sequences: Iterable[Tensor]) -> Tensor:
+    """One tensor [sequence, longest length, ...], with zeros after the shorter sequences."""
+    return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
 
 
 def hf_pixels(media_item: MediaItem, spec: ModelSpec, pixel_norm: PixelNorm) -> Tensor:
@@ -114,28 +131,35 @@ def backward_mean_loss(
     spec: ModelSpec,
     pixel_norm: PixelNorm,
     inputs_by_sample: list[dict[str, Tensor]] | None = None,
+    batch_size: int = 1,
 ) -> float:
-    """Computes gradients of the mean loss over all loss tokens, sample by sample. Returns the loss.
+    """Computes gradients of the mean loss over all loss tokens, batch by batch. Returns the loss.
 
     Args:
-        inputs_by_sample: the model's keyword arguments for each sample, if a processor made them.
+        inputs_by_sample: the model's keyword arguments for each sample, if a processor made them. Batches
+            then have one sample.
+        batch_size: number of samples in a batch, which is padded.
     """
     device = str(next(model.parameters()).device)
     model.zero_grad(set_to_none=True)
     loss_token_count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     total_loss = 0.0
 
-    for sample_number, sample in enumerate(samples):
+    for first_sample in range(0, len(samples), batch_size):
+        batch = samples[first_sample : first_sample + batch_size]
         if inputs_by_sample:
-            processor_inputs = inputs_by_sample[sample_number]
+            processor_inputs = inputs_by_sample[first_sample]
             model_inputs = {name: tensor.to(device) for name, tensor in processor_inputs.items()}
         else:
-            model_inputs = hf_inputs(sample, spec, pixel_norm, device)
-        logits = model(**model_inputs, use_cache=False).logits[0, :-1].float()
-        token_losses = F.cross_entropy(logits, sample.token_ids[1:].to(device), reduction="none")
-        sample_loss = (token_losses * sample.loss_mask[1:].to(device)).sum()
-        (sample_loss / loss_token_count).backward()
-        total_loss += float(sample_loss)
+            model_inputs = hf_inputs(batch, spec, pixel_norm, device)
+
+        logits = model(**model_inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        labels = model_inputs["input_ids"][:, 1:].flatten()
+        loss_mask = _pad_on_right([sample.loss_mask for sample in batch])[:, 1:].flatten()
+        token_losses = F.cross_entropy(logits, labels, reduction="none")
+        batch_loss = (token_losses * loss_mask.to(device)).sum()
+        (batch_loss / loss_token_count).backward()
+        total_loss += float(batch_loss.detach())
 
     return total_loss / loss_token_count
 

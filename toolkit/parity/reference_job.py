@@ -167,7 +167,7 @@ def process_conversations(
         processor_output = dict(
             processor(text=[rendered_text], images=opened_pictures or None, return_tensors="pt")
         )
-        loader_output = hf_inputs(sample, spec, pixel_norm)
+        loader_output = hf_inputs([sample], spec, pixel_norm)
         if not torch.equal(processor_output["input_ids"], loader_output["input_ids"]):
             differing_samples.append(sample_number)
             # The losses must be of the same tokens. The caller reports the difference.

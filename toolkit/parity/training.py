@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vl.config import OptimizerConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.platform import Platform
@@ -26,7 +28,7 @@ from megatron_vl.spec.tensors import UNSHARDED, TensorInfo, tensor_table
 from megatron_vl.training.checkpoint import CheckpointSaver, read_run_metadata, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import OptimizerStateReader
-from megatron_vl.training.step import train_step
+from megatron_vl.training.step import StepResult, train_step
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 
@@ -62,12 +64,7 @@ def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
         step_batches.append(draw_samples(rows, built_case.spec, step_number, case.samples))
 
     step_results: list[dict[str, Any]] = []
-    for step_number, samples in enumerate(step_batches):
-        step_data = built_case.make_step_data(samples, platform, case.seq_len)
-        set_learning_rates(built_case.optimizer, built_case.config, step_number)
-        step_result = train_step(
-            built_case.ddp_chunks, built_case.optimizer, step_data.rows, built_case.grid, case.seq_len
-        )
+    for step_result in train_case(built_case, step_batches, platform):
         step_results.append(
             {"loss": step_result.loss, "grad_norm": step_result.grad_norm, "ok": step_result.is_updated}
         )
@@ -105,6 +102,25 @@ def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
         "steps": step_results,
         "state": worst_errors,
     }
+
+
+def train_case(
+    built_case: BuiltCase, step_batches: list[list[list[TokenizedSample]]], platform: Platform
+) -> list[StepResult]:
+    """Trains as the training loop does. Collective.
+
+    Args:
+        step_batches: for each step and row of the global batch, its samples.
+    """
+    seq_len = built_case.config.data.seq_len
+    step_results = []
+    for step_number, samples in enumerate(step_batches):
+        step_data = built_case.make_step_data(samples, platform, seq_len)
+        set_learning_rates(built_case.optimizer, built_case.config, step_number)
+        step_results.append(
+            train_step(built_case.ddp_chunks, built_case.optimizer, step_data.rows, built_case.grid, seq_len)
+        )
+    return step_results
 
 
 def worst_tensor(
@@ -220,42 +236,107 @@ def reference_training(
         (losses, gradient norms, canonical tensors by kind and name), as :func:`save_and_read_state` names the
         kinds.
     """
-    spec = read_spec(hf_dir)
-    pixel_norm = read_pixel_norm(hf_dir)
-    model = load_hf_for_training(hf_dir, device=device)
-    parameters_by_name = dict(model.named_parameters())
-    # As in the trainer, biases and norms do not decay.
-    matrices = [parameter for parameter in parameters_by_name.values() if parameter.dim() > 1]
-    vectors = [parameter for parameter in parameters_by_name.values() if parameter.dim() == 1]
-    parameter_groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": ADAM_CONFIG.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    adam_optimizer = torch.optim.AdamW(
-        parameter_groups, lr=ADAM_CONFIG.lr, betas=(ADAM_CONFIG.beta1, ADAM_CONFIG.beta2), eps=ADAM_CONFIG.eps
-    )
-
+    reference_trainer = ReferenceTrainer(hf_dir, ADAM_CONFIG, device=device)
     losses, gradient_norms = [], []
     for step_number, samples in enumerate(step_batches):
-        losses.append(backward_mean_loss(model, samples, spec, pixel_norm))
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                # In a step without pictures, torch skips the vision tower, while Megatron-core's optimizer
-                # continues with its moments.
-                parameter.grad = torch.zeros_like(parameter)
-        gradient_norms.append(
-            float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM_CONFIG.clip_grad))
-        )
-        for parameter_group in adam_optimizer.param_groups:
-            parameter_group["lr"] = ADAM_CONFIG.lr * min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
-        adam_optimizer.step()
+        learning_rate = ADAM_CONFIG.lr * min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
+        loss, gradient_norm = reference_trainer.train_step(samples, learning_rate)
+        losses.append(loss)
+        gradient_norms.append(gradient_norm)
 
-    trained_weights = {name: parameter.detach() for name, parameter in parameters_by_name.items()}
+    main_weights = reference_trainer.main_weights
+    trained_weights = {name: weight.detach() for name, weight in main_weights.items()}
     state_by_kind = {"weights": to_canonical(trained_weights, hf_dir)}
     state_by_kind["main"] = state_by_kind["weights"]
     for kind in ("exp_avg", "exp_avg_sq"):
         moments = {}
-        for name, parameter in parameters_by_name.items():
-            moments[name] = adam_optimizer.state[parameter][kind]
+        for name, weight in main_weights.items():
+            moments[name] = reference_trainer.adam_optimizer.state[weight][kind]
         state_by_kind[kind] = to_canonical(moments, hf_dir)
     return losses, gradient_norms, state_by_kind
+
+
+class ReferenceTrainer:
+    """Trains a checkpoint in ``transformers`` with torch's AdamW and gradient clipping.
+
+    AdamW works on float32 weights and gradients, as in the trainer. A model of another type has float32
+    copies of its weights, and its own weights are rounded from them after each step.
+
+    Args:
+        optimizer_config: clipping and AdamW's settings, without the schedule.
+        dtype: type of the model.
+        batch_size: number of samples in a forward pass.
+        attention: attention implementation of transformers.
+    """
+
+    def __init__(
+        self,
+        hf_dir: str | Path,
+        optimizer_config: OptimizerConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        batch_size: int = 1,
+        attention: str = "sdpa",
+    ) -> None:
+        self.spec = read_spec(hf_dir)
+        self.pixel_norm = read_pixel_norm(hf_dir)
+        self.batch_size = batch_size
+        self.max_gradient_norm = optimizer_config.clip_grad or math.inf
+        self.model = load_hf_for_training(hf_dir, dtype, device)
+        self.model.set_attn_implementation(attention)
+
+        self.main_weights: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            self.main_weights[name] = parameter
+            if parameter.dtype != torch.float32:
+                self.main_weights[name] = parameter.detach().float()
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.main_weights[name]))
+        self.adam_optimizer = self._build_optimizer(optimizer_config)
+
+    def _build_optimizer(self, optimizer_config: OptimizerConfig) -> torch.optim.AdamW:
+        # As in the trainer, biases and norms do not decay.
+        matrices = [weight for weight in self.main_weights.values() if weight.dim() > 1]
+        vectors = [weight for weight in self.main_weights.values() if weight.dim() == 1]
+        weight_groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": optimizer_config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            weight_groups,
+            lr=optimizer_config.lr,
+            betas=(optimizer_config.beta1, optimizer_config.beta2),
+            eps=optimizer_config.eps,
+            # One kernel, where float32 copies take much memory.
+            fused=self.model.dtype != torch.float32 or None,
+        )
+
+    def train_step(self, samples: list[TokenizedSample], learning_rate: float) -> tuple[float, float]:
+        """Trains on one global batch. Returns (its mean loss over loss tokens, the gradient norm)."""
+        self.adam_optimizer.zero_grad(set_to_none=True)
+        loss = backward_mean_loss(self.model, samples, self.spec, self.pixel_norm, batch_size=self.batch_size)
+        for weight in self.main_weights.values():
+            if weight.grad is None:
+                # In a step without pictures, torch skips the vision tower, while Megatron-core's optimizer
+                # continues with its moments.
+                weight.grad = torch.zeros_like(weight)
+
+        gradient_norm = torch.nn.utils.clip_grad_norm_(self.main_weights.values(), self.max_gradient_norm)
+        for weight_group in self.adam_optimizer.param_groups:
+            weight_group["lr"] = learning_rate
+        self.adam_optimizer.step()
+
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.main_weights[name])
+        return loss, float(gradient_norm)
+
+
+def _move_gradient(main_weight: Tensor, parameter: Tensor) -> None:
+    """Adds a parameter's gradient to the one of its float32 copy, and frees it."""
+    assert parameter.grad is not None
+    if main_weight.grad is None:
+        main_weight.grad = parameter.grad.float()
+    else:
+        main_weight.grad += parameter.grad
+    parameter.grad = None

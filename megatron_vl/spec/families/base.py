@@ -10,6 +10,7 @@ in transformers (5.17 to 5.23), so that a folder describes the same model there 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass, field
 from functools import partial
@@ -234,7 +235,7 @@ class ModelSpec:
     def replace_layers(
         self, *, num_vision_layers: int | None = None, num_language_layers: int | None = None
     ) -> ModelSpec:
-        """A copy with other layer counts, for benchmarks and tests.
+        """A copy with other layer counts and the HF config that describes it, for benchmarks and tests.
 
         DeepStack keeps the levels that still have a layer on both sides.
         """
@@ -261,7 +262,28 @@ class ModelSpec:
         vision = dataclasses.replace(
             vision, num_layers=num_layers, deepstack_layers=deepstack_layers[: language.num_layers]
         )
-        return dataclasses.replace(self, vision=vision, language=language)
+        hf_config = _config_with_layers(self.hf_config, vision, language)
+        return dataclasses.replace(self, vision=vision, language=language, hf_config=hf_config)
+
+
+def _config_with_layers(
+    config: dict[str, Any], vision_spec: VisionSpec, language_spec: LanguageSpec
+) -> dict[str, Any]:
+    """A copy of an HF config with the layers of the specs; empty if ``config`` is."""
+    if not config:
+        return {}
+    config = copy.deepcopy(config)
+    text_fields = text_config(config)
+    text_fields["num_hidden_layers"] = language_spec.num_layers
+    if text_fields.get("layer_types"):
+        text_fields["layer_types"] = text_fields["layer_types"][: language_spec.num_layers]
+
+    vision_fields = config["vision_config"]
+    vision_fields["depth"] = vision_spec.num_layers
+    if vision_spec.position_table_side:
+        # From Qwen3-VL on, a missing field means layers 8, 16 and 24, which the tower may not have.
+        vision_fields["deepstack_visual_indexes"] = list(vision_spec.deepstack_layers)
+    return config
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
     samples = [make_sample(kind, spec, seed=i) for i, kind in enumerate(KINDS)]
     loss_tokens, tokens = sum(int(s.loss_mask[1:].sum()) for s in samples), sum(len(s) for s in samples)
     for sample in samples:
-        out = model(**hf_inputs(sample, spec, norm), use_cache=False, output_router_logits=True)
+        out = model(**hf_inputs([sample], spec, norm), use_cache=False, output_router_logits=True)
         losses = F.cross_entropy(out.logits[0, :-1].float(), sample.token_ids[1:], reduction="none")
         loss = (losses * sample.loss_mask[1:]).sum() / loss_tokens
         tail = SEQ_LEN - len(sample)

@@ -1,0 +1,149 @@
+"""A card's two sides learn the same, what differs shows, and its page shows the figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from mkdocs.config import load_config
+from mkdocs.structure.files import File
+from mkdocs.structure.pages import Page
+
+from megatron_vl.spec.families import read_spec
+from tests.docs_site import docs_hooks
+from tests.support.ranks import call
+from tests.toolkit.programs import card_losses
+from toolkit.card.options import DISTINCT_ROWS, TIMED_ROWS, TIMED_STEPS, CardOptions
+from toolkit.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 4
+LR = 1e-3
+
+
+@pytest.fixture(scope="module")
+def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
+    """The card of a model with fewer layers than its config, written by the command."""
+    folder = tmp_path_factory.mktemp("card")
+    words = [
+        "card",
+        "--hf",
+        str(tiny_checkpoint("qwen3_vl")),
+        "--language-layers",
+        "3",
+        "--vision-layers",
+        "2",
+    ]
+    words += ["--platform", "cpu", "--seq-len", "512", "--steps", str(STEPS), "--lr", str(LR)]
+    words += ["--out", str(folder / "card.json"), "--picture", str(folder / "losses.svg")]
+    assert call(main, argv=words) == 0
+    return folder / "card.json"
+
+
+@pytest.mark.ranks
+def test_the_card_has_what_was_measured(card_file: Path) -> None:
+    card = json.loads(card_file.read_text())
+    model = card["model"]
+    assert (model["language_layers"], model["config_language_layers"]) == (3, 4)
+    assert (model["vision_layers"], model["config_vision_layers"]) == (2, 4)
+
+    speed, predicted = card["speed"], card["predicted"]
+    assert speed["work"]["rows"] == TIMED_ROWS * TIMED_STEPS and speed["tokens_per_s_per_gpu"] > 0
+    assert speed["step_s"] / predicted["step_s"] - 1 == pytest.approx(predicted["step_error"])
+    assert TIMED_ROWS * TIMED_STEPS % DISTINCT_ROWS == 0  # each row is timed equally often
+
+    curve = card["curve"]
+    assert curve["dtype"] == "float32" and curve["optimizer"]["lr"] == LR
+    ours, theirs, eager = (
+        curve["losses"][name] for name in ("megatron-vl", "transformers", "transformers, eager")
+    )
+    assert len(ours) == STEPS and ours[-1] < ours[0] - 0.05
+    assert ours == pytest.approx(theirs, abs=5e-6) and eager == pytest.approx(theirs, abs=5e-6)
+    gap = curve["gaps"]["megatron-vl"]
+    assert gap["largest"] == max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    assert card["source"]["commit"] and card["machine"]["attention"]["language"] == "sdpa"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.full)])
+def test_another_learning_rate_shows(family: str, tiny_checkpoint, tmp_path) -> None:
+    """Of bf16 as well, where the gap has the size of the one between two kernels."""
+    for dtype, limit in (("float32", 5e-6), ("bfloat16", 5e-3)):
+        run = {"hf": str(tiny_checkpoint(family)), "folder": str(tmp_path / dtype), "dtype": dtype}
+        gaps = call(card_losses, **run, steps=STEPS, lr=LR)
+        assert 0 < gaps["same"]["largest"] < limit < 10 * limit < gaps["other rate"]["largest"]
+        assert gaps["same"]["largest"] < 5 * gaps["eager"]["largest"]
+
+
+# --- The page -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
+    card = json.loads(card_file.read_text())
+    for name in ("qwen3_vl", "qwen3_vl-small", "qwen3_vl_moe"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(card | {"date": f"day of {name}"}))
+    hooks = docs_hooks()
+    monkeypatch.setattr(hooks, "CARDS", tmp_path)
+    text = site_page("qwen3_vl")
+    assert (
+        "day of qwen3_vl by" in text
+        and "day of qwen3_vl-small by" in text
+        and "day of qwen3_vl_moe" not in text
+    )
+    assert "| ms a step | " in text and f"{card['curve']['gaps']['megatron-vl']['mean']:.1e}" in text
+    assert "3 of\n4 decoder layers, 2 of 4 vision layers" in text
+
+    picture = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
+    namespace = "{http://www.w3.org/2000/svg}"
+    lines = ElementTree.fromstring(picture).findall(f"{namespace}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [STEPS] * 5
+    assert "\n\n" not in picture  # a blank line ends Markdown's block of HTML
+    assert card_file.with_name("losses.svg").read_text().strip() == picture
+
+
+def test_a_page_without_a_card_stays_as_it_is(tmp_path, monkeypatch) -> None:
+    hooks = docs_hooks()
+    monkeypatch.setattr(hooks, "CARDS", tmp_path)
+    written = (ROOT / "docs" / "families" / "qwen2_vl.md").read_text()
+    assert site_page("qwen2_vl") == hooks.lists_indented(written)
+
+
+def site_page(name: str) -> str:
+    """The Markdown of a family's page as the site has it."""
+    address = f"families/{name}.md"
+    file = File(address, "docs", "site", use_directory_urls=False)
+    page: Any = Page(None, file, load_config(str(ROOT / "mkdocs.yml")))
+    return docs_hooks().on_page_markdown((ROOT / "docs" / address).read_text(), page=page)
+
+
+# --- Options ------------------------------------------------------------------------------------------------
+
+
+def test_wrong_options_are_refused(capsys, tmp_path) -> None:
+    out = str(tmp_path / "card.json")
+    assert main(["card", "--hf", "nowhere", "--out", out]) == 1
+    assert main(["card", "--hf", "tests/hf_configs", "--platform", "cpu", "--out", out]) == 1
+    assert main(["card", "--hf", "pyproject.toml", "--out", out, "--picture", "losses.png"]) == 2
+    errors = capsys.readouterr().err
+    assert "nowhere" in errors and "holds no config.json" in errors and "must end in .svg" in errors
+
+
+@pytest.mark.parametrize("hf", ["a/Qwen2.5-VL-7B", "a/Qwen2.5-VL-7B.json", "Qwen2.5-VL-7B/config.json"])
+def test_a_card_names_its_model(hf: str) -> None:
+    assert CardOptions(hf=hf, out=Path("card.json")).model_name == "Qwen2.5-VL-7B"
+
+
+@pytest.mark.parametrize("name", ["Qwen2-VL-2B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5-35B-A3B"])
+def test_a_config_with_fewer_layers_describes_the_model(name: str) -> None:
+    spec = read_spec(ROOT / "tests" / "hf_configs" / f"{name}.json")
+    fewer = spec.replace_layers(num_language_layers=5, num_vision_layers=10)
+    assert read_spec(fewer.hf_config) == fewer and fewer.language.num_layers == 5
+    assert read_spec(spec.hf_config) == spec, "the config itself has changed"
+    without_config = dataclasses.replace(spec, hf_config={})
+    assert without_config.replace_layers(num_vision_layers=1).hf_config == {}

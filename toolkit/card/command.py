@@ -1,0 +1,30 @@
+"""``megatron-vl card``: measures a model beside its prediction and beside ``transformers``."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from toolkit.bench.command import ALLOCATOR_VARIABLES
+from toolkit.platform_choice import choose_platform
+
+from .options import CardOptions
+from .page import loss_picture
+
+
+def card(options: CardOptions) -> int:
+    """Measures in this process, writes the card and prints its main figures. Returns the exit code."""
+    # Before torch is imported.
+    for name, value in (ALLOCATOR_VARIABLES | {"TOKENIZERS_PARALLELISM": "false"}).items():
+        os.environ.setdefault(name, value)
+    bench_run = options.bench_run(choose_platform(options.platform))
+
+    from .measure import make_card, summary_lines
+
+    model_card = make_card(options, bench_run)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(model_card, indent=1) + "\n")
+    if options.picture:
+        options.picture.write_text(loss_picture(model_card["curve"]) + "\n")
+    print("\n".join([*summary_lines(model_card), f"written: {options.out}"]))
+    return 0
