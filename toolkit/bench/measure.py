@@ -163,29 +163,23 @@ def measure_workload(
     # Kernels are compiled and memory is allocated in the first steps, which are not timed.
     for _ in range(bench_run.warm_up):
         run_one_step(bench_model, batch_broadcast)
-    if chunked_optimizer := chunked_state(bench_model.optimizer):
-        # The buffers of copies that are still under way would count as allocated.
-        chunked_optimizer.wait_for_host_state()
-    steady_bytes = allocated_bytes(platform)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
+    # A step reads its loss and gradient norm, equal on all ranks, and then launches its update. So the time
+    # between two returns has exactly one update in it, and copies of offloaded state that go on beside passes
+    # are hidden as in training. Nothing waits for the device here: that would take them out of hiding.
     step_end_times = []
     step_result = None
     fed_steps: list[StepBatch] = []
-    dist.barrier()
-    platform.synchronize()
     start_time = time.perf_counter()
     for _ in range(bench_run.timed):
         step_result, step_data = run_one_step(bench_model, batch_broadcast)
-        # The step has read its loss from the device, so the clock read after it includes all of the step.
         step_end_times.append(time.perf_counter())
         fed_steps.append(dataclasses.replace(step_data, rows=[]))  # the rows' memory is freed
 
-    platform.synchronize()
-    step_end_times[-1] = time.perf_counter()
-
-    # FLOPs are counted after the clock has stopped.
+    # Memory and FLOPs are counted after the clock has stopped.
+    measured_memory = memory_figures(bench_model)
     work_counts = report.WorkCounts()
     data_wait_seconds = 0.0
     if bench_model.grid.owns_loader:
@@ -201,7 +195,7 @@ def measure_workload(
     ) | {
         "loss": step_result.loss,
         "data_wait_s": max(report.gather_to_all(data_wait_seconds)) / bench_run.timed,
-        "memory": memory_figures(bench_model, steady_bytes),
+        "memory": measured_memory,
     }
 
     if bench_run.part_steps:
@@ -275,17 +269,19 @@ def make_loader(bench_model: BenchModel, workload: str, micro_batches: int) -> I
     return itertools.cycle([pin_row(row) for row in itertools.islice(drawn_rows, row_count)])
 
 
-def memory_figures(bench_model: BenchModel, steady_bytes: int) -> dict[str, Any]:
-    """GiB of each part on the rank with the highest peak.
-
-    Args:
-        steady_bytes: bytes that stay allocated between steps: weights, gradients and optimizer.
-    """
+def memory_figures(bench_model: BenchModel) -> dict[str, Any]:
+    """GiB of each part on the rank with the highest peak. Waits for copies of offloaded state. Collective."""
     local_memory: dict[str, Any] = {"peak_gib": bench_model.platform.peak_memory_gib()}
     if bench_model.platform.name == "cuda":
+        if chunked_optimizer := chunked_state(bench_model.optimizer):
+            # The buffers of copies that are still under way would count as allocated.
+            chunked_optimizer.wait_for_host_state()
+
+        # What stays allocated between steps: weights, gradients and optimizer.
+        steady_gib = allocated_bytes(bench_model.platform) / GIB
         local_memory |= {f"{part}_gib": size for part, size in bench_model.memory_gib.items()}
-        local_memory["optimizer_gib"] = steady_bytes / GIB - sum(bench_model.memory_gib.values())
-        local_memory["activations_gib"] = local_memory["peak_gib"] - steady_bytes / GIB
+        local_memory["optimizer_gib"] = steady_gib - sum(bench_model.memory_gib.values())
+        local_memory["activations_gib"] = local_memory["peak_gib"] - steady_gib
         local_memory["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
 
     memory_by_rank = report.gather_to_all(local_memory)

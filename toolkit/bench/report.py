@@ -264,7 +264,8 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
     text_lines = [
         f"  {workload_name}: {workload_figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, "
         f"{workload_figures['images_per_s']:.1f} images/s, "
-        f"{speed_text}, {workload_figures['step_s'] * 1e3:.0f} ms per step, "
+        f"{speed_text}, {workload_figures['step_s'] * 1e3:.0f} ms per step "
+        f"({workload_figures['step_s_min'] * 1e3:.0f} to {workload_figures['step_s_max'] * 1e3:.0f}), "
         f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
     ]
 
