@@ -7,7 +7,7 @@ size must be read or written; their sum over the time is the bandwidth. ``--tune
 of our norm.
 
 - Norms, and the sum with the residual connection in the backward pass: Transformer Engine's and ours.
-- GELU: torch's and ours, and in the epilogue of the products (cuBLASLt).
+- GELU: torch's, and in the epilogue of the products (cuBLASLt).
 - Linears without a bias, with one in the product's epilogue, and with one that kernels of their own add.
 """
 
@@ -20,14 +20,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
-from megatron.core.activations import quick_gelu as core_quick_gelu
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
 from timing import device_milliseconds
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 
 from megatron_vl.kernels import residual_norm as norm_kernels
-from megatron_vl.kernels.gelu import gelu_tanh, quick_gelu
 from megatron_vl.kernels.residual_norm import residual_norm
 
 PATCHES = 17_724
@@ -125,10 +123,8 @@ def tune(rows: int, width: int, is_layer_norm: bool) -> None:
         report(f"{rows} x {width}, backward, {launch}", ms, x.numel(), 4)
 
 
-def activations(width: int, functions: dict[str, Callable[[Tensor], Tensor]]) -> None:
-    x, grad = random(PATCHES, 1, width).requires_grad_(), random(PATCHES, 1, width)
-    for name, function in functions.items():
-        report_both(name, lambda f=function: (f(x),), [x], (grad,), forward_passes=2, backward_passes=3)
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 def epilogues(width: int, ffn_width: int) -> None:
@@ -162,9 +158,9 @@ def epilogues(width: int, ffn_width: int) -> None:
     print(f"GELU in the epilogue differs by {error:.1e}")
     name = f"{width} to {ffn_width}"
     report(f"product {name} alone", device_milliseconds(lambda: general_gemm(first, x, bias=bias, **common)))
-    report(f"product {name}, then our GELU", device_milliseconds(separate))
+    report(f"product {name}, then GELU", device_milliseconds(separate))
     report(f"product {name} with GELU in the epilogue", device_milliseconds(fused))
-    report(f"gradient {name}, then our GELU's", device_milliseconds(separate_grad))
+    report(f"gradient {name}, then GELU's", device_milliseconds(separate_grad))
     report(f"gradient {name} with GELU's in the epilogue", device_milliseconds(fused_grad))
 
 
@@ -191,8 +187,6 @@ if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__)
     for case in NORMS:
         norms(*case)
-    activations(4304, {"GELU, torch's": lambda x: F.gelu(x, approximate="tanh"), "GELU, ours": gelu_tanh})
-    activations(5120, {"quick-GELU, core's": core_quick_gelu, "quick-GELU, ours": quick_gelu})
     for widths in ((1152, 1152), (4304, 1152), (1152, 3456), (1280, 1280), (3456, 1280), (1280, 6912)):
         linears(PATCHES, *widths)
     linears(8192, 3584, 4608)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -22,7 +23,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from megatron_vl.kernels.gelu import gelu_tanh, quick_gelu
 from megatron_vl.models.attention import PackedAttention
 from megatron_vl.models.deepstack import DeepStackLayer
 from megatron_vl.models.fused_layers import FusedMLP, ResidualNorm, TowerSelfAttention, linear_with_bias
@@ -34,7 +34,7 @@ from megatron_vl.spec.families import LinearAttentionSpec
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "quick_gelu": quick_gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 
 

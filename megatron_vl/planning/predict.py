@@ -270,7 +270,7 @@ def seconds_outside_pipeline(
         longest_seconds = max(
             longest_seconds,
             _exposed_collective_seconds(step_costs, parameter_counts.trained_count, chunks)
-            + step_costs.optimizer_seconds(parameter_counts),
+            + step_costs.optimizer_seconds(parameter_counts, sum(chunks, PassTime())),
         )
     micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
     return longest_seconds + tower_and_step_overhead(step_costs, micro_batches)
@@ -294,7 +294,7 @@ def _plan_stage(step_costs: StepCosts, stage_memory: StageMemory, pipeline_stage
         stage_memory,
         chunks,
         _exposed_collective_seconds(step_costs, parameter_counts.trained_count, chunks),
-        step_costs.optimizer_seconds(parameter_counts),
+        step_costs.optimizer_seconds(parameter_counts, sum(chunks, PassTime())),
     )
 
 
