@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     join_fake_group(ranks)
 
     from megatron_vl.parallel.process_grid import make_grid
-    from megatron_vl.planning.memory import GIB, stage_memories
+    from megatron_vl.planning.memory import stage_memories
     from megatron_vl.planning.row_statistics import make_assumed_rows
     from toolkit.bench.measure import build_bench_model, measure_workload
 
@@ -69,11 +69,8 @@ def main(argv: list[str]) -> None:
     model = build_bench_model(options, spec, platform, grid, layout)
     rows = make_assumed_rows(spec, config.data.seq_len)
     [estimate] = stage_memories(config, spec, layout, grid.dp, patch_count=int(rows.mean_patches))
-    logits = 4 * rows.head_tokens(config.data.seq_len, layout.cp) * spec.language.vocab_size / layout.tp
     print(f"rank 0 of {ranks}: {layout}")
-    print(f"estimate for rows of pictures in GiB, with logits of every token: {estimate.as_json()}")
-    without_logits = (estimate.total_bytes - estimate.logits) / GIB
-    print(f"{without_logits:.1f} GiB if logits (here {logits / GIB:.1f}) take less than a recomputed layer")
+    print(f"estimate for rows of pictures in GiB, with logits of all tokens: {estimate.as_json()}")
 
     for workload in options.workloads:
         micro_batches = config.global_batch_size // grid.dp

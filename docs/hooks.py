@@ -217,8 +217,10 @@ def long_row_layouts() -> str:
     for model in LONG_ROW_MODELS:
         spec = read_spec(ROOT / "tests" / "hf_configs" / f"{model}.json")
         parts.append(f"## {model}\n")
-        parts.append("| tokens of a row | TP | CP | recompute | GiB a GPU | MFU | tokens/s a GPU |")
-        parts.append("|---|---|---|---|---|---|---|")
+        parts.append(
+            "| tokens of a row | TP | CP | recompute | GiB a GPU | GiB on the host | MFU | tokens/s a GPU |"
+        )
+        parts.append("|---|---|---|---|---|---|---|---|")
         parts += [long_row_line(spec, seq_len) for seq_len in LONG_ROW_LENGTHS]
         parts.append("")
     return "\n".join(parts)
@@ -233,13 +235,15 @@ def long_row_line(spec: ModelSpec, seq_len: int) -> str:
         layout = smallest.layout
         return (
             f"| {seq_len:,} | | | none fits; the smallest is TP {layout.tp}, CP {layout.cp}, {recompute}"
-            f" | {smallest.peak_gib:.0f} | | |"
+            f" | {smallest.peak_gib:.0f} | | | |"
         )
 
     recompute, fastest = max(fitting, key=lambda each: each[1].tokens_per_second)
+    host_bytes = LONG_ROW_GPUS * max(stage.stage_memory.host_input_bytes for stage in fastest.stage_plans)
     return (
         f"| {seq_len:,} | {fastest.layout.tp} | {fastest.layout.cp} | {recompute} | {fastest.peak_gib:.0f}"
-        f" | {100 * fastest.mfu:.1f} % | {fastest.tokens_per_second / LONG_ROW_GPUS:,.0f} |"
+        f" | {host_bytes / 2**30:.0f} | {100 * fastest.mfu:.1f} %"
+        f" | {fastest.tokens_per_second / LONG_ROW_GPUS:,.0f} |"
     )
 
 

@@ -189,7 +189,7 @@ def test_a_layout_of_long_rows_is_predicted_as_by_the_command(capsys: pytest.Cap
     hooks = docs_hooks()
     config = ROOT / "tests" / "hf_configs" / "Qwen3-VL-8B-Instruct.json"
     line = hooks.long_row_line(hooks.read_spec(config), 262_144)
-    _, length, tp, cp, recompute, gib, mfu, tokens, _ = (cell.strip() for cell in line.split("|"))
+    _, length, tp, cp, recompute, gib, _, mfu, tokens, _ = (cell.strip() for cell in line.split("|"))
     assert (length, tp, cp, recompute) == ("262,144", "1", "2", "full, inputs in host memory")
 
     words = ["plan", "--hf", str(config), "--gpus", "8", "--json", "--dtype", "bfloat16"]

@@ -165,10 +165,11 @@ def _check_model_parts(config: TrainConfig) -> None:
             f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid:"
             f" {', '.join(RECOMPUTE_MODULES)}"
         )
-    if config.recompute.offload_inputs and "full" not in (config.recompute.language, config.recompute.vision):
+    tower_is_recomputed = config.recompute.vision == "full" and not config.model.freeze_vision
+    if config.recompute.offload_inputs and config.recompute.language != "full" and not tower_is_recomputed:
         raise RunConfigError(
             "recompute.offload_inputs moves the inputs of layers under full recompute; set recompute.language"
-            " or recompute.vision to full"
+            " to full, or recompute.vision if the tower is trained"
         )
 
     min_pixels, max_pixels = config.data.min_pixels, config.data.max_pixels

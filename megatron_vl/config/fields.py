@@ -169,12 +169,15 @@ class RecomputeConfig:
     """Language model: none, selective (what language_modules lists) or full (every layer)."""
     language_modules: list[str] = option(["core_attn"])
     """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP: costs
-    almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine)."""
+    almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine, and does
+    nothing in dense layers with FP8 or parallel.tp_comm_overlap)."""
     vision: Literal["none", "activation", "full"] = "none"
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
     offload_inputs: bool = False
     """Keep the inputs of layers under full recompute in pinned host memory, from where they return one layer
-    ahead of the backward pass. It saves 2 x tokens x hidden size bytes of GPU memory for each layer."""
+    ahead of the backward pass. For each layer and each row in flight, 2 x tokens x hidden size bytes move
+    from the GPU to the host. Numbers stay the same, so a run may resume with or without it. On CPU it saves
+    nothing."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ DELTA_RULE_RATE_SHARE = 0.12
 """Share of attention's rate that the delta rule's small products reach. With our kernels, 8192 tokens of 32
 heads of 128 took 0.79 ms forward on an H200."""
 HIDING_PASS_SHARE = 0.8
-"""Share of a forward pass that hides copies of offloaded state. Its last layer waits for them, and the loss
-follows. Four measured ratios of steps with and without offload differ by at most 2 % from this."""
+"""Share of a forward pass that hides copies of offloaded state: the rest needs its peak of memory. Four
+measured ratios of steps with and without offload differ by at most 2 % from this."""
 BF16_MOMENTS_FACTOR = 0.57
 """Time of an update on the GPU with moments in bf16, relative to fp32. On an H200, our kernel takes 4.7 ms
 for 10^9 parameters, and Transformer Engine's 8.3 ms."""
@@ -481,6 +481,7 @@ class StepCosts:
             self.bytes_per_element * self.seq_len * language_spec.hidden_size, tensor_parallel_size
         )
         forward_seconds = matmul_seconds + loss / 3
+        # More tokens are computed in chunks, each again in the backward pass.
         repeated_seconds = forward_seconds if tokens > LOSS_CHUNK_TOKENS else 0.0
         return PassTime(
             forward_seconds + gather_seconds,
@@ -658,9 +659,9 @@ class StepCosts:
     def optimizer_seconds(self, parameter_counts: ParameterCounts, passes: PassTime) -> float:
         """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.
 
-        Offloaded state is copied to the GPU and back at the same time, which takes longer than the kernel.
-        Copies back begin when the gradient norm is known. They hide behind the next forward pass until it
-        needs its peak of memory. Copies to the GPU have the last backward pass, which is longer.
+        Offloaded state is copied to the GPU and back at the same time; the longer one of copies and kernel
+        counts. Copies back begin when the gradient norm is known, and hide behind the next forward pass until
+        it needs its peak of memory. Copies to the GPU hide behind the last backward pass, which is longer.
 
         Args:
             passes: time of this GPU's layers for one micro-batch.
@@ -678,7 +679,7 @@ class StepCosts:
         _, host_state_bytes = optimizer_state_bytes(self.config)
         copied_bytes = offloaded_count * host_state_bytes
         copy_seconds = copied_bytes / (calibration.host_copy_gb_s * 1e9)
-        # A tower on every rank runs before the first layer, so nothing hides behind it.
+        # A tower on every rank runs in the memory in which copies would wait.
         hiding_seconds = 0.0 if self.layout.decoupled else HIDING_PASS_SHARE * passes.forward
         kernel_seconds = offloaded_count * picoseconds_per_parameter * 1e-12
         copy_seconds = max(copy_seconds - hiding_seconds, kernel_seconds)

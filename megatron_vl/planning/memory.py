@@ -23,12 +23,12 @@ FFN width ``f`` keeps these elements:
   without an adapter reads. Each adapter: the rank of its factors, and with dropout its input and a mask.
 
 The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
-the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
-in a row that consists of answers only, up to the number that a rank computes at once, but not beside a layer
-that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped collectives are not
-modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and memory that the
-allocator cannot use are not counted; :data:`RESERVE_GIB` leaves room for them. ``docs/log/memory.md``
-compares the formula with measurements.
+the logits twice, because Transformer Engine's cross entropy copies them. They are counted for every token, as
+in a row that consists of answers only, up to the number that a rank computes at once. They are not counted
+beside a layer that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped
+collectives are not modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and
+memory that the allocator cannot use are not counted; :data:`RESERVE_GIB` leaves room for them.
+``docs/log/memory.md`` compares the formula with measurements.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _check_input_memory(
         raise RunConfigError(
             f"recompute.offload_inputs needs {node_ranks * needed_gib:.1f} GiB of host memory for"
             f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
-            " set it to false, raise parallel.cp or parallel.tp, or start fewer ranks per node"
+            " set it to false, lower data.seq_len, raise parallel.cp, or start fewer ranks per node"
         )
     return needed_gib
 

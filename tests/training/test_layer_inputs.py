@@ -53,5 +53,5 @@ def test_inputs_leave_the_device_and_host_memory_is_reused(tmp_path: Path) -> No
 
 
 def test_without_full_recompute_there_is_no_input_to_move() -> None:
-    with pytest.raises(RunConfigError, match=r"set recompute.language or recompute.vision to full"):
+    with pytest.raises(RunConfigError, match=r"set recompute.language to full, or recompute.vision"):
         validate_config(TrainConfig(recompute=RecomputeConfig(offload_inputs=True)), 1)

@@ -18,11 +18,12 @@ def card(options: CardOptions) -> int:
     for name, value in (ALLOCATOR_VARIABLES | {"TOKENIZERS_PARALLELISM": "false"}).items():
         os.environ.setdefault(name, value)
     bench_run = options.bench_run(choose_platform(options.platform))
+    for path in filter(None, (options.out, options.picture)):
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     from .measure import make_card, summary_lines
 
     model_card = make_card(options, bench_run)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(model_card, indent=1) + "\n")
     if options.picture:
         options.picture.write_text(loss_picture(model_card["curve"]) + "\n")

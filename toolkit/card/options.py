@@ -14,8 +14,9 @@ from toolkit.options import CommandOptions, option
 TIMED_ROWS = 4
 """Rows in a timed step."""
 TIMED_STEPS = 8
+"""Number of timed steps."""
 DISTINCT_ROWS = 16
-"""Number of rows that are timed in turn, each equally often. A prediction is for as many."""
+"""Number of rows that are timed in turn, each equally often. The prediction is for the same rows."""
 
 
 @dataclass(kw_only=True)

@@ -125,8 +125,8 @@ class LayerInputOffload:
             except RuntimeError as error:
                 allocated_gib = self.num_pieces * PIECE_BYTES / 2**30
                 raise MemoryError(
-                    f"more than {allocated_gib:.1f} GiB of host memory could not be pinned for"
-                    f" recompute.offload_inputs: {error}"
+                    f"host memory could not be pinned for recompute.offload_inputs, after {allocated_gib:.1f}"
+                    f" GiB; set it to false: {error}"
                 ) from error
 
 
