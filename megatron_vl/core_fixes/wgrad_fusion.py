@@ -52,7 +52,8 @@ class WeightGradientProducts:
             output_grads: [N, out].
             main_grad: [out, in], float32 or bfloat16.
         """
-        if not main_grad.is_cuda:
+        if inputs.dtype == main_grad.dtype or not main_grad.is_cuda:
+            # In float32, Transformer Engine would multiply in TF32.
             main_grad.add_(output_grads.t().matmul(inputs))
             return
 

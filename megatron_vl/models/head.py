@@ -95,20 +95,19 @@ class _ChunkedLosses(torch.autograd.Function):
             ctx.weight.grad_added_to_main_grad = True
 
         state_grads: list[Any] = []
-        weight_grad = None
         chunk_loss_grads = loss_grads.split(LOSS_CHUNK_TOKENS, 1)
         for (chunk_states, _, chunk_labels), chunk_grads in zip(
             _chunks(states, weight, labels), chunk_loss_grads, strict=True
         ):
+            weight.grad = None  # a placeholder, as large as the weight
             chunk_states = chunk_states.detach().requires_grad_()
             with torch.enable_grad():
                 chunk_losses = ctx.compute_losses(chunk_states, weight, chunk_labels)
             torch.autograd.backward(chunk_losses, chunk_grads)
 
             state_grads.append(chunk_states.grad)
-            weight_grad, weight.grad = weight.grad, None  # nobody reads it: its numbers are in main_grad
 
-        return torch.cat(state_grads), weight_grad, None, None
+        return torch.cat(state_grads), weight.grad, None, None
 
 
 def _chunks(states: Tensor, weight: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -146,6 +146,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
         },
         {"name": "PP2 x VPP2", "pp": 2, "vpp": 2, "steps": [ROWS]},
         {
+            "name": "PP2 x VPP2, full recompute, inputs in host memory",
+            "pp": 2,
+            "vpp": 2,
+            "recompute": {"language": "full", "vision": "full", "offload_inputs": True},
+            "steps": [ROWS],
+        },
+        {
             "name": "EP2, experts, overlap",
             "family": "qwen3_vl_moe",
             "ep": 2,

@@ -55,11 +55,10 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
     row = _row(trainer, "image", "text")
     found = []
     for index, head.LOSS_CHUNK_TOKENS in ((row.loss_index, 8192), (row.loss_index, 50), (None, 8192)):
-        chunk.zero_grad(set_to_none=True)
-        for parameter in chunk.parameters():
-            parameter.main_grad.zero_()
+        trainer.wrapped[0].zero_grad_buffer()
         losses = chunk(dataclasses.replace(row, loss_index=index))
         token_loss(row, losses)[0].backward()
+        trainer.wrapped[0].finish_grad_sync()
         found.append((losses.detach(), {name: p.main_grad.clone() for name, p in chunk.named_parameters()}))
 
     (some, ours), (chunked_losses, chunked), (all_losses, whole) = found
@@ -148,14 +147,22 @@ def steps_with_residual_norms(hf: str) -> dict[str, list[float]]:
             results += [result.loss, result.grad_norm]
         return results
 
+    norm_calls: list[float] = []
+
+    class CountedNorm(ResidualNorm):
+        def forward(self, x: torch.Tensor) -> Any:
+            norm_calls.append(1.0)
+            return super().forward(x)
+
     def fused_modules(*arguments: Any) -> Any:
-        return local_modules(*arguments)._replace(layer_norm=ResidualNorm, expert_norm=ResidualNorm)
+        return local_modules(*arguments)._replace(layer_norm=CountedNorm, expert_norm=CountedNorm)
 
     results = {"plain": run_steps(trainer.config)}
     layer_specs._layer_modules = fused_modules
     results["fused"] = run_steps(trainer.config)
     recompute = RecomputeConfig(language="full", vision="full")
     results["recomputed"] = run_steps(dataclasses.replace(trainer.config, recompute=recompute))
+    results["calls of norms"] = norm_calls
     return results
 
 

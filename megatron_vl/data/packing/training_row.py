@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.source.bad_samples import DroppedSample
+from megatron_vl.kernels.sizes import LOSS_CHUNK_TOKENS
 
 
 @dataclass
@@ -92,7 +93,8 @@ limits rows of S tokens to S / 128 different numbers of logits, whose memory the
 
 
 def loss_index(loss_mask: Tensor) -> Tensor | None:
-    """The tokens for which the output layer is computed, int64 [N], ascending. None stands for the whole row.
+    """The tokens for which the output layer is computed, int64 [N], ascending. None stands for the whole row,
+    which is no longer than :data:`LOSS_CHUNK_TOKENS`.
 
     These are the loss tokens, and as many other tokens as make N a multiple of :data:`LOSS_INDEX_MULTIPLE`.
     The loss mask gives the others no weight. A row without loss tokens gets some too, so that the gradients
@@ -104,7 +106,7 @@ def loss_index(loss_mask: Tensor) -> Tensor | None:
     is_chosen = loss_mask != 0
     loss_count = int(is_chosen.count_nonzero())
     index_count = max(1, -(-loss_count // LOSS_INDEX_MULTIPLE)) * LOSS_INDEX_MULTIPLE
-    if index_count >= len(is_chosen):
+    if index_count >= len(is_chosen) and len(is_chosen) <= LOSS_CHUNK_TOKENS:
         return None
 
     # The first other tokens fill the last tile.

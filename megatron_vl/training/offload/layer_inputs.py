@@ -86,17 +86,16 @@ class LayerInputOffload:
             return tensor.detach()
         input_number = self._num_inputs
         self._num_inputs += 1
-        if not self._first_moved <= input_number < self._num_layers:
-            return tensor.detach()
-
-        self.copy_stream.wait_event(self._input_complete)
-        self._last_input = HostInput(self, tensor, self._last_input)
+        is_moved = self._first_moved <= input_number < self._num_layers
+        compute_stream = torch.cuda.current_stream()
+        if is_moved:
+            self.copy_stream.wait_event(self._input_complete)
+            self._last_input = HostInput(self, tensor, self._last_input)
+            compute_stream.wait_event(self._last_input.copied_event)
 
         # The layer has been launched by now: the next one waits for the copy, and its input is complete.
-        compute_stream = torch.cuda.current_stream()
-        compute_stream.wait_event(self._last_input.copied_event)
         self._input_complete.record(compute_stream)
-        return self._last_input
+        return self._last_input if is_moved else tensor.detach()
 
     def _give_back(self, kept: Tensor | HostInput) -> Tensor:
         """The tensor for the backward pass."""
