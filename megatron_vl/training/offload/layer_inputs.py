@@ -86,16 +86,16 @@ class LayerInputOffload:
             return tensor.detach()
         input_number = self._num_inputs
         self._num_inputs += 1
-        is_moved = self._first_moved <= input_number < self._num_layers
+        kept: Tensor | HostInput = tensor.detach()
         compute_stream = torch.cuda.current_stream()
-        if is_moved:
+        if self._first_moved <= input_number < self._num_layers:
             self.copy_stream.wait_event(self._input_complete)
-            self._last_input = HostInput(self, tensor, self._last_input)
-            compute_stream.wait_event(self._last_input.copied_event)
+            kept = self._last_input = HostInput(self, tensor, self._last_input)
+            compute_stream.wait_event(kept.copied_event)
 
         # The layer has been launched by now: the next one waits for the copy, and its input is complete.
         self._input_complete.record(compute_stream)
-        return self._last_input if is_moved else tensor.detach()
+        return kept
 
     def _give_back(self, kept: Tensor | HostInput) -> Tensor:
         """The tensor for the backward pass."""
