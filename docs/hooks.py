@@ -347,9 +347,10 @@ ITEM = re.compile(r"([-*]|\d+\.) ")
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """mkdocs' hook: adds what is made of the code, and writes lists as Python-Markdown wants them."""
     address = page.file.src_uri
-    write = PAGES.get(address)
-    added = write() if write else ""
-    if address.startswith("families/"):
+    added = ""
+    if write := PAGES.get(address):
+        added = write()
+    elif address.startswith("families/"):
         added = family_cards(Path(address).stem)
     return lists_indented(f"{markdown}\n{added}" if added else markdown)
 

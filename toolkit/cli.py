@@ -49,13 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 def versions() -> str:
     """A line for this program and each package that decides what a run computes, without importing torch."""
     from megatron_vl import __version__
-    from toolkit.doctor.machine_checks import TE_DISTRIBUTIONS, installed_version
+    from toolkit.doctor.machine_checks import installed_version, transformer_engine_version
 
     version_by_package = {
         PROGRAM_NAME: __version__,
         "megatron-core": installed_version("megatron-core"),
         "torch": installed_version("torch"),
-        "transformer-engine": next(filter(None, map(installed_version, TE_DISTRIBUTIONS)), None),
+        "transformer-engine": transformer_engine_version(),
     }
     return "\n".join(f"{name} {version or 'not installed'}" for name, version in version_by_package.items())
 

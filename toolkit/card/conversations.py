@@ -35,9 +35,9 @@ class PictureConversation:
     answer: str
 
 
-def write_conversations(conversation_count: int, seed: int = 0) -> list[PictureConversation]:
-    """Makes conversations, always the same ones for a seed (and a version of Python and scikit-image)."""
-    random_generator = random.Random(seed)
+def write_conversations(conversation_count: int) -> list[PictureConversation]:
+    """Makes conversations, always the same ones for a version of Python and scikit-image."""
+    random_generator = random.Random(0)
     photographs = {}
     for picture_name, load_picture in load_pictures().items():
         photographs[picture_name] = Image.fromarray(load_picture())

@@ -25,7 +25,7 @@ from megatron_vl.spec.families import read_spec
 from toolkit.bench.calibrate import row_statistics
 from toolkit.bench.measure import measure_benchmark
 from toolkit.bench.options import BenchRun
-from toolkit.doctor.machine_checks import TE_DISTRIBUTIONS, installed_version
+from toolkit.doctor.machine_checks import installed_version, transformer_engine_version
 from toolkit.launch import REPOSITORY_ROOT
 
 from . import curves
@@ -168,7 +168,7 @@ def describe_software(bench_run: BenchRun) -> dict[str, Any]:
         )
 
     versions = {package_name: installed_version(package_name) for package_name in DISTRIBUTIONS}
-    versions["transformer-engine"] = next(filter(None, map(installed_version, TE_DISTRIBUTIONS)), None)
+    versions["transformer-engine"] = transformer_engine_version()
     versions["python"] = python_platform.python_version()
     local_gpus = query_gpus() if config.platform == "cuda" else []
     driver_version = local_gpus[0].driver_version if local_gpus else None

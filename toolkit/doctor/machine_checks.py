@@ -121,6 +121,11 @@ def installed_version(distribution_name: str) -> str | None:
         return None
 
 
+def transformer_engine_version() -> str | None:
+    """The version of the first installed distribution of Transformer Engine, None if there is none."""
+    return next(filter(None, map(installed_version, TE_DISTRIBUTIONS)), None)
+
+
 _IMPORT_PROBES = {
     "torch": (
         """import json, torch
