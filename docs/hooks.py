@@ -239,10 +239,10 @@ def long_row_line(spec: ModelSpec, seq_len: int) -> str:
         )
 
     recompute, fastest = max(fitting, key=lambda each: each[1].tokens_per_second)
-    host_bytes = LONG_ROW_GPUS * max(stage.stage_memory.host_input_bytes for stage in fastest.stage_plans)
+    host_gib = LONG_ROW_GPUS * max(stage.stage_memory.host_gib for stage in fastest.stage_plans)
     return (
         f"| {seq_len:,} | {fastest.layout.tp} | {fastest.layout.cp} | {recompute} | {fastest.peak_gib:.0f}"
-        f" | {host_bytes / 2**30:.0f} | {100 * fastest.mfu:.1f} %"
+        f" | {host_gib:.0f} | {100 * fastest.mfu:.1f} %"
         f" | {fastest.tokens_per_second / LONG_ROW_GPUS:,.0f} |"
     )
 

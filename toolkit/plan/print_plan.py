@@ -127,12 +127,15 @@ def _speed_lines(best_prediction: RunPrediction) -> list[str]:
     bubble_note = ""
     if best_prediction.layout.pp > 1:
         bubble_note = f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
+    host_gib = max(stage.stage_memory.host_gib for stage in best_prediction.stage_plans)
+    host_lines = [f"host memory: {host_gib:.1f} GiB for each GPU of the fullest stage"] if host_gib else []
     return [
         f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} tokens/s, "
         f"{best_prediction.mfu:.1%} MFU{bubble_note}; "
         f"{best_prediction.hours_per_billion_tokens:.1f} hours per billion tokens",
         f"fullest GPU: {best_prediction.peak_gib:.1f} of {best_prediction.calibration.memory_gib:.1f} GiB,"
         f" of which {RESERVE_GIB:.0f} should stay free",
+        *host_lines,
     ]
 
 
