@@ -224,8 +224,27 @@ def on_gpu() -> dict[str, float]:
         "RMSNorm, wide": norm_error(1000, 4096, is_zero_centered=True, **in_bf16),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
+    errors["sums in another order"] = changed_sums("cuda", 3000)
 
     return errors
+
+
+def changed_sums(device: str, num_rows: int) -> float:
+    """Elements that differ between two runs: gradients of a norm, and of an embedding's rows."""
+    from megatron_vl.models.embedding import add_to_rows
+
+    shapes = ((num_rows, 1152), (1152,), (1152,))
+    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    grads = torch.randn(2, num_rows, 1152, device=device, dtype=torch.bfloat16)
+    token_ids = torch.randint(500, (num_rows,), device=device)
+
+    def run_once() -> list[Tensor]:
+        norm_grads = torch.autograd.grad(residual_norm(*inputs, 1e-6), inputs, tuple(grads))
+        main_grad = torch.zeros(1000, 1152, device=device)
+        add_to_rows(main_grad, token_ids, grads[0])
+        return [*norm_grads, main_grad]
+
+    return float(sum((one != other).sum() for one, other in zip(run_once(), run_once(), strict=True)))
 
 
 def swiglu_error(rows: int, width: int, weighted: bool) -> float:
