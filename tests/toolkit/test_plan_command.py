@@ -87,6 +87,13 @@ def test_a_given_layout_is_predicted_and_not_searched(capsys) -> None:
     assert [stage["layers"] for stage in facts["best"]["stages"]] == [[7]] * 4
 
 
+def test_a_layout_given_by_a_default_value_is_not_searched_either(capsys) -> None:
+    """A user who compares CP1 with CP2 means one layout with both."""
+    words = ["--gpus", "8", *ROWS, "--recompute.language", "full", "--parallel.cp=1"]
+    facts = plan(capsys, *B7, *words)
+    assert "others" not in facts
+
+
 def test_a_search_compares_the_runs_own_layout_and_shows_as_many_as_asked(capsys) -> None:
     hf = str(CONFIGS / "Qwen2.5-VL-72B-Instruct.json")
     words = ["--config", "examples/qwen2_5_vl_72b.yaml", "--hf", hf, "--gpu", "H200", "--gpus"]

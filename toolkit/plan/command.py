@@ -72,7 +72,7 @@ def make_plan(options: PlanOptions) -> PlanResult:
         Network(options.gpus_per_node),
         result_count=options.keep,
     )
-    sets_layout = _sets_layout(config.parallel)
+    sets_layout = _sets_layout(config.parallel, options.fields)
 
     if sets_layout and not options.search:
         run_prediction = _predict_run_layout(search_request)
@@ -136,11 +136,14 @@ def _row_statistics(options: PlanOptions, config: TrainConfig, spec: ModelSpec) 
     return measure_rows(config, spec, options.rows)
 
 
-def _sets_layout(parallel_config: ParallelConfig) -> bool:
-    """Whether a run sets a layout."""
+def _sets_layout(parallel_config: ParallelConfig, given_words: list[str]) -> bool:
+    """Whether a run sets a layout. A default value counts if it stands on the command line."""
     default_config = ParallelConfig()
+    given_options = {word.partition("=")[0] for word in given_words}
     for field_name in LAYOUT_FIELDS:
-        if getattr(parallel_config, field_name) not in (getattr(default_config, field_name), "auto"):
+        value = getattr(parallel_config, field_name)
+        is_given = f"--parallel.{field_name}" in given_options
+        if value != "auto" and (is_given or value != getattr(default_config, field_name)):
             return True
     return False
 
