@@ -660,8 +660,9 @@ class StepCosts:
         """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.
 
         Offloaded state is copied to the GPU and back at the same time; the longer one of copies and kernel
-        counts. Copies back begin when the gradient norm is known, and hide behind the next forward pass until
-        it needs its peak of memory. Copies to the GPU hide behind the last backward pass, which is longer.
+        counts. Copies back begin when the gradient norm is known. They overlap with the next forward pass
+        until it needs its peak of memory. Copies to the GPU overlap with the last backward pass, which is
+        longer.
 
         Args:
             passes: time of this GPU's layers for one micro-batch.
