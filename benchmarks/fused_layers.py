@@ -71,17 +71,17 @@ def norms(rows: int, width: int, is_layer_norm: bool) -> None:
     bias = module.bias if is_layer_norm else None
     name = f"{type(module).__name__} {rows} x {width}"
 
-    def theirs() -> tuple[Tensor, Tensor]:
+    def run_te_norm() -> tuple[Tensor, Tensor]:
         # A view, because the module frees what it saves. With x as an output too, autograd adds its gradient.
         return module(x.view(x.shape)), x
 
-    def ours() -> tuple[Tensor, Tensor]:
+    def run_residual_norm() -> tuple[Tensor, Tensor]:
         return residual_norm(x, module.weight, bias, EPS)
 
     exact_norm = F.layer_norm if is_layer_norm else F.rms_norm
     exact = exact_norm(x.float(), (width,), *(tensor.float() for tensor in parameters), eps=EPS)
     expected = torch.autograd.grad((exact, x), [x, *parameters], (grads[0].float(), grads[1]))
-    for kind, function in (("Transformer Engine", theirs), ("ours", ours)):
+    for kind, function in (("Transformer Engine", run_te_norm), ("ours", run_residual_norm)):
         outputs = function()
         found = torch.autograd.grad(outputs, [x, *parameters], grads)
         pairs = zip((outputs[0], *found), (exact, *expected), strict=True)

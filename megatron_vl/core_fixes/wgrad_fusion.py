@@ -50,7 +50,7 @@ class WeightGradientProducts:
         Args:
             inputs: [N, in].
             output_grads: [N, out].
-            main_grad: [out, in], float32 or bfloat16.
+            main_grad: float32 [out, in].
         """
         if inputs.dtype == main_grad.dtype or not main_grad.is_cuda:
             # In float32, Transformer Engine would multiply in TF32.
@@ -62,8 +62,6 @@ class WeightGradientProducts:
         general_gemm(
             inputs, output_grads, main_grad.dtype, layout="NT", out=main_grad, grad=True, accumulate=True
         )
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def placeholder_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:

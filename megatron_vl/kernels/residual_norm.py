@@ -39,9 +39,9 @@ def _forward_kernel(
 ):
     """One program for each row. ``IS_CENTERED``: LayerNorm, which subtracts the mean and adds a bias."""
     row_index = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    column_mask = n < WIDTH
-    normalized = tl.load(x + row_index * WIDTH + n, mask=column_mask, other=0.0).to(tl.float32)
+    column_index = tl.arange(0, BLOCK)
+    column_mask = column_index < WIDTH
+    normalized = tl.load(x + row_index * WIDTH + column_index, mask=column_mask, other=0.0).to(tl.float32)
     if IS_CENTERED:
         mean = tl.sum(normalized, 0) / WIDTH
         tl.store(means + row_index, mean)
@@ -49,11 +49,15 @@ def _forward_kernel(
     inverse_std = tl.rsqrt(tl.sum(normalized * normalized, 0) / WIDTH + EPS)
     tl.store(inverse_stds + row_index, inverse_std)
 
-    w = tl.load(weight + n, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
+    w = tl.load(weight + column_index, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
     y = normalized * inverse_std * w
     if IS_CENTERED:
-        y += tl.load(bias + n, mask=column_mask, other=0.0).to(tl.float32)
-    tl.store(output_pointer + row_index * WIDTH + n, y.to(output_pointer.dtype.element_ty), mask=column_mask)
+        y += tl.load(bias + column_index, mask=column_mask, other=0.0).to(tl.float32)
+    tl.store(
+        output_pointer + row_index * WIDTH + column_index,
+        y.to(output_pointer.dtype.element_ty),
+        mask=column_mask,
+    )
 
 
 @triton.jit
@@ -78,14 +82,14 @@ def _backward_kernel(
     """``parameter_grads``, fp32 [2, programs, WIDTH]: of weight and bias, from the rows of each program."""
     first_row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
-    n = tl.arange(0, BLOCK)
-    column_mask = n < WIDTH
-    w = tl.load(weight + n, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
+    column_index = tl.arange(0, BLOCK)
+    column_mask = column_index < WIDTH
+    w = tl.load(weight + column_index, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
     weight_grad = tl.zeros((BLOCK,), tl.float32)
     bias_grad = tl.zeros((BLOCK,), tl.float32)
 
     for row_index in tl.range(first_row, num_rows, num_programs, num_stages=STAGES):
-        row_offsets = row_index * WIDTH + n
+        row_offsets = row_index * WIDTH + column_index
         normalized = tl.load(x + row_offsets, mask=column_mask, other=0.0).to(tl.float32)
         output_grad = tl.load(output_grad_pointer + row_offsets, mask=column_mask, other=0.0).to(tl.float32)
         # Read before the sums, which wait for all threads of the program.
@@ -112,9 +116,13 @@ def _backward_kernel(
         tl.store(x_grad_pointer + row_offsets, x_grad.to(x_grad_pointer.dtype.element_ty), mask=column_mask)
 
     if IS_TRAINED:
-        tl.store(parameter_grads + first_row * WIDTH + n, weight_grad, mask=column_mask)
+        tl.store(parameter_grads + first_row * WIDTH + column_index, weight_grad, mask=column_mask)
         if IS_CENTERED:
-            tl.store(parameter_grads + (num_programs + first_row) * WIDTH + n, bias_grad, mask=column_mask)
+            tl.store(
+                parameter_grads + (num_programs + first_row) * WIDTH + column_index,
+                bias_grad,
+                mask=column_mask,
+            )
 
 
 class _ResidualNorm(torch.autograd.Function):

@@ -83,7 +83,11 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(states, labels)
         ctx.weight, ctx.compute_losses = weight, compute_losses
-        return torch.cat([compute_losses(*chunk) for chunk in _chunks(states, weight, labels)], 1)
+        chunk_losses = [
+            compute_losses(chunk_states, weight, chunk_labels)
+            for chunk_states, chunk_labels in _split_into_chunks(states, labels)
+        ]
+        return torch.cat(chunk_losses, 1)
 
     @staticmethod
     def backward(ctx: Any, loss_grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -96,8 +100,8 @@ class _ChunkedLosses(torch.autograd.Function):
 
         state_grads: list[Any] = []
         chunk_loss_grads = loss_grads.split(LOSS_CHUNK_TOKENS, 1)
-        for (chunk_states, _, chunk_labels), chunk_grads in zip(
-            _chunks(states, weight, labels), chunk_loss_grads, strict=True
+        for (chunk_states, chunk_labels), chunk_grads in zip(
+            _split_into_chunks(states, labels), chunk_loss_grads, strict=True
         ):
             weight.grad = None  # a placeholder, as large as the weight
             chunk_states = chunk_states.detach().requires_grad_()
@@ -110,11 +114,8 @@ class _ChunkedLosses(torch.autograd.Function):
         return torch.cat(state_grads), weight.grad, None, None
 
 
-def _chunks(states: Tensor, weight: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for chunk_states, chunk_labels in zip(
-        states.split(LOSS_CHUNK_TOKENS), labels.split(LOSS_CHUNK_TOKENS, 1), strict=True
-    ):
-        yield chunk_states, weight, chunk_labels
+def _split_into_chunks(states: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(states.split(LOSS_CHUNK_TOKENS), labels.split(LOSS_CHUNK_TOKENS, 1), strict=True)
 
 
 @contextmanager

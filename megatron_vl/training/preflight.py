@@ -79,6 +79,8 @@ def _check_input_memory(
     Raises:
         RunConfigError: a node has less.
     """
+    if not config.recompute.offload_inputs:
+        return 0.0
     needed_bytes = max(stage.host_input_bytes for stage in stage_memories(config, spec, layout, dp))
     needed_gib = needed_bytes / host_memory.GIB
     if needed_gib > host_gib:

@@ -328,7 +328,8 @@ class ReferenceTrainer:
 
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.main_weights[name])
+                if parameter is not self.main_weights[name]:
+                    parameter.copy_(self.main_weights[name])
         return loss, float(gradient_norm)
 
 

@@ -68,14 +68,14 @@ class LayerInputOffload:
         self._num_layers = len(block.layers)
         self._num_inputs = 0
         self._input_complete.record(torch.cuda.current_stream())
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, self._give_back)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, self._unpack_tensor)
         self._hooks.enter_context(hooks)
 
     def _end_pass(self, *_: Any) -> None:
         self._hooks.close()
         self._last_input = None
 
-    def _keep(self, tensor: Tensor) -> Tensor | HostInput:
+    def _pack_tensor(self, tensor: Tensor) -> Tensor | HostInput:
         """What autograd keeps of a tensor that the block saves.
 
         Each layer saves its input [S, 1, H], rotary angles, which all layers share, and a mask. What comes
@@ -86,22 +86,22 @@ class LayerInputOffload:
             return tensor.detach()
         input_number = self._num_inputs
         self._num_inputs += 1
-        kept: Tensor | HostInput = tensor.detach()
+        packed_tensor: Tensor | HostInput = tensor.detach()
         compute_stream = torch.cuda.current_stream()
         if self._first_moved <= input_number < self._num_layers:
             self.copy_stream.wait_event(self._input_complete)
-            kept = self._last_input = HostInput(self, tensor, self._last_input)
-            compute_stream.wait_event(kept.copied_event)
+            packed_tensor = self._last_input = HostInput(self, tensor, self._last_input)
+            compute_stream.wait_event(packed_tensor.copied_event)
 
         # The layer has been launched by now: the next one waits for the copy, and its input is complete.
         self._input_complete.record(compute_stream)
-        return kept
+        return packed_tensor
 
-    def _give_back(self, kept: Tensor | HostInput) -> Tensor:
+    def _unpack_tensor(self, packed_tensor: Tensor | HostInput) -> Tensor:
         """The tensor for the backward pass."""
-        if isinstance(kept, Tensor):
-            return kept
-        return kept.to_device()
+        if isinstance(packed_tensor, Tensor):
+            return packed_tensor
+        return packed_tensor.to_device()
 
     def take_pieces(self, count: int) -> list[Tensor]:
         """Pieces of host memory for one input.
