@@ -42,6 +42,7 @@ def join_fake_group(ranks: int) -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     dist.all_to_all_single = return_own_message
+    dist.reduce_scatter_tensor = return_own_message  # Transformer Engine's
     mappings.dist_reduce_scatter_func = return_own_message
     # The fake group would copy this rank's weights over those of the other ranks.
     param_and_grad_buffer.dist_all_gather_func = lambda *_, **__: None

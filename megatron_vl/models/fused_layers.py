@@ -47,7 +47,8 @@ class TowerSelfAttention(SelfAttention):
             return super().forward(hidden_states, *args, packed_seq_params=row, **kwargs)
 
         qkv, _ = self.linear_qkv(hidden_states)
-        return self.linear_proj(attention_kernel(qkv[:, 0])[:, None])
+        # An index would fill a gradient with zeros and copy the real one into it.
+        return self.linear_proj(attention_kernel(qkv.squeeze(1))[:, None])
 
     def _choose_kernel(self, packed_row: PackedRow) -> Callable[[Tensor], Tensor] | None:
         """The kernel for this layer, or None.

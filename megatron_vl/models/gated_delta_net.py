@@ -118,7 +118,7 @@ class GatedDeltaNet(nn.Module):
         # One product computes queries, keys, values, the output gate, beta and the decay. Under sequence
         # parallelism it also gathers the tokens, because the recurrence needs all of them.
         projected, _ = self.in_proj(hidden_states)
-        projected = projected[:, 0]
+        projected = projected.squeeze(1)
 
         cache_access = packed_seq_params.cache
         if cache_access is not None:

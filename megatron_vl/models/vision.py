@@ -264,5 +264,5 @@ class VisionTower(nn.Module):
         num_real_patches = vision_input.position_hw.shape[0]
         deepstack_features = []
         for merger, layer_states in zip(self.deepstack_mergers, inner_states, strict=True):
-            deepstack_features.append(merger(layer_states[:num_real_patches])[:, 0])
-        return [self.merger(last_states[:num_real_patches])[:, 0], *deepstack_features]
+            deepstack_features.append(merger(layer_states[:num_real_patches]).squeeze(1))
+        return [self.merger(last_states[:num_real_patches]).squeeze(1), *deepstack_features]
