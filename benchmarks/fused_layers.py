@@ -4,9 +4,11 @@
 
 All times are those of kernels alone, in bf16, with cold caches. Passes are how often a tensor of the case's
 size must be read or written; their sum over the time is the bandwidth. ``--tune`` also times other launches
-of our norm.
+of our norm and activations.
 
 - Norms, and the sum with the residual connection in the backward pass: Transformer Engine's and ours.
+- Activations after a product that adds the bias, and ours, which add it themselves and sum its gradient; the
+  weight gradient of the product with and without that sum (cuBLASLt).
 - GELU: torch's, and in the epilogue of the products (cuBLASLt).
 - Linears without a bias, with one in the product's epilogue, and with one that kernels of their own add.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +28,18 @@ from timing import device_milliseconds
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 
+from megatron_vl.kernels import biased_activation as activation_kernels
 from megatron_vl.kernels import residual_norm as norm_kernels
+from megatron_vl.kernels.biased_activation import biased_activation
 from megatron_vl.kernels.residual_norm import residual_norm
+from megatron_vl.kernels.swiglu import swiglu
+from megatron_vl.models.fused_layers import gelu_tanh
 
 PATCHES = 17_724
 NORMS = ((PATCHES, 1152, True), (PATCHES, 1280, False), (8192, 3584, False), (8192, 4096, False))
 """Rows, width, and whether it is LayerNorm."""
+ACTIVATIONS = ((1280, 3420, True), (1280, 3456, True), (1152, 4304, False))
+"""Widths of the layer and of the activation, and whether that is SwiGLU; otherwise it is GELU."""
 EPS = 1e-6
 
 
@@ -38,7 +47,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def report(name: str, ms: float, elements: int = 0, passes: int = 0) -> None:
+def report(name: str, ms: float, elements: int = 0, passes: float = 0) -> None:
     bandwidth = f"{2 * elements * passes / ms / 1e9:5.2f} TB/s" if passes else ""
     print(f"{name:68s} {ms:7.4f} ms  {bandwidth}", flush=True)
 
@@ -49,8 +58,8 @@ def report_both(
     inputs: list[Tensor],
     grads: tuple[Tensor, ...],
     *,
-    forward_passes: int = 0,
-    backward_passes: int = 0,
+    forward_passes: float = 0,
+    backward_passes: float = 0,
 ) -> None:
     """Prints the times of both directions. Each call has its own graph: some modules free theirs."""
 
@@ -123,8 +132,51 @@ def tune(rows: int, width: int, is_layer_norm: bool) -> None:
         report(f"{rows} x {width}, backward, {launch}", ms, x.numel(), 4)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+def activations(width: int, ffn_width: int, is_gated: bool) -> None:
+    """With the bias in the product and in the activation, and the product's weight gradient."""
+    num_columns = (1 + is_gated) * ffn_width
+    x, bias = random(PATCHES, num_columns).requires_grad_(), random(num_columns).requires_grad_()
+    grads = (random(PATCHES, ffn_width),)
+    biased = partial(
+        biased_activation, activation_name="silu" if is_gated else "gelu_tanh", is_gated=is_gated
+    )
+    unbiased = swiglu if is_gated else gelu_tanh
+    name = f"{'SwiGLU' if is_gated else 'GELU'} {PATCHES} x {ffn_width}"
+    passes = {"forward_passes": 1.5, "backward_passes": 2.5}
+    if not is_gated:
+        passes = {"forward_passes": 2, "backward_passes": 3}
+
+    report_both(f"{name}, no bias", lambda: (unbiased(x),), [x], grads, **passes)
+    report_both(f"{name}, bias", lambda: (biased(x, bias),), [x, bias], grads, **passes)
+    report_both(f"{name}, frozen bias", lambda: (biased(x, bias.detach()),), [x], grads, **passes)
+
+    layer_input, product_grad = random(PATCHES, width), random(PATCHES, num_columns)
+    main_grad = torch.zeros(num_columns, width, device="cuda")
+    for kind, summed in (("alone", None), ("and bias gradient", bias.detach())):
+        weight_grad = partial(
+            general_gemm, layer_input, product_grad, out_dtype=torch.float32, accumulate=True, layout="NT",
+            out=main_grad, bias=summed, grad=True,
+        )  # fmt: skip
+        report(f"weight gradient {width} to {num_columns}, {kind}", device_milliseconds(weight_grad))
+
+
+def tune_activation(width: int, ffn_width: int, is_gated: bool) -> None:
+    """Times our activations with other numbers of rows, programs and stages."""
+    num_columns = (1 + is_gated) * ffn_width
+    x, bias = random(PATCHES, num_columns).requires_grad_(), random(num_columns).requires_grad_()
+    grad = random(PATCHES, ffn_width)
+    biased = partial(
+        biased_activation, activation_name="silu" if is_gated else "gelu_tanh", is_gated=is_gated
+    )
+    for rows, programs, stages in itertools.product((4, 8), (528, 792, 1056, 2112), (1, 2, 3)):
+        activation_kernels.FORWARD_ROWS = activation_kernels.BACKWARD_ROWS = rows
+        activation_kernels.NUM_PROGRAMS = programs
+        activation_kernels.NUM_STAGES = stages
+        report_both(
+            f"{PATCHES} x {ffn_width}, {rows} rows, {programs} programs, {stages} stages",
+            lambda: (biased(x, bias),), [x, bias], (grad,),
+            forward_passes=1.5 if is_gated else 2, backward_passes=2.5 if is_gated else 3,
+        )  # fmt: skip
 
 
 def epilogues(width: int, ffn_width: int) -> None:
@@ -187,6 +239,8 @@ if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__)
     for case in NORMS:
         norms(*case)
+    for case in ACTIVATIONS:
+        activations(*case)
     for widths in ((1152, 1152), (4304, 1152), (1152, 3456), (1280, 1280), (3456, 1280), (1280, 6912)):
         linears(PATCHES, *widths)
     linears(8192, 3584, 4608)
@@ -194,3 +248,5 @@ if __name__ == "__main__":
     if "--tune" in sys.argv:
         for case in NORMS:
             tune(*case)
+        for case in ACTIVATIONS[1:]:
+            tune_activation(*case)

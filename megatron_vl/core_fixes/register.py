@@ -403,32 +403,31 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.transformer.mlp.MLP.linear_fc2",
         ),
         fix_reason=(
-            "SwiGLU is one kernel, and its output can be recomputed in the backward pass; core recomputes"
-            " only the activation of experts."
+            "The activation, including the bias before it and that bias's gradient, is one kernel in each"
+            " direction, and its output can be recomputed in the backward pass; core recomputes only the"
+            " activation of experts."
         ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
-        removal_condition="core recomputes the activation of a dense MLP with a fused SwiGLU",
+        removal_condition="core recomputes the activation of a dense MLP with fused activations",
         guarding_test="tests/planning/test_flops.py::test_recompute_of_our_modules_equals_counted",
     ),
     DependencyFix(
         fix_location="megatron_vl.models.fused_layers:linear_with_bias",
         touched_names=(
-            "megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear",
-            "megatron.core.extensions.transformer_engine.TEColumnParallelLinear",
             "megatron.core.extensions.transformer_engine.TERowParallelLinear",
             "transformer_engine.pytorch.module.linear.Linear.gemm_bias_unfused_add",
         ),
         fix_reason=(
-            "Core asks linears to leave their bias to elementwise kernels, whose backward pass sums a [P, F]"
-            " gradient; the matrix product computes that sum at no extra cost. Transformer Engine's"
-            " row-parallel linear uses such kernels even if it is alone and sums nothing over ranks."
+            "Core asks linears to leave their bias to elementwise kernels, whose backward pass sums a [P, H]"
+            " gradient; cuBLASLt does so faster with the weight gradient. Transformer Engine's row-parallel"
+            " linear uses such kernels even if it is alone and sums nothing over ranks."
         ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
         removal_condition=(
-            "core lets linears add their bias, and Transformer Engine's row-parallel linear does so in its"
-            " product if it is alone"
+            "core lets row-parallel linears add their bias, and Transformer Engine's does so in its product"
+            " if it is alone"
         ),
         guarding_test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
     ),

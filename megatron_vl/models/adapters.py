@@ -188,13 +188,16 @@ class LinearAdapter(nn.Module):
 
 
 def add_to_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-    """The forward hook of a linear layer that has an adapter. Layers return (output, bias)."""
-    layer_output, bias = output
-    layer_input = inputs[0]
-    # A layer of Transformer Engine with a norm also returns what comes out of the norm.
-    if isinstance(layer_output, tuple):
-        layer_output, layer_input = layer_output
+    """The forward hook of a linear layer that has an adapter. Layers return (output, bias).
 
+    A layer of Transformer Engine with a norm also returns what comes out of the norm: beside its output, or
+    last if it leaves its bias to the caller.
+    """
+    layer_output, bias, *norm_outputs = output
+    if isinstance(layer_output, tuple):
+        layer_output, *norm_outputs = layer_output
+
+    layer_input = norm_outputs[0] if norm_outputs else inputs[0]
     # Grouped experts also get the numbers of their rows.
     adapted_output = linear.adapter(layer_input, layer_output, *inputs[1:])
     return adapted_output, bias

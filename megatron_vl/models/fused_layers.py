@@ -2,25 +2,39 @@
 
 * :class:`TowerSelfAttention`: runs a tower layer's attention and RoPE, between ``linear_qkv`` and
   ``linear_proj``, in our kernels.
-* :class:`FusedMLP`: runs SwiGLU as one kernel. It can recompute the activation in the backward pass instead
-  of keeping it.
+* :class:`FusedMLP`: runs the bias of ``linear_fc1`` and the activation as one kernel. It can recompute the
+  activation in the backward pass instead of keeping it.
 * :class:`ResidualNorm`: a norm whose backward kernel also adds the gradient of the residual connection.
-* :func:`linear_with_bias`: lets the matrix product add the bias, so that it also computes the bias gradient.
+* :func:`linear_with_bias`: lets a row-parallel linear add its bias and compute the bias gradient.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedRow
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "quick_gelu": quick_gelu,
+    "gelu_tanh": gelu_tanh,
+}
 
 
 class TowerSelfAttention(SelfAttention):
@@ -74,7 +88,9 @@ class TowerSelfAttention(SelfAttention):
 
 
 class FusedMLP(MLP):
-    """Core's dense MLP with our SwiGLU.
+    """Core's dense MLP with our activations, which add the bias of ``linear_fc1`` if it has one.
+
+    In the backward pass, they also compute that bias's gradient.
 
     Args:
         recompute_activation: whether to keep only ``linear_fc1``'s output and recompute the activation in the
@@ -85,6 +101,8 @@ class FusedMLP(MLP):
     def __init__(self, *args: Any, recompute_activation: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recompute_activation = recompute_activation
+        names = {function: name for name, function in ACTIVATIONS.items()}
+        self.activation_name = names[self.config.activation_func]
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
@@ -101,9 +119,15 @@ class FusedMLP(MLP):
             return self.linear_fc2(activated_states)
 
     def _apply_activation(self, intermediate_states: Tensor, bias: Tensor | None) -> Tensor:
+        is_gated = self.config.gated_linear_unit
         if bias is not None:
+            if intermediate_states.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+                from megatron_vl.kernels.biased_activation import biased_activation
+
+                return biased_activation(intermediate_states, bias, self.activation_name, is_gated=is_gated)
             intermediate_states = intermediate_states + bias
-        if not self.config.gated_linear_unit:
+
+        if not is_gated:
             return self.activation_func(intermediate_states)
         if intermediate_states.is_cuda:
             from megatron_vl.kernels.swiglu import swiglu
@@ -180,11 +204,11 @@ def recompute_in_backward(
 
 
 def linear_with_bias(linear_class: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor of a linear that always adds its bias, even if core asks for ``skip_bias_add``.
+    """A constructor of a row-parallel linear that adds its bias, even if core asks for ``skip_bias_add``.
 
     Core leaves biases to fused elementwise kernels, whose backward pass needs one more kernel to sum ``[P,
-    F]`` gradients. cuBLASLt gives the sum as a by-product of the weight gradient. Transformer Engine's
-    row-parallel linear adds its bias after the ranks' sum, with kernels of its own; alone, it need not.
+    H]`` gradients. cuBLASLt sums them with the weight gradient. Transformer Engine adds the bias after the
+    ranks' sum, with kernels of its own; alone, it need not.
     """
 
     def build_linear(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.activations import quick_gelu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -30,12 +29,6 @@ from megatron_vl.models.gated_delta_net import GatedDeltaNet
 from megatron_vl.models.moe.router import moe_layer
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import LinearAttentionSpec
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "quick_gelu": quick_gelu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-}
 
 
 class LocalRMSNorm(nn.Module):
@@ -89,7 +82,7 @@ def linear_classes(platform: Platform) -> tuple[Any, Any]:
     if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        return linear_with_bias(TEColumnParallelLinear), linear_with_bias(TERowParallelLinear)
+        return TEColumnParallelLinear, linear_with_bias(TERowParallelLinear)
     return ColumnParallelLinear, RowParallelLinear
 
 
@@ -142,7 +135,7 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     if config.bf16 and not config.fp8 and not config.tp_comm_overlap:
         layer_norm = expert_norm = ResidualNorm
     else:
-        column_linear = linear_with_bias(TELayerNormColumnParallelLinear)
+        column_linear = TELayerNormColumnParallelLinear
         layer_norm, expert_norm = IdentityOp, TENorm
 
     return _LayerModules(

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import Fp8Config, RecomputeConfig, RunConfigError
-from megatron_vl.models.layer_specs import ACTIVATIONS
+from megatron_vl.models.fused_layers import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_core_settings
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
@@ -163,8 +163,6 @@ def vision_config(
         add_bias_linear=True,
         gated_linear_unit=vision_spec.gated_mlp,
         activation_func=ACTIVATIONS[vision_spec.activation],
-        # Core fuses the bias with SwiGLU and GELU but not with plain quick-GELU.
-        bias_activation_fusion=platform.name == "cuda" and vision_spec.gated_mlp,
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
         **_recompute_settings(platform, recompute.vision, []),

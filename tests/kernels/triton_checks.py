@@ -24,6 +24,7 @@ from triton.runtime import interpreter
 
 from megatron_vl.kernels import adam, master_halves, master_halves_triton
 from megatron_vl.kernels import tower_attention as kernels
+from megatron_vl.kernels.biased_activation import biased_activation
 from megatron_vl.kernels.grouped_gemm import (
     ROW_TILE_CONFIG,
     WEIGHT_TILE_CONFIG,
@@ -38,6 +39,7 @@ from megatron_vl.kernels.swiglu import swiglu
 from megatron_vl.kernels.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
 from megatron_vl.kernels.tower_attention import AttentionTiles, KernelTile, segment_attention, tower_attention
 from megatron_vl.kernels.window_attention import window_attention
+from megatron_vl.models.fused_layers import ACTIVATIONS
 
 
 def fix_interpreter() -> None:
@@ -222,6 +224,9 @@ def on_gpu() -> dict[str, float]:
         "LayerNorm": norm_error(17_724, 1152, is_layer_norm=True, **in_bf16),
         "RMSNorm": norm_error(17_724, 1280, **in_bf16),
         "RMSNorm, wide": norm_error(1000, 4096, is_zero_centered=True, **in_bf16),
+        "SwiGLU with a bias": activation_error("silu", 17_724, 3420, is_gated=True, **in_bf16),
+        "GELU with a bias": activation_error("gelu_tanh", 17_724, 4304, **in_bf16),
+        "QuickGELU with a bias": activation_error("quick_gelu", 1001, 2565, **in_bf16),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
     errors["sums in another order"] = changed_sums("cuda", 3000)
@@ -230,7 +235,7 @@ def on_gpu() -> dict[str, float]:
 
 
 def changed_sums(device: str, num_rows: int) -> float:
-    """Elements that differ between two runs: gradients of a norm, and of an embedding's rows."""
+    """Elements that differ between two runs: gradients of a norm, a bias, and an embedding's rows."""
     from megatron_vl.models.embedding import add_to_rows
 
     shapes = ((num_rows, 1152), (1152,), (1152,))
@@ -240,9 +245,11 @@ def changed_sums(device: str, num_rows: int) -> float:
 
     def run_once() -> list[Tensor]:
         norm_grads = torch.autograd.grad(residual_norm(*inputs, 1e-6), inputs, tuple(grads))
+        activated = biased_activation(*inputs[:2], "gelu_tanh", is_gated=False)
+        activation_grads = torch.autograd.grad(activated, inputs[:2], grads[0])
         main_grad = torch.zeros(1000, 1152, device=device)
         add_to_rows(main_grad, token_ids, grads[0])
-        return [*norm_grads, main_grad]
+        return [*norm_grads, *activation_grads, main_grad]
 
     return float(sum((one != other).sum() for one, other in zip(run_once(), run_once(), strict=True)))
 
@@ -255,6 +262,32 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
     if weight is not None:
         reference = reference * weight.view(-1, 1, 1)
     return worst(swiglu(x, weight), reference, [x] if weight is None else [x, weight])
+
+
+def activation_error(name: str, rows: int, width: int, *, is_gated: bool = False, **kind: Any) -> float:
+    """Of an activation with a bias against float64, also with a frozen bias.
+
+    Args:
+        kind: device and dtype.
+    """
+    num_columns = (1 + is_gated) * width
+    x, bias = (torch.randn(shape, **kind).requires_grad_() for shape in ((rows, 1, num_columns), num_columns))
+    activate = partial(biased_activation, activation_name=name, is_gated=is_gated)
+    gate, *up = (x.double() + bias.double()).split(width, -1)
+    expected = ACTIVATIONS[name](gate) * (up[0] if is_gated else 1)
+    errors = [
+        worst(activate(x, bias), expected, [x, bias]),
+        worst(activate(x, bias.detach()), expected, [x]),
+    ]
+    return float(torch.tensor(errors).max())
+
+
+def empty_activation_error() -> float:
+    """Largest bias gradient of an activation of no rows."""
+    x, bias = (torch.randn(shape, requires_grad=True) for shape in ((0, 1, 64), (64,)))
+    biased_activation(x, bias, "silu", is_gated=True).sum().backward()
+    assert x.grad is not None and bias.grad is not None
+    return float(bias.grad.abs().max())
 
 
 def norm_error(
@@ -560,6 +593,10 @@ def main() -> None:
         "LayerNorm, no rows": empty_norm_error(),
         "LayerNorm in bf16": norm_rounding_errors(),
         "swiglu": swiglu_error(3, 3000, weighted=False),
+        "SwiGLU with a bias": activation_error("silu", 37, 300, is_gated=True),
+        "GELU with a bias, more rows than programs": activation_error("gelu_tanh", 6400, 5),
+        "QuickGELU with a bias, one row": activation_error("quick_gelu", 1, 24),
+        "SwiGLU with a bias, no rows": empty_activation_error(),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
         "experts, blocks that do not divide": experts_error([3, 0, 130, 64, 0, 300], 96, 72),
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),

@@ -127,10 +127,10 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
     return [plain, step(wrapped, build_optimizer(trainer.config, trainer.platform, wrapped))]
 
 
-def steps_with_residual_norms(hf: str) -> dict[str, list[float]]:
-    """Losses and gradient norms of two steps: with the norms of the CPU platform, with interpreted norms that
-    also take the gradient of the residual connection, and with these and full recompute."""
-    from tests.kernels.triton_checks import fix_interpreter
+def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
+    """Losses and gradient norms of two steps: with torch's layers, with interpreted norms that also take the
+    gradient of the residual connection and interpreted activations, and with these and full recompute."""
+    from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
     trainer = tiny_trainer(hf)
@@ -157,7 +157,7 @@ def steps_with_residual_norms(hf: str) -> dict[str, list[float]]:
     def fused_modules(*arguments: Any) -> Any:
         return local_modules(*arguments)._replace(layer_norm=CountedNorm, expert_norm=CountedNorm)
 
-    results = {"plain": run_steps(trainer.config)}
+    results = {"plain": torch_only(run_steps)(trainer.config)}
     layer_specs._layer_modules = fused_modules
     results["fused"] = run_steps(trainer.config)
     recompute = RecomputeConfig(language="full", vision="full")

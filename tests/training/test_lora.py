@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from converters.convert import convert_adapter, convert_weights, export_adapter
 from converters.peft_folder import ADAPTER_FILE
+from megatron_vl.models.adapters import add_to_output
 from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
@@ -107,6 +108,24 @@ def test_a_checkpoint_of_adapters_moves_between_layouts_bit_for_bit(family: str,
     different = call(moved, 4, **given)
     assert int(different.pop("compared")[0]) > 50
     assert different == {name: [] for name in given["layouts"]}
+
+
+def test_an_adapter_reads_what_comes_out_of_the_norm_of_its_layer() -> None:
+    """In the forms in which layers of Transformer Engine return it, with and without their bias."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, *, output: Any) -> Any:
+            return output
+
+        def adapter(self, layer_input: torch.Tensor, layer_output: torch.Tensor) -> torch.Tensor:
+            return layer_output + 10 * layer_input
+
+    layer = Layer()
+    layer.register_forward_hook(add_to_output)
+    x, output, bias, normalized = (torch.tensor(float(value)) for value in (1, 2, 3, 4))
+    assert layer(x, output=(output, bias, normalized)) == (42, 3)
+    assert layer(x, output=((output, normalized), None)) == (42, None)
+    assert layer(x, output=(output, bias)) == (12, 3)
 
 
 def test_dropout_differs_where_the_inputs_do(tmp_path: Path) -> None:
