@@ -82,7 +82,7 @@ def resolve_run(
     # These checks see the user's own fields, because their advice names options that differ from them.
     memory_note = ""
     if config.platform != "cpu" and not show_only and (gpu_calibration := read_local_calibration()):
-        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration)
+        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration, machine_memory.host_gib)
     preflight.check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
     # From here on, the config has the split and the offloaded share as numbers.
