@@ -7,6 +7,7 @@ that :mod:`megatron_vl.data.source.sample_sizes` describes.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,15 +144,10 @@ def _index_dataset(
         if shards_left and not has_stored_sizes(dataset, sizes_name):
             return IndexResult(dataset.path, round(time.monotonic() - start_time, 3), shards_left)
 
-        # A name of its own: a process that was killed here may have had the same id and host.
-        joined_dir = Path(tempfile.mkdtemp(dir=work_dir, prefix="joined-"))
-        joined_dir.chmod(0o755)
-        _join_shards(joined_dir, tasks, dataset.content_id)
-        durable_files.fsync_tree(joined_dir)
-        if not has_stored_sizes(dataset, sizes_name):
-            shutil.rmtree(sizes_dir, ignore_errors=True)  # of an earlier content
-        durable_files.rename_path(joined_dir, sizes_dir)
-        shutil.rmtree(work_dir, ignore_errors=True)
+        with _exclusive_access(work_dir):
+            if not has_stored_sizes(dataset, sizes_name):
+                _publish_sizes(sizes_dir, work_dir, tasks, dataset.content_id)
+            shutil.rmtree(work_dir, ignore_errors=True)
     return _index_result(sizes_dir, time.monotonic() - start_time)
 
 
@@ -181,6 +177,30 @@ def _open_work_dir(dataset: DatasetDescription, sizes_name: str) -> Iterator[Pat
                 f"{sizes_dir} cannot be written ({error}); nothing is lost: fix this and start again"
             ) from error
         shutil.rmtree(work_dir, ignore_errors=True)
+
+
+@contextmanager
+def _exclusive_access(work_dir: Path) -> Iterator[None]:
+    """Lets one process after the other look whether there are sizes, and publish them.
+
+    Two that finish at once would otherwise remove each other's results as those of an earlier content. The
+    lock file goes with the folder: whoever waits for it then finds the sizes.
+    """
+    with (work_dir / "lock").open("ab") as lock_file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.lockf(lock_file, fcntl.LOCK_EX)
+        yield
+
+
+def _publish_sizes(sizes_dir: Path, work_dir: Path, tasks: Sequence[_ShardTask], content_id: str) -> None:
+    """Joins the results of all shards, and puts them in place of those of an earlier content."""
+    # A name of its own: a process that was killed here may have had the same id and host.
+    joined_dir = Path(tempfile.mkdtemp(dir=work_dir, prefix="joined-"))
+    joined_dir.chmod(0o755)
+    _join_shards(joined_dir, tasks, content_id)
+    durable_files.fsync_tree(joined_dir)
+    shutil.rmtree(sizes_dir, ignore_errors=True)
+    durable_files.rename_path(joined_dir, sizes_dir)
 
 
 def _process_suffix() -> str:

@@ -62,32 +62,34 @@ def packed_causal_attention(
 
 
 @functools.cache
-def largest_gradient_error(heads_per_group: int, head_dim: int) -> float:
+def largest_gradient_error(heads_per_group: int, head_dim: int, gathers_keys: bool = False) -> float:
     """The largest relative L2 error of the output and the gradients, against SDPA in float32.
 
     Right kernels in bfloat16 have 0.003 to 0.005.
+
+    Args:
+        gathers_keys: whether only the second half of each sequence's tokens are queries.
     """
     generator = torch.Generator("cuda").manual_seed(0)
-    lengths = torch.tensor(CHECKED_LENGTHS, device="cuda")
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).int()
-    num_tokens, max_seqlen = sum(CHECKED_LENGTHS), max(CHECKED_LENGTHS)
+    key_lengths = torch.tensor(CHECKED_LENGTHS, device="cuda")
+    query_lengths = (key_lengths + 1) // 2 if gathers_keys else key_lengths
+    cu_seqlens_q = F.pad(query_lengths.cumsum(0), (1, 0)).int()
+    cu_seqlens_k = F.pad(key_lengths.cumsum(0), (1, 0)).int()
 
-    def random_heads(num_heads: int) -> Tensor:
+    def random_heads(num_tokens: int, num_heads: int) -> Tensor:
         heads = torch.randn(num_tokens, num_heads, head_dim, device="cuda", generator=generator)
         return heads.bfloat16().requires_grad_()
 
-    query, key, value = random_heads(2 * heads_per_group), random_heads(2), random_heads(2)
+    query = random_heads(int(query_lengths.sum()), 2 * heads_per_group)
+    key, value = random_heads(sum(CHECKED_LENGTHS), 2), random_heads(sum(CHECKED_LENGTHS), 2)
     attention_output = packed_causal_attention(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        query, key, value, cu_seqlens_q, cu_seqlens_k, int(query_lengths.max()), max(CHECKED_LENGTHS)
     )
     output_grad = torch.randn_like(attention_output)
     gradients = torch.autograd.grad(attention_output, (query, key, value), output_grad)
 
-    # The reference computes the whole square of scores and masks other sequences.
-    segment_ids = torch.repeat_interleave(lengths)
-    mask = (segment_ids[:, None] == segment_ids) & torch.ones(
-        num_tokens, num_tokens, device="cuda"
-    ).tril().bool()
+    # The reference computes all scores, and masks other sequences and later tokens.
+    mask = packed_causal_mask(query_lengths, key_lengths)
     float_heads = [heads.detach().float().transpose(0, 1).requires_grad_() for heads in (query, key, value)]
     expected_output = F.scaled_dot_product_attention(
         float_heads[0], float_heads[1], float_heads[2], mask, enable_gqa=True
@@ -103,3 +105,16 @@ def largest_gradient_error(heads_per_group: int, head_dim: int) -> float:
         relative_errors.append(error.norm() / reference.norm())
     # Not Python's max, which passes over NaN.
     return float(torch.stack(relative_errors).detach().max())
+
+
+def packed_causal_mask(query_lengths: Tensor, key_lengths: Tensor) -> Tensor:
+    """Which keys each query of packed sequences sees, bool [queries, keys].
+
+    Args:
+        query_lengths, key_lengths: int64 [sequences]. The queries of a sequence are the last of its tokens.
+    """
+    segment_ids = torch.repeat_interleave(key_lengths)
+    tokens = torch.arange(len(segment_ids), device=segment_ids.device)
+    mask = (segment_ids[:, None] == segment_ids) & (tokens[:, None] >= tokens)
+    first_queries = (key_lengths.cumsum(0) - query_lengths)[segment_ids]
+    return mask[tokens >= first_queries]

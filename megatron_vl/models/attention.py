@@ -240,10 +240,15 @@ def choose_backend(
     return backend_name
 
 
-def check_gradients(backend_name: str, heads_per_group: int, head_dim: int) -> None:
+def check_gradients(
+    backend_name: str, heads_per_group: int, head_dim: int, gathers_keys: bool = False
+) -> None:
     """Compares FlashAttention-4's gradients with float32 on this GPU, which takes seconds to compile.
 
     The kernels that it compiles are those of the run.
+
+    Args:
+        gathers_keys: whether sequences have more keys than queries, under context parallelism.
 
     Raises:
         RunConfigError: they are wrong.
@@ -251,12 +256,13 @@ def check_gradients(backend_name: str, heads_per_group: int, head_dim: int) -> N
     if backend_name != "flash_attn":
         return
 
-    gradient_error = largest_gradient_error(heads_per_group, head_dim)
+    gradient_error = largest_gradient_error(heads_per_group, head_dim, gathers_keys)
     # The negation also finds NaN.
     if not gradient_error <= LARGEST_GRADIENT_ERROR:
         raise RunConfigError(
             f"model.language_attention: on this GPU, flash_attn computes wrong gradients for heads of"
-            f" {head_dim} (relative error {gradient_error:.1e}); use torch_varlen"
+            f" {head_dim}{' and gathered keys' * gathers_keys} (relative error {gradient_error:.1e}); use"
+            " torch_varlen"
         )
 
 

@@ -260,7 +260,10 @@ def _language_block_spec(
         gathers_keys=layout.key_ranks > 1,
     )
     check_gradients(
-        attention_backend, language_spec.num_heads // language_spec.num_kv_heads, language_spec.head_dim
+        attention_backend,
+        language_spec.num_heads // language_spec.num_kv_heads,
+        language_spec.head_dim,
+        gathers_keys=layout.key_ranks > 1,
     )
 
     return transformer_block_spec(

@@ -77,9 +77,11 @@ class GatedDeltaNet(nn.Module):
             tp_comm_buffer_name="fc1",
             **common_arguments,
         )
-        self.conv1d = _DepthwiseConvWeight(sum(self.channels), spec.conv_width, config.params_dtype)
-        self.dt_bias = nn.Parameter(torch.ones(self.value_heads, dtype=config.params_dtype))
-        self.A_log = nn.Parameter(torch.zeros(self.value_heads))
+        # Random weights begin on the GPU, because core's generators of the tensor-parallel ranks are there.
+        device = torch.cuda.current_device()
+        self.conv1d = _DepthwiseConvWeight(sum(self.channels), spec.conv_width, config.params_dtype, device)
+        self.dt_bias = nn.Parameter(torch.ones(self.value_heads, dtype=config.params_dtype, device=device))
+        self.A_log = nn.Parameter(torch.zeros(self.value_heads, device=device))
         self.out_norm = GatedNorm(spec.value_dim, config.layernorm_epsilon, config.sequence_parallel)
         self.out_proj = row(
             spec.value_heads * spec.value_dim,
@@ -235,9 +237,11 @@ class GatedDeltaNet(nn.Module):
 class _DepthwiseConvWeight(nn.Module):
     """Holds the weight [C, 1, W] of the depthwise convolution."""
 
-    def __init__(self, num_channels: int, kernel_width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_channels: int, kernel_width: int, dtype: torch.dtype, device: torch.device | int
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel_width, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel_width, dtype=dtype, device=device))
 
 
 class GatedNorm(nn.Module):

@@ -83,6 +83,12 @@ class SearchRequest:
     """Number of layouts to return."""
     keep_parallel_sizes: bool = False
     """Whether to keep TP, PP, VPP, EP and ETP of the run."""
+    host_gib: float = math.inf
+    """GiB of host memory for each GPU."""
+
+    def fits(self, prediction: RunPrediction) -> bool:
+        """Whether a run fits both the GPUs and the host memory."""
+        return prediction.fits_memory and prediction.host_gib <= self.host_gib
 
 
 @dataclass(frozen=True)
@@ -157,14 +163,15 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
 
     heapq.heapify(priority_queue)
     predictions_by_size: dict[tuple, RunPrediction] = {}
+    useful_predictions: list[RunPrediction] = []
     rejected_by_size: dict[tuple, RejectedLayout] = {}
     tried_count = 0
 
     while priority_queue:
         _, _, candidate = heapq.heappop(priority_queue)
         seconds_limit = (
-            SEARCH_MARGIN * _slowest_kept_step(predictions_by_size, search_request.result_count)
-            if predictions_by_size
+            SEARCH_MARGIN * _slowest_kept_step(useful_predictions, search_request.result_count)
+            if useful_predictions
             else math.inf
         )
         if (
@@ -186,20 +193,19 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
         if size_key in predictions_by_size:
             continue
         tried_count += bool(predictions_by_size)
-        prediction, required_gib = _predict_if_fits(search_request, candidate)
+        prediction, required_text = _predict_if_fits(search_request, candidate)
 
         if prediction is not None:
             predictions_by_size[size_key] = prediction
+            useful_predictions = _without_idle_offload(predictions_by_size)
         elif size_key not in rejected_by_size:
             layout_text = describe_layout(
                 candidate.config, candidate.layout, candidate.step_costs.data_parallel_size
             )
-            rejected_by_size[size_key] = RejectedLayout(
-                layout_text, f"{required_gib:.0f} GiB on the fullest GPU"
-            )
+            rejected_by_size[size_key] = RejectedLayout(layout_text, required_text)
 
     # Only the layouts to return get the better split, because its search takes seconds.
-    best_predictions = sorted(predictions_by_size.values(), key=_sort_key)[: search_request.result_count]
+    best_predictions = sorted(useful_predictions, key=_sort_key)[: search_request.result_count]
     best_predictions = sorted(
         (_refine_split(search_request, prediction) for prediction in best_predictions), key=_sort_key
     )
@@ -214,9 +220,21 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
     )
 
 
-def _slowest_kept_step(predictions_by_size: dict[tuple, RunPrediction], result_count: int) -> float:
+def _without_idle_offload(predictions_by_size: dict[tuple, RunPrediction]) -> list[RunPrediction]:
+    """The predictions but those that are no faster than the same sizes with less of the state offloaded."""
+    useful_predictions = []
+    least_seconds: dict[tuple, float] = {}
+    for (*sizes, _), prediction in sorted(predictions_by_size.items(), key=lambda item: item[0][-1]):
+        step_seconds = round(prediction.step_seconds, 4)
+        if step_seconds < least_seconds.get(tuple(sizes), math.inf):
+            least_seconds[tuple(sizes)] = step_seconds
+            useful_predictions.append(prediction)
+    return useful_predictions
+
+
+def _slowest_kept_step(predictions: list[RunPrediction], result_count: int) -> float:
     """Seconds of the slowest step to return. While there are too few, it is twice the fastest step."""
-    steps = sorted(prediction.step_seconds for prediction in predictions_by_size.values())
+    steps = sorted(prediction.step_seconds for prediction in predictions)
     return steps[result_count - 1] if len(steps) >= result_count else 2 * steps[0]
 
 
@@ -227,9 +245,10 @@ def _sort_key(prediction: RunPrediction) -> tuple:
 
 
 def _size_key(candidate: _LayoutCandidate) -> tuple:
+    """What differs between the layouts of a search but recompute. The offloaded share is the last part."""
     layout = candidate.layout
     offload_share = offloaded_fraction(candidate.config)
-    return layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, offload_share, layout.decoupled
+    return layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.decoupled, offload_share
 
 
 # --- Combinations -------------------------------------------------------------------------------------------
@@ -428,8 +447,8 @@ def _is_state_worth_trying(
 
 def _predict_if_fits(
     search_request: SearchRequest, candidate: _LayoutCandidate
-) -> tuple[RunPrediction | None, float]:
-    """(prediction, 0) of a combination that fits; otherwise (None, GiB that it would take)."""
+) -> tuple[RunPrediction | None, str]:
+    """(prediction, "") of a combination that fits; otherwise (None, the memory that it would take)."""
     config, spec = candidate.config, search_request.spec
     layout, step_costs = candidate.layout, candidate.step_costs
     stage_memory_list = stage_memories(
@@ -439,7 +458,7 @@ def _predict_if_fits(
     mean_stage_gib = sum(memory.total_bytes for memory in stage_memory_list) / len(stage_memory_list) / GIB
     fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
     if fullest_stage_gib > limit_gib and (layout.pp == 1 or mean_stage_gib > limit_gib):
-        return None, fullest_stage_gib
+        return None, f"{fullest_stage_gib:.0f} GiB on the fullest GPU"
     if fullest_stage_gib > limit_gib:
         layout = dataclasses.replace(
             layout,
@@ -448,7 +467,11 @@ def _predict_if_fits(
             ),
         )
     prediction = _predict_candidate(search_request, config, layout)
-    return (prediction, 0.0) if prediction.fits_memory else (None, prediction.peak_gib)
+    if search_request.fits(prediction):
+        return prediction, ""
+    if prediction.fits_memory:
+        return None, f"{prediction.host_gib:.0f} GiB of host memory for each GPU"
+    return None, f"{prediction.peak_gib:.0f} GiB on the fullest GPU"
 
 
 def _predict_candidate(search_request: SearchRequest, config: TrainConfig, layout: Layout) -> RunPrediction:
@@ -485,7 +508,7 @@ def _refine_split(search_request: SearchRequest, original_prediction: RunPredict
         original_prediction.config,
         dataclasses.replace(original_prediction.layout, layers_per_chunk=layers),
     )
-    return refined_prediction if refined_prediction.fits_memory else original_prediction
+    return refined_prediction if search_request.fits(refined_prediction) else original_prediction
 
 
 # --- Texts --------------------------------------------------------------------------------------------------

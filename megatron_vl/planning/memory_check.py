@@ -5,6 +5,8 @@ The start of a run, ``doctor`` and a rank that has run out of memory all call th
 
 from __future__ import annotations
 
+import math
+
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.layout_search import SearchRequest, changed_options_text, search_fastest_fit
@@ -20,9 +22,17 @@ EXPERT_OVERESTIMATE = 1.12
 
 
 def check_memory(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, world_size: int, calibration: Calibration
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    world_size: int,
+    calibration: Calibration,
+    host_gib: float = math.inf,
 ) -> str:
     """Compares the memory estimate of a run with the GPU's memory.
+
+    Args:
+        host_gib: GiB of host memory for each rank, within which options are advised.
 
     Returns a remark if the run may start but leaves less than :data:`RESERVE_GIB` free; empty if it fits.
 
@@ -46,9 +56,9 @@ def check_memory(
         offload_advice = _offload_advice(config, spec, layout, data_parallel_size, gpu_memory_gib)
         return f"{estimate_text}, so the run may end for lack of memory; {offload_advice}"
 
+    options_advice = fitting_options_advice(config, spec, world_size, calibration, host_gib=host_gib)
     raise RunConfigError(
-        f"the run does not fit: {estimate_text}."
-        f" {fitting_options_advice(config, spec, world_size, calibration)} If the rows hold less than that,"
+        f"the run does not fit: {estimate_text}. {options_advice} If the rows hold less than that,"
         " data.max_patches bounds their patches and with them the estimate. --failures.check_memory false"
         " starts anyway"
     )
@@ -70,10 +80,16 @@ def fitting_options_advice(
     calibration: Calibration,
     *,
     keep_parallel_sizes: bool = False,
+    host_gib: float = math.inf,
 ) -> str:
     """A sentence with the options of the fastest layout that fits, from the planner."""
     fitting_prediction = fastest_fitting_layout(
-        config, spec, world_size, calibration, keep_parallel_sizes=keep_parallel_sizes
+        config,
+        spec,
+        world_size,
+        calibration,
+        keep_parallel_sizes=keep_parallel_sizes,
+        host_gib=host_gib,
     )
     if fitting_prediction is None:
         return f"No layout of {world_size} GPUs fits: take more, or lower data.seq_len or data.max_patches."
@@ -90,15 +106,17 @@ def fastest_fitting_layout(
     calibration: Calibration,
     *,
     keep_parallel_sizes: bool = False,
+    host_gib: float = math.inf,
 ) -> RunPrediction | None:
     """The planner's choice for the same model, rows and GPUs; None if nothing fits.
 
     Args:
         keep_parallel_sizes: whether to keep the run's parallel sizes if they fit with another split,
             recompute, offload or placement of the tower.
+        host_gib: GiB of host memory for each GPU.
     """
     rows = make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    search_request = SearchRequest(config, spec, world_size, calibration, rows)
+    search_request = SearchRequest(config, spec, world_size, calibration, rows, host_gib=host_gib)
     same_size_prediction = (
         search_fastest_fit(search_request, keep_parallel_sizes=True) if keep_parallel_sizes else None
     )

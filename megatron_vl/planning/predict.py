@@ -86,6 +86,15 @@ class RunPrediction:
         return max(stage.stage_memory.total_bytes for stage in self.stage_plans) / GIB
 
     @property
+    def host_gib(self) -> float:
+        """Host memory for each GPU, as the start of a run counts it."""
+        state_bytes = input_bytes = 0.0
+        for stage in self.stage_plans:
+            state_bytes = max(state_bytes, stage.stage_memory.host_bytes)
+            input_bytes = max(input_bytes, stage.stage_memory.host_input_bytes)
+        return (state_bytes + input_bytes) / GIB
+
+    @property
     def fits_memory(self) -> bool:
         """Whether the fullest stage leaves :data:`RESERVE_GIB` free."""
         return self.peak_gib + RESERVE_GIB <= self.calibration.memory_gib

@@ -247,6 +247,8 @@ def check_export_weights(config: TrainConfig) -> None:
 
 BASE_DIGEST_KEY = "lora_base"
 """The entry of a checkpoint's ``run.json`` that says which model its adapters belong to."""
+START_ADAPTER_KEY = "lora_start"
+"""The entry that says with which adapters the run began, see :func:`read_start_adapter`."""
 
 
 def check_own_checkpoint(
@@ -256,7 +258,7 @@ def check_own_checkpoint(
     checkpoint_path: Path,
     restart_data: bool,
     base_digest: str = "",
-) -> None:
+) -> dict[str, Any]:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
 
     The checkpoint's files say which model it holds. Without LoRA, ``model.checkpoint`` is not read and need
@@ -265,9 +267,12 @@ def check_own_checkpoint(
     Args:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
 
+    Returns:
+        The checkpoint's ``run.json``.
+
     Raises:
         CheckpointError: files are missing or damaged, or the order of samples would change.
-        RunConfigError: the checkpoint holds another model than ``model.hf``.
+        RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
     """
     from megatron_vl.training import checkpoint
 
@@ -282,6 +287,48 @@ def check_own_checkpoint(
             f"the adapters in {checkpoint_path} were trained on another model than the one in"
             f" model.checkpoint {config.model.checkpoint}; give the weights that the run began with"
         )
+    check_start_adapter(checkpoint_path, saved_metadata.get(START_ADAPTER_KEY), config)
+    return saved_metadata
+
+
+def read_start_adapter(config: TrainConfig) -> dict[str, str]:
+    """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any."""
+    from megatron_vl.weights.weight_reader import WeightReader
+
+    adapter_dir = config.lora.adapter
+    if not adapter_dir:
+        return {"path": "", "digest": ""}
+    weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
+    return {"path": str(Path(adapter_dir).resolve()), "digest": weight_reader.model_digest()}
+
+
+def check_start_adapter(
+    checkpoint_path: Path, start_adapter: dict[str, str] | None, config: TrainConfig
+) -> None:
+    """Checks that ``lora.adapter`` of a resumed run names the adapters that the run began with.
+
+    The folder may have moved or be gone, and a run that it names may have gone on: the adapters continue from
+    the checkpoint anyway.
+
+    Args:
+        start_adapter: the result of :func:`read_start_adapter` at the run's first start; None: not recorded.
+
+    Raises:
+        RunConfigError: they are others. The message names both folders.
+        WeightsError: they cannot be read.
+    """
+    adapter_dir = config.lora.adapter
+    if start_adapter is None or not adapter_dir or not Path(adapter_dir).exists():
+        return
+    if str(Path(adapter_dir).resolve()) == start_adapter["path"]:
+        return
+    if read_start_adapter(config)["digest"] != start_adapter["digest"]:
+        began_with = start_adapter["path"] or "new adapters"
+        raise RunConfigError(
+            f"lora.adapter names {adapter_dir}, but the run in {checkpoint_path.parent} began with"
+            f" {began_with}: leave lora.adapter out to continue that run, or give another checkpoint.dir to"
+            " begin a new one"
+        )
 
 
 def with_start_adapter(
@@ -290,8 +337,8 @@ def with_start_adapter(
     """The config of a run with the settings of the adapters in ``lora.adapter``, if it names any.
 
     Args:
-        source_checkpoint: the checkpoint that the run resumes from. It holds the run's adapters, and those in
-            ``lora.adapter`` are not read.
+        source_checkpoint: the checkpoint that the run resumes from. It holds the run's adapters, and the
+            settings of those in ``lora.adapter`` are not read.
 
     Raises:
         RunConfigError: there are no adapters, they belong to another model, or another field of ``lora`` says
@@ -304,7 +351,7 @@ def with_start_adapter(
 
     from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
 
-    if source_checkpoint is None and (Path(adapter_dir) / "adapter_config.json").is_file():
+    if (Path(adapter_dir) / "adapter_config.json").is_file():
         raise RunConfigError(
             f"lora.adapter {adapter_dir} holds PEFT's files; convert them first: `megatron-vl convert --hf"
             f" {config.model.hf} --adapter {adapter_dir} --out DIR`"

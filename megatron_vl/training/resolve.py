@@ -82,7 +82,7 @@ def resolve_run(
     # These checks see the user's own fields, because their advice names options that differ from them.
     memory_note = ""
     if config.platform != "cpu" and not show_only and (gpu_calibration := read_local_calibration()):
-        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration)
+        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration, machine_memory.host_gib)
     preflight.check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
     # From here on, the config has the split and the offloaded share as numbers.
@@ -147,12 +147,13 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         if weights_note := preflight.check_start_weights(config, spec):
             run_notes.append(f"NOTE: {weights_note}")
         base_digest = preflight.read_base_digest(config)
+    start_adapter = preflight.read_start_adapter(config) if source_checkpoint is None else None
     if source_checkpoint is not None:
         from megatron_vl.training.checkpoint import suggest_remedy
 
         with suggest_remedy(source_checkpoint.path):
             preflight.check_video_rule(config, spec, source_checkpoint.path)
-        preflight.check_own_checkpoint(
+        saved_metadata = preflight.check_own_checkpoint(
             config,
             spec,
             resolved_run.dp,
@@ -160,12 +161,14 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
             resolved_run.run_start.restarts_data,
             base_digest,
         )
+        start_adapter = saved_metadata.get(preflight.START_ADAPTER_KEY)
 
     return dataclasses.replace(
         resolved_run,
         facts_by_split=read_split_facts(config),
         run_notes=tuple(run_notes),
         base_digest=base_digest,
+        start_adapter=start_adapter,
     )
 
 

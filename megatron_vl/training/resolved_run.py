@@ -46,6 +46,9 @@ class ResolvedRun:
     base_digest: str = ""
     """Of a run with LoRA: which model the adapters belong to
     (:meth:`~megatron_vl.weights.weight_reader.WeightReader.model_digest`)."""
+    start_adapter: dict[str, str] | None = None
+    """The adapters that the run began with (:func:`~megatron_vl.training.preflight.read_start_adapter`). None
+    if its checkpoints do not record them."""
 
     @property
     def last_step(self) -> int:

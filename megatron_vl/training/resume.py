@@ -14,7 +14,7 @@ from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.optimizer import SCHEDULE_KEY, schedule_change_note, schedule_fields
-from megatron_vl.training.preflight import BASE_DIGEST_KEY, data_order_metadata
+from megatron_vl.training.preflight import BASE_DIGEST_KEY, START_ADAPTER_KEY, data_order_metadata
 from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
 from megatron_vl.weights.run_folder import saved_checkpoints
@@ -104,6 +104,7 @@ def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> d
         "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),
         _THINKING_KEY: dataclasses.asdict(ThinkingRule.from_data_config(training_run.config.data)),
         BASE_DIGEST_KEY: training_run.resolved_run.base_digest,
+        START_ADAPTER_KEY: training_run.resolved_run.start_adapter,
         _MOMENTS_DTYPE_KEY: training_run.config.optimizer.moments_dtype,
         SCHEDULE_KEY: schedule_fields(training_run.config),
         _AUX_LOSS_KEY: aux_loss_coefficient(training_run.spec, training_run.config.model)

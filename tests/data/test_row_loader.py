@@ -521,6 +521,41 @@ def test_two_processes_may_write_an_index_at_once(plain, dataset, tmp_path):
         assert {path.name: path.read_bytes() for path in sizes.iterdir()} == wanted
 
 
+def test_two_processes_that_join_an_index_keep_each_others_results(dataset, tmp_path, monkeypatch):
+    """The first one is held where it removes what it takes for an earlier content."""
+    from data_tools import sample_sizes
+
+    folder, context = tmp_path / "set", multiprocessing.get_context("fork")
+    shutil.copytree(dataset, folder)
+    (sizes_dir,) = (folder / METADATA_DIR / SIZES_DIR).iterdir()
+    wanted = {path.name: path.read_bytes() for path in sizes_dir.iterdir()}
+    (sizes_dir / "shards.json").write_text('{"content": "earlier"}')
+    first_waits, second_ended = context.Event(), context.Event()
+    remove = shutil.rmtree
+
+    def remove_late(path: Path, **options: Any) -> None:
+        if path == sizes_dir and multiprocessing.current_process().name == "first":
+            first_waits.set()
+            second_ended.wait(3)
+        remove(path, **options)
+
+    def begin() -> None:
+        if multiprocessing.current_process().name == "second":
+            first_waits.wait(60)
+        index_datasets(data_config(folder), read_spec(hf()), hf())
+        second_ended.set()
+
+    monkeypatch.setattr(sample_sizes.shutil, "rmtree", remove_late)
+    processes = [context.Process(target=begin, name=name) for name in ("first", "second")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert [path.name for path in sizes_dir.parent.iterdir()] == [sizes_dir.name]
+    assert {path.name: path.read_bytes() for path in sizes_dir.iterdir()} == wanted
+
+
 @pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])
 def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset, monkeypatch, fault):
     from data_tools.sample_sizes import SizesWriteError, measure_sample

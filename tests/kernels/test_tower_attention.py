@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megatron_vl.config import RunConfigError
+from megatron_vl.kernels.flash_attention import packed_causal_mask
 from megatron_vl.kernels.tower_attention import tower_attention
-from megatron_vl.models.attention import check_gradients, choose_backend
+from megatron_vl.models.attention import check_gradients, choose_backend, make_backend
+from megatron_vl.models.batch import KeySegments, Segments
 from tests.models.programs import step_with_and_without_kernels
 from tests.support.ranks import call
 
@@ -65,13 +67,30 @@ def test_flash_attention_computes_language_models_where_it_is_installed(monkeypa
 
 
 @pytest.mark.parametrize("error", [1.3, float("nan")])
-def test_a_run_with_wrong_gradients_does_not_start(monkeypatch, error: float) -> None:
-    monkeypatch.setattr("megatron_vl.models.attention.largest_gradient_error", lambda group, head_dim: error)
+@pytest.mark.parametrize("wrong_with_gathered_keys", [False, True])
+def test_a_run_with_wrong_gradients_does_not_start(
+    monkeypatch, error: float, wrong_with_gathered_keys: bool
+) -> None:
+    def gradient_error(group: int, head_dim: int, gathers_keys: bool) -> float:
+        return error if gathers_keys == wrong_with_gathered_keys else 0.004
+
+    monkeypatch.setattr("megatron_vl.models.attention.largest_gradient_error", gradient_error)
     with pytest.raises(RunConfigError, match=r"heads of 256.*use torch_varlen"):
-        check_gradients("flash_attn", 4, 256)
-    check_gradients("te", 7, 128)
-    monkeypatch.setattr("megatron_vl.models.attention.largest_gradient_error", lambda group, head_dim: 0.004)
-    check_gradients("flash_attn", 4, 256)
+        check_gradients("flash_attn", 4, 256, wrong_with_gathered_keys)
+    check_gradients("te", 7, 128, wrong_with_gathered_keys)
+    check_gradients("flash_attn", 4, 256, not wrong_with_gathered_keys)
+
+
+def test_the_reference_of_gathered_keys_sees_what_the_backend_of_the_cpu_sees() -> None:
+    query_lengths, key_lengths = torch.tensor([3, 1, 0, 4]), torch.tensor([5, 1, 2, 4])
+    query, key, value = (torch.randn(tokens, 2, 8) for tokens in (8, 12, 12))
+    bounds = [torch.nn.functional.pad(each.cumsum(0), (1, 0)).int() for each in (query_lengths, key_lengths)]
+    segments = Segments(bounds[0], 4, KeySegments(bounds[1], 5, slice(0, 12)))
+    out = make_backend("sdpa")(query, key, value, segments, True)
+    mask = packed_causal_mask(query_lengths, key_lengths)
+    heads_first = [tensor.transpose(0, 1) for tensor in (query, key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, mask)
+    torch.testing.assert_close(out, expected.transpose(0, 1))
 
 
 def test_a_size_without_a_kernel_is_refused() -> None:

@@ -209,6 +209,32 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     end_distributed()
 
 
+def devices_of_random_weights() -> dict[str, str]:
+    """Device types of the weights that a layer of linear attention draws if the GPU is the meta device."""
+    from types import SimpleNamespace
+
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_vl.models.gated_delta_net import GatedDeltaNet
+    from megatron_vl.platform import get_platform
+    from megatron_vl.spec.families.base import LinearAttentionSpec
+
+    get_platform("cpu")
+    get_cuda_rng_tracker().add("model-parallel-rng", 1)
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
+    spec, one_rank = LinearAttentionSpec(1, 2, 16, 16, 4, (0,)), SimpleNamespace(size=lambda: 1)
+    made = GatedDeltaNet(
+        TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2),
+        layer_number=1,
+        spec=spec,
+        column=torch.nn.Identity,
+        row=torch.nn.Identity,
+        pg_collection=SimpleNamespace(tp=one_rank, cp=one_rank),
+    )
+    return {name: made.get_parameter(name).device.type for name in ("conv1d.weight", "A_log")}
+
+
 def linear_attention_errors(recompute: bool) -> dict[str, float]:
     """Relative errors (L2) of a layer of linear attention whose ranks share a row, beside one rank's layer.
 

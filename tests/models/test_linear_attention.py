@@ -9,7 +9,7 @@ import pytest
 from megatron_vl.config import Fp8Config, RunConfigError
 from megatron_vl.models.transformer_configs import check_linear_attention
 from megatron_vl.spec.families import read_spec
-from tests.models.programs import linear_attention_errors
+from tests.models.programs import devices_of_random_weights, linear_attention_errors
 from tests.support.ranks import call
 
 SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")
@@ -31,3 +31,9 @@ def test_ranks_that_share_a_row_compute_the_layer(recompute: bool) -> None:
     assert errors.pop("out") < 1e-6
     for name, error in errors.items():
         assert error < 1e-5, (name, error)
+
+
+@pytest.mark.ranks
+def test_random_weights_are_drawn_where_the_generators_of_the_ranks_are() -> None:
+    """On the CPU, they would be the same on all ranks, and core would warn for each layer."""
+    assert call(devices_of_random_weights) == {"conv1d.weight": "meta", "A_log": "meta"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -19,20 +20,33 @@ from megatron_vl.planning.layout_search import (
 from megatron_vl.planning.memory import RESERVE_GIB
 from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.spec.families import read_spec
+from megatron_vl.training.preflight import check_host_memory
 from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 
 
 def find(
-    size: str, world: int, batch: int, *options: str, seq_len: int = 8192, gpu: str = "H200"
+    size: str,
+    world: int,
+    batch: int,
+    *options: str,
+    seq_len: int = 8192,
+    gpu: str = "H200",
+    host_gib: float = math.inf,
 ) -> SearchResult:
     words = ["--data.seq_len", str(seq_len), "--global_batch_size", str(batch), "--checkpoint.dir", "runs/x"]
     config = parse_config([*words, *options])
     spec = read_spec(CONFIGS / f"{size}-Instruct.json")
     return search_layouts(
         SearchRequest(
-            config, spec, world, shipped_calibration(gpu), make_assumed_rows(spec, seq_len), result_count=5
+            config,
+            spec,
+            world,
+            shipped_calibration(gpu),
+            make_assumed_rows(spec, seq_len),
+            result_count=5,
+            host_gib=host_gib,
         )
     )
 
@@ -110,6 +124,28 @@ def test_what_is_left_out_changes_nothing(size: str, world: int, batch: int, mon
     monkeypatch.setattr("megatron_vl.planning.layout_search.step_lower_bound", no_bound)
     every = find(size, world, batch)
     assert counted and every == few
+
+
+def test_offload_is_found_where_it_is_faster_and_the_host_has_the_memory() -> None:
+    """What is found starts: the check of a start counts host memory by itself."""
+    for host_gib in (math.inf, 9.0, 5.0, 0.1):
+        found = find("Qwen2.5-VL-7B", 8, 8, host_gib=host_gib)
+        seconds_by_sizes: dict[tuple, dict[float, float]] = {}
+        for prediction in found.fitting_layouts:
+            config, layout = prediction.config, prediction.layout
+            check_host_memory(config, prediction.spec, layout, prediction.data_parallel_size, 139.8, host_gib)
+            sizes = (layout.tp, layout.pp, layout.vpp, layout.decoupled)
+            share = float(config.optimizer.offload_fraction)
+            seconds_by_sizes.setdefault(sizes, {})[share] = prediction.step_seconds
+        for by_share in seconds_by_sizes.values():
+            seconds = [by_share[share] for share in sorted(by_share)]
+            assert seconds == sorted(seconds, reverse=True), "a larger share is faster"
+            assert len({round(step, 4) for step in seconds}) == len(seconds)
+
+        best_share = found.fitting_layouts[0].config.optimizer.offload_fraction
+        assert best_share == (1.0 if host_gib == math.inf else 0.0)
+        reasons = [rejected.why for rejected in found.rejected_layouts]
+        assert ("10 GiB of host memory for each GPU" in reasons) == (host_gib < math.inf)
 
 
 def test_impossible_wishes_are_refused() -> None:

@@ -118,6 +118,17 @@ def test_what_does_not_fit_ends_with_1_and_what_would(capsys) -> None:
     assert "no layout of 1 H200 fits" in capsys.readouterr().err
 
 
+def test_a_layout_without_host_memory_does_not_fit(capsys) -> None:
+    """An H200 has room for DP8 without recompute only if 9.7 GiB of state are in host memory."""
+    given = ["plan", *B7, *ROWS, "--gpus", "8", "--parallel.tp", "1", "--optimizer.offload_fraction", "1"]
+    assert main([*given, "--host-memory", "80"]) == 0
+    assert "host memory: 9.7 of 10.0 GiB" in capsys.readouterr().out
+    assert main([*given, "--host-memory", "72"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not fit: 9.7 GiB of host memory for each GPU" in said
+    assert "lower optimizer.offload_fraction" in said
+
+
 def test_the_table_says_what_a_person_decides_by(capsys) -> None:
     assert main(["plan", *B7, "--gpus", "8", *ROWS]) == 0
     said = capsys.readouterr().out

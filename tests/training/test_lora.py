@@ -224,6 +224,35 @@ def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_a_run_resumes_only_with_the_adapters_that_it_began_with(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """Their folder may move, and the run that it names may go on."""
+    start, second, run = tmp_path / "start", tmp_path / "second", tmp_path / "run"
+    for folder, seed in ((start, "1"), (second, "2")):
+        done = train(prepared, folder, *LORA, "--seed", seed, "--stop_after", "1", ranks=1, steps=3)
+        assert done.returncode == 0, done.stderr[-3000:]
+    done = train(prepared, run, "--lora.adapter", str(start), "--stop_after", "1", ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    moved_start = start.rename(tmp_path / "moved")
+    for adapter in (start, moved_start):
+        done = train(prepared, run, "--lora.adapter", str(adapter), ranks=1, steps=3)
+        assert done.returncode == 0 and "resumed at step" in done.stdout, done.stderr[-3000:]
+    for folder, began_with in ((run, str(start)), (moved_start, "new adapters")):
+        refused = train(prepared, folder, "--lora.adapter", str(second), ranks=1, steps=3)
+        assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr[-2000:]
+        assert (
+            f"lora.adapter names {second}, but the run in {folder} began with {began_with}" in refused.stderr
+        )
+
+    moved_start.rename(start)
+    done = train(prepared, start, *LORA, "--seed", "1", ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = train(prepared, run, "--lora.adapter", str(start), ranks=1, steps=3)
+    assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr[-3000:]
+
+
 def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
+from megatron_vl import host_memory
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.planning.calibration import Calibration, find_calibration, read_calibration
 from megatron_vl.planning.cost import Network
-from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
 from megatron_vl.planning.layout_search import (
     SearchRequest,
     SearchResult,
@@ -50,7 +52,7 @@ def plan(options: PlanOptions) -> int:
         print(json.dumps(plan_as_json(plan_result), indent=2))
     else:
         print_plan(plan_result)
-    return 0 if plan_result.best_prediction.fits_memory else 1
+    return 0 if plan_result.search_request.fits(plan_result.best_prediction) else 1
 
 
 def make_plan(options: PlanOptions) -> PlanResult:
@@ -71,13 +73,14 @@ def make_plan(options: PlanOptions) -> PlanResult:
         row_statistics,
         Network(options.gpus_per_node),
         result_count=options.keep,
+        host_gib=_host_gib(options),
     )
     sets_layout = _sets_layout(config.parallel, options.fields)
 
     if sets_layout and not options.search:
         run_prediction = _predict_run_layout(search_request)
         # If the run's layout does not fit, the user needs to know one that does.
-        alternative = None if run_prediction.fits_memory else search_fastest_fit(search_request)
+        alternative = None if search_request.fits(run_prediction) else search_fastest_fit(search_request)
         return PlanResult(search_request, run_prediction, None, alternative)
 
     # The search chooses the split itself. The run's own layout is shown beside the results.
@@ -126,6 +129,15 @@ def _chosen_calibration(options: PlanOptions) -> Calibration:
     if options.gpu:
         return find_calibration(options.gpu)
     return calibration_for_platform("auto")
+
+
+def _host_gib(options: PlanOptions) -> float:
+    """GiB of host memory for each GPU of a node; infinite if it is not known."""
+    node_gib: float | None = options.host_memory
+    plans_other_gpus = options.gpu or options.calibration is not None
+    if node_gib is None and not plans_other_gpus and read_local_calibration() is not None:
+        node_gib = host_memory.available_bytes() / host_memory.GIB
+    return math.inf if node_gib is None else node_gib / min(options.gpus, options.gpus_per_node)
 
 
 def _row_statistics(options: PlanOptions, config: TrainConfig, spec: ModelSpec) -> RowStatistics:

@@ -30,6 +30,10 @@ class PlanOptions(CommandOptions):
     rates are those measured on H200, scaled for the others."""
     gpus_per_node: int = option(8, metavar="N", minimum=1)
     """GPUs that NVLink connects."""
+    host_memory: int | None = option(
+        None, metavar="GIB", minimum=1, shown_default="that of this machine if it has GPUs, else no limit"
+    )
+    """Host memory of a node in GiB, which offloaded state and inputs must fit."""
     calibration: Path | None = option(None, metavar="FILE", must_exist=True)
     """Rates of the GPU as a JSON file, as `megatron-vl bench --calibrate` writes it, in place of --gpu."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)

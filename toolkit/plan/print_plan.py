@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -44,13 +45,13 @@ def print_plan(plan_result: PlanResult) -> None:
     wide_console.print(_stage_table(best_prediction))
     stage_memories = [stage.stage_memory.as_json() for stage in best_prediction.stage_plans]
     wide_console.print(memory_table(stage_memories, "Memory of a GPU in GiB"))
-    for text_line in _speed_lines(best_prediction):
+    for text_line in _speed_lines(plan_result):
         print(text_line)
     if plan_result.search_result is not None:
         wide_console.print(_comparison_table(plan_result))
         for rejected_layout in plan_result.search_result.rejected_layouts[:3]:
             print(f"does not fit: {rejected_layout.text} ({rejected_layout.why})")
-    if not best_prediction.fits_memory:
+    if not search_request.fits(best_prediction):
         print(_too_large_message(plan_result))
     print(f"{'' if calibration.measured else 'note: '}{calibration.source}")
 
@@ -123,12 +124,15 @@ def _stage_table(best_prediction: RunPrediction) -> Any:
     return stage_table
 
 
-def _speed_lines(best_prediction: RunPrediction) -> list[str]:
+def _speed_lines(plan_result: PlanResult) -> list[str]:
+    best_prediction, host_limit_gib = plan_result.best_prediction, plan_result.search_request.host_gib
     bubble_note = ""
     if best_prediction.layout.pp > 1:
         bubble_note = f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
-    host_gib = max(stage.stage_memory.host_gib for stage in best_prediction.stage_plans)
-    host_lines = [f"host memory: {host_gib:.1f} GiB for each GPU of the fullest stage"] if host_gib else []
+    host_lines = []
+    if host_gib := best_prediction.host_gib:
+        limit_text = f"of {host_limit_gib:.1f} " * (host_limit_gib < math.inf)
+        host_lines = [f"host memory: {host_gib:.1f} {limit_text}GiB for each GPU of the fullest stage"]
     return [
         f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} tokens/s, "
         f"{best_prediction.mfu:.1%} MFU{bubble_note}; "
@@ -159,11 +163,13 @@ def _comparison_table(plan_result: PlanResult) -> Any:
         )
     )
     if (own_prediction := plan_result.own_prediction) is not None:
-        slower_reason = explain_slowdown(plan_result.best_prediction, own_prediction)
+        slower_reason = "does not fit"
+        if plan_result.search_request.fits(own_prediction):
+            slower_reason = explain_slowdown(plan_result.best_prediction, own_prediction)
         compared_layouts.append(
             (
                 own_prediction,
-                f"the run's own, {slower_reason if own_prediction.fits_memory else 'does not fit'}",
+                f"the run's own, {slower_reason}",
             )
         )
     for prediction, slower_reason in compared_layouts:
@@ -180,8 +186,12 @@ def _comparison_table(plan_result: PlanResult) -> Any:
 def _too_large_message(plan_result: PlanResult) -> str:
     best_prediction = plan_result.best_prediction
     problem_text = f"does not fit: {best_prediction.peak_gib:.0f} GiB and {RESERVE_GIB:.0f} to stay free"
+    remedy_text = "take more GPUs, or lower data.seq_len"
+    if best_prediction.fits_memory:
+        problem_text = f"does not fit: {best_prediction.host_gib:.1f} GiB of host memory for each GPU"
+        remedy_text = "lower optimizer.offload_fraction, or set recompute.offload_inputs to false"
     if plan_result.fitting_alternative is None:
-        return f"{problem_text}; nothing else fits either: take more GPUs, or lower data.seq_len"
+        return f"{problem_text}; nothing else fits either: {remedy_text}"
     return (
         f"{problem_text}; what would: "
         f"{changed_options_text(plan_result.search_request.config, plan_result.fitting_alternative)}"
