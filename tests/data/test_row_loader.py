@@ -180,6 +180,15 @@ def test_a_closed_loader_has_no_processes(dataset):
     assert not any(map(psutil.pid_exists, pids))
 
 
+def test_the_planner_shares_the_memory_of_its_rank(dataset):
+    """A garbage collection that looked at inherited objects would copy their pages."""
+    inherited: list[list[None]] = [[] for _ in range(1_000_000)]
+    with closing(Run(dataset, 1, workers=1).loaders[0]) as loader:
+        next(loader)
+        planner = psutil.Process(loader._rank_rows._planner_process.pid)
+        assert planner.memory_full_info().uss < 40 * len(inherited)  # an empty list takes 72 bytes
+
+
 def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
     """Three processes make the rows, and another one has planned the next steps before they are needed."""
     plans, plan = tmp_path / "plans", BatchPlanner.next_batch
