@@ -790,11 +790,13 @@ class PlannedRankRows:
 
     def close(self) -> None:
         """Ends the processes."""
-        for worker_iterator in self._worker_iterators:
-            if hasattr(worker_iterator, "_shutdown_workers"):
-                worker_iterator._shutdown_workers()
-        self._worker_iterators = []
+        # The planner ends first: torch would wait five seconds for a process that waits for its share or for
+        # a sample, and leave it to itself.
         if self._planner_process is not None:
             self._planner_process.kill()
             self._planner_process.join()
             self._planner_process = None
+        for worker_iterator in self._worker_iterators:
+            if hasattr(worker_iterator, "_shutdown_workers"):
+                worker_iterator._shutdown_workers()
+        self._worker_iterators = []
