@@ -144,12 +144,23 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
             ``global_batch_size`` has no divisor in common with the number of GPUs.
     """
     # Without offload at first: the search itself adds larger shares where they help.
-    if search_request.config.optimizer.offload_fraction == "auto":
-        resident_optimizer = dataclasses.replace(search_request.config.optimizer, offload_fraction=0.0)
-        search_request = dataclasses.replace(
-            search_request, config=dataclasses.replace(search_request.config, optimizer=resident_optimizer)
-        )
+    own_share = search_request.config.optimizer.offload_fraction
+    resident_optimizer = dataclasses.replace(search_request.config.optimizer, offload_fraction=0.0)
+    resident_request = dataclasses.replace(
+        search_request, config=dataclasses.replace(search_request.config, optimizer=resident_optimizer)
+    )
+    if own_share == "auto":
+        return _search_larger_shares(resident_request)
 
+    # The share that a run sets is kept, unless the host lacks the memory.
+    search_result = _search_larger_shares(search_request)
+    if search_result.fitting_layouts or not own_share or search_request.host_gib == math.inf:
+        return search_result
+    return _search_larger_shares(resident_request)
+
+
+def _search_larger_shares(search_request: SearchRequest) -> SearchResult:
+    """The search with at least the run's own share of the optimizer state in host memory."""
     # The queue is ordered by the lower bound of the time. The numbers only break ties, always the same way.
     size_groups = list(_size_groups(search_request))
     priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -178,6 +179,35 @@ def test_a_closed_loader_has_no_processes(dataset):
     assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_loader_whose_processes_wait_for_the_planner_closes_at_once(dataset, monkeypatch):
+    """No process is left, which the next user of the rank's children would count."""
+    plan, calls = BatchPlanner.next_batch, iter(range(100))
+
+    def stalls(planner: BatchPlanner) -> PlannedBatch:
+        if next(calls):
+            time.sleep(60)
+        return plan(planner)
+
+    monkeypatch.setattr(BatchPlanner, "next_batch", stalls)
+    loader = Run(dataset, 1, workers=1).loaders[0]
+    for _ in range(12):
+        next(loader)
+    time.sleep(0.5)
+    (worker,) = loader._rank_rows._worker_iterators[0]._workers
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 4 and not psutil.pid_exists(worker.pid)
+
+
+def test_the_planner_shares_the_memory_of_its_rank(dataset):
+    """A garbage collection that looked at inherited objects would copy their pages."""
+    inherited: list[list[None]] = [[] for _ in range(1_000_000)]
+    with closing(Run(dataset, 1, workers=1).loaders[0]) as loader:
+        next(loader)
+        planner = psutil.Process(loader._rank_rows._planner_process.pid)
+        assert planner.memory_full_info().uss < 40 * len(inherited)  # an empty list takes 72 bytes
 
 
 def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):

@@ -125,8 +125,8 @@ def test_a_layout_without_host_memory_does_not_fit(capsys) -> None:
     assert "host memory: 9.7 of 10.0 GiB" in capsys.readouterr().out
     assert main([*given, "--host-memory", "72"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "does not fit: 9.7 GiB of host memory for each GPU" in said
-    assert "lower optimizer.offload_fraction" in said
+    assert "does not fit: 9.7 GiB of host memory for each GPU; what would: --recompute." in said
+    assert "--optimizer.offload_fraction 0.0" in said
 
 
 def test_the_table_says_what_a_person_decides_by(capsys) -> None:

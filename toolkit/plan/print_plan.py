@@ -186,12 +186,10 @@ def _comparison_table(plan_result: PlanResult) -> Any:
 def _too_large_message(plan_result: PlanResult) -> str:
     best_prediction = plan_result.best_prediction
     problem_text = f"does not fit: {best_prediction.peak_gib:.0f} GiB and {RESERVE_GIB:.0f} to stay free"
-    remedy_text = "take more GPUs, or lower data.seq_len"
     if best_prediction.fits_memory:
         problem_text = f"does not fit: {best_prediction.host_gib:.1f} GiB of host memory for each GPU"
-        remedy_text = "lower optimizer.offload_fraction, or set recompute.offload_inputs to false"
     if plan_result.fitting_alternative is None:
-        return f"{problem_text}; nothing else fits either: {remedy_text}"
+        return f"{problem_text}; nothing else fits either: take more GPUs, or lower data.seq_len"
     return (
         f"{problem_text}; what would: "
         f"{changed_options_text(plan_result.search_request.config, plan_result.fitting_alternative)}"
