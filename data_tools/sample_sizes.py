@@ -147,7 +147,8 @@ def _index_dataset(
         with _exclusive_access(work_dir):
             if not has_stored_sizes(dataset, sizes_name):
                 _publish_sizes(sizes_dir, work_dir, tasks, dataset.content_id)
-            shutil.rmtree(work_dir, ignore_errors=True)
+        # After the lock file is closed: NFS keeps an open file, and its folder, under another name.
+        shutil.rmtree(work_dir, ignore_errors=True)
     return _index_result(sizes_dir, time.monotonic() - start_time)
 
 

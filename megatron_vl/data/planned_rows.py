@@ -640,7 +640,7 @@ def _prepare_forked_process() -> None:
     """
     shield_loader_worker()
     gc.freeze()
-    gc.collect()  # counts the objects that are left
+    gc.collect()  # So that the next full collection is measured against the few objects after the freeze.
 
 
 class WorkerRowDataset(IterableDataset):

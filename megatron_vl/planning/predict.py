@@ -147,6 +147,7 @@ class RunPrediction:
             "tokens_per_second": round(self.tokens_per_second),
             "hours_per_billion_tokens": round(self.hours_per_billion_tokens, 2),
             "peak_gib": round(self.peak_gib, 1),
+            "host_gib": round(self.host_gib, 1),
             "fits": self.fits_memory,
             "gpu": self.calibration.gpu,
             "stages": [

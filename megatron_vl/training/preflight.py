@@ -305,30 +305,41 @@ def read_start_adapter(config: TrainConfig) -> dict[str, str]:
 def check_start_adapter(
     checkpoint_path: Path, start_adapter: dict[str, str] | None, config: TrainConfig
 ) -> None:
-    """Checks that ``lora.adapter`` of a resumed run names the adapters that the run began with.
+    """Checks that ``lora.adapter`` of a resumed run does not name other adapters than the run began with.
 
-    The folder may have moved or be gone, and a run that it names may have gone on: the adapters continue from
-    the checkpoint anyway.
+    The adapters continue from the checkpoint in any case. So nothing is refused if the folder that the run
+    began with has moved, is gone, or belongs to a run that went on, or if the given folder has no weights.
 
     Args:
         start_adapter: the result of :func:`read_start_adapter` at the run's first start; None: not recorded.
 
     Raises:
-        RunConfigError: they are others. The message names both folders.
-        WeightsError: they cannot be read.
+        RunConfigError: they are others. The message says how to continue the run.
     """
     adapter_dir = config.lora.adapter
-    if start_adapter is None or not adapter_dir or not Path(adapter_dir).exists():
+    if start_adapter is None or not adapter_dir:
         return
-    if str(Path(adapter_dir).resolve()) == start_adapter["path"]:
+
+    start_dir, start_digest = start_adapter["path"], start_adapter["digest"]
+    given_digest = _adapter_digest(adapter_dir)
+    if given_digest in (None, start_digest) or start_dir and _adapter_digest(start_dir) != start_digest:
         return
-    if read_start_adapter(config)["digest"] != start_adapter["digest"]:
-        began_with = start_adapter["path"] or "new adapters"
-        raise RunConfigError(
-            f"lora.adapter names {adapter_dir}, but the run in {checkpoint_path.parent} began with"
-            f" {began_with}: leave lora.adapter out to continue that run, or give another checkpoint.dir to"
-            " begin a new one"
-        )
+    began_with = start_dir or "new adapters"
+    remedy = f"give lora.adapter {start_dir}" if start_dir else "leave lora.adapter out"
+    raise RunConfigError(
+        f"lora.adapter names {adapter_dir}, but the run in {checkpoint_path.parent} began with {began_with}:"
+        f" {remedy} to continue that run, or give another checkpoint.dir to begin a new one"
+    )
+
+
+def _adapter_digest(adapter_dir: str) -> str | None:
+    """The digest of the adapters in a folder; None if it holds no weights of ours."""
+    from megatron_vl.weights.weight_reader import WeightReader, WeightsError
+
+    try:
+        return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
+    except (OSError, WeightsError):
+        return None
 
 
 def with_start_adapter(
@@ -351,7 +362,7 @@ def with_start_adapter(
 
     from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
 
-    if (Path(adapter_dir) / "adapter_config.json").is_file():
+    if source_checkpoint is None and (Path(adapter_dir) / "adapter_config.json").is_file():
         raise RunConfigError(
             f"lora.adapter {adapter_dir} holds PEFT's files; convert them first: `megatron-vl convert --hf"
             f" {config.model.hf} --adapter {adapter_dir} --out DIR`"

@@ -82,8 +82,8 @@ def test_a_given_layout_is_predicted_and_not_searched(capsys) -> None:
     words = ["--gpus", "4", *ROWS, "--global_batch_size", "12", "--recompute.vision", "full"]
     facts = plan(capsys, *B7, *words, "--parallel.pp", "4", "--parallel.layers", "[7,7,7,7]")
     assert "others" not in facts and facts["best"]["layout"]["layers"] == [7, 7, 7, 7]
-    # Measured: 5,143 ms.
-    assert facts["best"]["step_s"] == pytest.approx(5.143, rel=0.05)
+    # Measured: 5,143 ms, before the program of 2026-11-26, which is 6 % faster.
+    assert facts["best"]["step_s"] == pytest.approx(5.143 * 0.94, rel=0.05)
     assert [stage["layers"] for stage in facts["best"]["stages"]] == [[7]] * 4
 
 
@@ -123,6 +123,8 @@ def test_a_layout_without_host_memory_does_not_fit(capsys) -> None:
     given = ["plan", *B7, *ROWS, "--gpus", "8", "--parallel.tp", "1", "--optimizer.offload_fraction", "1"]
     assert main([*given, "--host-memory", "80"]) == 0
     assert "host memory: 9.7 of 10.0 GiB" in capsys.readouterr().out
+    facts = plan(capsys, *given[1:], "--host-memory", "72", code=1)
+    assert not facts["best"]["fits"] and facts["best"]["host_gib"] == 9.7 and facts["instead"]["fits"]
     assert main([*given, "--host-memory", "72"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "does not fit: 9.7 GiB of host memory for each GPU; what would: --recompute." in said

@@ -239,14 +239,14 @@ def test_a_run_resumes_only_with_the_adapters_that_it_began_with(
     for adapter in (start, moved_start):
         done = train(prepared, run, "--lora.adapter", str(adapter), ranks=1, steps=3)
         assert done.returncode == 0 and "resumed at step" in done.stdout, done.stderr[-3000:]
-    for folder, began_with in ((run, str(start)), (moved_start, "new adapters")):
+    moved_start.rename(start)
+    for folder, began_with in ((run, str(start)), (start, "new adapters")):
         refused = train(prepared, folder, "--lora.adapter", str(second), ranks=1, steps=3)
         assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr[-2000:]
         assert (
             f"lora.adapter names {second}, but the run in {folder} began with {began_with}" in refused.stderr
         )
 
-    moved_start.rename(start)
     done = train(prepared, start, *LORA, "--seed", "1", ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
     done = train(prepared, run, "--lora.adapter", str(start), ranks=1, steps=3)

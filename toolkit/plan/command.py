@@ -196,7 +196,7 @@ def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
         "seq_len": search_request.config.data.seq_len,
         "global_batch_size": search_request.config.global_batch_size,
         "rows": search_request.row_statistics.as_json(),
-        "best": _prediction_facts(plan_result.best_prediction),
+        "best": _prediction_facts(plan_result.best_prediction, search_request),
     }
 
     if plan_result.search_result is not None:
@@ -207,24 +207,27 @@ def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
         )
         plan_facts["others"] = []
         for other_prediction, slowdown_reason in other_predictions:
-            plan_facts["others"].append({**_prediction_facts(other_prediction), "why": slowdown_reason})
+            plan_facts["others"].append(
+                {**_prediction_facts(other_prediction, search_request), "why": slowdown_reason}
+            )
         plan_facts["lost"] = list(map(dataclasses.asdict, plan_result.search_result.rejected_layouts))
         plan_facts["combinations"] = plan_result.search_result.combination_count
 
     if plan_result.own_prediction is not None:
         plan_facts["own"] = {
-            **_prediction_facts(plan_result.own_prediction),
+            **_prediction_facts(plan_result.own_prediction, search_request),
             "why": explain_slowdown(plan_result.best_prediction, plan_result.own_prediction),
         }
     if plan_result.fitting_alternative is not None:
-        plan_facts["instead"] = _prediction_facts(plan_result.fitting_alternative)
+        plan_facts["instead"] = _prediction_facts(plan_result.fitting_alternative, search_request)
     return plan_facts
 
 
-def _prediction_facts(prediction: RunPrediction) -> dict[str, Any]:
+def _prediction_facts(prediction: RunPrediction, search_request: SearchRequest) -> dict[str, Any]:
     config_with_split = with_split(prediction.config, prediction.layout)
     return {
         "text": describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size),
         **prediction.as_json(),
+        "fits": search_request.fits(prediction),
         "recompute": dataclasses.asdict(config_with_split.recompute),
     }
