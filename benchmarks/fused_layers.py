@@ -38,7 +38,7 @@ from megatron_vl.models.fused_layers import gelu_tanh
 PATCHES = 17_724
 NORMS = ((PATCHES, 1152, True), (PATCHES, 1280, False), (8192, 3584, False), (8192, 4096, False))
 """Rows, width, and whether it is LayerNorm."""
-ACTIVATIONS = ((1280, 3420, True), (1280, 3456, True), (1152, 4304, False))
+ACTIVATIONS = ((1280, 3456, True), (1152, 4352, False))
 """Widths of the layer and of the activation, and whether that is SwiGLU; otherwise it is GELU."""
 EPS = 1e-6
 

@@ -68,8 +68,8 @@ def main(argv: list[str]) -> None:
         raise SystemExit("parallel.pp must be 1")
     grid = make_grid(layout)
     model = build_bench_model(options, spec, platform, grid, layout)
-    # Rows have only tokens of rank 0's part of the vocabulary. The logit of another one would come from a
-    # rank that is not there, and the loss would be infinite, so that the optimizer would skip its update.
+    # Drawn text has only tokens of rank 0's part of the vocabulary. The logit of another one would come from
+    # a rank that is not there, and the loss would be infinite, so that the optimizer would skip its update.
     own_vocab_size = spec.language.vocab_size // layout.tp
     model.spec = dataclasses.replace(
         spec, language=dataclasses.replace(spec.language, vocab_size=own_vocab_size)

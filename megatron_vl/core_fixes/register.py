@@ -410,7 +410,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
         removal_condition="core recomputes the activation of a dense MLP with fused activations",
-        guarding_test="tests/planning/test_flops.py::test_recompute_of_our_modules_equals_counted",
+        guarding_test="tests/kernels/test_triton_kernels.py::test_fused_layers_train_as_plain_ones",
     ),
     DependencyFix(
         fix_location="megatron_vl.models.fused_layers:linear_with_bias",
@@ -419,9 +419,9 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "transformer_engine.pytorch.module.linear.Linear.gemm_bias_unfused_add",
         ),
         fix_reason=(
-            "Core asks linears to leave their bias to elementwise kernels, whose backward pass sums a [P, H]"
-            " gradient; cuBLASLt does so faster with the weight gradient. Transformer Engine's row-parallel"
-            " linear uses such kernels even if it is alone and sums nothing over ranks."
+            "Core asks linears to leave their bias to elementwise kernels. The product's epilogue can add it,"
+            " which saves a pass over the output. Transformer Engine's row-parallel linear uses a kernel of"
+            " its own even if it is alone and sums nothing over ranks."
         ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,

@@ -32,10 +32,11 @@ BLOCK_COLUMNS = 256
 """In bf16, a warp reads a row of such a block at once, 16 bytes a thread."""
 FORWARD_ROWS = 8
 BACKWARD_ROWS = 4
-"""Rows of a block. More would need more registers for the sums than six programs of a processor have."""
+"""Rows of a block. The backward pass has fewer, because its sums stay in registers."""
 NUM_WARPS = 4
 NUM_PROGRAMS = 792
-"""At most: six for each of the 132 processors of an H100 or H200."""
+"""At most: six for each of the 132 processors of an H100 or H200. It is the same on every GPU, and so is the
+order of the sums."""
 NUM_STAGES = 3
 """How many blocks of a program are read at a time, the one in work included."""
 

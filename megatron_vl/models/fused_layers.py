@@ -206,9 +206,9 @@ def recompute_in_backward(
 def linear_with_bias(linear_class: Callable[..., Any]) -> Callable[..., Any]:
     """A constructor of a row-parallel linear that adds its bias, even if core asks for ``skip_bias_add``.
 
-    Core leaves biases to fused elementwise kernels, whose backward pass needs one more kernel to sum ``[P,
-    H]`` gradients. cuBLASLt sums them with the weight gradient. Transformer Engine adds the bias after the
-    ranks' sum, with kernels of its own; alone, it need not.
+    Core leaves biases to elementwise kernels. The product's epilogue can add them, which saves a pass over
+    the output. Transformer Engine adds the bias after the ranks' sum, with kernels of its own; alone, it need
+    not.
     """
 
     def build_linear(*args: Any, **kwargs: Any) -> Any:

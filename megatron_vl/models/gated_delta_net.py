@@ -120,7 +120,7 @@ class GatedDeltaNet(nn.Module):
         # One product computes queries, keys, values, the output gate, beta and the decay. Under sequence
         # parallelism it also gathers the tokens, because the recurrence needs all of them.
         projected, _ = self.in_proj(hidden_states)
-        projected = projected.squeeze(1)
+        projected = projected.squeeze(1)  # a view in both directions, which an index is not
 
         cache_access = packed_seq_params.cache
         if cache_access is not None:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_vl.config import LoraConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import pack_row
+from megatron_vl.kernels import biased_activation as activation_kernels
 from megatron_vl.kernels import tower_attention
 from megatron_vl.models import build, head, layer_specs
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
@@ -129,7 +130,7 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
 
 def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
     """Losses and gradient norms of two steps: with torch's layers, with interpreted norms that also take the
-    gradient of the residual connection and interpreted activations, and with these and full recompute."""
+    gradient of the residual connection and interpreted activations, and with these and recompute."""
     from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
@@ -148,21 +149,32 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
         return results
 
     norm_calls: list[float] = []
+    activation_calls: list[float] = []
+    biased_activation = activation_kernels.biased_activation
 
     class CountedNorm(ResidualNorm):
         def forward(self, x: torch.Tensor) -> Any:
             norm_calls.append(1.0)
             return super().forward(x)
 
+    def counted_activation(*arguments: Any, **options: Any) -> torch.Tensor:
+        activation_calls.append(1.0)
+        return biased_activation(*arguments, **options)
+
     def fused_modules(*arguments: Any) -> Any:
         return local_modules(*arguments)._replace(layer_norm=CountedNorm, expert_norm=CountedNorm)
 
+    activation_kernels.biased_activation = counted_activation
     results = {"plain": torch_only(run_steps)(trainer.config)}
+    assert not activation_calls
     layer_specs._layer_modules = fused_modules
     results["fused"] = run_steps(trainer.config)
-    recompute = RecomputeConfig(language="full", vision="full")
-    results["recomputed"] = run_steps(dataclasses.replace(trainer.config, recompute=recompute))
-    results["calls of norms"] = norm_calls
+    for name, recompute in (
+        ("recomputed", RecomputeConfig(language="full", vision="full")),
+        ("recomputed activations", RecomputeConfig(vision="activation")),
+    ):
+        results[name] = run_steps(dataclasses.replace(trainer.config, recompute=recompute))
+    results |= {"calls of norms": norm_calls, "calls of activations": activation_calls}
     return results
 
 
