@@ -157,7 +157,8 @@ def flops_per_token(example: Example) -> float:
 
 def base_mfu(example: Example) -> float:
     """Measured MFU (docs/log/speed.md 2026-11-21): 7B and 3B data parallel, 7B under TP2, 30B-A3B in short
-    and long rows. Since then, a step of the 7B with 10 layers takes 3,137 instead of 3,337 ms (2026-11-26)."""
+    and long rows. Since then, the 7B with 10 layers takes 3,137 instead of 3,337 ms a step (2026-11-26).
+    """
     tensor = 3337 / 3137 * (39.0 / 50.1 if example.config.parallel.tp > 1 else 1.0)
     if example.config.vision.placement == "decoupled":
         return text_mfu(example)
