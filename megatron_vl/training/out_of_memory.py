@@ -203,12 +203,7 @@ def _comparison_with_estimate(resolved_run: ResolvedRun, gpu_memory: GpuMemory) 
     return [
         *estimate_sentences,
         fitting_options_advice(
-            config,
-            spec,
-            dp * layout.replica_ranks,
-            reduced_calibration,
-            keep_parallel_sizes=True,
-            host_gib=host_memory.available_gib_per_rank(),
+            config, spec, dp * layout.replica_ranks, reduced_calibration, keep_parallel_sizes=True
         ).removesuffix("."),
     ]
 
