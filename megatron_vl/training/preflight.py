@@ -293,13 +293,16 @@ def check_own_checkpoint(
 
 def read_start_adapter(config: TrainConfig) -> dict[str, str]:
     """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any."""
-    from megatron_vl.weights.weight_reader import WeightReader
-
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return {"path": "", "digest": ""}
-    weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
-    return {"path": str(Path(adapter_dir).resolve()), "digest": weight_reader.model_digest()}
+    return {"path": str(Path(adapter_dir).resolve()), "digest": _read_adapter_digest(adapter_dir)}
+
+
+def _read_adapter_digest(adapter_dir: str) -> str:
+    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+
+    return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
 
 
 def check_start_adapter(
@@ -321,6 +324,8 @@ def check_start_adapter(
         return
 
     start_dir, start_digest = start_adapter["path"], start_adapter["digest"]
+    if str(Path(adapter_dir).resolve()) == start_dir:
+        return
     given_digest = _adapter_digest(adapter_dir)
     if given_digest in (None, start_digest) or start_dir and _adapter_digest(start_dir) != start_digest:
         return
@@ -334,10 +339,10 @@ def check_start_adapter(
 
 def _adapter_digest(adapter_dir: str) -> str | None:
     """The digest of the adapters in a folder; None if it holds no weights of ours."""
-    from megatron_vl.weights.weight_reader import WeightReader, WeightsError
+    from megatron_vl.weights.weight_reader import WeightsError
 
     try:
-        return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
+        return _read_adapter_digest(adapter_dir)
     except (OSError, WeightsError):
         return None
 

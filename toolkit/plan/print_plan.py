@@ -166,12 +166,7 @@ def _comparison_table(plan_result: PlanResult) -> Any:
         slower_reason = "does not fit"
         if plan_result.search_request.fits(own_prediction):
             slower_reason = explain_slowdown(plan_result.best_prediction, own_prediction)
-        compared_layouts.append(
-            (
-                own_prediction,
-                f"the run's own, {slower_reason}",
-            )
-        )
+        compared_layouts.append((own_prediction, f"the run's own, {slower_reason}"))
     for prediction, slower_reason in compared_layouts:
         comparison_table.add_row(
             describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size),
