@@ -131,8 +131,8 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
 
-    # Transformer Engine's own norms write what the product reads next: FP8, or a buffer of all ranks.
-    if config.bf16 and not config.fp8 and not config.tp_comm_overlap:
+    # With overlapped collectives, Transformer Engine's own norms write into a buffer of all ranks.
+    if config.bf16 and not config.tp_comm_overlap:
         layer_norm = expert_norm = ResidualNorm
     else:
         column_linear = TELayerNormColumnParallelLinear

@@ -20,8 +20,8 @@ from megatron_vl.training.generate import _new_token_row
     [
         ({}, 3),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 4),
-        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 16),
-        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 128),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 128),
         ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 128),
         (
             {
@@ -30,7 +30,7 @@ from megatron_vl.training.generate import _new_token_row
                 "tensor_model_parallel_size": 2,
                 "sequence_parallel": True,
             },
-            32,
+            256,
         ),
     ],
     ids=[
