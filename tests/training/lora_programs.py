@@ -34,8 +34,8 @@ def train_layouts(
 ) -> dict[str, Any]:
     """Trains adapters in each layout: in float32 on a CPU, in bfloat16 on GPUs.
 
-    Returns, on rank 0, by layout: losses, base tensors that changed, errors of the saved tensors, and distances
-    of logits (:func:`logit_distances`). The tensors are compared with those of the first layout.
+    Returns, on rank 0, by layout: losses, base tensors that changed, errors of the saved tensors beside those of
+    the first layout, and distances of logits (:func:`logit_distances`).
     """
     platform = start(platform_name)
     results: dict[str, Any] = {}
@@ -57,11 +57,11 @@ def train_layouts(
 def logit_distances(
     live: BuiltCase, run: Path, hf: str, weights: str, layout: dict[str, Any], platform: Platform
 ) -> dict[str, float]:
-    """How far the logits of two models are from those of base and adapters, relative to their norm. Collective.
+    """How far the logits of two models are from those of base and adapters. Collective.
 
     Returns:
         ``merged``: of a model that has the adapters in its weights; ``base``: of the model without adapters.
-        Each is the largest of all ranks.
+        Each is relative to the norm of the logits, and the largest of all ranks.
     """
     merged_hf, merged_weights = run / "merged_hf", run / "merged"
     if dist.get_rank() == 0:
