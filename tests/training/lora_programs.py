@@ -34,8 +34,8 @@ def train_layouts(
 ) -> dict[str, Any]:
     """Trains adapters in each layout: in float32 on a CPU, in bfloat16 on GPUs.
 
-    Returns, on rank 0, by layout: losses, base tensors that changed, errors of the saved tensors beside those of
-    the first layout, and distances of logits (:func:`logit_distances`).
+    Returns, on rank 0, by layout: losses, base tensors that changed, errors of the saved tensors beside
+    those of the first layout, and distances of logits (:func:`logit_distances`).
     """
     platform = start(platform_name)
     results: dict[str, Any] = {}
