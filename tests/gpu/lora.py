@@ -3,8 +3,9 @@
     python -m tests.gpu.lora --ranks 1 [--out FOLDER]
 
 Heads are the released ones (tests.gpu.parity). Each family trains adapters of the language model, the tower,
-the mergers and the experts for two steps. Exit code 1 when a loss is further off than rounding to bfloat16
-explains, or when a bit of the base has changed.
+the mergers and the experts for two steps. Then logits of merged weights are compared with those of base and
+adapters. Exit code 1 when a loss or logits are further off than rounding to bfloat16 explains, or when a bit
+of the base has changed.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 MAX_LOSS_ERROR = 0.01
 """Relative error of a loss of about 6.8. Two layouts in bfloat16 differ by about 0.002."""
 
+MAX_LOGIT_DISTANCE = 0.02
+"""Of the norm of the logits. Merged weights are rounded to bfloat16, and so are products with adapters."""
+
 
 def run_as_rank(work: Path, family: str, platform_name: str) -> None:
     """Trains one family in all layouts of this number of ranks, and writes the results on rank 0."""
@@ -102,12 +106,14 @@ def main() -> int:
         for name, result in results.items():
             errors = [abs(loss / known - 1) for loss, known in zip(result["losses"], expected, strict=True)]
             is_good = max(errors) < MAX_LOSS_ERROR and not result["base_changed"]
+            is_good &= result.get("merged", 0.0) < MAX_LOGIT_DISTANCE
             has_failed |= not is_good
             print(
                 f"{'ok    ' if is_good else 'FAILED'} {family} | {name} | losses {result['losses']}, float32"
                 f" {expected} | moments beside the first layout {result['errors']['exp_avg']:.3f}, base"
                 f" changed"
-                f" {len(result['base_changed'])}",
+                f" {len(result['base_changed'])}; logits of merged weights {result.get('merged', -1):.4f},"
+                f" of the base {result.get('base', -1):.4f} from those with adapters",
                 flush=True,
             )
         has_failed |= not results

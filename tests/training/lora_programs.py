@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from converters.convert import convert_weights, export_weights
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.adapters import trained_table
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.step import train_step
+from megatron_vl.weights.run_folder import step_dir_path
 from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
 
 from .context_programs import ROWS, SEQ_LEN
@@ -32,9 +34,8 @@ def train_layouts(
 ) -> dict[str, Any]:
     """Trains adapters in each layout: in float32 on a CPU, in bfloat16 on GPUs.
 
-    Returns, on rank 0, by layout: losses, base tensors that changed, and errors of the saved tensors.
-
-    The tensors are compared with those of the first layout.
+    Returns, on rank 0, by layout: losses, base tensors that changed, errors of the saved tensors beside
+    those of the first layout, and distances of logits (:func:`logit_distances`).
     """
     platform = start(platform_name)
     results: dict[str, Any] = {}
@@ -42,12 +43,51 @@ def train_layouts(
     for name, layout in layouts.items():
         live = build(name, hf, weights, lora, layout, platform)
         losses = train(live, platform)
-        saved = saved_tensors(live, Path(folder) / name.replace(" ", "_"))
+        run = Path(folder) / name.replace(" ", "_")
+        saved = saved_tensors(live, run)
         reference = reference or saved
         changed = changed_base(live, hf, weights, layout, lora, platform)
         results[name] = {"losses": losses, "base_changed": changed}
         results[name] |= {"errors": largest_errors(saved, reference), "tensors": len(saved)}
+        if live.layout.pp == 1:
+            results[name] |= logit_distances(live, run, hf, weights, layout, platform)
     return results
+
+
+def logit_distances(
+    live: BuiltCase, run: Path, hf: str, weights: str, layout: dict[str, Any], platform: Platform
+) -> dict[str, float]:
+    """How far the logits of two models are from those of base and adapters. Collective.
+
+    Returns:
+        ``merged``: of a model that has the adapters in its weights; ``base``: of the model without adapters.
+        Each is relative to the norm of the logits, and the largest of all ranks.
+    """
+    merged_hf, merged_weights = run / "merged_hf", run / "merged"
+    if dist.get_rank() == 0:
+        export_weights(step_dir_path(run, STEPS) / "weights", hf, merged_hf, merges_adapter=True)
+        convert_weights(merged_hf, merged_weights)
+    dist.barrier()
+
+    expected = local_logits(live, platform)
+    distances = {}
+    for name, model_hf, model_weights in (
+        ("merged", str(merged_hf), str(merged_weights)),
+        ("base", hf, weights),
+    ):
+        logits = local_logits(build(name, model_hf, model_weights, {}, layout, platform), platform)
+        distance = (logits - expected).norm() / expected.norm()
+        dist.all_reduce(distance, op=dist.ReduceOp.MAX)
+        distances[name] = float(distance)
+    return distances
+
+
+def local_logits(live: BuiltCase, platform: Platform) -> Tensor:
+    """This rank's logits of real tokens, for rows that no step has seen. Needs one pipeline stage."""
+    step_data = live.make_step_data(draw_samples(ROWS, live.spec, STEPS), platform, SEQ_LEN)
+    model_chunk = live.ddp_chunks[0].module.eval()
+    with torch.no_grad():
+        return torch.cat([model_chunk(row, labels=False).flatten(0, 1).float() for row in step_data.rows])
 
 
 def dropout_masks(hf: str, weights: str, layout: dict[str, Any]) -> dict[str, list[list[float]]]:
