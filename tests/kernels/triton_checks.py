@@ -22,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from megatron_vl.core_fixes.bias_gradients import use_column_sums
 from megatron_vl.kernels import adam, master_halves, master_halves_triton
 from megatron_vl.kernels import tower_attention as kernels
 from megatron_vl.kernels.biased_activation import biased_activation
-from megatron_vl.kernels.biased_sum import biased_sum
+from megatron_vl.kernels.biased_sum import biased_sum, column_sums
 from megatron_vl.kernels.grouped_gemm import (
     ROW_TILE_CONFIG,
     WEIGHT_TILE_CONFIG,
@@ -229,6 +230,7 @@ def on_gpu() -> dict[str, float]:
         "RMSNorm of a sum": norm_error(17_724, 1280, num_added=2, **in_bf16),
         "RMSNorm of a sum without a bias": norm_error(1000, 4096, num_added=1, **in_bf16),
         "sum with a bias": sum_error(17_724, 1280, **in_bf16),
+        "linear of Transformer Engine": linear_error(17_724, 1280, 3840),
         "SwiGLU with a bias": activation_error("silu", 17_724, 3456, is_gated=True, **in_bf16),
         "GELU with a bias": activation_error("gelu_tanh", 17_724, 4352, **in_bf16),
         "QuickGELU with a bias": activation_error("quick_gelu", 1001, 2565, **in_bf16),
@@ -312,6 +314,19 @@ def sum_error(rows: int, width: int, **kind: Any) -> float:
         worst(biased_sum(*inputs[:2], inputs[2].detach()), expected, inputs[:2]),
     ]
     return float(torch.tensor(errors).max())
+
+
+def linear_error(rows: int, width_in: int, width_out: int) -> float:
+    """Of the bias gradient of Transformer Engine's linear against float64. It must be our kernel's."""
+    from transformer_engine.pytorch import Linear
+
+    use_column_sums()
+    x, grad = (torch.randn(rows, width, device="cuda").bfloat16() for width in (width_in, width_out))
+    linear = Linear(width_in, width_out, params_dtype=torch.bfloat16)
+    linear(x).backward(grad)
+    assert linear.bias.grad is not None and linear.bias.grad.equal(column_sums(grad))
+    expected = grad.double().sum(0)
+    return float((linear.bias.grad - expected).abs().max() / expected.abs().max())
 
 
 def empty_sum_error() -> float:
