@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.biased_sum import BLOCK_COLUMNS, NUM_STAGES, NUM_WARPS, launch_grid, load_float32
+from megatron_vl.kernels.biased_sum import (
+    BLOCK_COLUMNS,
+    NUM_STAGES,
+    NUM_WARPS,
+    add_programs,
+    launch_grid,
+    load_float32,
+)
 
 SIGMOID_COEFFICIENTS = {
     "silu": (1.0, 0.0),
@@ -175,7 +182,7 @@ class _BiasedActivation(torch.autograd.Function):
                 ROWS=BACKWARD_ROWS,
                 IS_TRAINED=is_trained,
             )
-        bias_grad = bias_grads.sum(0).to(bias.dtype) if is_trained else None
+        bias_grad = add_programs(bias_grads, bias.dtype) if is_trained else None
         return x_grad, bias_grad, None, None
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.biased_sum import column_sums
+from megatron_vl.kernels.biased_sum import add_programs, column_sums
 
 FORWARD_COLUMNS_PER_WARP = 512
 BACKWARD_COLUMNS_PER_WARP = 256
@@ -86,6 +86,7 @@ def _backward_kernel(
     residual_grad_pointer,
     x_grad_pointer,
     parameter_grads,
+    num_parameters,
     num_rows,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -96,9 +97,9 @@ def _backward_kernel(
     SUMS_X_GRAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``parameter_grads``, fp32 [up to 3, programs, WIDTH], from the rows of each program.
+    """``parameter_grads``, fp32 [programs, parameters, WIDTH], from the rows of each program.
 
-    They are those of the added bias, the weight and the bias, of which some may be missing.
+    The parameters are the added bias, the weight and the bias, of which some may be missing.
     """
     first_row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
@@ -139,14 +140,14 @@ def _backward_kernel(
             x_grad_sum += x_grad
         tl.store(x_grad_pointer + row_offsets, x_grad.to(x_grad_pointer.dtype.element_ty), mask=column_mask)
 
-    grad_pointers = parameter_grads + first_row * WIDTH + column_index
+    grad_pointers = parameter_grads + first_row * num_parameters * WIDTH + column_index
     if SUMS_X_GRAD:
         tl.store(grad_pointers, x_grad_sum, mask=column_mask)
-        grad_pointers += num_programs * WIDTH
+        grad_pointers += WIDTH
     if IS_TRAINED:
         tl.store(grad_pointers, weight_grad, mask=column_mask)
         if IS_CENTERED:
-            tl.store(grad_pointers + num_programs * WIDTH, bias_grad, mask=column_mask)
+            tl.store(grad_pointers + WIDTH, bias_grad, mask=column_mask)
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -197,16 +198,16 @@ class _ResidualNorm(torch.autograd.Function):
         x_grad = torch.empty_like(x)
         num_programs = min(x.shape[0], BACKWARD_PROGRAMS)
         num_parameters = sums_x_grad + is_trained * (1 + (means is not None))
-        parameter_grads = x.new_empty(num_parameters, num_programs, x.shape[1], dtype=torch.float32)
+        parameter_grads = x.new_empty(num_programs, num_parameters, x.shape[1], dtype=torch.float32)
         if num_programs:
             _backward_kernel[num_programs,](
                 x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
-                x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
+                num_parameters, x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
                 IS_TRAINED=is_trained, SUMS_X_GRAD=sums_x_grad, STAGES=BACKWARD_STAGES,
                 num_warps=_num_warps(x.shape[1], BACKWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
 
-        summed_grads = iter(parameter_grads.sum(1).to(weight.dtype))
+        summed_grads = iter(add_programs(parameter_grads, weight.dtype))
         added_bias_grad = next(summed_grads) if sums_x_grad else None
         weight_grad = next(summed_grads, None)
         bias_grad = next(summed_grads, None)
