@@ -146,7 +146,7 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
         assert not dropout
         output, bias = output_and_bias
         if bias is None:
-            return residual + output
+            return residual + output.to(residual.dtype)
 
         from megatron_vl.kernels.biased_sum import biased_sum
 

@@ -144,10 +144,11 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
 
-    # Transformer Engine's own norms write what the product reads next: FP8, or a buffer of all ranks.
     add_attention: Any = add_to_residual
+    # Transformer Engine's own norms write what the product reads next: FP8, or a buffer of all ranks.
     if config.bf16 and not config.fp8 and not config.tp_comm_overlap:
         layer_norm = expert_norm = ResidualNorm
+        # Core keeps the input of a norm that it computes again, so that must be a tensor.
         if not recomputes_norms(config):
             add_attention = postpone_addition
     else:
