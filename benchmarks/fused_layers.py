@@ -7,10 +7,12 @@ size must be read or written; their sum over the time is the bandwidth. ``--tune
 of our norm and activations.
 
 - Norms, and the sum with the residual connection in the backward pass: Transformer Engine's and ours.
+- A residual, a product and its bias: core's sum and ours, each with the norm that reads it, and our kernel
+  for sum and norm. Sums of columns: torch's and ours.
 - Activations after a product that adds the bias, and ours, which add it themselves and sum its gradient; the
   weight gradient of the product with and without that sum (cuBLASLt).
 - GELU: torch's, and in the epilogue of the products (cuBLASLt).
-- Linears without a bias, with one in the product's epilogue, and with one that kernels of their own add.
+- Linears without a bias, and with one in the product's epilogue: its gradient by cuBLASLt, and by our kernel.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from timing import device_milliseconds
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 
+from megatron_vl.core_fixes.bias_gradients import use_column_sums
 from megatron_vl.kernels import biased_activation as activation_kernels
+from megatron_vl.kernels import biased_sum as sum_kernels
 from megatron_vl.kernels import residual_norm as norm_kernels
 from megatron_vl.kernels.biased_activation import biased_activation
+from megatron_vl.kernels.biased_sum import biased_sum, column_sums
 from megatron_vl.kernels.residual_norm import residual_norm
 from megatron_vl.kernels.swiglu import swiglu
 from megatron_vl.models.fused_layers import gelu_tanh
@@ -102,6 +107,62 @@ def norms(rows: int, width: int, is_layer_norm: bool) -> None:
     report(f"{name}: sum with the residual connection", added, x.numel(), 3)
 
 
+def sums(rows: int, width: int, is_layer_norm: bool) -> None:
+    """Of a residual, a product and its bias, alone and with the norm that reads it."""
+    x, output = (random(rows, 1, width).requires_grad_() for _ in range(2))
+    added_bias, weight, norm_bias = (random(width).requires_grad_() for _ in range(3))
+    bias = norm_bias if is_layer_norm else None
+    grads = (random(rows, 1, width), random(rows, 1, width))
+    inputs = [x, output, added_bias]
+    parameters = [weight, norm_bias] if is_layer_norm else [weight]
+    name = f"sum {rows} x {width}"
+
+    def core_sum() -> Tensor:
+        return bias_dropout_add_fused_train((output, added_bias), x, 0.0)
+
+    def our_sum() -> Tensor:
+        return biased_sum(x, output, added_bias)
+
+    def norm_of(total: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        return residual_norm(total(), weight, bias, EPS)
+
+    def ours_of_sum() -> tuple[Tensor, Tensor]:
+        return residual_norm(x, weight, bias, EPS, added=output, added_bias=added_bias)
+
+    alone = {"forward_passes": 3, "backward_passes": 1}
+    report_both(f"{name}, core's", lambda: (core_sum(),), inputs, grads[:1], **alone)
+    report_both(f"{name}, ours", lambda: (our_sum(),), inputs, grads[:1], **alone)
+    all_inputs = [*inputs, *parameters]
+    for kind, total in (("core's", core_sum), ("ours", our_sum)):
+        both = partial(norm_of, total)
+        report_both(
+            f"{name}, {kind}, then norm", both, all_inputs, grads, forward_passes=5, backward_passes=5
+        )
+    report_both(f"{name} and norm", ours_of_sum, all_inputs, grads, forward_passes=4, backward_passes=4)
+
+    expected = torch.autograd.grad(residual_norm(core_sum(), weight, bias, EPS), inputs, grads)
+    found = torch.autograd.grad(ours_of_sum(), inputs, grads)
+    errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, expected, strict=True)]
+    print(f"{name} and norm: differ by {', '.join(f'{error:.1e}' for error in errors)}")
+
+
+def columns(rows: int, width: int) -> None:
+    """Sums of columns, with the launch in use and with others."""
+    x = random(rows, width)
+    expected = x.double().sum(0)
+    error = float((column_sums(x) - expected).norm() / expected.norm())
+    name = f"columns of {rows} x {width}"
+    report(f"{name}, torch", device_milliseconds(lambda: x.sum(0)), x.numel(), 1)
+    report(f"{name}, ours, error {error:.1e}", device_milliseconds(lambda: column_sums(x)), x.numel(), 1)
+    launch = (sum_kernels.BLOCK_ROWS, sum_kernels.NUM_PROGRAMS, sum_kernels.NUM_STAGES)
+    for choice in itertools.product((4, 8, 16), (528, 792, 1056), (1, 3, 4)) if "--tune" in sys.argv else ():
+        sum_kernels.BLOCK_ROWS, sum_kernels.NUM_PROGRAMS, sum_kernels.NUM_STAGES = choice
+        block_rows, programs, stages = choice
+        ms = device_milliseconds(lambda: column_sums(x))
+        report(f"{name}, {block_rows} rows, {programs} programs, {stages} stages", ms, x.numel(), 1)
+    sum_kernels.BLOCK_ROWS, sum_kernels.NUM_PROGRAMS, sum_kernels.NUM_STAGES = launch
+
+
 def tune(rows: int, width: int, is_layer_norm: bool) -> None:
     """Times our norm with other numbers of warps, programs and stages."""
     x, weight = random(rows, 1, width).requires_grad_(), random(width).requires_grad_()
@@ -170,7 +231,7 @@ def tune_activation(width: int, ffn_width: int, is_gated: bool) -> None:
     )
     for rows, programs, stages in itertools.product((4, 8), (528, 792, 1056, 2112), (1, 2, 3)):
         activation_kernels.FORWARD_ROWS = activation_kernels.BACKWARD_ROWS = rows
-        activation_kernels.NUM_PROGRAMS = programs
+        sum_kernels.NUM_PROGRAMS = programs
         activation_kernels.NUM_STAGES = stages
         report_both(
             f"{PATCHES} x {ffn_width}, {rows} rows, {programs} programs, {stages} stages",
@@ -216,22 +277,20 @@ def epilogues(width: int, ffn_width: int) -> None:
     report(f"gradient {name} with GELU's in the epilogue", device_milliseconds(fused_grad))
 
 
-def linears(rows: int, width_in: int, width_out: int) -> None:
-    """Without a bias, with one that the product adds, and with one that kernels of their own add."""
+def linears(rows: int, width_in: int, width_out: int, gradients: str) -> None:
+    """With a bias, whose gradient ``gradients`` computes, or without one."""
     x, grad = random(rows, 1, width_in).requires_grad_(), random(rows, 1, width_out)
-    for kind in ("no bias", "bias in the product", "separate bias"):
-        linear = te.Linear(
-            width_in,
-            width_out,
-            bias=kind != "no bias",
-            parallel_mode="row",
-            fuse_wgrad_accumulation=True,
-            params_dtype=torch.bfloat16,
-        )
-        linear.gemm_bias_unfused_add = kind == "separate bias"
-        linear.weight.main_grad = torch.zeros(width_out, width_in, device="cuda")
-        name = f"linear {rows} x {width_in} to {width_out}, {kind}"
-        report_both(name, lambda linear=linear: (linear(x),), [x, *linear.parameters()], (grad,))
+    linear = te.Linear(
+        width_in,
+        width_out,
+        bias=bool(gradients),
+        parallel_mode="column",
+        fuse_wgrad_accumulation=True,
+        params_dtype=torch.bfloat16,
+    )
+    linear.weight.main_grad = torch.zeros(width_out, width_in, device="cuda")
+    name = f"linear {rows} x {width_in} to {width_out}, bias gradient: {gradients or 'none'}"
+    report_both(name, lambda: (linear(x),), [x, *linear.parameters()], (grad,))
 
 
 if __name__ == "__main__":
@@ -241,9 +300,16 @@ if __name__ == "__main__":
         norms(*case)
     for case in ACTIVATIONS:
         activations(*case)
-    for widths in ((1152, 1152), (4304, 1152), (1152, 3456), (1280, 1280), (3456, 1280), (1280, 6912)):
-        linears(PATCHES, *widths)
-    linears(8192, 3584, 4608)
+    for case in (*NORMS[:2], (8192, 3584, False)):
+        sums(*case)
+    for case in ((PATCHES, 1280), (PATCHES, 3840), (PATCHES, 1152), (PATCHES, 3456), (8192, 4608)):
+        columns(*case)
+    for gradients in ("", "cuBLASLt", "ours"):
+        if gradients == "ours":
+            use_column_sums()
+        for widths in ((1152, 3456), (1280, 3840)):
+            linears(PATCHES, *widths, gradients)
+        linears(8192, 3584, 4608, gradients)
     epilogues(1152, 4304)
     if "--tune" in sys.argv:
         for case in NORMS:

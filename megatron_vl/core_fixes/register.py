@@ -165,6 +165,20 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
     ),
     DependencyFix(
+        fix_location="megatron_vl.core_fixes.bias_gradients:use_column_sums",
+        touched_names=(
+            "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.grad_output_preprocess",
+        ),
+        fix_reason=(
+            "cuBLASLt computes a bias gradient in a kernel of its own, which reads the output's gradient at"
+            " 1.7 of an H200's 4.8 TB/s."
+        ),
+        written_for=_TE,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="the weight gradient's product takes no longer with a bias gradient",
+        guarding_test="tests/kernels/test_triton_kernels.py::test_kernels_on_a_gpu",
+    ),
+    DependencyFix(
         fix_location="megatron_vl.core_fixes.wgrad_fusion:fuse_weight_gradients",
         touched_names=(
             "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
@@ -413,23 +427,17 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/kernels/test_triton_kernels.py::test_fused_layers_train_as_plain_ones",
     ),
     DependencyFix(
-        fix_location="megatron_vl.models.fused_layers:linear_with_bias",
-        touched_names=(
-            "megatron.core.extensions.transformer_engine.TERowParallelLinear",
-            "transformer_engine.pytorch.module.linear.Linear.gemm_bias_unfused_add",
-        ),
+        fix_location="megatron_vl.models.fused_layers:postpone_addition",
+        touched_names=("megatron.core.transformer.transformer_layer.TransformerLayer.forward",),
         fix_reason=(
-            "Core asks linears to leave their bias to elementwise kernels. The product's epilogue can add it,"
-            " which saves a pass over the output. Transformer Engine's row-parallel linear uses a kernel of"
-            " its own even if it is alone and sums nothing over ranks."
+            "Core adds attention's output to the residual in a kernel of its own, before the norm that reads"
+            " the sum. Here the norm's kernel forms it. What stands for the sum is not a tensor; core's layer"
+            " hands it on, because all between is the identity in layers without cross-attention."
         ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
-        removal_condition=(
-            "core lets row-parallel linears add their bias, and Transformer Engine's does so in its product"
-            " if it is alone"
-        ),
-        guarding_test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
+        removal_condition="core's layer has one place for the sum after attention and the norm of it",
+        guarding_test="tests/kernels/test_triton_kernels.py::test_fused_layers_train_as_plain_ones",
     ),
     DependencyFix(
         fix_location="megatron_vl.models.layer_specs:local_norm_class",

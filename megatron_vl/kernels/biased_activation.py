@@ -18,6 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.biased_sum import (
+    BLOCK_COLUMNS,
+    NUM_STAGES,
+    NUM_WARPS,
+    add_programs,
+    launch_grid,
+    load_float32,
+)
+
 SIGMOID_COEFFICIENTS = {
     "silu": (1.0, 0.0),
     "quick_gelu": (1.702, 0.0),
@@ -28,22 +37,9 @@ SIGMOID_COEFFICIENTS = {
 For the tanh approximation of GELU, this follows from (1 + tanh(u)) / 2 = sigmoid(2 * u).
 """
 
-BLOCK_COLUMNS = 256
-"""In bf16, a warp reads a row of such a block at once, 16 bytes a thread."""
 FORWARD_ROWS = 8
 BACKWARD_ROWS = 4
 """Rows of a block. The backward pass has fewer, because its sums stay in registers."""
-NUM_WARPS = 4
-NUM_PROGRAMS = 792
-"""At most: six for each of the 132 processors of an H100 or H200. It is the same on every GPU, and so is the
-order of the sums."""
-NUM_STAGES = 3
-"""How many blocks of a program are read at a time, the one in work included."""
-
-
-@triton.jit
-def _load(pointers, mask):
-    return tl.load(pointers, mask, 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -67,19 +63,19 @@ def _forward_kernel(
     column_mask = column_index < WIDTH
     x_offsets = row_in_block * X_WIDTH + column_index
     output_offsets = row_in_block * WIDTH + column_index
-    gate_bias = _load(bias + column_index, column_mask)
+    gate_bias = load_float32(bias + column_index, column_mask)
     if IS_GATED:
-        up_bias = _load(bias + WIDTH + column_index, column_mask)
+        up_bias = load_float32(bias + WIDTH + column_index, column_mask)
 
     program_row = tl.program_id(1).to(tl.int64) * ROWS
     row_step = tl.num_programs(1) * ROWS
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         mask = (first_row + row_in_block < num_rows) & column_mask
         gate_pointers = x + first_row * X_WIDTH + x_offsets
-        gate = _load(gate_pointers, mask) + gate_bias
+        gate = load_float32(gate_pointers, mask) + gate_bias
         y = gate * tl.sigmoid(gate * (LINEAR + CUBIC * gate * gate))
         if IS_GATED:
-            y *= _load(gate_pointers + WIDTH, mask) + up_bias
+            y *= load_float32(gate_pointers + WIDTH, mask) + up_bias
         tl.store(output_pointer + first_row * WIDTH + output_offsets, y, mask)
 
 
@@ -107,10 +103,10 @@ def _backward_kernel(
     column_mask = column_index < WIDTH
     x_offsets = row_in_block * X_WIDTH + column_index
     output_offsets = row_in_block * WIDTH + column_index
-    gate_bias = _load(bias + column_index, column_mask)
+    gate_bias = load_float32(bias + column_index, column_mask)
     gate_sums = tl.zeros((ROWS, BLOCK), tl.float32)
     if IS_GATED:
-        up_bias = _load(bias + WIDTH + column_index, column_mask)
+        up_bias = load_float32(bias + WIDTH + column_index, column_mask)
         up_sums = tl.zeros((ROWS, BLOCK), tl.float32)
 
     program_row = tl.program_id(1).to(tl.int64) * ROWS
@@ -118,13 +114,13 @@ def _backward_kernel(
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         mask = (first_row + row_in_block < num_rows) & column_mask
         gate_offsets = first_row * X_WIDTH + x_offsets
-        gate = _load(x + gate_offsets, mask) + gate_bias
-        gate_grad = _load(output_grad_pointer + first_row * WIDTH + output_offsets, mask)
+        gate = load_float32(x + gate_offsets, mask) + gate_bias
+        gate_grad = load_float32(output_grad_pointer + first_row * WIDTH + output_offsets, mask)
         sigmoid = tl.sigmoid(gate * (LINEAR + CUBIC * gate * gate))
         activated = gate * sigmoid
         if IS_GATED:
             up_grad = gate_grad * activated
-            gate_grad *= _load(x + WIDTH + gate_offsets, mask) + up_bias
+            gate_grad *= load_float32(x + WIDTH + gate_offsets, mask) + up_bias
             tl.store(x_grad_pointer + WIDTH + gate_offsets, up_grad, mask)
             up_sums += up_grad
 
@@ -162,8 +158,8 @@ class _BiasedActivation(torch.autograd.Function):
         ctx.save_for_backward(x, bias)
         activated = x.new_empty(num_rows, width)
         if activated.numel():
-            launch_grid = _launch_grid(num_rows, FORWARD_ROWS, width)
-            _forward_kernel[launch_grid](x, bias, activated, num_rows, **ctx.options, ROWS=FORWARD_ROWS)
+            grid = launch_grid(num_rows, FORWARD_ROWS, width)
+            _forward_kernel[grid](x, bias, activated, num_rows, **ctx.options, ROWS=FORWARD_ROWS)
         return activated
 
     @staticmethod
@@ -171,11 +167,11 @@ class _BiasedActivation(torch.autograd.Function):
         x, bias = ctx.saved_tensors
         x_grad = torch.empty_like(x)
         is_trained = ctx.needs_input_grad[1]
-        launch_grid = _launch_grid(x.shape[0], BACKWARD_ROWS, ctx.options["WIDTH"])
-        num_sums = launch_grid[1] if is_trained else 0
+        grid = launch_grid(x.shape[0], BACKWARD_ROWS, ctx.options["WIDTH"])
+        num_sums = grid[1] if is_trained else 0
         bias_grads = x.new_empty(num_sums, x.shape[1], dtype=torch.float32)
         if x.numel():
-            _backward_kernel[launch_grid](
+            _backward_kernel[grid](
                 x,
                 bias,
                 output_grad.contiguous(),
@@ -186,15 +182,8 @@ class _BiasedActivation(torch.autograd.Function):
                 ROWS=BACKWARD_ROWS,
                 IS_TRAINED=is_trained,
             )
-        bias_grad = bias_grads.sum(0).to(bias.dtype) if is_trained else None
+        bias_grad = add_programs(bias_grads, bias.dtype) if is_trained else None
         return x_grad, bias_grad, None, None
-
-
-def _launch_grid(num_rows: int, block_rows: int, width: int) -> tuple[int, int]:
-    """Numbers of blocks of columns, and of programs that share the rows of each."""
-    num_column_blocks = triton.cdiv(width, BLOCK_COLUMNS)
-    num_row_programs = max(NUM_PROGRAMS // num_column_blocks, 1)
-    return num_column_blocks, min(triton.cdiv(num_rows, block_rows), num_row_programs)
 
 
 def biased_activation(x: Tensor, bias: Tensor, activation_name: str, *, is_gated: bool) -> Tensor:

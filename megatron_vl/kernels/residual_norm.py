@@ -4,7 +4,11 @@ The input of such a norm is also added to the output of the block. So its gradie
 autograd would add in a kernel of its own. Here the backward kernel of the norm reads both, which takes 4
 passes over memory instead of 6. Statistics and sums are in fp32, and results are rounded once.
 
-A program of the backward pass takes every n-th row and sums the gradients of weight and bias in registers.
+That input may still be a sum to be formed, of a residual, the output of the block before, and that output's
+bias. Then the forward kernel forms it too, and the backward kernel sums the columns of its gradient for the
+bias. The norm is that of the rounded sum.
+
+A program of the backward pass takes every n-th row and sums the gradients of parameters in registers.
 The sums of the programs are added in a fixed order, so that gradients are deterministic.
 """
 
@@ -14,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_vl.kernels.biased_sum import add_programs, column_sums
 
 FORWARD_COLUMNS_PER_WARP = 512
 BACKWARD_COLUMNS_PER_WARP = 256
@@ -26,6 +32,9 @@ BACKWARD_STAGES = 2
 @triton.jit
 def _forward_kernel(
     x,
+    added,
+    added_bias,
+    sum_pointer,
     weight,
     bias,
     output_pointer,
@@ -36,12 +45,23 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     IS_CENTERED: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    HAS_ADDED_BIAS: tl.constexpr,
 ):
     """One program for each row. ``IS_CENTERED``: LayerNorm, which subtracts the mean and adds a bias."""
     row_index = tl.program_id(0).to(tl.int64)
     column_index = tl.arange(0, BLOCK)
     column_mask = column_index < WIDTH
-    normalized = tl.load(x + row_index * WIDTH + column_index, mask=column_mask, other=0.0).to(tl.float32)
+    row_offsets = row_index * WIDTH + column_index
+    normalized = tl.load(x + row_offsets, mask=column_mask, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        total = tl.load(added + row_offsets, mask=column_mask, other=0.0).to(tl.float32)
+        if HAS_ADDED_BIAS:
+            total += tl.load(added_bias + column_index, mask=column_mask, other=0.0).to(tl.float32)
+        # The backward pass reads the rounded sum.
+        rounded = (normalized + total).to(sum_pointer.dtype.element_ty)
+        tl.store(sum_pointer + row_offsets, rounded, mask=column_mask)
+        normalized = rounded.to(tl.float32)
     if IS_CENTERED:
         mean = tl.sum(normalized, 0) / WIDTH
         tl.store(means + row_index, mean)
@@ -53,11 +73,7 @@ def _forward_kernel(
     y = normalized * inverse_std * w
     if IS_CENTERED:
         y += tl.load(bias + column_index, mask=column_mask, other=0.0).to(tl.float32)
-    tl.store(
-        output_pointer + row_index * WIDTH + column_index,
-        y.to(output_pointer.dtype.element_ty),
-        mask=column_mask,
-    )
+    tl.store(output_pointer + row_offsets, y.to(output_pointer.dtype.element_ty), mask=column_mask)
 
 
 @triton.jit
@@ -70,6 +86,7 @@ def _backward_kernel(
     residual_grad_pointer,
     x_grad_pointer,
     parameter_grads,
+    num_parameters,
     num_rows,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,9 +94,13 @@ def _backward_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     HAS_RESIDUAL_GRAD: tl.constexpr,
     IS_TRAINED: tl.constexpr,
+    SUMS_X_GRAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``parameter_grads``, fp32 [2, programs, WIDTH]: of weight and bias, from the rows of each program."""
+    """``parameter_grads``, fp32 [programs, parameters, WIDTH], from the rows of each program.
+
+    The parameters are the added bias, the weight and the bias, of which some may be missing.
+    """
     first_row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
     column_index = tl.arange(0, BLOCK)
@@ -87,6 +108,7 @@ def _backward_kernel(
     w = tl.load(weight + column_index, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
     weight_grad = tl.zeros((BLOCK,), tl.float32)
     bias_grad = tl.zeros((BLOCK,), tl.float32)
+    x_grad_sum = tl.zeros((BLOCK,), tl.float32)
 
     for row_index in tl.range(first_row, num_rows, num_programs, num_stages=STAGES):
         row_offsets = row_index * WIDTH + column_index
@@ -113,25 +135,36 @@ def _backward_kernel(
         if IS_CENTERED:
             x_grad -= tl.sum(normalized_grad, 0) / WIDTH
         x_grad = x_grad * inverse_std + residual_grad
+        if SUMS_X_GRAD:
+            # Columns beyond the width are not zero here, but are not stored either.
+            x_grad_sum += x_grad
         tl.store(x_grad_pointer + row_offsets, x_grad.to(x_grad_pointer.dtype.element_ty), mask=column_mask)
 
+    grad_pointers = parameter_grads + first_row * num_parameters * WIDTH + column_index
+    if SUMS_X_GRAD:
+        tl.store(grad_pointers, x_grad_sum, mask=column_mask)
+        grad_pointers += WIDTH
     if IS_TRAINED:
-        tl.store(parameter_grads + first_row * WIDTH + column_index, weight_grad, mask=column_mask)
+        tl.store(grad_pointers, weight_grad, mask=column_mask)
         if IS_CENTERED:
-            tl.store(
-                parameter_grads + (num_programs + first_row) * WIDTH + column_index,
-                bias_grad,
-                mask=column_mask,
-            )
+            tl.store(grad_pointers + WIDTH, bias_grad, mask=column_mask)
 
 
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_zero_centered: bool
+        ctx,
+        x: Tensor,
+        added: Tensor | None,
+        added_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        is_zero_centered: bool,
     ) -> tuple[Tensor, Tensor]:
         num_rows, width = x.shape
         normalized = torch.empty_like(x)
+        residual = x if added is None else torch.empty_like(x)
         inverse_stds = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         means = None if bias is None else torch.empty_like(inverse_stds)
         ctx.options = {
@@ -142,43 +175,44 @@ class _ResidualNorm(torch.autograd.Function):
         }
         if num_rows:
             _forward_kernel[num_rows,](
-                x, weight, bias, normalized, means, inverse_stds, EPS=eps, **ctx.options,
+                x, added, added_bias, residual, weight, bias, normalized, means, inverse_stds, EPS=eps,
+                **ctx.options, HAS_ADDED=added is not None, HAS_ADDED_BIAS=added_bias is not None,
                 num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
-        ctx.save_for_backward(x, weight, means, inverse_stds)
+        ctx.save_for_backward(residual, weight, means, inverse_stds)
         ctx.set_materialize_grads(False)
-        return normalized, x
+        return normalized, residual
 
     @staticmethod
     def backward(ctx, output_grad: Tensor | None, residual_grad: Tensor | None):
+        _, needs_added_grad, sums_x_grad, is_trained, *_ = ctx.needs_input_grad
         if output_grad is None:
-            return residual_grad, None, None, None, None
+            assert residual_grad is not None
+            added_bias_grad = column_sums(residual_grad) if sums_x_grad else None
+            added_grad = residual_grad if needs_added_grad else None
+            return residual_grad, added_grad, added_bias_grad, None, None, None, None
 
         x, weight, means, inverse_stds = ctx.saved_tensors
         output_grad = output_grad.contiguous()
         residual_grad = None if residual_grad is None else residual_grad.contiguous()
         x_grad = torch.empty_like(x)
-        is_trained = ctx.needs_input_grad[1]
         num_programs = min(x.shape[0], BACKWARD_PROGRAMS)
-        parameter_grads = torch.empty(
-            1 + (means is not None),
-            num_programs if is_trained else 0,
-            x.shape[1],
-            dtype=torch.float32,
-            device=x.device,
-        )
+        num_parameters = sums_x_grad + is_trained * (1 + (means is not None))
+        parameter_grads = x.new_empty(num_programs, num_parameters, x.shape[1], dtype=torch.float32)
         if num_programs:
             _backward_kernel[num_programs,](
                 x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
-                x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
-                IS_TRAINED=is_trained, STAGES=BACKWARD_STAGES,
+                num_parameters, x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
+                IS_TRAINED=is_trained, SUMS_X_GRAD=sums_x_grad, STAGES=BACKWARD_STAGES,
                 num_warps=_num_warps(x.shape[1], BACKWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
-        if not is_trained:
-            return x_grad, None, None, None, None
 
-        summed_grads = parameter_grads.sum(1).to(weight.dtype)
-        return x_grad, summed_grads[0], None if means is None else summed_grads[1], None, None
+        summed_grads = iter(add_programs(parameter_grads, weight.dtype))
+        added_bias_grad = next(summed_grads) if sums_x_grad else None
+        weight_grad = next(summed_grads, None)
+        bias_grad = next(summed_grads, None)
+        added_grad = x_grad if needs_added_grad else None
+        return x_grad, added_grad, added_bias_grad, weight_grad, bias_grad, None, None
 
 
 def _num_warps(width: int, columns_per_warp: int) -> int:
@@ -186,7 +220,14 @@ def _num_warps(width: int, columns_per_warp: int) -> int:
 
 
 def residual_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, is_zero_centered: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    is_zero_centered: bool = False,
+    added: Tensor | None = None,
+    added_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm of ``x`` over its last dimension, and ``x`` itself, which is to be added later.
 
@@ -198,10 +239,16 @@ def residual_norm(
         weight: [H].
         bias: [H] for LayerNorm; None for RMSNorm. It is trained if ``weight`` is.
         is_zero_centered: whether one is added to the weight.
+        added: [..., H] to add to ``x`` before both.
+        added_bias: [H] to add together with ``added``.
 
     Returns:
-        Two tensors of the shape and type of ``x``. The second shares its memory.
+        Two tensors of the shape and type of ``x``. The second shares its memory, unless something is added.
     """
     flat_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    normalized, residual = _ResidualNorm.apply(flat_rows, weight, bias, eps, is_zero_centered)
+    if added is not None:
+        added = added.reshape(flat_rows.shape).contiguous()
+    normalized, residual = _ResidualNorm.apply(
+        flat_rows, added, added_bias, weight, bias, eps, is_zero_centered
+    )
     return normalized.view(x.shape), residual.view(x.shape)

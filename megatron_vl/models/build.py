@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
+from megatron_vl.core_fixes.bias_gradients import use_column_sums
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.adapters import AdaptedModel, seed_dropout
 from megatron_vl.models.attention import check_gradients, choose_backend
@@ -101,6 +102,7 @@ def build_chunks(
     _zero_ffn_padding(modules, spec, tower_tp_size, mpu.get_tensor_model_parallel_rank() % tower_tp_size)
     _choose_trained_parameters(chunks, spec, layout, config)
     if platform.has_transformer_engine:
+        use_column_sums()
         for module in modules:
             fuse_weight_gradients(module)
 

@@ -4,8 +4,9 @@
   ``linear_proj``, in our kernels.
 * :class:`FusedMLP`: runs the bias of ``linear_fc1`` and the activation as one kernel. It can recompute the
   activation in the backward pass instead of keeping it.
-* :class:`ResidualNorm`: a norm whose backward kernel also adds the gradient of the residual connection.
-* :func:`linear_with_bias`: lets a row-parallel linear add its bias and compute the bias gradient.
+* :class:`ResidualNorm`: a norm whose kernels also form the sum before it and add the gradient of the residual
+  connection.
+* :func:`add_to_residual`: adds a block's output and its bias to the residual, and sums the bias's gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,6 +139,53 @@ class FusedMLP(MLP):
         return self.activation_func(gate_states) * up_states
 
 
+def add_to_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Stands for core's ``get_bias_dropout_add``, for layers without dropout."""
+
+    def add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        assert not dropout
+        output, bias = output_and_bias
+        if bias is None:
+            return residual + output.to(residual.dtype)
+
+        from megatron_vl.kernels.biased_sum import biased_sum
+
+        return biased_sum(residual, output, bias)
+
+    return add
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """The sum of three tensors that a :class:`ResidualNorm` forms, because it is what reads it next."""
+
+    residual: Tensor
+    output: Tensor
+    bias: Tensor | None
+
+
+def postpone_addition(training: bool, fused: bool) -> Callable[..., PendingSum]:
+    """Stands for core's ``get_bias_dropout_add`` before a :class:`ResidualNorm` that returns its input.
+
+    Core's layer hands on what this returns to that norm, because layers without cross-attention have
+    identities in between.
+    """
+
+    def postpone(
+        output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> PendingSum:
+        assert not dropout
+        return PendingSum(residual, *output_and_bias)
+
+    return postpone
+
+
+def recomputes_norms(config: TransformerConfig) -> bool:
+    """Whether core frees all that a norm returns and computes it again in the backward pass."""
+    is_selective = config.recompute_granularity == "selective"
+    return is_selective and "layernorm" in (config.recompute_modules or [])
+
+
 class ResidualNorm(nn.Module):
     """The norm of ``config.normalization`` before a block, whose input is also added to the block's output.
 
@@ -148,9 +197,8 @@ class ResidualNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
-        # Core frees all that a norm returns if it is to be recomputed. The input must stay.
-        is_selective = config.recompute_granularity == "selective"
-        self.returns_input = not (is_selective and "layernorm" in (config.recompute_modules or []))
+        # The input must stay if the norm is to be recomputed.
+        self.returns_input = not recomputes_norms(config)
 
         initial_weight = torch.full(
             (hidden_size,), float(not self.is_zero_centered), dtype=config.params_dtype
@@ -163,12 +211,22 @@ class ResidualNorm(nn.Module):
             # finalize_model_grads sums the gradients of marked parameters over the tensor-parallel group.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """[S, 1, H] -> [S, 1, H], and ``x`` if it returns its input"""
+    def forward(self, x: Tensor | PendingSum) -> Tensor | tuple[Tensor, Tensor]:
+        """[S, 1, H] -> [S, 1, H], and ``x`` (or the sum that it stands for) if it returns its input"""
         from megatron_vl.kernels.residual_norm import residual_norm
 
+        if isinstance(x, PendingSum):
+            residual, added, added_bias = x.residual, x.output, x.bias
+        else:
+            residual, added, added_bias = x, None, None
         normalized, residual = residual_norm(
-            x, self.weight, self.bias, self.eps, is_zero_centered=self.is_zero_centered
+            residual,
+            self.weight,
+            self.bias,
+            self.eps,
+            is_zero_centered=self.is_zero_centered,
+            added=added,
+            added_bias=added_bias,
         )
         return (normalized, residual) if self.returns_input else normalized
 
@@ -201,20 +259,3 @@ def recompute_in_backward(
 
     tensor_dtype = recomputed_tensor.dtype
     return torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor)
-
-
-def linear_with_bias(linear_class: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor of a row-parallel linear that adds its bias, even if core asks for ``skip_bias_add``.
-
-    Core leaves biases to elementwise kernels. The product's epilogue can add them, which saves a pass over
-    the output. Transformer Engine adds the bias after the ranks' sum, with kernels of its own; alone, it need
-    not.
-    """
-
-    def build_linear(*args: Any, **kwargs: Any) -> Any:
-        linear = linear_class(*args, **{**kwargs, "skip_bias_add": False})
-        if getattr(linear, "tp_size", None) == 1:
-            linear.gemm_bias_unfused_add = False
-        return linear
-
-    return build_linear

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedAttention
 from megatron_vl.models.deepstack import DeepStackLayer
-from megatron_vl.models.fused_layers import FusedMLP, ResidualNorm, TowerSelfAttention, linear_with_bias
+from megatron_vl.models.fused_layers import (
+    FusedMLP,
+    ResidualNorm,
+    TowerSelfAttention,
+    add_to_residual,
+    postpone_addition,
+    recomputes_norms,
+)
 from megatron_vl.models.gated_delta_net import GatedDeltaNet
 from megatron_vl.models.moe.router import moe_layer
 from megatron_vl.platform import Platform
@@ -82,7 +89,7 @@ def linear_classes(platform: Platform) -> tuple[Any, Any]:
     if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        return TEColumnParallelLinear, linear_with_bias(TERowParallelLinear)
+        return TEColumnParallelLinear, TERowParallelLinear
     return ColumnParallelLinear, RowParallelLinear
 
 
@@ -113,6 +120,10 @@ class _LayerModules(NamedTuple):
     """The norm of queries and keys; None if the model has none."""
     final_norm: Any
     """The norm after the last layer."""
+    add_attention: Any
+    """Core's ``get_bias_dropout_add``, or what stands for it, after attention."""
+    add_mlp: Any
+    """The same after an MLP or experts."""
 
 
 def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModules:
@@ -126,14 +137,20 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
             norm_class,
             norm_class if config.qk_layernorm else None,
             norm_class,
+            get_bias_dropout_add,
+            get_bias_dropout_add,
         )
 
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
 
+    add_attention: Any = add_to_residual
     # With overlapped collectives, Transformer Engine's own norms write into a buffer of all ranks.
     if config.bf16 and not config.tp_comm_overlap:
         layer_norm = expert_norm = ResidualNorm
+        # Core keeps the input of a norm that it computes again, so that must be a tensor.
+        if not recomputes_norms(config):
+            add_attention = postpone_addition
     else:
         column_linear = TELayerNormColumnParallelLinear
         layer_norm, expert_norm = IdentityOp, TENorm
@@ -145,6 +162,8 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
         expert_norm=expert_norm,
         head_norm=TENorm if config.qk_layernorm else None,
         final_norm=TENorm,
+        add_attention=add_attention,
+        add_mlp=add_to_residual,
     )
 
 
@@ -209,7 +228,7 @@ def transformer_block_spec(
                     k_layernorm=layer_modules.head_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=layer_modules.add_attention,
             pre_mlp_layernorm=layer_modules.layer_norm,
             mlp=partial(
                 _build_mlp,
@@ -218,7 +237,7 @@ def transformer_block_spec(
                 ),
                 recompute=recompute_activation,
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=layer_modules.add_mlp,
         ),
     )
 

@@ -31,7 +31,6 @@ def _common_settings(
         "init_method_std": init_std,
         # Fusions are CUDA kernels, or torch.compile, which only makes the CPU path slower.
         "apply_rope_fusion": is_cuda,
-        "bias_dropout_fusion": is_cuda,
         "masked_softmax_fusion": False,
         # This is set only on Transformer Engine's linears; megatron_vl/core_fixes/wgrad_fusion.py says why.
         "gradient_accumulation_fusion": False,

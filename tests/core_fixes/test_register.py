@@ -31,7 +31,6 @@ from megatron_vl.core_fixes.register import (
 )
 from megatron_vl.core_fixes.silenced_messages import IGNORED_WARNINGS, QUIET_LOGGERS
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
-from megatron_vl.models.fused_layers import linear_with_bias
 from megatron_vl.training.resolve import resolve_run
 from tests.core_fixes import scan
 from tests.core_fixes.programs import (
@@ -341,24 +340,6 @@ def test_cores_norm_refuses_sequence_parallelism() -> None:
         WrappedTorchNorm(config, 8)
     norm = local_norm_class(config)(config=config, hidden_size=8)
     assert norm.weight.sequence_parallel
-
-
-def test_linears_add_their_bias_whatever_core_asks_for() -> None:
-    class Linear(nn.Linear):
-        gemm_bias_unfused_add = True
-
-        def __init__(self, *args: Any, skip_bias_add: bool, tp_size: int, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.skip_bias_add = skip_bias_add
-            self.tp_size = tp_size
-
-    assert Linear(2, 3, skip_bias_add=True, tp_size=1).skip_bias_add
-    alone, one_of_two = (
-        linear_with_bias(Linear)(2, 3, skip_bias_add=True, tp_size=tp_size) for tp_size in (1, 2)
-    )
-    assert not alone.skip_bias_add and not one_of_two.skip_bias_add
-    # The ranks' sum must contain the bias once.
-    assert not alone.gemm_bias_unfused_add and one_of_two.gemm_bias_unfused_add
 
 
 def sources_of(package: str) -> str:

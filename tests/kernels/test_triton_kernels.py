@@ -24,7 +24,7 @@ def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
 
 def test_kernels_equal_torch() -> None:
     errors = errors_of(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    assert len(errors) == 31
+    assert len(errors) == 39
     for name, error in errors.items():
         assert error < 5e-6, (name, error)
 
@@ -33,7 +33,7 @@ def test_kernels_equal_torch() -> None:
 def test_kernels_on_a_gpu() -> None:
     errors = errors_of("--gpu")
     assert errors.pop("not deterministic") == 0
-    assert len(errors) == 24
+    assert len(errors) == 29
     for name, error in errors.items():
         assert error < 2e-2, (name, error)
 
@@ -46,4 +46,4 @@ def test_fused_layers_train_as_plain_ones(tiny_checkpoint, family: str) -> None:
     results = call(steps_with_fused_layers, environment={"TRITON_INTERPRET": "1"}, hf=hf)
     assert results["fused"] == pytest.approx(results["plain"], rel=1e-5)
     assert results["recomputed"] == results["recomputed activations"] == results["fused"]
-    assert results["calls of norms"] and results["calls of activations"]
+    assert set(results["calls of norms"]) == {0, 1} and results["calls of activations"]

@@ -22,9 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from megatron_vl.core_fixes.bias_gradients import use_column_sums
 from megatron_vl.kernels import adam, master_halves, master_halves_triton
 from megatron_vl.kernels import tower_attention as kernels
 from megatron_vl.kernels.biased_activation import biased_activation
+from megatron_vl.kernels.biased_sum import biased_sum, column_sums
 from megatron_vl.kernels.grouped_gemm import (
     ROW_TILE_CONFIG,
     WEIGHT_TILE_CONFIG,
@@ -224,6 +226,11 @@ def on_gpu() -> dict[str, float]:
         "LayerNorm": norm_error(17_724, 1152, is_layer_norm=True, **in_bf16),
         "RMSNorm": norm_error(17_724, 1280, **in_bf16),
         "RMSNorm, wide": norm_error(1000, 4096, is_zero_centered=True, **in_bf16),
+        "LayerNorm of a sum": norm_error(17_724, 1152, is_layer_norm=True, num_added=2, **in_bf16),
+        "RMSNorm of a sum": norm_error(17_724, 1280, num_added=2, **in_bf16),
+        "RMSNorm of a sum without a bias": norm_error(1000, 4096, num_added=1, **in_bf16),
+        "sum with a bias": sum_error(17_724, 1280, **in_bf16),
+        "linear of Transformer Engine": linear_error(17_724, 1280, 3840),
         "SwiGLU with a bias": activation_error("silu", 17_724, 3456, is_gated=True, **in_bf16),
         "GELU with a bias": activation_error("gelu_tanh", 17_724, 4352, **in_bf16),
         "QuickGELU with a bias": activation_error("quick_gelu", 1001, 2565, **in_bf16),
@@ -247,9 +254,12 @@ def changed_sums(device: str, num_rows: int) -> float:
         norm_grads = torch.autograd.grad(residual_norm(*inputs, 1e-6), inputs, tuple(grads))
         activated = biased_activation(*inputs[:2], "gelu_tanh", is_gated=False)
         activation_grads = torch.autograd.grad(activated, inputs[:2], grads[0])
+        sum_grads = torch.autograd.grad(biased_sum(grads[1], *inputs[:2]), inputs[1], grads[0])
+        normalized = residual_norm(grads[0], *inputs[1:], 1e-6, added=inputs[0], added_bias=inputs[1])
+        added_grads = torch.autograd.grad(normalized, inputs, tuple(grads))
         main_grad = torch.zeros(1000, 1152, device=device)
         add_to_rows(main_grad, token_ids, grads[0])
-        return [*norm_grads, *activation_grads, main_grad]
+        return [*norm_grads, *activation_grads, *sum_grads, *added_grads, main_grad]
 
     return float(sum((one != other).sum() for one, other in zip(run_once(), run_once(), strict=True)))
 
@@ -290,46 +300,103 @@ def empty_activation_error() -> float:
     return float(bias.grad.abs().max())
 
 
+def sum_error(rows: int, width: int, **kind: Any) -> float:
+    """Of a residual, a product and its bias against float64, also with a frozen bias.
+
+    Args:
+        kind: device and dtype.
+    """
+    shapes = ((rows, 1, width), (rows, 1, width), (width,))
+    inputs = [torch.randn(shape, **kind).requires_grad_() for shape in shapes]
+    expected = sum(tensor.double() for tensor in inputs)
+    errors = [
+        worst(biased_sum(*inputs), expected, inputs),
+        worst(biased_sum(*inputs[:2], inputs[2].detach()), expected, inputs[:2]),
+    ]
+    return float(torch.tensor(errors).max())
+
+
+def linear_error(rows: int, width_in: int, width_out: int) -> float:
+    """Of the bias gradient of Transformer Engine's linear against float64. It must be our kernel's."""
+    from transformer_engine.pytorch import Linear
+
+    use_column_sums()
+    x, grad = (torch.randn(rows, width, device="cuda").bfloat16() for width in (width_in, width_out))
+    linear = Linear(width_in, width_out, params_dtype=torch.bfloat16)
+    linear(x).backward(grad)
+    assert linear.bias.grad is not None and linear.bias.grad.equal(column_sums(grad))
+    expected = grad.double().sum(0)
+    return float((linear.bias.grad - expected).abs().max() / expected.abs().max())
+
+
+def empty_sum_error() -> float:
+    """Largest bias gradient of a sum of no rows."""
+    residual, output = (torch.randn(0, 1, 64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(64, requires_grad=True)
+    biased_sum(residual, output, bias).sum().backward()
+    assert residual.grad is not None and output.grad is not None and bias.grad is not None
+    return float(bias.grad.abs().max())
+
+
 def norm_error(
-    rows: int, width: int, *, is_layer_norm: bool = False, is_zero_centered: bool = False, **kind: Any
+    rows: int,
+    width: int,
+    *,
+    is_layer_norm: bool = False,
+    is_zero_centered: bool = False,
+    num_added: int = 0,
+    **kind: Any,
 ) -> float:
     """Of a norm and the sum of its input with what follows, against float64: also with one of the two
     gradients, and with frozen parameters.
 
     Args:
+        num_added: 0, 1: the input is a sum of two tensors, 2: and of a bias.
         kind: device and dtype.
     """
     # Rows far from zero: the mean must be subtracted before the squares are summed.
-    x, *parameters = (
-        (torch.randn(shape, **kind) + 1).requires_grad_() for shape in ((rows, 1, width), (width,), (width,))
-    )
-    parameters = parameters[: 1 + is_layer_norm]
-    bias = parameters[1] if is_layer_norm else None
-    wide = [None if tensor is None else tensor.double() for tensor in (x, parameters[0], bias)]
+    rows_shape = (rows, 1, width)
+    shapes = (rows_shape, rows_shape, (width,), (width,), (width,))
+    tensors = [(torch.randn(shape, **kind) + 1).requires_grad_() for shape in shapes]
+    inputs, parameters = tensors[: 1 + num_added], tensors[3 : 4 + is_layer_norm]
+    wide_x = sum((tensor.double() for tensor in inputs[1:]), inputs[0].double())
+    wide = [tensor.double() for tensor in parameters]
     if is_layer_norm:
-        expected = F.layer_norm(wide[0], (width,), *wide[1:], eps=1e-6)
+        expected = F.layer_norm(wide_x, (width,), *wide, eps=1e-6)
     else:
-        expected = F.rms_norm(wide[0], (width,), wide[1] + is_zero_centered, eps=1e-6)
+        expected = F.rms_norm(wide_x, (width,), wide[0] + is_zero_centered, eps=1e-6)
 
-    norm = partial(residual_norm, eps=1e-6, is_zero_centered=is_zero_centered)
-    normalized, residual = norm(x, parameters[0], bias)
-    assert residual.data_ptr() == x.data_ptr()
-    frozen, _ = norm(x, parameters[0].detach(), None if bias is None else bias.detach())
+    def norm(x: Tensor, *added: Tensor, trained: list[Tensor]) -> tuple[Tensor, Tensor]:
+        weight, bias = (*trained, None)[:2]
+        sums = dict(zip(("added", "added_bias"), added, strict=False))
+        return residual_norm(x, weight, bias, 1e-6, is_zero_centered=is_zero_centered, **sums)
+
+    normalized, residual = norm(*inputs, trained=parameters)
+    assert (residual.data_ptr() == inputs[0].data_ptr()) == (not num_added)
+    # Slow enough for a sum that is rounded to bf16.
+    tail, wide_tail = (residual / 8).sin(), (wide_x / 8).sin()
+    frozen, _ = norm(*inputs, trained=[tensor.detach() for tensor in parameters])
+    beside_frozen, _ = norm(inputs[0], *(tensor.detach() for tensor in inputs[1:]), trained=parameters)
     errors = [
-        worst(normalized * 2 + residual.sin(), expected * 2 + wide[0].sin(), [x, *parameters]),
-        worst(normalized, expected, [x, *parameters]),
-        worst(frozen, expected, [x]),
+        worst(normalized * 2 + tail, expected * 2 + wide_tail, [*inputs, *parameters]),
+        worst(normalized, expected, [*inputs, *parameters]),
+        worst(tail, wide_tail, inputs),
+        worst(frozen, expected, inputs),
+        worst(beside_frozen, expected, [inputs[0], *parameters]),
     ]
     return float(torch.tensor(errors).max())
 
 
 def empty_norm_error() -> float:
-    """Largest gradient of a norm of no rows."""
-    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((0, 1, 64), (64,), (64,)))
+    """Largest gradient of a parameter of a norm of no rows, and of a norm of a sum of no rows."""
+    x, added = (torch.randn(0, 1, 64, requires_grad=True) for _ in range(2))
+    weight, bias, added_bias = (torch.randn(64, requires_grad=True) for _ in range(3))
     normalized, residual = residual_norm(x, weight, bias, 1e-6)
-    (normalized.sum() + residual.sum()).backward()
-    assert weight.grad is not None and bias.grad is not None and x.grad is not None
-    return float(torch.stack((weight.grad, bias.grad)).abs().max())
+    of_sum = residual_norm(residual, weight, bias, 1e-6, added=added, added_bias=added_bias)
+    (normalized.sum() + of_sum[0].sum() + of_sum[1].sum()).backward()
+    assert weight.grad is not None and bias.grad is not None and added_bias.grad is not None
+    assert x.grad is not None and added.grad is not None
+    return float(torch.stack((weight.grad, bias.grad, added_bias.grad)).abs().max())
 
 
 def norm_rounding_errors() -> float:
@@ -590,7 +657,15 @@ def main() -> None:
         "RMSNorm of 1280": norm_error(33, 1280),
         "RMSNorm of 3584": norm_error(3, 3584),
         "RMSNorm, zero-centred": norm_error(530, 64, is_zero_centered=True),
+        "LayerNorm of a sum": norm_error(600, 36, is_layer_norm=True, num_added=2),
+        "LayerNorm of a sum, one row": norm_error(1, 1152, is_layer_norm=True, num_added=2),
+        "RMSNorm of a sum": norm_error(33, 1280, num_added=2),
+        "RMSNorm of a sum without a bias": norm_error(530, 64, is_zero_centered=True, num_added=1),
         "LayerNorm, no rows": empty_norm_error(),
+        "sum with a bias": sum_error(37, 300),
+        "sum with a bias, more rows than programs": sum_error(6400, 5),
+        "sum with a bias, one row": sum_error(1, 1152),
+        "sum with a bias, no rows": empty_sum_error(),
         "LayerNorm in bf16": norm_rounding_errors(),
         "swiglu": swiglu_error(3, 3000, weighted=False),
         "SwiGLU with a bias": activation_error("silu", 37, 300, is_gated=True),

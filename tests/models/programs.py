@@ -13,7 +13,7 @@ from megatron_vl.kernels import biased_activation as activation_kernels
 from megatron_vl.kernels import tower_attention
 from megatron_vl.models import build, head, layer_specs
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
-from megatron_vl.models.fused_layers import ResidualNorm
+from megatron_vl.models.fused_layers import PendingSum, ResidualNorm, add_to_residual, postpone_addition
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap_in_ddp
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
@@ -129,8 +129,9 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
 
 
 def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
-    """Losses and gradient norms of two steps: with torch's layers, with interpreted norms that also take the
-    gradient of the residual connection and interpreted activations, and with these and recompute."""
+    """Losses and gradient norms of two steps: with torch's layers, with interpreted norms that also form the
+    sum before them and take the gradient of the residual connection, interpreted sums and activations, and
+    with these and recompute. For each call of a norm, whether it forms the sum."""
     from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
@@ -153,8 +154,8 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
     biased_activation = activation_kernels.biased_activation
 
     class CountedNorm(ResidualNorm):
-        def forward(self, x: torch.Tensor) -> Any:
-            norm_calls.append(1.0)
+        def forward(self, x: torch.Tensor | PendingSum) -> Any:
+            norm_calls.append(float(isinstance(x, PendingSum)))
             return super().forward(x)
 
     def counted_activation(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -162,7 +163,12 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
         return biased_activation(*arguments, **options)
 
     def fused_modules(*arguments: Any) -> Any:
-        return local_modules(*arguments)._replace(layer_norm=CountedNorm, expert_norm=CountedNorm)
+        return local_modules(*arguments)._replace(
+            layer_norm=CountedNorm,
+            expert_norm=CountedNorm,
+            add_attention=postpone_addition,
+            add_mlp=add_to_residual,
+        )
 
     activation_kernels.biased_activation = counted_activation
     results = {"plain": torch_only(run_steps)(trainer.config)}
