@@ -687,8 +687,11 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     # Loader
     DependencyFix(
         fix_location="megatron_vl.data.planned_rows:PlannedRankRows",
-        touched_names=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
-        fix_reason="Torch does not end loader processes on request.",
+        touched_names=(
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
+        ),
+        fix_reason="Torch does not end loader processes on request, and waits for one after the other.",
         written_for=_TORCH,
         upstream_issue="pytorch/pytorch#64766",
         removal_condition="torch's iterator has a close()",
