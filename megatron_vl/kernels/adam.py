@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves import join_master, runs_on_kernels, split_master
+from megatron_vl.kernels.master_halves import join_master, split_master
 from megatron_vl.kernels.moments import round_moments, step_hash
+from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
 
 class AdamCoefficients(NamedTuple):
