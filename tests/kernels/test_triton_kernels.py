@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import megatron_vl
+from megatron_vl.kernels.biased_activation import SIGMOID_COEFFICIENTS
+from megatron_vl.models.fused_layers import ACTIVATIONS
 from tests.models.programs import steps_with_fused_layers
 from tests.support.ranks import call, run_module
 
@@ -29,6 +31,15 @@ def test_kernels_equal_torch() -> None:
     assert len(errors) == 31
     for name, error in errors.items():
         assert error < 5e-6, (name, error)
+
+
+def test_the_kernel_has_the_coefficients_of_every_activation() -> None:
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+    assert SIGMOID_COEFFICIENTS.keys() == ACTIVATIONS.keys()
+    for name, (linear, cubic) in SIGMOID_COEFFICIENTS.items():
+        torch.testing.assert_close(
+            x * torch.sigmoid(linear * x + cubic * x**3), ACTIVATIONS[name](x), msg=name
+        )
 
 
 def test_one_function_says_where_kernels_run() -> None:
