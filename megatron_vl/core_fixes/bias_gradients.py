@@ -1,8 +1,8 @@
 """Gradients of biases that linears add, by our kernel instead of cuBLASLt's (Transformer Engine 2.20.2).
 
 In bf16, Transformer Engine asks the weight gradient's product for the bias gradient too. cuBLASLt then reads
-the output's gradient once more, at 1.7 of an H200's 4.8 TB/s. With FP8, torch sums it before the cast. Here our
-kernel does so in both. This fix can go when cuBLASLt sums columns within the product.
+the output's gradient once more, at 1.7 of an H200's 4.8 TB/s. With FP8, torch sums it before the cast. Here
+our kernel does so in both. This fix can go when cuBLASLt sums columns within the product.
 """
 
 from __future__ import annotations

@@ -295,13 +295,10 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.distributed.DistributedDataParallel",
             "megatron.core.distributed.DistributedDataParallel._make_forward_pre_hook",
         ),
-        fix_reason=(
-            "Gradients are scaled only in the rank's own slice; gathers are found by bucket and not by"
-            " parameter."
-        ),
+        fix_reason="Core looks gathers up by parameter at each call, and not once per module.",
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
-        removal_condition="core scales only the rank's slice and looks gathers up once per module",
+        removal_condition="core looks gathers up once per module",
         guarding_test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
     ),
     DependencyFix(
@@ -572,6 +569,17 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/training/test_optimizer.py::test_non_finite_step_is_skipped_and_the_next_one_taken",
     ),
     DependencyFix(
+        fix_location="megatron_vl.training.optimizer:_scale_gradients",
+        touched_names=("torch._foreach_mul_",),
+        fix_reason="It multiplies many tensors in one launch, and torch has no public name for it.",
+        written_for=_TORCH,
+        upstream_issue="pytorch/pytorch#145355",
+        removal_condition="torch has a public name for it",
+        guarding_test=(
+            "tests/training/test_optimizer.py::test_gradients_are_divided_and_clipped_in_one_multiplication"
+        ),
+    ),
+    DependencyFix(
         fix_location="megatron_vl.training.weight_copy:copy_weights_together",
         touched_names=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
@@ -687,8 +695,11 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     # Loader
     DependencyFix(
         fix_location="megatron_vl.data.planned_rows:PlannedRankRows",
-        touched_names=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
-        fix_reason="Torch does not end loader processes on request.",
+        touched_names=(
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
+        ),
+        fix_reason="Torch does not end loader processes on request, and waits for one after the other.",
         written_for=_TORCH,
         upstream_issue="pytorch/pytorch#64766",
         removal_condition="torch's iterator has a close()",

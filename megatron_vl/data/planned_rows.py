@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -789,14 +790,22 @@ class PlannedRankRows:
         return self.start_row + steps * self.rows_per_step
 
     def close(self) -> None:
-        """Ends the processes."""
-        # The planner ends first: torch would wait five seconds for a process that waits for its share or for
-        # a sample, and leave it to itself.
+        """Ends the processes. One that makes a row has five seconds to finish it, whatever their number."""
+        # The planner ends first, because a process that waits for its share or for a sample ends with it.
         if self._planner_process is not None:
             self._planner_process.kill()
             self._planner_process.join()
             self._planner_process = None
-        for worker_iterator in self._worker_iterators:
-            if hasattr(worker_iterator, "_shutdown_workers"):
-                worker_iterator._shutdown_workers()
+        process_iterators: list[Any] = [i for i in self._worker_iterators if hasattr(i, "_shutdown_workers")]
         self._worker_iterators = []
+        if not process_iterators:
+            return
+
+        # Torch waits up to five seconds for each process, so the waits run at the same time. It leaves a
+        # process to itself that is not done by then.
+        with ThreadPoolExecutor(len(process_iterators)) as executor:
+            list(executor.map(lambda iterator: iterator._shutdown_workers(), process_iterators))
+        for process_iterator in process_iterators:
+            for worker_process in process_iterator._workers:
+                worker_process.kill()
+                worker_process.join()

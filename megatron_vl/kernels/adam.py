@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves import join_master, runs_on_kernels, split_master
+from megatron_vl.kernels.master_halves import join_master, split_master
 from megatron_vl.kernels.moments import round_moments, step_hash
+from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
 
 class AdamCoefficients(NamedTuple):
@@ -41,17 +42,21 @@ class AdamCoefficients(NamedTuple):
     eps: float
     lr: float
     weight_decay: float
+    gradient_scale: float
+    """Factor of the gradients."""
     step_count: int
     """Adam's step count after this step."""
 
     @classmethod
-    def from_param_group(cls, param_group: dict[str, Any], step_count: int) -> AdamCoefficients:
+    def from_param_group(
+        cls, param_group: dict[str, Any], step_count: int, gradient_scale: float = 1.0
+    ) -> AdamCoefficients:
         """The coefficients of a torch optimizer's group, which has lr, betas, eps and weight_decay."""
         beta1, beta2 = param_group["betas"]
         bias_corrections = (1 / (1 - beta1**step_count), 1 / (1 - beta2**step_count))
         return cls(
             beta1, 1 - beta1, beta2, 1 - beta2, *bias_corrections, param_group["eps"], param_group["lr"],
-            param_group["weight_decay"], step_count,
+            param_group["weight_decay"], gradient_scale, step_count,
         )  # fmt: skip
 
 
@@ -71,7 +76,7 @@ class StepCoefficients:
         host_table.view(torch.int32)[:, -1] = torch.tensor([step_hash(step) for step in self.step_counts])
         on_gpu = device.type == "cuda"
         self.device_table = host_table.pin_memory().to(device, non_blocking=True) if on_gpu else host_table
-        """fp32 [keys, 10]: the coefficients, and the bits of the step's part of the hash."""
+        """fp32 [keys, 11]: the coefficients, and the bits of the step's part of the hash."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,8 +237,10 @@ def _adamw_update(
         eps,
         learning_rate,
         weight_decay,
+        gradient_scale,
         _,
     ) = coefficients.unbind()
+    gradient = gradient_scale * gradient
     first_moment = beta1 * first_moment + one_minus_beta1 * gradient
     second_moment = beta2 * second_moment + one_minus_beta2 * (gradient * gradient)
 

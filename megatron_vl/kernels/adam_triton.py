@@ -52,11 +52,11 @@ def _adam_step_kernel(
         weight_pointer = tl.multiple_of(weight_pointer, 16)
         gradient_pointer = tl.multiple_of(gradient_pointer, 16)
         num_elements = tl.multiple_of(num_elements, 8)
-    coefficients = coefficient_table + tl.load(slice_record + 5) * 10
+    coefficients = coefficient_table + tl.load(slice_record + 5) * 11
 
     element_index = (block_index - tl.load(slice_record + 4).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
     mask = element_index < num_elements
-    gradient = tl.load(gradient_pointer + element_index, mask=mask, other=0)
+    gradient = tl.load(coefficients + 9) * tl.load(gradient_pointer + element_index, mask=mask, other=0)
     first_moment = tl.load(exp_avg + state_offset + element_index, mask=mask, other=0).to(tl.int32) << 16
     second_bits = tl.load(exp_avg_sq + state_offset + element_index, mask=mask, other=0).to(tl.int32) << 16
     master_bits = tl.load(weight_pointer + element_index, mask=mask, other=0).to(tl.int32)
@@ -96,7 +96,7 @@ def _adam_step_kernel(
 
     first_moment = first_moment.to(tl.int32, bitcast=True)
     rounding_noise = _random_bits(
-        first_moment, second_bits, tl.load(coefficients + 9).to(tl.int32, bitcast=True)
+        first_moment, second_bits, tl.load(coefficients + 10).to(tl.int32, bitcast=True)
     )
     tl.store(
         exp_avg + state_offset + element_index,
@@ -126,7 +126,7 @@ def adam_step(
     Args:
         slice_table: int64 [N, 6], as :class:`megatron_vl.kernels.adam.LaunchTables` says.
         slice_of_block: int32 [blocks].
-        coefficient_table: fp32 [rates, 10], as :class:`megatron_vl.kernels.adam.StepCoefficients` says.
+        coefficient_table: fp32 [rates, 11], as :class:`megatron_vl.kernels.adam.StepCoefficients` says.
         has_split_master: whether weights are bf16.
         is_aligned: whether addresses are multiples of 16 bytes and sizes of 8 elements, which is faster.
     """

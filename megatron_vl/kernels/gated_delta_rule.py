@@ -18,7 +18,6 @@ precision.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from megatron_vl.kernels.shard_exchange import ShardExchange
 from megatron_vl.kernels.sizes import DELTA_CHUNK
+from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
 CHUNK_TOKENS = DELTA_CHUNK
 """Number of tokens that are computed together."""
@@ -120,8 +120,7 @@ def _with_graph(function: Callable, inputs: Sequence[Tensor]) -> tuple[Any, list
 
 
 def _uses_kernels(x: Tensor) -> bool:
-    kernels_run_here = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return kernels_run_here and x.dtype != torch.float64
+    return runs_on_kernels(x) and x.dtype != torch.float64
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

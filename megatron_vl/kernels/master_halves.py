@@ -11,10 +11,10 @@ A Triton kernel runs on a GPU and in Triton's interpreter, torch code elsewhere.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
+
+from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
 TIE_DIFFERENCE = 0x8000
 """The difference of a master weight that lies halfway between two bf16 numbers."""
@@ -63,7 +63,3 @@ def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_wei
 def _upper_bits(weight: Tensor) -> Tensor:
     """The bits of bf16 numbers as int32 bits of fp32 numbers."""
     return weight.view(torch.int16).to(torch.int32) << 16
-
-
-def runs_on_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,11 +7,12 @@ kernels run on a GPU and in Triton's interpreter, torch code elsewhere.
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
 
 def make_row_ids(copy_map: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
 
 
 def _triton_kernels(x: Tensor) -> ModuleType | None:
-    if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if not runs_on_kernels(x):
         return None
     from megatron_vl.kernels import token_copies_triton as row_kernels
 

@@ -147,8 +147,6 @@ class DecoupledTower:
         self.on_first_stage = mpu.get_pipeline_model_parallel_rank() == 0
         self.ddp: ReplicaDDP | None = None
         """Reduces the gradients over all ranks of the run; None if no weight of the tower is trained."""
-        self.tokens: Tensor | None = None
-        """Number of loss tokens in the global batch, known once the pipeline's gradients are complete."""
         self._step_vision: StepVision | None = None
         self._kept_features: list[tuple[list[Tensor], slice]] = []
         """Features whose autograd graph was kept, so that their patches do not run forward twice. Each entry
@@ -288,15 +286,8 @@ class DecoupledTower:
             ):
                 self.backward_call(self.run_forward_again(tower_input), patch_slice, local_gradient)
 
-        # Ranks without pictures take part in the reduction too.
-        self.reduce()
-
-    def reduce(self) -> None:
-        """Sums the gradients over the run and divides them by the global number of loss tokens."""
-        assert self.ddp is not None and self.tokens is not None
+        # The sum over all ranks of the run. Ranks without pictures take part in it too.
         self.ddp.finish_grad_sync()
-        self.ddp.scale_gradients(1.0 / self.tokens.clamp(min=1))
-        self.tokens = None
 
     def run_forward_again(self, tower_input: VisionInput) -> list[Tensor]:
         """Runs one input forward again, with an autograd graph for its backward pass."""

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 from megatron_vl.models.attention import PackedRow
 
 
@@ -123,7 +123,7 @@ class FusedMLP(MLP):
     def _apply_activation(self, intermediate_states: Tensor, bias: Tensor | None) -> Tensor:
         is_gated = self.config.gated_linear_unit
         if bias is not None:
-            if intermediate_states.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+            if runs_on_kernels(intermediate_states):
                 from megatron_vl.kernels.biased_activation import biased_activation
 
                 return biased_activation(intermediate_states, bias, self.activation_name, is_gated=is_gated)

@@ -210,7 +210,7 @@ def _recompute_settings(
 def fp8_row_multiple(config: TransformerConfig) -> int:
     """The number that must divide the rows on each rank for products in FP8; 1 without FP8.
 
-    Blockwise scaling needs 128. The other recipes would run with 16, but Transformer Engine writes a tensor in
-    FP8 and transposed at half the speed if no tile of 128 by 128 divides it.
+    Blockwise scaling needs 128. The other recipes would run with 16, but Transformer Engine casts and
+    transposes at half the speed unless tiles of 128 by 128 fill the tensor.
     """
     return 128 if config.fp8 else 1

@@ -1,7 +1,8 @@
 """One optimizer step: run the pipeline schedule over the rows, finalise gradients, update weights.
 
 Gradients do not depend on the layout: the loss is a sum over tokens, and gradients are divided once by the
-number of loss tokens of the whole global batch.
+number of loss tokens of the whole global batch. The division joins the clipping
+(:func:`megatron_vl.training.optimizer.clip_and_update`), so gradients in the buffers are sums over tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from torch import Tensor
 from megatron_vl import progress
 from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
-from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.embedding import fuse_vocabulary_gradients
 from megatron_vl.models.moe.router import expert_load, notify_ddp_directly, reset_router_counts
 from megatron_vl.models.vision_language import VisionLanguageModel
@@ -98,41 +98,29 @@ def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) ->
 
     decoupled_tower = model_chunks[0].decoupled
     if decoupled_tower is not None:
-        # The number of loss tokens is known only after the pipeline, so the tower's gradients are reduced
-        # together then.
+        # The tower's backward passes come after the pipeline's, and its gradients are reduced together then.
         tower_ddp_config = dataclasses.replace(
             ddp_config, overlap_grad_reduce=False, overlap_param_gather=False
         )
         decoupled_tower.wrap(tower_ddp_config)
-    _set_schedule_hooks(ddp_chunks, core_config, parallel_config.overlap_grad_reduce, decoupled_tower)
+    _set_schedule_hooks(ddp_chunks, core_config, parallel_config.overlap_grad_reduce)
     return ddp_chunks
 
 
 def _set_schedule_hooks(
-    ddp_chunks: list[ReplicaDDP],
-    core_config: TransformerConfig,
-    overlap_grad_reduce: bool,
-    decoupled_tower: DecoupledTower | None,
+    ddp_chunks: list[ReplicaDDP], core_config: TransformerConfig, overlap_grad_reduce: bool
 ) -> None:
     # Core's schedules find their hooks in the config of the model.
     if overlap_grad_reduce:
         no_sync_hooks = [model_chunk.no_sync for model_chunk in ddp_chunks]
         core_config.no_sync_func = no_sync_hooks if len(no_sync_hooks) > 1 else no_sync_hooks[0]
-    core_config.finalize_model_grads_func = finalize_model_grads
-    if decoupled_tower is not None:
-        core_config.finalize_model_grads_func = partial(_finalize_language_grads, decoupled_tower)
+    core_config.finalize_model_grads_func = _finalize_gradient_sums
     core_config.grad_scale_func = None
 
 
-def _finalize_language_grads(
-    decoupled_tower: DecoupledTower, model: Any, num_tokens: Tensor, **options: Any
-) -> None:
-    """Completes the gradients of the language model, and passes the number of loss tokens on to the tower.
-
-    Core sums ``num_tokens`` over the ranks in place. The tower's gradients are completed later.
-    """
-    finalize_model_grads(model, num_tokens, **options)
-    decoupled_tower.tokens = num_tokens
+def _finalize_gradient_sums(model: Any, num_tokens: Tensor, **options: Any) -> None:
+    """Completes the sums of the gradients over ranks. Without ``num_tokens``, core does not divide them."""
+    finalize_model_grads(model, None, **options)
 
 
 def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -261,7 +249,7 @@ def train_step(
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
     # Without loss tokens, the gradient is zero, but an update would still decay moments and weights.
-    is_updated, grad_norm = clip_and_update(optimizer, is_loss_finite=math.isfinite(mean_loss))
+    is_updated, grad_norm = clip_and_update(optimizer, loss_tokens, is_loss_finite=math.isfinite(mean_loss))
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     skip_reason = "" if is_updated else NO_LOSS_TOKENS if is_finite and not loss_tokens else NOT_FINITE
 

@@ -22,8 +22,9 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
+from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import build_loader, cook_sample
-from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch
+from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedRankRows
 from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError, read_description
@@ -199,6 +200,25 @@ def test_a_loader_whose_processes_wait_for_the_planner_closes_at_once(dataset, m
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 4 and not psutil.pid_exists(worker.pid)
+
+
+@SLOW
+def test_processes_that_read_slowly_share_the_time_to_end(dataset, monkeypatch):
+    """Torch waits five seconds for each of them."""
+    reading = multiprocessing.Value("i", 0)
+
+    def never_ends(*_: Any) -> None:
+        with reading:
+            reading.value += 1
+        time.sleep(60)
+
+    monkeypatch.setattr(planned_rows, "read_planned_row", never_ends)
+    rows = PlannedRankRows(Run(dataset, 1, workers=3).loaders[0]._planning_context, 0, 1, 3, 0)
+    wait_until(lambda: reading.value == 3)
+    pids = [worker.pid for iterator in rows._worker_iterators for worker in iterator._workers]
+    began = time.monotonic()
+    rows.close()
+    assert 4 < time.monotonic() - began < 9 and not any(map(psutil.pid_exists, pids))
 
 
 def test_the_planner_shares_the_memory_of_its_rank(dataset):

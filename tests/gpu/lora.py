@@ -38,6 +38,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one rank": {},
         "full recompute": {"recompute": {"language": "full", "vision": "full"}},
+        "FP8, tower too": {"fp8": {"recipe": "tensorwise", "vision": True}},
         "selective recompute": {
             "overlap": True,
             "recompute": {
@@ -63,11 +64,15 @@ MAX_LOGIT_DISTANCE = 0.02
 
 def run_as_rank(work: Path, family: str, platform_name: str) -> None:
     """Trains one family in all layouts of this number of ranks, and writes the results on rank 0."""
-    is_moe = family.endswith("_moe")
+    is_moe, has_linear_attention = family.endswith("_moe"), family.startswith("qwen3_5")
     layouts = {"one rank": {}}
     if platform_name == "cuda":
         all_layouts = LAYOUTS[int(os.environ["WORLD_SIZE"])]
-        layouts = {name: layout for name, layout in all_layouts.items() if is_moe or "ep" not in layout}
+        layouts = {
+            name: layout
+            for name, layout in all_layouts.items()
+            if (is_moe or "ep" not in layout) and not (has_linear_attention and "fp8" in layout)
+        }
     lora = {"rank": 16, "targets": FAMILIES[family]}
     folder = work / f"{family}_{platform_name}"
     results = train_layouts(

@@ -116,6 +116,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "recompute": {"language": "selective", "language_modules": ["core_attn", "layernorm", "mlp"]},
             "steps": [ROWS],
         },
+        {"name": "the tower's activation recomputed", "recompute": {"vision": "activation"}, "steps": [ROWS]},
+        {
+            "name": "the tower's activation recomputed, qwen3_vl",
+            "family": "qwen3_vl",
+            "recompute": {"vision": "activation"},
+            "steps": [ROWS],
+        },
         {"name": "overlap, three steps", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
         {"name": "one rank, qwen3_5", "family": "qwen3_5", "steps": [ROWS] * 2},
         {

@@ -6,10 +6,14 @@ For timings on a GPU, see benchmarks/kernels.py and benchmarks/experts.py.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+import megatron_vl
+from megatron_vl.kernels.biased_activation import SIGMOID_COEFFICIENTS
+from megatron_vl.models.fused_layers import ACTIVATIONS
 from tests.models.programs import steps_with_fused_layers
 from tests.support.ranks import call, run_module
 
@@ -27,6 +31,21 @@ def test_kernels_equal_torch() -> None:
     assert len(errors) == 39
     for name, error in errors.items():
         assert error < 5e-6, (name, error)
+
+
+def test_the_kernel_has_the_coefficients_of_every_activation() -> None:
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+    assert SIGMOID_COEFFICIENTS.keys() == ACTIVATIONS.keys()
+    for name, (linear, cubic) in SIGMOID_COEFFICIENTS.items():
+        torch.testing.assert_close(
+            x * torch.sigmoid(linear * x + cubic * x**3), ACTIVATIONS[name](x), msg=name
+        )
+
+
+def test_one_function_says_where_kernels_run() -> None:
+    package = Path(megatron_vl.__file__).parent
+    files = [path.name for path in package.rglob("*.py") if "TRITON_INTERPRET" in path.read_text()]
+    assert files == ["where_kernels_run.py"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -600,7 +600,7 @@ def adam_error(count: int, device: str = "cpu") -> float:
         for step, gradient in enumerate(gradients, 1):
             values = torch.zeros(count + shift, device=place)[shift:].copy_(gradient)
             rates = {
-                "one": adam.AdamCoefficients.from_param_group(group, step),
+                "one": adam.AdamCoefficients.from_param_group(group, step, 0.3),
                 "still": adam.AdamCoefficients.from_param_group(
                     group | {"lr": 0.0, "betas": (0.9, 0.999)}, step + 1000
                 ),

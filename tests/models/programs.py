@@ -15,7 +15,7 @@ from megatron_vl.models import build, head, layer_specs
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
 from megatron_vl.models.fused_layers import PendingSum, ResidualNorm, add_to_residual, postpone_addition
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap_in_ddp
+from megatron_vl.training.step import reduce_losses, run_schedule, token_loss, train_step, wrap_in_ddp
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
 
@@ -206,7 +206,8 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
         data = live.make_step_data(draw_samples(case.steps[0], live.spec, 0), platform, case.seq_len)
         for chunk in live.ddp_chunks:
             chunk.zero_grad_buffer()
-        run_schedule(live.ddp_chunks, data.rows, seq_len=case.seq_len)
+        reports = run_schedule(live.ddp_chunks, data.rows, seq_len=case.seq_len)
+        _, loss_tokens, *_ = reduce_losses(reports, live.grid, platform.device)
 
         load = expert_load(
             live.ddp_chunks,
@@ -214,7 +215,7 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
             live.spec.language.moe.num_experts,
             platform.device,
         )
-        gradients = collect_gradients(live.ddp_chunks, live.live_tensors, live.grid, live.spec)
+        gradients = collect_gradients(live.ddp_chunks, live.live_tensors, loss_tokens, live.grid, live.spec)
         table = tensor_table(live.spec)
         cut = live.layout.sharding
         results[name] = {"load": load}

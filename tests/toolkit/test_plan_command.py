@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+from converters.convert import convert_adapter
 from megatron_vl.config import OptimizerConfig, TrainConfig, parse_config
+from tests.converters.peft_models import peft_folder
 from tests.support.planned import predict_run
+from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 from toolkit.options import parse_command_line
 from toolkit.plan.command import make_plan
@@ -61,6 +65,20 @@ def test_the_printed_options_are_the_planned_run(capsys) -> None:
     heading = next(line for line in said.splitlines() if "in flight" in line)
     cells = next(line for line in said.splitlines() if line.startswith("│ 0     │ 1 "))
     assert heading.count("┃") == cells.count("│") and "host" in heading and "…" not in heading
+
+
+def test_adapters_of_an_earlier_run_are_planned_with_their_own_rank(capsys, tmp_path: Path) -> None:
+    """Without their rank, ``plan`` would plan to train the whole model."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    peft = peft_folder(tmp_path / "peft", hf, target_modules=["q_proj"])
+    convert_adapter(peft, hf, tmp_path / "weights")
+    words = ["--hf", str(hf), "--gpu", "H200", "--gpus", "1", "--parallel.tp", "1", "--data.seq_len", "4096"]
+    given = ["--lora.rank", "4", "--lora.alpha", "6", "--lora.targets", "[q_proj]"]
+    adapters = plan(capsys, *words, "--lora.adapter", str(tmp_path / "weights"))["best"]
+    assert adapters == plan(capsys, *words, *given)["best"] != plan(capsys, *words)["best"]
+
+    assert main(["plan", *words, "--lora.adapter", str(peft)]) == 1
+    assert "holds PEFT's files; convert them first" in capsys.readouterr().err
 
 
 def test_the_printed_options_are_only_those_that_differ() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.checkpoint import collect_live_tensors
 from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import ChunkedOptimizerState, chunked_state
@@ -119,6 +122,54 @@ def steps_by_share(
         found[str(share)] = outcomes
         found[f"{share} held"] = held_on_device(trainer)
     return found
+
+
+def gradients_after_a_step(hf: str, **optimizer: Any) -> dict[str, Any]:
+    """Norms of a step, and how many gradients in the buffers and tensors of the state are not those of one
+    multiplication of the sums over tokens.
+
+    With moments in bfloat16, the sums must stay in the buffers.
+    """
+    trainer = tiny_trainer(hf, **optimizer)
+    rows, twin = some_rows(trainer, "float32"), again(trainer)
+    trainer = again(trainer)
+    sums: list[Tensor] = []
+    _after_prepare_grads(trainer, lambda gradients: sums.extend(g.clone() for g in gradients))
+    result = train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
+
+    clip_grad = trainer.config.optimizer.clip_grad
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in sums)) / result.loss_tokens
+    clip_factor = min(1.0, clip_grad / (result.grad_norm + 1e-6)) if clip_grad else 1.0
+    scaled = [gradient * (1 / result.loss_tokens * clip_factor) for gradient in sums]
+    left = sums if trainer.config.optimizer.moments_dtype == "bfloat16" else scaled
+    found = [parameter.grad for parameter in trainer.optimizer.get_parameters()]
+    wrong_gradients = sum(not torch.equal(a, b) for a, b in zip(left, found, strict=True))
+
+    # A twin gets the scaled gradients, and its own scaling is left out.
+    _after_prepare_grads(twin, lambda gradients: torch._foreach_copy_(gradients, scaled))
+    optimizer_module._scale_gradients = lambda *_: None
+    assert train_step(twin.wrapped, twin.optimizer, rows, twin.grid, SEQ_LEN).is_updated
+    ours, theirs = state(trainer), state(twin)
+    wrong_state = [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
+    return {
+        "norms": [result.grad_norm, norm],
+        "tokens": result.loss_tokens,
+        "wrong gradients": wrong_gradients,
+        "wrong state": wrong_state,
+        "tensors": len(theirs),
+    }
+
+
+def _after_prepare_grads(trainer: TinyTrainer, call: Callable[[list[Any]], Any]) -> None:
+    """Gives ``call`` the gradients of each step before they are scaled."""
+    prepare_grads = trainer.optimizer.prepare_grads
+
+    def prepare_and_call() -> Any:
+        has_overflow = prepare_grads()
+        call([parameter.grad for parameter in trainer.optimizer.get_parameters()])
+        return has_overflow
+
+    trainer.optimizer.prepare_grads = prepare_and_call
 
 
 def some_rows(trainer: TinyTrainer, dtype: str) -> list[Any]:

@@ -11,6 +11,7 @@ from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_
 from megatron_vl.config import parse_config
 from megatron_vl.training.optimizer import learning_rate, schedule_change_note, schedule_fields
 from tests.support.ranks import call
+from tests.training.offload_programs import gradients_after_a_step
 from tests.training.programs import (
     parts_that_move,
     rates_and_decays,
@@ -90,6 +91,21 @@ def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkp
         assert first[1] or rank < pp - 1
         assert without == ["no_loss_tokens", False, everything, []]
         assert mixed == ["", True, [], everything]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("moments_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clip_grad", [0.0, 1e-3, 1e6])
+def test_gradients_are_divided_and_clipped_in_one_multiplication(
+    tiny_checkpoint, clip_grad: float, moments_dtype: str
+) -> None:
+    """Each is rounded once, whether it is clipped or not, and the norm is that before clipping. Our kernel
+    multiplies gradients as it reads them, so that the sums stay in the buffers."""
+    hf = str(tiny_checkpoint("qwen2_5_vl"))
+    out = call(gradients_after_a_step, hf=hf, clip_grad=clip_grad, moments_dtype=moments_dtype)
+    ours, expected = out["norms"]
+    assert ours == pytest.approx(expected, rel=1e-6) and 1e-3 < ours < 1e6 and out["tokens"] > 1
+    assert out["wrong gradients"] == 0 and out["wrong state"] == [] and out["tensors"] > 200
 
 
 @pytest.mark.ranks

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_vl.config import (
     DataConfig,
+    Fp8Config,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -70,6 +71,8 @@ class ParityCase:
     freeze: list[str] = field(default_factory=list)
     """Parts to freeze: vision, merger, language."""
     recompute: dict[str, Any] = field(default_factory=dict)
+    fp8: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`~megatron_vl.config.Fp8Config`; without any, nothing is computed in FP8."""
     dtype: str = "float32"
     """float32 or bfloat16."""
     aux_loss: float = 0.0
@@ -123,6 +126,7 @@ class ParityCase:
             lora=LoraConfig(**self.lora),
             vision=self._vision_config,
             recompute=RecomputeConfig(**self.recompute),
+            fp8=Fp8Config(**self.fp8),
             parallel=self._parallel_config,
         )
 

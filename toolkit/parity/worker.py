@@ -89,7 +89,9 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
             departures = activation_recorder.compare_activations(step_data, case.reference, case.dtype)
 
         # The optimizer steps at learning rate 0, so that its overlap with communication is tested too.
-        gradients = collect_gradients(ddp_chunks, built_case.live_tensors, grid, spec, built_case.config.lora)
+        gradients = collect_gradients(
+            ddp_chunks, built_case.live_tensors, loss_token_count, grid, spec, built_case.config.lora
+        )
         if optimizer is not None:
             optimizer.prepare_grads()
             optimizer.step_with_ready_grads()
@@ -136,19 +138,26 @@ def _local_gradients(
 def collect_gradients(
     ddp_chunks: list[Any],
     live_tensors: list[LiveTensor],
+    loss_tokens: int,
     grid: ProcessGrid,
     spec: ModelSpec,
     lora: LoraConfig | None = None,
 ) -> dict[str, list[Mapping[int, Tensor]]]:
-    """Collects the gradients of all ranks on rank 0. Collective.
+    """Collects the gradients of the mean loss from all ranks on rank 0. Collective.
 
     The ranks of a data-parallel group hold equal gradients after the reduction; the first one contributes.
+    The trainer divides gradients only as it clips them, so they are divided here.
+
+    Args:
+        loss_tokens: number of loss tokens of the step.
 
     Returns:
         Maps each name to its copies, and each copy maps parts (see
         :meth:`megatron_vl.spec.tensors.Sharding.shard_index`) to gradients. A tied tensor has a copy on each
         of two stages.
     """
+    for replicated_module in replicated_modules(ddp_chunks):
+        replicated_module.scale_gradients(1.0 / loss_tokens)
     _gather_slices(ddp_chunks)
     local_gradients = _local_gradients(live_tensors, grid, trained_table(spec, lora or LoraConfig()))
     gathered_gradients: dict[str, dict[str, dict[int, tuple[LazyTensorFile, str]]]] = {}

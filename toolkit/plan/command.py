@@ -26,6 +26,7 @@ from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.training.preflight import with_start_adapter
 
 from .options import PlanOptions
 from .plan_result import PlanResult
@@ -60,10 +61,13 @@ def make_plan(options: PlanOptions) -> PlanResult:
 
     Raises:
         UsageError: no model is given, or a search is requested although nothing is left to choose.
-        UserError: no layout fits, or the given one is impossible. The message says why.
+        UserError: no layout fits, the given one is impossible, or a run could not start from the adapters in
+            ``lora.adapter``. The message says why.
     """
     config = _read_config(options)
     spec = read_spec(config.model.hf)
+    # Adapters of an earlier run decide their own rank and targets, as at the start of a run.
+    config = with_start_adapter(config, spec)
     row_statistics = _row_statistics(options, config, spec)
     search_request = SearchRequest(
         config,

@@ -50,6 +50,13 @@ class ChunkedStep:
         self.optimizer_step: Callable[[], Any] = adam_optimizer.step
         self.has_group_counts = counts_steps_by_group(adam_optimizer)
         self._chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
+        first_slices = chunked_parameters[0].chunk_slices if chunked_parameters else []
+        self.runs_own_kernel = (
+            bool(first_slices) and first_slices[0].state_chunk.moments_dtype != torch.float32
+        )
+        """Whether moments are bf16, so that :mod:`megatron_vl.kernels.adam` updates all parameters."""
+        self.gradient_scale = 1.0
+        """Factor by which our kernel multiplies the gradients of the next update as it reads them."""
         self._tables_by_chunk: dict[int, LaunchTables] = {}
         """The tables of a chunk's kernel launches by the chunk's ``id()``."""
 
@@ -107,15 +114,16 @@ class ChunkedStep:
 
     def _step_coefficients(self) -> StepCoefficients | None:
         """The rates of all parameters by group and step count; None if no moments are bf16."""
+        if not self.runs_own_kernel:
+            return None
+
         coefficients_by_key: dict[tuple[int, int], AdamCoefficients] = {}
         for parameter in self.chunked_parameters:
-            chunk_slices = parameter.chunk_slices
-            if chunk_slices and chunk_slices[0].state_chunk.moments_dtype != torch.float32:
-                coefficients_by_key[id(parameter.param_group), parameter.step_count] = (
-                    AdamCoefficients.from_param_group(parameter.param_group, parameter.step_count + 1)
+            coefficients_by_key[id(parameter.param_group), parameter.step_count] = (
+                AdamCoefficients.from_param_group(
+                    parameter.param_group, parameter.step_count + 1, self.gradient_scale
                 )
-        if not coefficients_by_key:
-            return None
+            )
         return StepCoefficients(coefficients_by_key, self.chunk_streamer.device)
 
     def _update_chunk(
