@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
-from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS
+from megatron_vl.kernels.sizes import (
+    DELTA_CHUNK,
+    LOSS_CHUNK_TOKENS,
+    MAX_STATE_CHUNKS_ON_GPU,
+    STATE_CHUNK_BYTES,
+)
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
@@ -33,9 +38,6 @@ GPUS_PER_NODE = 8
 DELTA_RULE_RATE_SHARE = 0.12
 """Share of attention's rate that the delta rule's small products reach. With our kernels, 8192 tokens of 32
 heads of 128 took 0.79 ms forward on an H200."""
-HIDING_PASS_SHARE = 0.8
-"""Share of a forward pass that hides copies of offloaded state: the rest needs its peak of memory. Four
-measured ratios of steps with and without offload differ by at most 2 % from this."""
 BF16_MOMENTS_FACTOR = 0.57
 """Time of an update on the GPU with moments in bf16, relative to fp32. On an H200, our kernel takes 4.7 ms
 for 10^9 parameters, and Transformer Engine's 8.3 ms."""
@@ -657,12 +659,12 @@ class StepCosts:
         return self.collective_seconds(weight_bytes, self.gradient_ranks, self.layout.tp)
 
     def optimizer_seconds(self, parameter_counts: ParameterCounts, passes: PassTime) -> float:
-        """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.
+        """Seconds of clearing and scaling gradients and of AdamW on the GPU.
 
         Offloaded state is copied to the GPU and back at the same time; the longer one of copies and kernel
-        counts. Copies back begin when the gradient norm is known. They overlap with the next forward pass
-        until it needs its peak of memory. Copies to the GPU overlap with the last backward pass, which is
-        longer.
+        counts. Copies back begin when the gradient norm is known. As many chunks as there are slots may still
+        be on their way in the next forward pass, which hides their copies. Copies of as many to the GPU are
+        hidden by the last backward pass, which is longer.
 
         Args:
             passes: time of this GPU's layers for one micro-batch.
@@ -670,20 +672,27 @@ class StepCosts:
         calibration = self.calibration
         offloaded_count = parameter_counts.owned_count * offloaded_fraction(self.config)
         picoseconds_per_parameter = calibration.optimizer_ps
+        gradient_picoseconds = calibration.gradient_ps
         if self.config.optimizer.moments_dtype == "bfloat16":
             picoseconds_per_parameter *= BF16_MOMENTS_FACTOR
+            # Our kernel scales gradients as it reads them. Clearing is 4 of the 12 bytes of both.
+            gradient_picoseconds /= 3
         device_seconds = (
             (parameter_counts.owned_count - offloaded_count) * picoseconds_per_parameter
-            + parameter_counts.trained_count * calibration.gradient_ps
+            + parameter_counts.trained_count * gradient_picoseconds
         ) * 1e-12
 
         _, host_state_bytes = optimizer_state_bytes(self.config)
         copied_bytes = offloaded_count * host_state_bytes
-        copy_seconds = copied_bytes / (calibration.host_copy_gb_s * 1e9)
+        bytes_per_second = calibration.host_copy_gb_s * 1e9
         # A tower on every rank runs in the memory in which copies would wait.
-        hiding_seconds = 0.0 if self.layout.decoupled else HIDING_PASS_SHARE * passes.forward
+        hidden_seconds = (
+            0.0
+            if self.layout.decoupled
+            else min(MAX_STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES / bytes_per_second, passes.forward)
+        )
         kernel_seconds = offloaded_count * picoseconds_per_parameter * 1e-12
-        copy_seconds = max(copy_seconds - hiding_seconds, kernel_seconds)
+        copy_seconds = max(copied_bytes / bytes_per_second - hidden_seconds, kernel_seconds)
         return device_seconds + copy_seconds + parameter_counts.trained_tensors * calibration.tensor_us * 1e-6
 
 

@@ -199,6 +199,9 @@ def test_a_step_took_what_was_measured_earlier(name, measured, size, layers, wor
         (2, "1", 3562 / 3207),
         (1, "1", 4050 / 3374),
         (1, f"1 {NARROW}", 3770 / 3392),
+        (1, f"1 {NARROW}", 3475 / 3232),
+        (1, f"0.5 {NARROW}", 3305 / 3232),
+        (1, "0.5", 3497 / 3232),
     ],
 )
 def test_offload_takes_as_much_longer_as_measured(world: int, options: str, ratio: float) -> None:
@@ -207,6 +210,16 @@ def test_offload_takes_as_much_longer_as_measured(world: int, options: str, rati
     without = run(B7, world, shape, num_language_layers=10)
     found = run(B7, world, f"{shape} {AWAY} {options}", num_language_layers=10)
     assert found.step_seconds / without.step_seconds == pytest.approx(ratio, rel=0.03)
+
+
+def test_passes_hide_no_more_copies_than_slots_hold() -> None:
+    """A forward pass of a long row lasts longer than copies of all slots, 32 of 256 MiB at 50.5 GB/s."""
+    options = f"--global_batch_size 1 --data.seq_len 65536 --recompute.language full {AWAY} 1"
+    (stage,) = run(B7, 1, options, num_language_layers=10).stage_plans
+    copied_bytes, slot_bytes = 10 * 4.1016e9, 32 * 2**28
+    rest_seconds = (copied_bytes - slot_bytes) / (shipped_calibration().host_copy_gb_s * 1e9)
+    assert stage.seconds_per_row > 2.0
+    assert stage.optimizer_seconds == pytest.approx(rest_seconds, abs=0.03)
 
 
 def test_copies_of_inputs_take_time_only_where_layers_take_less() -> None:

@@ -16,6 +16,7 @@ from megatron_vl.config import OptimizerConfig, TrainConfig, parse_config
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import predict_run
 from tests.tiny import tiny_checkpoint
+from toolkit.bench.options import parse_bench_options
 from toolkit.cli import main
 from toolkit.options import parse_command_line
 from toolkit.plan.command import make_plan
@@ -68,7 +69,7 @@ def test_the_printed_options_are_the_planned_run(capsys) -> None:
 
 
 def test_adapters_of_an_earlier_run_are_planned_with_their_own_rank(capsys, tmp_path: Path) -> None:
-    """Without their rank, ``plan`` would plan to train the whole model."""
+    """Without their rank, ``plan`` and ``bench`` would train the whole model."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     peft = peft_folder(tmp_path / "peft", hf, target_modules=["q_proj"])
     convert_adapter(peft, hf, tmp_path / "weights")
@@ -76,6 +77,9 @@ def test_adapters_of_an_earlier_run_are_planned_with_their_own_rank(capsys, tmp_
     given = ["--lora.rank", "4", "--lora.alpha", "6", "--lora.targets", "[q_proj]"]
     adapters = plan(capsys, *words, "--lora.adapter", str(tmp_path / "weights"))["best"]
     assert adapters == plan(capsys, *words, *given)["best"] != plan(capsys, *words)["best"]
+
+    words_of_bench = ["--hf", str(hf), "--lora.adapter", str(tmp_path / "weights")]
+    assert parse_bench_options(words_of_bench).config.lora.rank == 4
 
     assert main(["plan", *words, "--lora.adapter", str(peft)]) == 1
     assert "holds PEFT's files; convert them first" in capsys.readouterr().err

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
+from megatron_vl.kernels.sizes import MAX_STATE_CHUNKS_ON_GPU, STATE_CHUNKS_ON_GPU
 from megatron_vl.training.offload.build import choose_offloaded
-from megatron_vl.training.offload.chunk_streamer import MAX_SLOTS
 from megatron_vl.training.offload.pinned_memory import parse_cpu_list
 from tests.support.ranks import call
 from tests.training.offload_programs import (
@@ -150,7 +149,7 @@ def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
     the update takes memory."""
     out = call(poisoned, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert out["room"] == out["no room"] == out["plain"] != out["host"]
-    assert out["room, on the device"] == [MAX_SLOTS, MAX_SLOTS]
+    assert out["room, on the device"] == [MAX_STATE_CHUNKS_ON_GPU] * 2
     assert out["no room, on the device"] == [0, STATE_CHUNKS_ON_GPU]
 
 

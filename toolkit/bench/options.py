@@ -13,7 +13,7 @@ from megatron_vl.planning.gpus import calibration_for_platform
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.preflight import check_data_path
+from megatron_vl.training.preflight import check_data_path, with_start_adapter
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option
 
@@ -131,6 +131,8 @@ def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
     bench_run.hf = bench_run.hf or config.model.hf
     bench_run.rows = bench_run.rows or ("data" if config.data.path else "images,text")
     _check_bench_run(bench_run)
+    # Adapters of an earlier run decide their own rank and targets, as at the start of a run.
+    bench_run.config = with_start_adapter(config, bench_run.read_model_spec())
     return bench_run
 
 

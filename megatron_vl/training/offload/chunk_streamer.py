@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
+from megatron_vl.kernels.sizes import MAX_STATE_CHUNKS_ON_GPU, STATE_CHUNKS_ON_GPU
 from megatron_vl.training.offload.state_chunks import AdamStateViews, StateChunk
 
-MAX_SLOTS = 32
-"""Largest number of chunks on the device at once."""
 FREE_MEMORY_SHARE = 0.125
 """Share of the peak that copies outside of the update leave free. Passes may use it until the next check."""
 _FETCH_PRIORITY, _WRITE_PRIORITY = -2, -1
@@ -79,7 +77,7 @@ class ChunkStreamer:
         while self._next_chunk < len(self.state_chunks):
             if (
                 self.num_chunks_on_device < min_slots
-                or self.num_chunks_on_device < MAX_SLOTS
+                or self.num_chunks_on_device < MAX_STATE_CHUNKS_ON_GPU
                 and self._has_room()
             ):
                 device_slot = self._new_slot()
