@@ -480,11 +480,7 @@ REFUSED = [
     ({"messages": [MARKED, SAY], "markers": "txt"}, "bad markers", "markers"),
     ({"messages": [ASK, SAY], "markers": ["text"]}, "bad markers", "markers"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
-    (
-        {"instruction": "a", "output": "", "history": [["b", "c"]]},
-        "empty answer",
-        "instruction[3]",
-    ),
+    ({"instruction": "a", "output": "", "history": [["b", "c"]]}, "empty answer", "instruction[3]"),
     ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
     (
         {"messages": [{"role": "user", "content": [{**IMAGES, "video": "b.mp4"}]}, SAY]},

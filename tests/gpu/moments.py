@@ -89,10 +89,7 @@ def estimated(work: Path, args: argparse.Namespace, moments: str, share: int) ->
 
 
 def checks(
-    work: Path,
-    args: argparse.Namespace,
-    found: dict[str, list[dict[str, Any]]],
-    starts: dict[str, float],
+    work: Path, args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], starts: dict[str, float]
 ) -> list[tuple[str, bool, str]]:
     """(name, whether it holds, what was seen)."""
     losses = {name: [line["loss"] for line in lines] for name, lines in found.items()}

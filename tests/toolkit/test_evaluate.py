@@ -21,13 +21,7 @@ from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.tiny import tiny_checkpoint
-from tests.toolkit.evaluation import (
-    answers_letters,
-    answers_of,
-    damage,
-    photograph_table,
-    write_table,
-)
+from tests.toolkit.evaluation import answers_letters, answers_of, damage, photograph_table, write_table
 from toolkit.cli import main
 from toolkit.evaluate import evaluation
 from toolkit.evaluate.command import find_dataset

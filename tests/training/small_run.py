@@ -91,14 +91,7 @@ def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int =
         "cpu",
     ]
 
-    rest = [
-        "--optimizer.lr",
-        "1e-3",
-        "--optimizer.warmup_steps",
-        "2",
-        "--data.packing_buffer",
-        "8",
-    ]
+    rest = ["--optimizer.lr", "1e-3", "--optimizer.warmup_steps", "2", "--data.packing_buffer", "8"]
 
     return [str(part) for part in (*common, *shape, *rest, "--checkpoint.dir", run, *options)]
 
