@@ -91,11 +91,7 @@ def installed(tmp_path_factory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     build = [
         *pip,
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "-w",
+        *"wheel --no-build-isolation --no-deps --no-index -w".split(),
         str(work),
         str(work / "source"),
     ]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from converters.convert import convert_weights
+from tests.training.small_run import torchrun
 from toolkit.parity.case import ParityCase, write_cases
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
@@ -373,17 +374,8 @@ def main() -> int:
     write_cases(cases, work / "cases.json")
     out = (args.out or work) / f"parity_{args.ranks}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(args.ranks),
-    ]
-
     worker = ["-m", "toolkit.parity.worker", str(work / "cases.json"), str(out), args.platform]
-    done = subprocess.run([*launch, *worker], check=False)
+    done = subprocess.run([*torchrun(args.ranks), *worker], check=False)
     for name, result in json.loads(out.read_text()).items():
         for number, step in enumerate(result.get("steps", [])):
             error, theirs = step["gradient_error"], step["transformers_bf16_gradient_error"]
