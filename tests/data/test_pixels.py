@@ -62,21 +62,7 @@ STYLES = {
     },
 }
 SHAPES = [(56, 56), (100, 300), (301, 57), (29, 28), (480, 640), (13, 900), (1, 40)]
-KINDS = [
-    "png",
-    "jpeg",
-    "jpeg420",
-    "progressive",
-    "grey",
-    "grey_jpeg",
-    "rgba",
-    "palette",
-    "cmyk",
-    "exif",
-    "webp",
-    "grey16",
-    "bilevel",
-]
+KINDS = "png jpeg jpeg420 progressive grey grey_jpeg rgba palette cmyk exif webp grey16 bilevel".split()
 
 
 @pytest.fixture
