@@ -34,10 +34,15 @@ SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
+SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
+SEVERAL_TEXT_LAST = [TEXT_LAST, TEXT_LAST, MIXED_ROWS]
+NO_LOSS = [WITHOUT_LOSS] * 3
 TP2_SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 SMALL_BUCKETS: dict[str, Any] = {"overlap": True, "bucket_size": 10_000}
 TRAIN: dict[str, Any] = {"steps": TRAINING, "train": True}
 TRAINED: dict[str, Any] = {"tied": True, **TP2_SP, "pp": 2, "vpp": 2, **SMALL_BUCKETS}
+UNTIED = TRAINED | {"tied": False}
+PLAIN = {"distributed_optimizer": False}
 
 Q2, Q25, Q3, MOE = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 Q35, MOE35 = "qwen3_5", "qwen3_5_moe"
@@ -144,14 +149,8 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
             **SMALL_BUCKETS,
         ),
         case("training, TP2 + SP, decoupled, qwen3_vl", Q3, **TP2_SP, **TRAIN),
-        case(
-            "training, PP2, decoupled, tied, plain optimizer",
-            tied=True,
-            pp=2,
-            **TRAIN,
-            distributed_optimizer=False,
-        ),
-        case("training, TP2, decoupled, plain optimizer", tp=2, **TRAIN, distributed_optimizer=False),
+        case("training, PP2, decoupled, tied, plain optimizer", tied=True, pp=2, **TRAIN, **PLAIN),
+        case("training, TP2, decoupled, plain optimizer", tp=2, **TRAIN, **PLAIN),
     ],
     4: [
         case("training, TP2 x PP2 x VPP2 + SP, decoupled, tied", **TRAIN, **TRAINED),
@@ -197,7 +196,7 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
     2: [
         *(case(f"CP2, {family}", family, steps=SHARED) for family in (Q25, Q2, Q3, Q35)),
         case("CP2, overlap, qwen3_vl", Q3, steps=SHARED, **SMALL_BUCKETS),
-        case("CP2, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
+        case("CP2, rows without loss, overlap", steps=NO_LOSS, overlap=True),
         case("CP2, language frozen, overlap", steps=SHARED, freeze=["language"], overlap=True),
         case("CP2, vision frozen, qwen3_vl", Q3, steps=SHARED, freeze=["vision"]),
         case("CP2, vision and merger frozen", steps=SHARED, freeze=["vision", "merger"]),
@@ -216,13 +215,7 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         case("CP2, qwen3_5 with experts", MOE35, steps=[ON_EDGES]),
         case("CP2, EP2, qwen3_5 with experts, overlap", MOE35, ep=2, steps=SHARED, overlap=True),
         case("training, CP2, overlap", **TRAIN, **SMALL_BUCKETS),
-        case(
-            "training, CP2, tied, plain optimizer, qwen3_vl",
-            Q3,
-            tied=True,
-            **TRAIN,
-            distributed_optimizer=False,
-        ),
+        case("training, CP2, tied, plain optimizer, qwen3_vl", Q3, tied=True, **TRAIN, **PLAIN),
         case("training, CP2, decoupled, qwen3_vl", Q3, **TRAIN, decoupled=True),
         case("training, CP2, EP2, experts", MOE, ep=2, **TRAIN, overlap=True),
         case("training, CP2, overlap, qwen3_5", Q35, **TRAIN, overlap=True),
@@ -328,8 +321,6 @@ def hybrid_cases(ranks: int) -> list[dict[str, Any]]:
     return [*HYBRID_QUICK[ranks], *HYBRID_FULL[ranks]]
 
 
-SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
-
 HYBRID_QUICK: dict[int, list[dict[str, Any]]] = {
     1: [
         case("one rank, qwen3_5", Q35),
@@ -380,7 +371,7 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
     2: [
         case("TP2 + SP, qwen3_5", Q35, **TP2_SP, steps=[BETWEEN]),
         case("TP2, qwen3_5, selective recompute", Q35, tp=2, recompute=SELECTIVE),
-        case("TP2, qwen3_5, rows without loss, overlap", Q35, tp=2, overlap=True, steps=[WITHOUT_LOSS] * 3),
+        case("TP2, qwen3_5, rows without loss, overlap", Q35, tp=2, overlap=True, steps=NO_LOSS),
         case("PP2, qwen3_5, linear attention alone on the first stage", Q35, pp=2),
         case(
             "PP2, qwen3_5, uneven, tied, full recompute", Q35, tied=True, pp=2, layers=[1, 3], recompute=FULL
@@ -388,12 +379,7 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
         case("PP2, qwen3_5, no decoder layer on the first stage", Q35, pp=2, layers=[0, 4]),
         case("PP2, qwen3_5, vision frozen", Q35, pp=2, freeze=["vision"]),
         case("PP2, qwen3_5, language frozen", Q35, pp=2, freeze=["language"]),
-        case(
-            "DP2, qwen3_5, overlap, text-only last",
-            Q35,
-            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
-            overlap=True,
-        ),
+        case("DP2, qwen3_5, overlap, text-only last", Q35, steps=SEVERAL_TEXT_LAST, overlap=True),
         case(
             "DP2, qwen3_5, merger alone, overlap",
             Q35,
@@ -401,18 +387,14 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
             overlap=True,
             freeze=["vision", "language"],
         ),
-        case("training, DP2, qwen3_5, no distributed optimizer", Q35, **TRAIN, distributed_optimizer=False),
+        case("training, DP2, qwen3_5, no distributed optimizer", Q35, **TRAIN, **PLAIN),
         case("training, TP2, qwen3_5", Q35, tp=2, **TRAIN),
         case("training, PP2, qwen3_5, tied", Q35, tied=True, pp=2, layers=[1, 3], **TRAIN),
         case("TP2 + SP, EP2, qwen3_5 with experts", MOE35, **TP2_SP, ep=2, steps=[BETWEEN]),
         case("TP2 + SP, qwen3_5 with experts, full recompute", MOE35, **TP2_SP, recompute=FULL),
         case("PP2 x VPP2, qwen3_5 with experts, empty chunk", MOE35, pp=2, vpp=2, layers=[0, 1, 1, 2]),
         case(
-            "EP2, qwen3_5 with experts, rows without loss, overlap",
-            MOE35,
-            ep=2,
-            overlap=True,
-            steps=[WITHOUT_LOSS] * 3,
+            "EP2, qwen3_5 with experts, rows without loss, overlap", MOE35, ep=2, overlap=True, steps=NO_LOSS
         ),
         case(
             "TP2 + SP, ETP2, qwen3_5 with experts, language frozen",
@@ -421,17 +403,12 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
             etp=2,
             freeze=["language"],
         ),
-        case(
-            "training, DP2, qwen3_5 with experts, no distributed optimizer",
-            MOE35,
-            **TRAIN,
-            distributed_optimizer=False,
-        ),
+        case("training, DP2, qwen3_5 with experts, no distributed optimizer", MOE35, **TRAIN, **PLAIN),
         case("training, EP2, qwen3_5 with experts, overlap", MOE35, ep=2, **TRAIN, overlap=True),
     ],
     4: [
         case("TP4 above the key/value heads + SP, qwen3_5", Q35, tp=4, sequence_parallel=True),
-        case("TP2 x PP2 x VPP2 + SP, qwen3_5", Q35, **TRAINED | {"tied": False}, steps=[MIXED_ROWS] * 3),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_5", Q35, **UNTIED, steps=[MIXED_ROWS] * 3),
         case(
             "TP2 x PP2 x VPP2 + SP, qwen3_5, uneven, tied",
             Q35,
@@ -445,12 +422,7 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
         case("TP2 x DP2 + SP, qwen3_5, overlap", Q35, **TP2_SP, overlap=True, steps=SEVERAL),
         case("EP2 x PP2, qwen3_5 with experts, overlap", MOE35, pp=2, ep=2, overlap=True, steps=SEVERAL),
         case("EP4 x TP2 + SP, qwen3_5 with experts", MOE35, **TP2_SP, ep=4),
-        case(
-            "TP2 x PP2 x VPP2 + SP, qwen3_5 with experts",
-            MOE35,
-            **TRAINED | {"tied": False},
-            steps=[MIXED_ROWS] * 3,
-        ),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_5 with experts", MOE35, **UNTIED, steps=[MIXED_ROWS] * 3),
         case("EP2 x TP2 + SP, ETP2, qwen3_5 with experts", MOE35, **TP2_SP, ep=2, etp=2),
         case(
             "training, EP2 x PP2, qwen3_5 with experts",
@@ -516,7 +488,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("full recompute, experts", MOE, recompute=FULL),
         case("selective recompute, experts", MOE, recompute=SELECTIVE),
         case("training, experts", MOE, **TRAIN),
-        case("one rank, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
+        case("one rank, rows without loss, overlap", steps=NO_LOSS, overlap=True),
         case("one rank, logits of every token", seq_len=128, steps=[[["text"], ["image"]]]),
         case(
             "overlap, three steps, text first",
@@ -529,8 +501,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(case(f"TP2, {family}", family, tp=2) for family in (Q25, Q2)),
         case("TP2 + SP", **TP2_SP),
         case("TP2 + SP, tied, text and image rows", tied=True, **TP2_SP, steps=[[["text"], ["image"]]]),
-        case("TP2, rows without loss, overlap", tp=2, overlap=True, steps=[WITHOUT_LOSS] * 3),
-        case("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=[WITHOUT_LOSS] * 3),
+        case("TP2, rows without loss, overlap", tp=2, overlap=True, steps=NO_LOSS),
+        case("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, logits of every token", **TP2_SP, seq_len=128, steps=[[["text"], ["image"]]]),
         case("TP2 + SP, language frozen", **TP2_SP, freeze=["language"]),
         case("TP2 + SP, full recompute", **TP2_SP, recompute=FULL),
@@ -541,25 +513,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
         case("PP2 tied", tied=True, pp=2, layers=[1, 3]),
         case("PP2 x VPP2", pp=2, vpp=2),
-        case(
-            "PP2 x VPP2, tied, rows without loss",
-            tied=True,
-            pp=2,
-            vpp=2,
-            overlap=True,
-            steps=[WITHOUT_LOSS] * 3,
-        ),
-        case("DP2, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
+        case("PP2 x VPP2, tied, rows without loss", tied=True, pp=2, vpp=2, overlap=True, steps=NO_LOSS),
+        case("DP2, rows without loss, overlap", steps=NO_LOSS, overlap=True),
         case("PP2 x VPP2 uneven, tied", tied=True, pp=2, vpp=2, layers=[0, 1, 1, 2]),
         case("PP2, vision and merger frozen", pp=2, freeze=["vision", "merger"]),
         case("PP2, language frozen", pp=2, freeze=["language"]),
         case("DP2", steps=[MIXED_ROWS]),
-        case("DP2 without distributed optimizer", distributed_optimizer=False),
-        case(
-            "DP2, overlap, three steps, text-only last",
-            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
-            overlap=True,
-        ),
+        case("DP2 without distributed optimizer", **PLAIN),
+        case("DP2, overlap, three steps, text-only last", steps=SEVERAL_TEXT_LAST, overlap=True),
         case(
             "DP2, overlap, small buckets, tied",
             tied=True,
@@ -571,9 +532,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "DP2, overlap, text-only step between",
             steps=[TEXT_LAST, [["text"]] * 4, TEXT_LAST],
             overlap=True,
-            distributed_optimizer=False,
+            **PLAIN,
         ),
-        case("DP2, qwen2_vl, overlap", Q2, steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST], overlap=True),
+        case("DP2, qwen2_vl, overlap", Q2, steps=SEVERAL, overlap=True),
         case("training, DP2, overlap, several padded buckets", **TRAIN, **SMALL_BUCKETS),
         case(
             "training, DP2, overlap, the tower skipped by one rank and by both",
@@ -581,16 +542,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
             train=True,
             **SMALL_BUCKETS,
         ),
-        case(
-            "training, DP2, tied, no distributed optimizer", tied=True, **TRAIN, distributed_optimizer=False
-        ),
+        case("training, DP2, tied, no distributed optimizer", tied=True, **TRAIN, **PLAIN),
         case("training, PP2 tied", tied=True, pp=2, layers=[1, 3], **TRAIN, bucket_size=10_000),
-        case(
-            "DP2, vision frozen, overlap",
-            steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
-            overlap=True,
-            freeze=["vision"],
-        ),
+        case("DP2, vision frozen, overlap", steps=SEVERAL, overlap=True, freeze=["vision"]),
         case("TP2, qwen3_vl", Q3, tp=2),
         case("TP2 + SP, qwen3_vl", Q3, **TP2_SP),
         case("TP2 + SP, qwen3_vl, tied, a video between images", Q3, tied=True, **TP2_SP, steps=[BETWEEN]),
@@ -605,12 +559,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2 x VPP2, qwen3_vl, empty chunks, tied", Q3, tied=True, pp=2, vpp=2, layers=[0, 2, 0, 2]),
         case("PP2, qwen3_vl, vision and merger frozen", Q3, pp=2, freeze=["vision", "merger"]),
         case("PP2, qwen3_vl, language frozen", Q3, pp=2, freeze=["language"]),
-        case(
-            "DP2, qwen3_vl, overlap, text-only last",
-            Q3,
-            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
-            overlap=True,
-        ),
+        case("DP2, qwen3_vl, overlap, text-only last", Q3, steps=SEVERAL_TEXT_LAST, overlap=True),
         case(
             "DP2, qwen3_vl, merger alone, overlap",
             Q3,
@@ -620,14 +569,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("training, PP2, qwen3_vl", Q3, tied=True, pp=2, layers=[1, 3], **TRAIN, bucket_size=10_000),
         case("EP2, experts", MOE, ep=2),
-        case(
-            "EP2, experts, overlap, text-only last",
-            MOE,
-            ep=2,
-            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
-            overlap=True,
-        ),
-        case("EP2, experts, without distributed optimizer", MOE, ep=2, distributed_optimizer=False),
+        case("EP2, experts, overlap, text-only last", MOE, ep=2, steps=SEVERAL_TEXT_LAST, overlap=True),
+        case("EP2, experts, without distributed optimizer", MOE, ep=2, **PLAIN),
         case(
             "EP2, experts, vision frozen, overlap",
             MOE,
@@ -654,13 +597,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
             **TRAIN,
         ),
         case("training, EP2, experts, overlap", MOE, ep=2, **TRAIN, **SMALL_BUCKETS),
-        case(
-            "training, EP2, experts, no distributed optimizer",
-            MOE,
-            ep=2,
-            **TRAIN,
-            distributed_optimizer=False,
-        ),
+        case("training, EP2, experts, no distributed optimizer", MOE, ep=2, **TRAIN, **PLAIN),
         *hybrid_cases(2),
     ],
     4: [
@@ -680,14 +617,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2 x PP2 x VPP2 uneven + SP, tied", tied=True, **TP2_SP, pp=2, vpp=2, layers=[0, 2, 1, 1]),
         case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
         case("PP4", pp=4),
-        case(
-            "EP2 x PP2, experts, overlap",
-            MOE,
-            pp=2,
-            ep=2,
-            overlap=True,
-            steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
-        ),
+        case("EP2 x PP2, experts, overlap", MOE, pp=2, ep=2, overlap=True, steps=SEVERAL),
         case("EP2 x PP2 x VPP2, experts, tied", MOE, tied=True, pp=2, vpp=2, ep=2),
         case("EP2 x TP2 + SP, experts", MOE, **TP2_SP, ep=2),
         case("EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2),
@@ -706,32 +636,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
             **TRAIN,
         ),
         case(
-            "PP2 x DP2, overlap, text-only last",
-            pp=2,
-            layers=[1, 3],
-            overlap=True,
-            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
+            "PP2 x DP2, overlap, text-only last", pp=2, layers=[1, 3], overlap=True, steps=SEVERAL_TEXT_LAST
         ),
-        case(
-            "TP2 x DP2 + SP, overlap, text-only last",
-            **TP2_SP,
-            overlap=True,
-            steps=[TEXT_LAST, MIXED_ROWS, TEXT_LAST],
-        ),
+        case("TP2 x DP2 + SP, overlap, text-only last", **TP2_SP, overlap=True, steps=SEVERAL),
         case("training, TP2 x PP2 x VPP2 + SP, tied", **TRAIN, **TRAINED),
         case("training, PP2 x DP2, tied, overlap", tied=True, pp=2, **SMALL_BUCKETS, **TRAIN),
-        case("TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **TRAINED | {"tied": False}, steps=[MIXED_ROWS] * 3),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **UNTIED, steps=[MIXED_ROWS] * 3),
         case("TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven", Q3, **TRAINED, layers=[0, 2, 1, 1], steps=[BETWEEN]),
         case("TP4 above the key/value heads + SP, qwen3_vl", Q3, tp=4, sequence_parallel=True),
         case("PP4, qwen3_vl, a DeepStack level a stage", Q3, pp=4),
-        case(
-            "PP2 x DP2, qwen3_vl, overlap",
-            Q3,
-            pp=2,
-            layers=[1, 3],
-            overlap=True,
-            steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
-        ),
+        case("PP2 x DP2, qwen3_vl, overlap", Q3, pp=2, layers=[1, 3], overlap=True, steps=SEVERAL_TEXT_LAST),
         case("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **TRAIN, **TRAINED),
         case("TP2 x PP2, full recompute", tp=2, pp=2, recompute=FULL),
         *hybrid_cases(4),
