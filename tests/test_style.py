@@ -206,4 +206,6 @@ def test_central_functions_have_comments():
 
 
 if __name__ == "__main__":
-    EXCEPTIONS_FILE.write_text(json.dumps(values_beyond_limits(), indent=1, sort_keys=True) + "\n")
+    # One line for each file, so that a change shows as one.
+    listed = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in values_beyond_limits().items()]
+    EXCEPTIONS_FILE.write_text("{\n" + ",\n".join(sorted(listed)) + "\n}\n")
