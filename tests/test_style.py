@@ -180,9 +180,9 @@ def test_no_exception_is_left_that_no_file_needs():
 )
 def test_names_with_several_words_are_told_apart(source: str, one_word_share: float | None):
     assert style_values(source).get("one_word_share") == one_word_share
-    assert (
-        _has_several_words("StepVision") and not _has_several_words("Step") and not _has_several_words("ROWS")
-    )
+    assert _has_several_words("StepVision")
+    assert not _has_several_words("Step")
+    assert not _has_several_words("ROWS")
 
 
 def _resolve(location: str) -> Any:

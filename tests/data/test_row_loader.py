@@ -701,8 +701,6 @@ def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
 
     later = Run(written(3, 1), 3, on_changed_blend="continue").after(states)
     planner, before = later.loaders[1]._planning_context.make_planner(), state_from_json(states[0]["planner"])
-    assert (
-        planner.sample_order.draw_counts == list(before["drawn"].values())
-        and planner._waiting_samples.shape[1] > 0
-    )
+    assert planner.sample_order.draw_counts == list(before["drawn"].values())
+    assert planner._waiting_samples.shape[1] > 0
     later.steps(1)

@@ -630,10 +630,8 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
 
     report = json.loads((tmp_path / "out/report.json").read_text())
     records = report["ignored"].pop("records")
-    assert (
-        report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"mood": 2}}
-        and report["answer_media"] == 2
-    )
+    assert report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"mood": 2}}
+    assert report["answer_media"] == 2
     assert len(records) == 101 and records["other keys"] == 20 and max(map(len, records)) == 60
     assert run(tmp_path, [TEXT], "--force") == 0
     assert "ignored" not in capsys.readouterr().out
@@ -698,11 +696,9 @@ def test_command_verifies_a_data_set(tmp_path, capsys):
 
     assert main(["data", "verify", str(tmp_path / "out"), "--json"]) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
-    assert (
-        len(problems) == 2
-        and "train-000001.tar: its SHA-256" in problems[0]
-        and "train-000002.tar cannot be read" in problems[1]
-    )
+    assert len(problems) == 2
+    assert "train-000001.tar: its SHA-256" in problems[0]
+    assert "train-000002.tar cannot be read" in problems[1]
     assert main(["data", "verify", str(tmp_path)]) == 1
 
 

@@ -141,11 +141,9 @@ def test_one_conversation_in_every_format_has_the_same_canonical_messages(name):
     conversation = read_conversation(SAME[name])
     assert conversation.messages == PICTURES
     assert conversation.media_references == MEDIA
-    assert (
-        conversation.ignored_keys == []
-        and conversation.tool_definitions == []
-        and not conversation.has_loss_weights
-    )
+    assert conversation.ignored_keys == []
+    assert conversation.tool_definitions == []
+    assert not conversation.has_loss_weights
 
 
 def test_formats_are_recognised_by_their_fields_or_given():
@@ -384,9 +382,8 @@ def test_reasoning_is_carried_beside_the_answer():
 def test_the_weight_of_a_turn_as_peers_spell_it(spelling, weight):
     conversation = read_conversation({"messages": [ASK, {**SAY, **spelling}, ASK, SAY]})
     assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored_keys == []
-    assert "loss_weight" not in conversation.messages[3] and conversation.has_loss_weights == (
-        weight is not None
-    )
+    assert "loss_weight" not in conversation.messages[3]
+    assert conversation.has_loss_weights == (weight is not None)
 
 
 def test_the_weight_of_a_record_multiplies_those_of_its_turns():

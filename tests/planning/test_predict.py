@@ -337,10 +337,8 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_stored_calibration_comes_before_that_of_the_package(stored: Path) -> None:
-    assert (
-        find_calibration("NVIDIA H200") == shipped_calibration()
-        and "from this package" in find_calibration("h200").source
-    )
+    assert find_calibration("NVIDIA H200") == shipped_calibration()
+    assert "from this package" in find_calibration("h200").source
     write_calibration(
         stored_calibration_path("H200"), dataclasses.replace(shipped_calibration(), product_tflops=500.0)
     )

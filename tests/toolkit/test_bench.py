@@ -241,10 +241,8 @@ def test_a_calibration_is_measured_stored_and_used(
 
     facts = json.loads(said.out)
     found, stored = facts["calibration"], read_calibration(folder / "cpu.json")
-    assert (
-        found["file"] == str(folder / "cpu.json")
-        and json.loads(json.dumps(stored.as_json())) == found["rates"]
-    )
+    assert found["file"] == str(folder / "cpu.json")
+    assert json.loads(json.dumps(stored.as_json())) == found["rates"]
     assert stored.gpu == "cpu" and stored.measured and "on 2 x cpu" in stored.provenance[0]
     step = found["steps_s"]["images"]
     assert step["measured"] == facts["workloads"]["images"]["step_s"]

@@ -96,9 +96,8 @@ def test_an_examples_script_scores_original_round_trip_and_training(original, ta
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
     report = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
-    assert [gate["name"] for gate in report["gates"]] == ["tensors", "logits", "text", "scores"] and report[
-        "passed"
-    ]
+    assert [gate["name"] for gate in report["gates"]] == ["tensors", "logits", "text", "scores"]
+    assert report["passed"]
     assert report["questions"] == 8 and report["settings"]["processes"] == 2
     for role, folder in (("original", original), ("trained", other)):
         lines = answers_of(tmp_path / "out" / "report", role)

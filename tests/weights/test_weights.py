@@ -310,11 +310,9 @@ def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor
     entry = write_rank_file(tmp_path, 0, 0, full)
     write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
     reader = WeightReader(tmp_path)
-    assert (
-        reader.layout is None
-        and reader.manifest["kind"] == "full"
-        and reader.manifest["origin"] == {"hf": "somewhere"}
-    )
+    assert reader.layout is None
+    assert reader.manifest["kind"] == "full"
+    assert reader.manifest["origin"] == {"hf": "somewhere"}
     assert all(torch.equal(reader.read_shard(name), tensor) for name, tensor in full.items())
 
 
