@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,68 +28,30 @@ import torch
 
 from converters import make_conversion_rules
 from converters.hf_checkpoint import WEIGHT_INDEX_FILE
-from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.tensor_files import TensorWriter, make_safetensors_header, row_regions
 from megatron_vl.weights.weight_reader import WeightReader
 
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen2_5_vl",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 28,
-    "vocab_size": 152064,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-}
-"""The fields of the released Qwen2.5-VL-7B-Instruct that determine its tensors."""
+QWEN2_5_VL_7B = Path(__file__).parents[1] / "tests" / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 FILE_BYTES = 4_000_000_000
 DENSE = ["--tp", "4", "--pp", "2"]
 EXPERTS = ["--tp", "2", "--pp", "2", "--ep", "4"]
 
 
-def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The config with another number of decoder layers, wherever the config stores it."""
-    if "text_config" in config:
-        return config | {"text_config": config["text_config"] | {"num_hidden_layers": layers}}
-    return config | {"num_hidden_layers": layers}
-
-
-def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {
-        name: shape
-        for rule in make_conversion_rules(read_spec(config))
-        for name, shape in rule.hf_shapes.items()
-    }
+def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {name: shape for rule in make_conversion_rules(spec) for name, shape in rule.hf_shapes.items()}
 
 
 def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
 
 
-def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
-    """Writes a HF folder of about this size. Returns its number of decoder layers."""
-    layers = min(
-        range(3, 100), key=lambda n: abs(size_of(shapes_of(with_layers(config, n))) - gigabytes * 1e9)
-    )
-    config = with_layers(config, layers)
-    shapes = shapes_of(config)
+def write_hf(folder: Path, released: ModelSpec, gigabytes: float) -> ModelSpec:
+    """Writes a HF folder of about this size. Returns the model with its number of decoder layers."""
+    sizes = [released.replace_layers(num_language_layers=layers) for layers in range(3, 100)]
+    spec = min(sizes, key=lambda spec: abs(size_of(shapes_of(spec)) - gigabytes * 1e9))
+    shapes = shapes_of(spec)
     groups: list[list[str]] = [[]]
 
     for name in shapes:
@@ -106,7 +68,7 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
             yield random[start : start + count]
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(spec.hf_config))
     where = {}
     for i, names in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
@@ -116,12 +78,12 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
         for name in names:
             writer.write_tensor(name, pieces(shapes[name]))
             where[name] = file
-        writer.commit(sync_to_disk=True)
+        writer.commit()
 
     (folder / WEIGHT_INDEX_FILE).write_text(
         json.dumps({"metadata": {"total_size": size_of(shapes)}, "weight_map": where})
     )
-    return layers
+    return spec
 
 
 def settle(folder: Path) -> None:
@@ -159,56 +121,38 @@ def timed(words: list[str], root: Path) -> dict[str, float]:
     return {"seconds": seconds, "rss_anon": peak}
 
 
-def load_rank(checkpoint: Path, verify: bool) -> Callable[[], int]:
+def load_rank(checkpoint: Path, verify: bool) -> None:
     """Reads rank 0 of tensor parallel size 2 (and expert parallel size 2) as the trainer does,
     from any layout."""
-
-    def load() -> int:
-        reader = WeightReader(checkpoint, should_verify=verify)
-        ep = 2 if reader.spec.language.moe else 1
-        return sum(reader.read_shard(name, 0, Sharding(tp=2, ep=ep)).nbytes for name in reader.tensor_names())
-
-    return load
+    reader = WeightReader(checkpoint, should_verify=verify)
+    ep = 2 if reader.spec.language.moe else 1
+    for name in reader.tensor_names():
+        reader.read_shard(name, 0, Sharding(tp=2, ep=ep))
 
 
-def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int) -> dict[str, Any]:
+def benchmark(root: Path, released: ModelSpec, gigabytes: float, workers: int) -> dict[str, Any]:
     print(f"writing {gigabytes:g} GB to {root}", file=sys.stderr, flush=True)
-    layers = write_hf(root / "hf", config, gigabytes)
-    layout = EXPERTS if read_spec(config).language.moe else DENSE
+    spec = write_hf(root / "hf", released, gigabytes)
+    layout = EXPERTS if spec.language.moe else DENSE
     size = sum(path.stat().st_size for path in (root / "hf").iterdir())
 
-    tool = [sys.executable, "-m", "toolkit"]
-    common = ["--workers", str(workers)]
     paths = {name: str(root / name) for name in ("hf", "copy", "shards", "split", "full", "back")}
     copy = ["cp", "-r", paths["hf"], paths["copy"]]
-    steps: dict[str, tuple[list[str], list[str]]] = {
-        f"convert {' '.join(layout)}": (
-            [*tool, "convert", "--hf", paths["hf"], *layout, "--out", paths["shards"], *common],
-            [],
-        ),
-        "merge": ([*tool, "merge", "--checkpoint", paths["shards"], "--out", paths["full"], *common], []),
-        f"split {' '.join(layout)}": (
-            [*tool, "split", "--checkpoint", paths["full"], *layout, "--out", paths["split"], *common],
-            ["full", "split"],
-        ),
-        "export": (
-            [
-                *tool,
-                "export",
-                "--checkpoint",
-                paths["shards"],
-                "--hf",
-                paths["hf"],
-                "--out",
-                paths["back"],
-                *common,
-            ],
-            [],
-        ),
+
+    def command(name: str, *words: str, out: str) -> list[str]:
+        return [sys.executable, "-m", "toolkit", name, *words, "--out", out, "--workers", str(workers)]
+
+    from_hf, from_shards = ["--hf", paths["hf"]], ["--checkpoint", paths["shards"]]
+    from_full = ["--checkpoint", paths["full"]]
+    steps = {
+        f"convert {' '.join(layout)}": command("convert", *from_hf, *layout, out=paths["shards"]),
+        "merge": command("merge", *from_shards, out=paths["full"]),
+        f"split {' '.join(layout)}": command("split", *from_full, *layout, out=paths["split"]),
+        "export": command("export", *from_shards, *from_hf, out=paths["back"]),
     }
 
     results: dict[str, dict[str, float]] = {}
-    for name, (words, finished) in steps.items():
+    for name, words in steps.items():
         # A copy right before each command, because other disk activity changes from minute to minute.
         before = timed(copy, root)
         shutil.rmtree(root / "copy")
@@ -221,21 +165,21 @@ def benchmark(root: Path, config: dict[str, Any], gigabytes: float, workers: int
         )
         if name.startswith("split"):
             same_files(root / "shards", root / "split")
-        for folder in finished:
-            shutil.rmtree(root / folder)
+            shutil.rmtree(root / "full")
+            shutil.rmtree(root / "split")
 
     same_files(root / "hf", root / "back")
     for verify in (True, False):
         settle(root)
         begin = time.monotonic()
-        load_rank(root / "shards", verify)()
+        load_rank(root / "shards", verify)
         results[f"load a rank of TP 2 from shards, {'verified' if verify else 'not verified'}"] = {
             "seconds": time.monotonic() - begin
         }
 
     return {
         "bytes": size,
-        "layers": layers,
+        "layers": spec.language.num_layers,
         "workers": workers,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -276,7 +220,7 @@ def main() -> None:
         help="size of the folder in GB (1e9 bytes); at least about 5 (default 8)",
     )
     parser.add_argument(
-        "--config", type=Path, help="config.json that gives structure and widths (default: Qwen2.5-VL-7B's)"
+        "--config", type=Path, default=QWEN2_5_VL_7B, help="config.json that gives structure and widths"
     )
     parser.add_argument(
         "--dir", type=Path, help="folder with room for 4 times the size (default: the temporary folder)"
@@ -288,8 +232,7 @@ def main() -> None:
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        config = json.loads(args.config.read_text()) if args.config else CONFIG
-        report = benchmark(Path(folder), config, args.gb, args.workers)
+        report = benchmark(Path(folder), read_spec(args.config), args.gb, args.workers)
 
     print(table(report))
     if args.json:

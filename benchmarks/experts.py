@@ -32,7 +32,11 @@ from megatron_vl.kernels.grouped_gemm import (
 )
 
 ROWS = 65_536
-ROW_CONFIGS = [ROW_TILE_CONFIG, ROW_TILE_CONFIG._replace(stages=4), ROW_TILE_CONFIG._replace(k=128, stages=2)]
+ROW_CONFIGS = [
+    ROW_TILE_CONFIG,
+    ROW_TILE_CONFIG._replace(num_stages=4),
+    ROW_TILE_CONFIG._replace(tile_k=128, num_stages=2),
+]
 WEIGHT_CONFIGS = [WEIGHT_TILE_CONFIG]
 
 

@@ -11,6 +11,7 @@ of our norm and activations.
   for sum and norm. Sums of columns: torch's and ours.
 - Activations after a product that adds the bias, and ours, which add it themselves and sum its gradient; the
   weight gradient of the product with and without that sum (cuBLASLt).
+- SwiGLU without a bias: Megatron-core's jitted one and ours.
 - GELU: torch's, and in the epilogue of the products (cuBLASLt).
 - Linears without a bias, and with one in the product's epilogue: its gradient by cuBLASLt, and by our kernel.
 """
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from timing import device_milliseconds
 from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm
@@ -277,6 +279,23 @@ def epilogues(width: int, ffn_width: int) -> None:
     report(f"gradient {name} with GELU's in the epilogue", device_milliseconds(fused_grad))
 
 
+def swiglus(rows: int, ffn_width: int) -> None:
+    """Megatron-core's and ours."""
+    x, grads = random(rows, 1, 2 * ffn_width).requires_grad_(), (random(rows, 1, ffn_width),)
+    for kind, function in (
+        ("Megatron-core", lambda: (bias_swiglu_impl(x, None),)),
+        ("ours", lambda: (swiglu(x),)),
+    ):
+        report_both(
+            f"SwiGLU {rows} x {ffn_width}, {kind}",
+            function,
+            [x],
+            grads,
+            forward_passes=1.5,
+            backward_passes=2.5,
+        )
+
+
 def linears(rows: int, width_in: int, width_out: int, gradients: str) -> None:
     """With a bias, whose gradient ``gradients`` computes, or without one."""
     x, grad = random(rows, 1, width_in).requires_grad_(), random(rows, 1, width_out)
@@ -300,6 +319,8 @@ if __name__ == "__main__":
         norms(*case)
     for case in ACTIVATIONS:
         activations(*case)
+    for shape in ((8192, 18_944), (PATCHES, 3456)):
+        swiglus(*shape)
     for case in (*NORMS[:2], (8192, 3584, False)):
         sums(*case)
     for case in ((PATCHES, 1280), (PATCHES, 3840), (PATCHES, 1152), (PATCHES, 3456), (8192, 4608)):

@@ -2,11 +2,12 @@
 
     python -m benchmarks.samples --hf HF_DIR --count 200
 
-Conversations about COCO-shaped JPEGs (``photographs.py``) go through both. The Hugging Face side opens each
-file with Pillow, applies the chat template and calls the processor, as a collate function would; the loader
-also makes the loss mask. Tokens and pixels are compared before anything is timed. The two take turns, so that
-whatever else runs on the machine disturbs both alike. A turn is a pass over all samples: a loader process has
-the caches for itself, and with ``--turn 1`` each side finds them full of what the other has left there.
+Conversations about COCO-shaped JPEGs (crops of the demo's photographs) go through both. The Hugging Face side
+opens each file with Pillow, applies the chat template and calls the processor, as a collate function would;
+the loader also makes the loss mask. Tokens and pixels are compared before anything is timed. The two take
+turns, so that whatever else runs on the machine disturbs both alike. A turn is a pass over all samples: a
+loader process has the caches for itself, and with ``--turn 1`` each side finds them full of what the other
+has left there.
 """
 
 from __future__ import annotations
@@ -27,20 +28,19 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from benchmarks.photographs import photographs
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
 from megatron_vl.data.sample.pixels import decode_image, image_size
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.spec.families import read_spec
 from toolkit.bench.workload import COCO_SIZES
-from toolkit.demo.demo_data import random_crop
+from toolkit.demo.demo_data import load_pictures, random_crop
 
 
 def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:
     """Messages and the JPEG of each sample."""
     rng = random.Random(5)
-    sources = photographs()
+    sources = [Image.fromarray(load()).convert("RGB") for load in load_pictures().values()]
     words = Path(__file__).parents[1].joinpath("README.md").read_text().split()
     made = []
     for _ in range(count):

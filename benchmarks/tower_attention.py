@@ -1,16 +1,17 @@
-"""Times full attention of the vision towers on one GPU: our kernels in several tile sizes,
-FlashAttention-2 and cuDNN.
+"""Times full and window attention of the vision towers on one GPU: our kernels, FlashAttention-2 and cuDNN.
 
     python benchmarks/tower_attention.py [--dims 72,80] [--heads 16] [--lengths 4096,4096,8192]
 
-By default there are 15 segments of 900 to 1,600 patches, 17,720 in total. It prints milliseconds, useful
-TFLOP/s (4 d operations per pair of query and key forward, 10 d backward; padding and repeated work do not
-count), and the relative error against fp32.
+By default there are 15 segments of 900 to 1,600 patches, 17,720 in total, and our kernels run in several tile
+sizes. Windows are those of Qwen2.5-VL: 22,208 patches, heads of 80, mostly 64 patches. It prints
+milliseconds, useful TFLOP/s (4 d operations per pair of query and key forward, 10 d backward; padding and
+repeated work do not count), and the relative error against fp32.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from megatron_vl.kernels import tower_attention as kernels
 from megatron_vl.kernels.tower_attention import DEFAULT_TILES, KernelTile
+from megatron_vl.kernels.window_attention import window_attention
 
 LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 1296, 1000, 952]
 FORWARD = [DEFAULT_TILES.forward_tile, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 4, 2)]
@@ -89,6 +91,9 @@ class Case:
             return kernels.tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
         return kernels.segment_attention(*self.split(qkv, False), self.cu).flatten(1)
 
+    def windows(self, qkv: Tensor) -> Tensor:
+        return window_attention(qkv, self.cos, self.sin, self.cu, self.longest, self.dim)
+
     def report(
         self, name: str, function: Callable[[Tensor], Tensor], rotated: bool, once: bool = False
     ) -> None:
@@ -112,6 +117,21 @@ class Case:
             )
 
         print(line, flush=True)
+
+
+def draw_case(lengths: list[int], heads: int, dim: int) -> Case:
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    qkv = torch.randn(bounds[-1], heads * 3 * dim, device="cuda", dtype=torch.bfloat16)
+    return Case(qkv, torch.rand(bounds[-1], dim // 2, device="cuda") * 10, bounds, heads, dim)
+
+
+def window_lengths(patches: int = 22_208) -> list[int]:
+    """Mostly whole windows, and some that are cut by the edge of a picture."""
+    generator = random.Random(1)
+    lengths = [64] * 30
+    while sum(lengths) < patches - 64:
+        lengths.append(generator.choice([64] * 5 + [48, 32, 16]))
+    return [*lengths, patches - sum(lengths)]
 
 
 def transformer_engine(case: Case) -> Callable[[Tensor], Tensor]:
@@ -193,12 +213,11 @@ def main() -> None:
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="patches of each segment")
     options = parser.parse_args()
     torch.manual_seed(0)
-    bounds = [0, *torch.tensor([int(n) for n in options.lengths.split(",")]).cumsum(0).tolist()]
-    print(torch.cuda.get_device_name(), torch.__version__, f"{bounds[-1]} patches")
+    lengths = [int(length) for length in options.lengths.split(",")]
+    print(torch.cuda.get_device_name(), torch.__version__, f"{sum(lengths)} patches")
 
     for i, dim in enumerate(int(d) for d in options.dims.split(",")):
-        qkv = torch.randn(bounds[-1], options.heads * 3 * dim, device="cuda", dtype=torch.bfloat16)
-        case = Case(qkv, torch.rand(bounds[-1], dim // 2, device="cuda") * 10, bounds, options.heads, dim)
+        case = draw_case(lengths, options.heads, dim)
         print(f"heads of {dim}; the last column is TFLOP/s")
         if i == 0:
             sweep(case)
@@ -208,6 +227,11 @@ def main() -> None:
         case.report("ours, RoPE in the kernels", partial(case.ours, rotated=True), True)
         if dim % 16 == 0:
             case.report("cuDNN (Transformer Engine)", transformer_engine(case), False, once=True)
+
+    case = draw_case(window_lengths(), 16, 80)
+    print(f"windows, {case.bounds[-1]} patches, heads of {case.dim}")
+    case.report("FlashAttention-2 and fused RoPE", partial(case.flash, rotated=True), True)
+    case.report("ours, RoPE in the kernels", case.windows, True)
 
 
 if __name__ == "__main__":

@@ -259,10 +259,7 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
         if tensor_parallel * context_parallel > LONG_ROW_GPUS:
             continue
         parallel = ParallelConfig(
-            tp=tensor_parallel,
-            cp=context_parallel,
-            ep=expert_parallel,
-            sequence_parallel=tensor_parallel > 1,
+            tp=tensor_parallel, cp=context_parallel, ep=expert_parallel, sequence_parallel=tensor_parallel > 1
         )
         for name, recompute in LONG_ROW_RECOMPUTE.items():
             config = dataclasses.replace(run, parallel=parallel, recompute=recompute)

@@ -80,18 +80,10 @@ def scripts(
         "RUN": work / "run",
     }
 
-    options = [
-        "--model.hf",
-        work / "hf",
-        "--model.checkpoint",
-        work / "shards",
-        "--checkpoint.dir",
-        work / "run",
-    ]
-
-    options += ["--data.path", data, "--data.seq_len", "1024", "--data.num_workers", "1"]
-    options += ["--steps", "2", "--global_batch_size", "4", "--optimizer.warmup_steps", "0"]
-    options += ["--dtype", "float32", "--platform", "cpu", "--log.tensorboard", ""]
+    options = ["--model.hf", work / "hf", "--model.checkpoint", work / "shards"]
+    options += ["--checkpoint.dir", work / "run", "--data.path", data, "--log.tensorboard", ""]
+    options += "--data.seq_len 1024 --data.num_workers 1 --steps 2 --global_batch_size 4".split()
+    options += "--optimizer.warmup_steps 0 --dtype float32 --platform cpu".split()
     options += smaller(config.parallel, spec.language.num_layers)
     given: dict[str, tuple[list[str], dict[str, Path | str]]] = {
         "convert_then_split.sh": ([], paths),
@@ -130,20 +122,8 @@ def main() -> int:
     examples = sorted((ROOT / "examples").glob("*.yaml"))
     write_raw_data(out / "raw")
     source = ["--input", str(out / "raw" / "conversations.json"), "--media-root", str(out / "raw" / "media")]
-    convert = [
-        sys.executable,
-        "-m",
-        "toolkit",
-        "data",
-        "convert",
-        *source,
-        "--out",
-        str(out / "data"),
-        "--val-fraction",
-        "0",
-    ]
-
-    subprocess.run(convert, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    convert = [sys.executable, *"-m toolkit data convert --val-fraction 0 --out".split(), str(out / "data")]
+    subprocess.run([*convert, *source], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     table = None
     if importlib.util.find_spec("vlmeval"):
         from tests.toolkit.test_evaluate import photograph_table

@@ -199,19 +199,7 @@ def test_broken_links_are_noticed(tmp_path):
     assert broken_links(page) == ["gone.md", "#gone", "page.md#no-heading", "gone.md#it"]
 
 
-OURS = "benchmarks|converters|data_tools|docs|examples|megatron_vl|tests|toolkit"
-FILE = re.compile(rf"`((?:{OURS})/[a-z0-9_./]+\.(?:py|sh|yaml|md))(?:::(\w+))?`")
 LOG = [page for page in sorted((ROOT / "docs" / "log").glob("*.md")) if page.stem != "index"]
-PRESENT = [document for document in DOCUMENTS if document not in LOG]
-"""All but the log, whose entries speak of files as they were."""
-
-
-@pytest.mark.parametrize("document", PRESENT, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_tests_that_are_named_exist(document):
-    for file, test in FILE.findall(document.read_text()):
-        assert (ROOT / file).is_file(), f"{document} names {file}, which does not exist"
-        if test:
-            assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{document}: {file} has no {test}"
 
 
 @pytest.mark.parametrize("page", LOG, ids=lambda path: path.name)

@@ -71,7 +71,5 @@ def test_a_large_file_is_flushed_in_pieces_that_count_as_progress(
         durable_files.fsync_file(file.fileno(), path)
     durable_files.fsync_path(tmp_path)
     assert disk.lost(tmp_path) == []
-    assert (
-        progress.current_progress.progress_count - before >= 5
-        and progress.current_progress.syncing_file == ""
-    )
+    assert progress.current_progress.progress_count - before >= 5
+    assert progress.current_progress.syncing_file == ""

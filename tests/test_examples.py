@@ -37,7 +37,7 @@ def example(request) -> Example:
     return read_example(request.param)
 
 
-WITHOUT_EXAMPLES = {"Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B"}
+WITHOUT_EXAMPLES = {"Qwen3.6-27B", "Qwen3.6-35B-A3B"}
 """Models that have the sizes of Qwen3.5's, whose YAMLs are theirs too."""
 
 

@@ -91,11 +91,7 @@ def installed(tmp_path_factory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     build = [
         *pip,
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "-w",
+        *"wheel --no-build-isolation --no-deps --no-index -w".split(),
         str(work),
         str(work / "source"),
     ]
@@ -250,16 +246,7 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     shape = "--data.seq_len 512 --global_batch_size 1 --dtype float32"
     shape += " --timed 1 --warm-up 1 --part-steps 0 --rows images"
     program("bench", "--hf", "hf", "--processes", "1", *shape.split())
-    compared = [
-        "--original",
-        "hf",
-        "--converted",
-        "back",
-        "--out",
-        "out",
-        "--data",
-        "photos.tsv",
-    ]
+    compared = ["--original", "hf", "--converted", "back", "--out", "out", "--data", "photos.tsv"]
 
     program(python="open('photos.tsv', 'w').write('index\\tquestion\\n1\\tWho?\\n')")
     refused = program("evaluate", *compared, code=2)

@@ -5,8 +5,8 @@ autograd would add in a kernel of its own. Here the backward kernel of the norm 
 passes over memory instead of 6. Statistics and sums are in fp32, and results are rounded once.
 
 That input may still be a sum to be formed, of a residual, the output of the block before, and that output's
-bias. Then the forward kernel forms it too, and the backward kernel sums the columns of its gradient for the
-bias. The norm is that of the rounded sum.
+bias. Then the forward kernel forms it too, and the norm is that of the rounded sum. The gradient of that bias
+is summed in a kernel of its own: a third sum in the registers of the backward kernel would cost more time.
 
 A program of the backward pass takes every n-th row and sums the gradients of parameters in registers.
 The sums of the programs are added in a fixed order, so that gradients are deterministic.
@@ -86,7 +86,6 @@ def _backward_kernel(
     residual_grad_pointer,
     x_grad_pointer,
     parameter_grads,
-    num_parameters,
     num_rows,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -94,13 +93,9 @@ def _backward_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     HAS_RESIDUAL_GRAD: tl.constexpr,
     IS_TRAINED: tl.constexpr,
-    SUMS_X_GRAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``parameter_grads``, fp32 [programs, parameters, WIDTH], from the rows of each program.
-
-    The parameters are the added bias, the weight and the bias, of which some may be missing.
-    """
+    """``parameter_grads``, fp32 [programs, 1 or 2, WIDTH]: of weight and bias, from the rows of each program."""
     first_row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
     column_index = tl.arange(0, BLOCK)
@@ -108,7 +103,6 @@ def _backward_kernel(
     w = tl.load(weight + column_index, mask=column_mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
     weight_grad = tl.zeros((BLOCK,), tl.float32)
     bias_grad = tl.zeros((BLOCK,), tl.float32)
-    x_grad_sum = tl.zeros((BLOCK,), tl.float32)
 
     for row_index in tl.range(first_row, num_rows, num_programs, num_stages=STAGES):
         row_offsets = row_index * WIDTH + column_index
@@ -135,16 +129,10 @@ def _backward_kernel(
         if IS_CENTERED:
             x_grad -= tl.sum(normalized_grad, 0) / WIDTH
         x_grad = x_grad * inverse_std + residual_grad
-        if SUMS_X_GRAD:
-            # Columns beyond the width are not zero here, but are not stored either.
-            x_grad_sum += x_grad
         tl.store(x_grad_pointer + row_offsets, x_grad.to(x_grad_pointer.dtype.element_ty), mask=column_mask)
 
-    grad_pointers = parameter_grads + first_row * num_parameters * WIDTH + column_index
-    if SUMS_X_GRAD:
-        tl.store(grad_pointers, x_grad_sum, mask=column_mask)
-        grad_pointers += WIDTH
     if IS_TRAINED:
+        grad_pointers = parameter_grads + first_row * (1 + IS_CENTERED) * WIDTH + column_index
         tl.store(grad_pointers, weight_grad, mask=column_mask)
         if IS_CENTERED:
             tl.store(grad_pointers + WIDTH, bias_grad, mask=column_mask)
@@ -185,34 +173,42 @@ class _ResidualNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grad: Tensor | None, residual_grad: Tensor | None):
-        _, needs_added_grad, sums_x_grad, is_trained, *_ = ctx.needs_input_grad
+        _, needs_added_grad, needs_added_bias_grad, is_trained, *_ = ctx.needs_input_grad
+        weight_grads: list[Tensor | None] = [None, None]
         if output_grad is None:
-            assert residual_grad is not None
-            added_bias_grad = column_sums(residual_grad) if sums_x_grad else None
-            added_grad = residual_grad if needs_added_grad else None
-            return residual_grad, added_grad, added_bias_grad, None, None, None, None
+            x_grad = residual_grad
+        else:
+            x_grad, parameter_grads = _ResidualNorm._norm_gradients(
+                ctx, output_grad.contiguous(), residual_grad, is_trained
+            )
+            if is_trained:
+                weight_grads[: parameter_grads.shape[1]] = add_programs(
+                    parameter_grads, ctx.saved_tensors[1].dtype
+                )
+        added_grad = x_grad if needs_added_grad else None
+        added_bias_grad = column_sums(x_grad) if needs_added_bias_grad else None
+        return x_grad, added_grad, added_bias_grad, *weight_grads, None, None
 
+    @staticmethod
+    def _norm_gradients(
+        ctx, output_grad: Tensor, residual_grad: Tensor | None, is_trained: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of the norm's input, and those of weight and bias for each program."""
         x, weight, means, inverse_stds = ctx.saved_tensors
-        output_grad = output_grad.contiguous()
         residual_grad = None if residual_grad is None else residual_grad.contiguous()
         x_grad = torch.empty_like(x)
         num_programs = min(x.shape[0], BACKWARD_PROGRAMS)
-        num_parameters = sums_x_grad + is_trained * (1 + (means is not None))
-        parameter_grads = x.new_empty(num_programs, num_parameters, x.shape[1], dtype=torch.float32)
+        parameter_grads = x.new_empty(
+            num_programs if is_trained else 0, 1 + (means is not None), x.shape[1], dtype=torch.float32
+        )
         if num_programs:
             _backward_kernel[num_programs,](
                 x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
-                num_parameters, x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
-                IS_TRAINED=is_trained, SUMS_X_GRAD=sums_x_grad, STAGES=BACKWARD_STAGES,
+                x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
+                IS_TRAINED=is_trained, STAGES=BACKWARD_STAGES,
                 num_warps=_num_warps(x.shape[1], BACKWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
-
-        summed_grads = iter(add_programs(parameter_grads, weight.dtype))
-        added_bias_grad = next(summed_grads) if sums_x_grad else None
-        weight_grad = next(summed_grads, None)
-        bias_grad = next(summed_grads, None)
-        added_grad = x_grad if needs_added_grad else None
-        return x_grad, added_grad, added_bias_grad, weight_grad, bias_grad, None, None
+        return x_grad, parameter_grads
 
 
 def _num_warps(width: int, columns_per_warp: int) -> int:

@@ -24,7 +24,6 @@ LIKE_ANOTHER = {
     "Qwen3.5-4B": "Qwen3.6-27B",
     "Qwen3.5-9B": "Qwen3.6-27B",
     "Qwen3.5-27B": "Qwen3.6-27B",
-    "Qwen3.8-27B": "Qwen3.6-27B",
     "Qwen3.5-122B-A10B": "Qwen3.5-35B-A3B",
     "Qwen3.5-397B-A17B": "Qwen3.5-35B-A3B",
     "Qwen3.6-35B-A3B": "Qwen3.5-35B-A3B",

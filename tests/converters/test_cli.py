@@ -33,23 +33,8 @@ def run(*words: object) -> int:
 
 def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
     assert run("convert", "--hf", origin, "--out", tmp_path / "full") == 0
-    assert (
-        run(
-            "split",
-            "--checkpoint",
-            tmp_path / "full",
-            "--tp",
-            2,
-            "--pp",
-            2,
-            "--layers",
-            "1,3",
-            "--out",
-            tmp_path / "shards",
-        )
-        == 0
-    )
-
+    split = ["split", "--checkpoint", tmp_path / "full", "--out", tmp_path / "shards"]
+    assert run(*split, *"--tp 2 --pp 2 --layers 1,3".split()) == 0
     assert "layout: tp 2, pp 2, vpp 1, layers 1,3" in capsys.readouterr().out
     assert run("merge", "--checkpoint", tmp_path / "shards", "--out", tmp_path / "merged") == 0
     assert_same_folder(tmp_path / "full", tmp_path / "merged")
@@ -61,24 +46,8 @@ def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) 
 
 
 def test_one_step_leaves_no_unsplit_copy(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
-    assert (
-        run(
-            "convert",
-            "--hf",
-            origin,
-            "--tp",
-            2,
-            "--pp",
-            2,
-            "--vpp",
-            2,
-            "--out",
-            tmp_path / "shards",
-            "--json",
-        )
-        == 0
-    )
-
+    convert = ["convert", "--hf", origin, "--out", tmp_path / "shards"]
+    assert run(*convert, *"--tp 2 --pp 2 --vpp 2 --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["layout"] == {
         **{"tp": 2, "pp": 2, "vpp": 2, "layers": [1, 1, 1, 1], "ep": 1, "etp": 1}
     }
@@ -99,10 +68,8 @@ def test_experts_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureF
     assert {path.name for path in (tmp_path / "shards").iterdir()} == {"manifest.json", *experts, *dense}
     assert run("verify", tmp_path / "shards") == 0
     assert run(*split, "--ep", 8, "--force") == 0
-    assert (
-        len(list((tmp_path / "shards").glob("*etp01*"))) == 0
-        and len(list((tmp_path / "shards").glob("ep*"))) == 16
-    )
+    counts = [len(list((tmp_path / "shards").glob(name))) for name in ("*etp01*", "ep*")]
+    assert counts == [0, 16]
     assert run("verify", tmp_path / "shards", tmp_path / "full") == 0
     assert run(*split, "--ep", 3, "--force") == 1
     assert "ep=3 does not divide 8 experts; valid: [1, 2, 4, 8]" in capsys.readouterr().err
@@ -213,10 +180,8 @@ def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
     command = [sys.executable, "-m", "toolkit.cli", "merge", "--checkpoint", "x" * 300, "--out", "out"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
     assert result.returncode == 1
-    assert (
-        result.stderr.startswith("megatron-vl merge: [Errno 36] File name too long")
-        and "Traceback" not in result.stderr
-    )
+    assert result.stderr.startswith("megatron-vl merge: [Errno 36] File name too long")
+    assert "Traceback" not in result.stderr
 
 
 def test_a_run_without_a_split_gets_the_planned_one(

@@ -187,21 +187,8 @@ def test_an_unfinished_folder_is_not_a_checkpoint(
     with pytest.raises(FileNotFoundError, match="a conversion that is not finished; run it again"):
         WeightReader(tmp_path / "shards")
 
-    assert (
-        main(
-            [
-                "export",
-                "--checkpoint",
-                str(tmp_path / "full"),
-                "--hf",
-                str(origin),
-                "--out",
-                str(tmp_path / "back"),
-            ]
-        )
-        == 0
-    )
-
+    words = ["export", "--checkpoint", tmp_path / "full", "--hf", origin, "--out", tmp_path / "back"]
+    assert main([str(word) for word in words]) == 0
     told = capsys.readouterr()
     assert "of 2 files kept" in told.err and "continued: " in told.out
     assert_same_folder(origin, tmp_path / "back")

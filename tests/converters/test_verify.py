@@ -38,9 +38,8 @@ def test_one_bit_is_found(tmp_path: Path) -> None:
         tensors[name].view(torch.int16)[3, 5] ^= 1
     b = write_hf(tmp_path / "b", tensors, small_config(SIZE))
     first, second = compare_weights(a, b).differences
-    assert (
-        first.name == "model.layers.0.mlp.up_proj.weight" and second.name == "visual.blocks.1.attn.qkv.weight"
-    )
+    assert first.name == "model.layers.0.mlp.up_proj.weight"
+    assert second.name == "visual.blocks.1.attn.qkv.weight"
     columns = tensors[first.name].shape[1]
     assert first.how.startswith(
         f"1 of {tensors[first.name].numel()} elements differ, the first at {3 * columns + 5}"
@@ -99,10 +98,8 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     assert main(["verify", str(a), str(b)]) == 0
 
     said = capsys.readouterr().out
-    assert (
-        f"identical: {len(tensors)} tensors" in said
-        and f"{len(tensors)} names differ only in naming style" in said
-    )
+    assert f"identical: {len(tensors)} tensors" in said
+    assert f"{len(tensors)} names differ only in naming style" in said
     assert (
         "model.embed_tokens.weight is model.language_model.embed_tokens.weight in the second folder" in said
     )

@@ -30,41 +30,25 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
         one = f"images/{i}.img"
         two = "images/0.img"
         answer = {"from": "gpt", "value": f"Answer number {i}."}
-        records.append(
-            [
-                {
-                    "image": one,
-                    "conversations": [{"from": "human", "value": "<image>\nWhat is this?"}, answer],
-                },
-                {"conversations": [{"from": "human", "value": f"Say {i}"}, answer], "system": "Be brief."},
-                {
-                    "images": [one, two],
-                    "conversations": [
-                        {"from": "human", "value": "First <image> then <image>?"},
-                        answer,
-                        {"from": "human", "value": "And?"},
-                        answer,
-                    ],
-                },
-                {
-                    "video": ["clips/a.mp4"],
-                    "conversations": [{"from": "human", "value": "<video>Describe."}, answer],
-                },
-                {
-                    "messages": [
-                        {
-                            "role": "user",
-                            "content": [
-                                {"type": "text", "text": "Compare "},
-                                {"type": "video", "video": "clips/a.mp4"},
-                                {"type": "image_url", "image_url": {"url": one}},
-                            ],
-                        },
-                        {"role": "assistant", "content": f"Both show {i}."},
-                    ]
-                },
-            ][i % 5]
-        )
+
+        def turns(*questions: str, answer: dict[str, str] = answer) -> list[dict[str, str]]:
+            asked = [{"from": "human", "value": question} for question in questions]
+            return [turn for question in asked for turn in (question, answer)]
+
+        parts = [
+            {"type": "text", "text": "Compare "},
+            {"type": "video", "video": "clips/a.mp4"},
+            {"type": "image_url", "image_url": {"url": one}},
+        ]
+        both = {"role": "assistant", "content": f"Both show {i}."}
+        kinds: list[dict[str, Any]] = [
+            {"image": one, "conversations": turns("<image>\nWhat is this?")},
+            {"conversations": turns(f"Say {i}"), "system": "Be brief."},
+            {"images": [one, two], "conversations": turns("First <image> then <image>?", "And?")},
+            {"video": ["clips/a.mp4"], "conversations": turns("<video>Describe.")},
+            {"messages": [{"role": "user", "content": parts}, both]},
+        ]
+        records.append(kinds[i % 5])
 
     return records
 

@@ -145,9 +145,8 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
     vision = row.vision
     unit = spec.vision.merge_unit
 
-    assert row.num_patches == len(vision.plane_index) and row.num_images == sum(
-        len(s.media_items) for s in samples
-    )
+    assert row.num_patches == len(vision.plane_index)
+    assert row.num_images == sum(len(s.media_items) for s in samples)
     by_place = torch.argsort(vision.feature_index)
     placeholders = (
         ((row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)).nonzero().flatten()

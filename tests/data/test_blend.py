@@ -176,16 +176,10 @@ def test_without_an_id_shards_and_counts_tell_data_sets_apart():
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        (
-            [{"path": "birds", "weight": -1}, {"path": "ships"}],
-            "the weight of birds is -1; give 0 or more",
-        ),
+        ([{"path": "birds", "weight": -1}, {"path": "ships"}], "the weight of birds is -1; give 0 or more"),
         ([{"path": "birds", "weight": ".inf"}, {"path": "ships"}], "the weight of birds is '.inf'"),
         ([{"path": "birds", "weight": 0}, {"path": "ships", "weight": 0}], "nothing is drawn from any part"),
-        (
-            [{"path": "birds", "weight": 3}, {"path": "ships", "repetitions": 2}],
-            "ships of the blend has rep",
-        ),
+        ([{"path": "birds", "weight": 3}, {"path": "ships", "repetitions": 2}], "ships of the blend has rep"),
     ],
 )
 def test_impossible_weights_are_refused_by_name(folder, train, told):

@@ -1,7 +1,7 @@
 """Tools, calls and loss weights: what the released template of Qwen3.5 writes, and what is learnt of it.
 
-``qwen3_5.chat_template.jinja`` is the template released with Qwen3.5-4B and larger (Apache-2.0). The expected
-text below was written by hand from it, and transformers renders the same file.
+The template (Apache-2.0) was released with Qwen3.5-4B and larger. The expected text below was written by hand
+from it, and transformers renders the same file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.data.helpers import spec_of
 from tests.data_tools.test_formats import TOOL, WITH_TOOLS
 from tests.tiny import tiny_checkpoint
 
-TEMPLATE = Path(__file__).with_name("qwen3_5.chat_template.jinja")
+TEMPLATE = Path(__file__).parents[1] / "hf_configs" / "Qwen3.5-9B.chat_template.jinja"
 CALLED = """<|im_start|>assistant
 <think>
 

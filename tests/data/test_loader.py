@@ -51,13 +51,7 @@ def dataset(tmp_path_factory):
 
 
 def config(path, **changes) -> DataConfig:
-    settings = {
-        "seq_len": 320,
-        "num_workers": 0,
-        "packing_buffer": 6,
-        **PIXELS,
-        **changes,
-    }
+    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 6, **PIXELS, **changes}
     return DataConfig(path=str(path), **settings)
 
 

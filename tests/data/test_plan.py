@@ -261,10 +261,8 @@ def test_more_rows_a_step_repeat_and_skip_nothing():
         index for batch in [*first, wider.next_batch(), wider.next_batch()] for index in samples(batch)
     )
     waiting = Counter(wider._waiting_samples[2].tolist())
-    assert (
-        set((both + waiting).values()) <= {1, 2}
-        and (both + waiting).total() == wider.sample_order.draw_counts[0]
-    )
+    assert set((both + waiting).values()) <= {1, 2}
+    assert (both + waiting).total() == wider.sample_order.draw_counts[0]
 
 
 def test_many_rows_are_planned_in_groups():
@@ -405,10 +403,8 @@ def test_a_changed_blend_keeps_what_was_drawn(shuffled):
     second.next_batch()
     third = plan("b")
     third.restore_state(state_from_json(json.loads(json.dumps(state_to_json(second.planner_state())))))
-    assert (
-        third.sample_order.draw_counts == [state["drawn"]["b"]]
-        and third.sample_order.total_draws == second.sample_order.total_draws
-    )
+    assert third.sample_order.draw_counts == [state["drawn"]["b"]]
+    assert third.sample_order.total_draws == second.sample_order.total_draws
     waited = first._waiting_samples[1:3, first._waiting_samples[0] == 1].tolist()
     assert waited[0] and third._waiting_samples[1:3].tolist() == waited, (
         "b goes on with the samples that waited"

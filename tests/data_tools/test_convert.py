@@ -63,14 +63,8 @@ def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
     assert conversation.media_references == [("image", "a.jpg"), ("video", "c.mp4"), ("image", "b.jpg")]
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
     kinds = [(p["type"], p.get("text")) for p in conversation.messages[1]["content"]]
-    assert kinds == [
-        ("image", None),
-        ("text", "\nFirst "),
-        ("video", None),
-        ("text", " then "),
-        ("image", None),
-    ]
-
+    texts = ("text", "\nFirst "), ("text", " then ")
+    assert kinds == [("image", None), texts[0], ("video", None), texts[1], ("image", None)]
     assert conversation.messages[2]["content"] == "Yes."
 
 
@@ -93,14 +87,8 @@ def test_openai_parts_in_every_spelling():
     }
     conversation = read_conversation(record)
 
-    assert [ref for _, ref in conversation.media_references] == [
-        "a.jpg",
-        "b.jpg",
-        "c.jpg",
-        "d.mp4",
-        "e.mp4",
-        "f.jpg",
-    ]
+    references = [ref for _, ref in conversation.media_references]
+    assert references == ["a.jpg", "b.jpg", "c.jpg", "d.mp4", "e.mp4", "f.jpg"]
     assert conversation.messages[0]["content"][0] == {"type": "text", "text": "See "}
 
 
@@ -118,6 +106,19 @@ def test_messages_with_listed_images():
 
 
 USER, BOT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+
+
+def asks(value, **media):
+    """A question in ShareGPT's format, its answer, and media listed beside them."""
+    return {**media, "conversations": [{"from": "human", "value": value}, GPT]}
+
+
+def asks_in_part(**part):
+    """A question of one content part, and its answer."""
+    return {"messages": [{"role": "user", "content": [part]}, BOT]}
+
+
+PART = "messages[0].content[0]"
 BAD = [
     ([], "not an object", ""),
     ({"x": 1}, "no conversation", ""),
@@ -127,71 +128,31 @@ BAD = [
     ({"conversations": [{"from": "narrator", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
     ({"conversations": [{"from": ["human"], "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
     ({"messages": [USER, {"role": None, "content": "x"}]}, "unknown role", "messages[1].role"),
-    ({"conversations": [{"from": "human", "value": 3}, GPT]}, "bad text", "conversations[0].value"),
-    ({"conversations": [{"from": "human", "value": "a\ud800b"}, GPT]}, "bad text", "conversations[0].value"),
-    (
-        {"conversations": [{"from": "human", "value": "<|image_pad|>"}, GPT]},
-        "placeholder token in text",
-        "conversations[0].value",
-    ),
+    (asks(3), "bad text", "conversations[0].value"),
+    (asks("a\ud800b"), "bad text", "conversations[0].value"),
+    (asks("<|image_pad|>"), "placeholder token in text", "conversations[0].value"),
     ({"conversations": [HUMAN]}, "no assistant turn", "conversations"),
     ({"conversations": [GPT, HUMAN]}, "wrong role order", "conversations"),
     ({"conversations": [HUMAN, GPT, GPT]}, "wrong role order", "conversations"),
     ({"conversations": [HUMAN, HUMAN, GPT]}, "wrong role order", "conversations"),
     ({"messages": [USER, {"role": "system", "content": "x"}, BOT]}, "wrong role order", "messages"),
     ({"system": 5, **TEXT}, "bad text", "system"),
-    (
-        {"system": "a", "messages": [{"role": "system", "content": "b"}, USER, BOT]},
-        "two system prompts",
-        "system",
-    ),
+    ({"system": "a", "messages": [{**USER, "role": "system"}, USER, BOT]}, "two system prompts", "system"),
     ({"image": "a.jpg", **TEXT}, "markers and media differ", "conversations"),
-    (
-        {"conversations": [{"from": "human", "value": "<image>"}, GPT]},
-        "markers and media differ",
-        "conversations",
-    ),
-    (
-        {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image><image>"}, GPT]},
-        "markers and media differ",
-        "conversations",
-    ),
-    (
-        {"image": 5, "conversations": [{"from": "human", "value": "<image>"}, GPT]},
-        "bad media reference",
-        "image",
-    ),
-    (
-        {"images": ["a", ""], "conversations": [{"from": "human", "value": "<image>"}, GPT]},
-        "bad media reference",
-        "images[1]",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}, BOT]},
-        "unknown content part",
-        "messages[0].content[0]",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}, BOT]},
-        "bad media reference",
-        "messages[0].content[0].image",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": [["1.jpg"]]}]}]},
-        "bad media reference",
-        "messages[0].content[0].video[0]",
-    ),
+    (asks("<image>"), "markers and media differ", "conversations"),
+    (asks("<image><image>", image="a.jpg"), "markers and media differ", "conversations"),
+    (asks("<image>", image=5), "bad media reference", "image"),
+    (asks("<image>", images=["a", ""]), "bad media reference", "images[1]"),
+    (asks_in_part(type="tool_use"), "unknown content part", PART),
+    (asks_in_part(type="image"), "bad media reference", f"{PART}.image"),
+    (asks_in_part(type="video", video=[["1.jpg"]]), "bad media reference", f"{PART}.video[0]"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "bad text", "messages[1].content"),
     ({"messages": [USER, BOT], **TEXT}, "two conversations", "conversations"),
     ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "empty answer", "messages[1]"),
-    (
-        {"conversations": [HUMAN, {"from": "gpt", "value": ""}, HUMAN, GPT]},
-        "empty answer",
-        "conversations[1]",
-    ),
+    ({"conversations": [HUMAN, {**GPT, "value": ""}, HUMAN, GPT]}, "empty answer", "conversations[1]"),
     ({"messages": [USER, {"role": "assistant", "content": []}]}, "empty answer", "messages[1]"),
     (
-        {"image": "a.jpg", "conversations": [HUMAN, {"from": "gpt", "value": "<image>"}]},
+        {"image": "a.jpg", "conversations": [HUMAN, {**GPT, "value": "<image>"}]},
         "empty answer",
         "conversations[1]",
     ),
@@ -239,15 +200,8 @@ def test_keys_without_effect_and_media_in_answers_are_named():
     }
     conversation = read_conversation(record)
 
-    assert conversation.ignored_keys == [
-        ("records", "licence"),
-        ("content parts", "max_pixels"),
-        ("content parts", "path"),
-        ("content parts", "detail"),
-        ("content parts", "cache_control"),
-        ("turns", "mood"),
-    ]
-
+    of_parts = [("content parts", key) for key in ("max_pixels", "path", "detail", "cache_control")]
+    assert conversation.ignored_keys == [("records", "licence"), *of_parts, ("turns", "mood")]
     assert conversation.answer_media == 1 and len(conversation.media_references) == 3
     listed = {
         "images": [{"path": "a.png", "bytes": None, "max_pixels": 784}],
@@ -476,8 +430,8 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
         "thin.png": "image too narrow",
     }
 
-    records = [{"image": ref, "conversations": [{"from": "human", "value": "<image>"}, GPT]} for ref in cases]
-    records.append({"video": "cut.mp4", "conversations": [{"from": "human", "value": "<video>"}, GPT]})
+    records = [asks("<image>", image=ref) for ref in cases]
+    records.append(asks("<video>", video="cut.mp4"))
     out, report = converted(tmp_path, records)
     expected = {i: reason for i, reason in enumerate(cases.values(), 1) if reason} | {
         len(records): "video does not decode"
@@ -507,7 +461,7 @@ def bomb(height: int, width: int) -> bytes:
 
 
 def test_text_needs_no_media_root(tmp_path, capsys):
-    image = {"image": "a.png", "conversations": [{"from": "human", "value": "<image>"}, GPT]}
+    image = asks("<image>", image="a.png")
     uri = "data:image/png;base64," + base64.b64encode(encoded(30, 30)).decode()
     (tmp_path / "in.json").write_text(json.dumps([TEXT, image, image | {"image": uri}]))
     words = ["data", "convert", "--input", str(tmp_path / "in.json"), "--workers", "1"]
@@ -526,10 +480,7 @@ def test_the_limit_of_pixels_can_be_set(tmp_path):
     write(tmp_path / "media/b.png", bomb(10_000, 20_000))
     write(tmp_path / "media/c.mp4", video(3, 128, 128))
 
-    def ask(kind: str, ref: str) -> dict[str, object]:
-        return {kind: ref, "conversations": [{"from": "human", "value": f"<{kind}>"}, GPT]}
-
-    records = [ask("image", "a.png"), ask("image", "b.png"), ask("video", "c.mp4")]
+    records = [asks("<image>", image="a.png"), asks("<image>", image="b.png"), asks("<video>", video="c.mp4")]
     out, _ = converted(tmp_path, records, max_pixels=9_999)
     assert refused(out) == {1: "image too large", 2: "image too large", 3: "video too large"}
     out, report = converted(tmp_path, records, max_pixels=400_000_000, force=True)
@@ -597,42 +548,31 @@ def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "used").mkdir()
     (tmp_path / "used/file").write_text("mine")
-    base = ConversionOptions(tmp_path / "m", tmp_path / "out")
-    with pytest.raises(ConvertError, match="not an empty folder"):
-        convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "used"))
-    with pytest.raises(ConvertError, match="val-fraction 1.0"):
-        convert_dataset(
-            [tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", val_fraction=1.0)
-        )
-    with pytest.raises(ConvertError, match="--format csv is unknown; valid: .*sharegpt"):
-        convert_dataset(
-            [tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", format="csv")
-        )
-    with pytest.raises(ConvertError, match="media-root"):
-        convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path / "nowhere", tmp_path / "out"))
-    with pytest.raises(ConvertError, match="not a file"):
-        convert_dataset([tmp_path / "nothing.json"], base)
-    with pytest.raises(ConvertError, match="^--workers must be positive$"):
-        convert_dataset(
-            [tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=0)
-        )
+
+    def refuses(message: str, source="in.json", media="m", out="out", **options) -> None:
+        with pytest.raises(ConvertError, match=message):
+            convert_dataset(
+                [tmp_path / source], ConversionOptions(tmp_path / media, tmp_path / out, **options)
+            )
+
+    refuses("not an empty folder", out="used")
+    refuses("val-fraction 1.0", val_fraction=1.0)
+    refuses("--format csv is unknown; valid: .*sharegpt", format="csv")
+    refuses("media-root", media="nowhere")
+    refuses("not a file", source="nothing.json")
+    refuses("^--workers must be positive$", workers=0)
 
 
 # --- Command line -------------------------------------------------------------------------------------------
 
 
 def run(tmp_path, records, *options: str) -> int:
-    (tmp_path / "in.json").write_text(json.dumps(records))
+    """Converts the records, or the text of a file."""
+    text = records if isinstance(records, str) else json.dumps(records)
+    source = write(tmp_path / "in.json", text.encode())
     (tmp_path / "m").mkdir(exist_ok=True)
-    base = [
-        "--input",
-        str(tmp_path / "in.json"),
-        "--media-root",
-        str(tmp_path / "m"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    return main(["data", "convert", *base, "--workers", "1", *options])
+    words = ["--input", source, "--media-root", tmp_path / "m", "--out", tmp_path / "out", "--workers", 1]
+    return main(["data", "convert", *map(str, words), *options])
 
 
 @pytest.mark.parametrize("kind", ["parent is a file", "file system takes no folders"])
@@ -653,7 +593,7 @@ def test_command_reports_as_text_and_json(tmp_path, capsys):
 
 
 def test_command_lists_what_was_quarantined(tmp_path, capsys):
-    gone = {"image": "none.jpg", "conversations": [{"from": "human", "value": "<image>"}, GPT]}
+    gone = asks("<image>", image="none.jpg")
     assert run(tmp_path, [TEXT, gone, {}, gone], "--max-quarantined", "1") == 0
     out = capsys.readouterr().out
     assert f"1 of 4 records written to {tmp_path / 'out'} in " in out
@@ -690,10 +630,8 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
 
     report = json.loads((tmp_path / "out/report.json").read_text())
     records = report["ignored"].pop("records")
-    assert (
-        report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"mood": 2}}
-        and report["answer_media"] == 2
-    )
+    assert report["ignored"] == {"content parts": {"max_pixels": 4}, "turns": {"mood": 2}}
+    assert report["answer_media"] == 2
     assert len(records) == 101 and records["other keys"] == 20 and max(map(len, records)) == 60
     assert run(tmp_path, [TEXT], "--force") == 0
     assert "ignored" not in capsys.readouterr().out
@@ -736,9 +674,7 @@ def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "none of 2 records can be used (record 1, no conversation: " in error
     # The first record's reason is in the message itself, so that a wrong media root is seen at once.
-    question = {"from": "human", "value": "<image>\nWhat is this?"}
-    missing = {"image": "photos/none.jpg", "conversations": [question, GPT]}
-    assert run(tmp_path, [missing], "--force") == 1
+    assert run(tmp_path, [asks("<image>\nWhat is this?", image="photos/none.jpg")], "--force") == 1
     assert "photos/none.jpg does not exist in the media root" in capsys.readouterr().err
 
 
@@ -760,24 +696,12 @@ def test_command_verifies_a_data_set(tmp_path, capsys):
 
     assert main(["data", "verify", str(tmp_path / "out"), "--json"]) == 1
     problems = json.loads(capsys.readouterr().out)["problems"]
-    assert (
-        len(problems) == 2
-        and "train-000001.tar: its SHA-256" in problems[0]
-        and "train-000002.tar cannot be read" in problems[1]
-    )
+    assert len(problems) == 2
+    assert "train-000001.tar: its SHA-256" in problems[0]
+    assert "train-000002.tar cannot be read" in problems[1]
     assert main(["data", "verify", str(tmp_path)]) == 1
 
 
 def test_command_fails_on_a_broken_file(tmp_path, capsys):
-    (tmp_path / "m").mkdir()
-    (tmp_path / "in.json").write_text('[{"a": 1}, {"a"')
-    base = [
-        "--input",
-        str(tmp_path / "in.json"),
-        "--media-root",
-        str(tmp_path / "m"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(["data", "convert", *base]) == 1
+    assert run(tmp_path, '[{"a": 1}, {"a"') == 1
     assert "record 2 is not valid JSON" in capsys.readouterr().err

@@ -141,11 +141,9 @@ def test_one_conversation_in_every_format_has_the_same_canonical_messages(name):
     conversation = read_conversation(SAME[name])
     assert conversation.messages == PICTURES
     assert conversation.media_references == MEDIA
-    assert (
-        conversation.ignored_keys == []
-        and conversation.tool_definitions == []
-        and not conversation.has_loss_weights
-    )
+    assert conversation.ignored_keys == []
+    assert conversation.tool_definitions == []
+    assert not conversation.has_loss_weights
 
 
 def test_formats_are_recognised_by_their_fields_or_given():
@@ -208,47 +206,35 @@ CALLS = [
     {"role": "assistant", "content": "Yes."},
 ]
 WRITTEN = json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})
+RAIN, LOOK, YES = CALLS[0], {"role": "assistant", "content": "I look."}, CALLS[-1]
+FUNCTION = {"name": "weather", "arguments": '{"city": "Oslo"}'}
 WITH_TOOLS = {
     "openai": {
         "tools": [TOOL],
         "messages": [
-            {"role": "user", "content": "Rain?"},
-            {
-                "role": "assistant",
-                "content": "I look.",
-                "tool_calls": [
-                    {
-                        "id": "c1",
-                        "type": "function",
-                        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-                    }
-                ],
-            },
+            RAIN,
+            {**LOOK, "tool_calls": [{"id": "c1", "type": "function", "function": FUNCTION}]},
             {"role": "tool", "tool_call_id": "c1", "content": '{"rain": true}'},
-            {"role": "assistant", "content": "Yes."},
+            YES,
         ],
     },
     "openai's first form": {
         "functions": [TOOL["function"]],
         "messages": [
-            {"role": "user", "content": "Rain?"},
-            {
-                "role": "assistant",
-                "content": "I look.",
-                "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-            },
+            RAIN,
+            {**LOOK, "function_call": FUNCTION},
             {"role": "function", "name": "weather", "content": '{"rain": true}'},
-            {"role": "assistant", "content": "Yes."},
+            YES,
         ],
     },
     "ms-swift": {
         "tools": json.dumps([TOOL]),
         "messages": [
-            {"role": "user", "content": "Rain?"},
-            {"role": "assistant", "content": "I look."},
+            RAIN,
+            LOOK,
             {"role": "tool_call", "content": WRITTEN},
             {"role": "tool_response", "content": '{"rain": true}'},
-            {"role": "assistant", "content": "Yes."},
+            YES,
         ],
     },
     "llamafactory": {
@@ -294,18 +280,12 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
         {"from": "gpt", "value": "Yes."},
     ]
     messages = read_conversation({"conversations": turns}).messages
-    assert messages[1] == {
-        "role": "assistant",
-        "content": "<think>\nWhich city?\n</think>",
-        "tool_calls": [CALL],
-    }
+    assert messages[1] == SAY | {"content": "<think>\nWhich city?\n</think>", "tool_calls": [CALL]}
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool", "assistant"]
 
     two = {"from": "function_call", "value": f"[{WRITTEN}, {WRITTEN}]"}
-    assert read_conversation({"conversations": [turns[0], two, *turns[2:]]}).messages[1]["tool_calls"] == [
-        CALL,
-        CALL,
-    ]
+    both = read_conversation({"conversations": [turns[0], two, *turns[2:]]}).messages[1]["tool_calls"]
+    assert both == [CALL, CALL]
 
 
 # --- Reasoning and weights ----------------------------------------------------------------------------------
@@ -375,14 +355,10 @@ def test_reasoning_is_carried_beside_the_answer():
     for spelled in (
         {**SAY, "reasoning_content": "A greeting."},
         {**SAY, "reasoning": "A greeting."},
-        {
-            "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "A greeting."}, {"type": "text", "text": "Hello"}],
-        },
-        {
-            "role": "assistant",
-            "content": [{"type": "reasoning", "value": "A greeting."}, {"type": "text", "value": "Hello"}],
-        },
+        SAY
+        | {"content": [{"type": "thinking", "thinking": "A greeting."}, {"type": "text", "text": "Hello"}]},
+        SAY
+        | {"content": [{"type": "reasoning", "value": "A greeting."}, {"type": "text", "value": "Hello"}]},
     ):
         assert read_conversation({"messages": [ASK, spelled]}).messages == [ASK, answer]
     within = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello"}
@@ -406,9 +382,8 @@ def test_reasoning_is_carried_beside_the_answer():
 def test_the_weight_of_a_turn_as_peers_spell_it(spelling, weight):
     conversation = read_conversation({"messages": [ASK, {**SAY, **spelling}, ASK, SAY]})
     assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored_keys == []
-    assert "loss_weight" not in conversation.messages[3] and conversation.has_loss_weights == (
-        weight is not None
-    )
+    assert "loss_weight" not in conversation.messages[3]
+    assert conversation.has_loss_weights == (weight is not None)
 
 
 def test_the_weight_of_a_record_multiplies_those_of_its_turns():
@@ -423,14 +398,19 @@ def test_the_weight_of_a_record_multiplies_those_of_its_turns():
 IMAGES = {"type": "image", "image": "a.png"}
 
 
-def call_of(arguments):
-    """An answer with one call, whose arguments are as given."""
-    return {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+def calls(arguments):
+    """A conversation whose answer has one call with these arguments."""
+    return says(tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
 
 
 def offers(**more):
     """A conversation with one function, which has these fields beside its name."""
     return {"tools": [{"name": "f", **more}], "messages": [ASK, SAY]}
+
+
+def says(**more):
+    """A question and an answer with these fields too."""
+    return {"messages": [ASK, {**SAY, **more}]}
 
 
 def nested(depth):
@@ -440,25 +420,21 @@ def nested(depth):
     return value
 
 
-def asks(part):
-    """A conversation whose question is one content part."""
-    return {"messages": [{"role": "user", "content": [part]}, SAY]}
-
-
 def asks_in_parts(*parts):
+    """A conversation whose question is these content parts."""
     return {"messages": [{"role": "user", "content": list(parts)}, SAY]}
 
 
 WEIGHT, PART = "bad loss weight", "unknown content part"
-ARGUMENTS = "messages[1].tool_calls[0].arguments"
+ARGUMENTS, THOUGHT = "messages[1].tool_calls[0].arguments", "<think>a</think>"
 REFUSED = [
-    ({"messages": [ASK, {**SAY, "weight": -1}]}, WEIGHT, "messages[1].weight"),
-    ({"messages": [ASK, {**SAY, "weight": "high"}]}, WEIGHT, "messages[1].weight"),
-    ({"messages": [ASK, {**SAY, "weight": float("nan")}]}, WEIGHT, "messages[1].weight"),
-    ({"messages": [ASK, {**SAY, "weight": 1, "loss": 0}]}, WEIGHT, "messages[1].loss"),
+    (says(weight=-1), WEIGHT, "messages[1].weight"),
+    (says(weight="high"), WEIGHT, "messages[1].weight"),
+    (says(weight=float("nan")), WEIGHT, "messages[1].weight"),
+    (says(weight=1, loss=0), WEIGHT, "messages[1].loss"),
     ({"messages": [{**ASK, "weight": 0.5}, SAY]}, "loss on a prompt", "messages[0].weight"),
     ({"weight": 0, "messages": [ASK, SAY]}, "no loss", "messages"),
-    ({"messages": [ASK, {**SAY, "loss": False}]}, "no loss", "messages"),
+    (says(loss=False), "no loss", "messages"),
     ({"messages": [ASK, SAY], "objects": {"bbox": [[1, 2]]}}, "not supervised text", "objects"),
     ({"messages": [ASK, SAY], "rejected_response": "No"}, "not supervised text", "rejected_response"),
     ({"instruction": "a", "output": "b", "kto_tag": True}, "not supervised text", "kto_tag"),
@@ -470,72 +446,28 @@ REFUSED = [
     ({"messages": [MARKED, SAY]}, "markers and media differ", "messages"),
     ({"messages": [MARKED, SAY], "images": []}, "markers and media differ", "messages"),
     ({"messages": [MARKED, SAY], "image_paths": ["a.png"]}, "markers and media differ", "messages"),
-    ({"messages": [ASK, SAY | {"content": "A <video> of"}]}, "markers and media differ", "messages"),
+    (says(content="A <video> of"), "markers and media differ", "messages"),
     (asks_in_parts({"type": "text", "text": "<image>"}), "markers and media differ", "messages"),
-    (
-        {"messages": [MARKED, SAY], "image": "a.png", "markers": "text"},
-        "markers and media differ",
-        "messages",
-    ),
+    ({"messages": [MARKED, SAY], "image": "a", "markers": "text"}, "markers and media differ", "messages"),
     ({"messages": [MARKED, SAY], "markers": "txt"}, "bad markers", "markers"),
     ({"messages": [ASK, SAY], "markers": ["text"]}, "bad markers", "markers"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
-    (
-        {"instruction": "a", "output": "", "history": [["b", "c"]]},
-        "empty answer",
-        "instruction[3]",
-    ),
+    ({"instruction": "a", "output": "", "history": [["b", "c"]]}, "empty answer", "instruction[3]"),
     ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
-    (
-        {"messages": [{"role": "user", "content": [{**IMAGES, "video": "b.mp4"}]}, SAY]},
-        "two media in a part",
-        "messages[0].content[0].video",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"image": "a", "text": "b"}]}, SAY]},
-        "unknown content part",
-        "messages[0].content[0]",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "b"}]}, SAY]},
-        "unknown content part",
-        "messages[0].content[0]",
-    ),
+    (asks_in_parts({**IMAGES, "video": "b.mp4"}), "two media in a part", "messages[0].content[0].video"),
+    (asks_in_parts({"image": "a", "text": "b"}), PART, "messages[0].content[0]"),
+    (asks_in_parts({"type": "reasoning", "text": "b"}), PART, "messages[0].content[0]"),
     ({"tools": "weather", "messages": [ASK, SAY]}, "bad tools", "tools"),
     ({"tools": [{"type": "function"}], "messages": [ASK, SAY]}, "bad tools", "tools[0]"),
-    (
-        {"messages": [ASK, {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "bad tool call",
-        "messages[1].tool_calls[0].arguments",
-    ),
-    (
-        {"messages": [ASK, {**SAY, "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
-        "bad tool call",
-        "messages[1].tool_calls[0].arguments",
-    ),
+    (calls("{"), "bad tool call", ARGUMENTS),
+    (calls([1]), "bad tool call", ARGUMENTS),
     ({"messages": [ASK, SAY, {"role": "tool", "content": "x"}]}, "wrong role order", "messages"),
     ({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, ASK]}, "wrong role order", "messages"),
-    (
-        {"messages": [ASK, SAY | {"reasoning": "a", "thinking": "b"}]},
-        "two reasonings",
-        "messages[1].thinking",
-    ),
+    (says(reasoning="a", thinking="b"), "two reasonings", "messages[1].thinking"),
     ([{"conversations": SHAREGPT}], "not an object", ""),
-    (
-        {"messages": [ASK, {**SAY, "tool_calls": [CALL], "function_call": CALL["function"]}]},
-        "bad tool call",
-        "messages[1].function_call",
-    ),
-    (
-        {"messages": [ASK, {"role": "tool_call", "content": WRITTEN, "tool_calls": [CALL]}]},
-        "bad tool call",
-        "messages[1].tool_calls",
-    ),
-    (
-        {"messages": [ASK, {"role": "tool_call", "content": f"<think>a</think>{WRITTEN}", "reasoning": "b"}]},
-        "two reasonings",
-        "messages[1]",
-    ),
+    (says(tool_calls=[CALL], function_call=CALL["function"]), "bad tool call", "messages[1].function_call"),
+    (says(role="tool_call", content=WRITTEN, tool_calls=[CALL]), "bad tool call", "messages[1].tool_calls"),
+    (says(role="tool_call", content=THOUGHT + WRITTEN, reasoning="b"), "two reasonings", "messages[1]"),
     # Functions and arguments are text for the model too.
     (offers(description="\ud800"), "bad text", "tools[0]"),
     (offers(description="<|image_pad|>"), "placeholder token in text", "tools[0]"),
@@ -543,12 +475,12 @@ REFUSED = [
     (offers(parameters={"default": datetime(2026, 1, 1)}), "bad tools", "tools[0]"),
     (offers(parameters={"default": b"x"}), "bad tools", "tools[0]"),
     (offers(parameters=nested(300)), "bad tools", "tools[0]"),
-    ({"messages": [ASK, call_of({"x": Decimal(1)})]}, "bad tool call", ARGUMENTS),
-    ({"messages": [ASK, call_of({"x": float("inf")})]}, "bad tool call", ARGUMENTS),
-    ({"messages": [ASK, call_of('{"x": NaN}')]}, "bad tool call", ARGUMENTS),
-    ({"messages": [ASK, call_of({"x": [{"y": "\udfff"}]})]}, "bad text", ARGUMENTS),
-    ({"messages": [ASK, call_of({"<|video_pad|>": 1})]}, "placeholder token in text", ARGUMENTS),
-    ({"messages": [ASK, call_of({1: 1})]}, "bad text", ARGUMENTS),
+    (calls({"x": Decimal(1)}), "bad tool call", ARGUMENTS),
+    (calls({"x": float("inf")}), "bad tool call", ARGUMENTS),
+    (calls('{"x": NaN}'), "bad tool call", ARGUMENTS),
+    (calls({"x": [{"y": "\udfff"}]}), "bad text", ARGUMENTS),
+    (calls({"<|video_pad|>": 1}), "placeholder token in text", ARGUMENTS),
+    (calls({1: 1}), "bad text", ARGUMENTS),
 ]
 
 

@@ -81,11 +81,7 @@ def test_every_form(form):
         (part(video=["a.jpg", 5]), "bad media reference", "is a int"),
         (part(video=[["a.jpg"]]), "bad media reference", "is a list"),
         (part(image=["a.jpg"], type="image"), "bad media reference", "is a list"),
-        (
-            part(video=[*PAIR], fps=0),
-            "bad frame rate",
-            "0 is no number of frames a second",
-        ),
+        (part(video=[*PAIR], fps=0), "bad frame rate", "0 is no number of frames a second"),
         (part(video=[*PAIR], fps="fast"), "bad frame rate", "'fast'"),
         (part(video=[*PAIR], sample_fps=True), "bad frame rate", "True"),
         (part(video="clip", fps=10**400), "bad frame rate", "1000"),

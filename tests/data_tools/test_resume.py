@@ -296,9 +296,8 @@ def test_force_removes_nothing_that_is_not_ours(source, tmp_path):
     write(tmp_path / "out/notes.txt", b"mine")
     with pytest.raises(ConvertError, match="not an empty folder .it holds notes.txt"):
         convert_dataset(inputs(source), options(source, tmp_path / "out", force=True))
-    assert (tmp_path / "out/notes.txt").read_bytes() == b"mine" and (
-        tmp_path / "out/train-000000.tar"
-    ).exists()
+    assert (tmp_path / "out/notes.txt").read_bytes() == b"mine"
+    assert (tmp_path / "out/train-000000.tar").exists()
 
 
 def test_two_conversions_into_one_folder(source, tmp_path):
@@ -357,9 +356,8 @@ def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undistur
     assert receive.poll(30)
     message = receive.recv()
     process.join(10)
-    assert (
-        "File too large" in message or "I/O error" in message
-    ) and "start again with the same arguments" in message
+    assert "File too large" in message or "I/O error" in message
+    assert "start again with the same arguments" in message
     assert not (out / ".nv-meta").exists()
     convert_dataset(inputs(source), options(source, out))
     assert digests(out) == undisturbed

@@ -75,27 +75,9 @@ class Mutator:
         self.json = [path for path in self.files if path.suffix == ".json"]
 
     def damage(self) -> Damage:
-        kinds = [
-            self.flip,
-            self.cut,
-            self.extend,
-            self.delete,
-            self.swap,
-            self.zeros,
-            self.header,
-            self.rename_tensors,
-        ]
-
-        kinds += [
-            self.edit,
-            self.edit,
-            self.signed_edit,
-            self.older_file,
-            self.older_part,
-            self.empty,
-            self.junk,
-        ]
-
+        kinds = [self.flip, self.cut, self.extend, self.delete, self.swap, self.zeros, self.header]
+        kinds += [self.rename_tensors, self.edit, self.edit, self.signed_edit]
+        kinds += [self.older_file, self.older_part, self.empty, self.junk]
         while True:
             kind = self.draw.choice(kinds)
             done = kind()
@@ -370,40 +352,11 @@ class Bench:
         from megatron_vl.training.resolve import resolve_run
 
         data = self._data()
-        words = [
-            "--model.hf",
-            self.hf,
-            "--model.checkpoint",
-            self.folder / "full",
-            "--data.path",
-            data,
-            "--data.seq_len",
-            "64",
-        ]
-
-        words += [
-            "--global_batch_size",
-            "1",
-            "--dtype",
-            "float32",
-            "--platform",
-            "cpu",
-            "--steps",
-            "2",
-            "--optimizer.lr",
-            "1e-3",
-        ]
-
-        words += ["--data.packing_buffer", "4", "--data.num_workers", "0"]
-        words += [
-            "--checkpoint.dir",
-            self.folder / "run",
-            "--checkpoint.interval",
-            "1",
-            "--checkpoint.keep",
-            "2",
-        ]
-
+        words = ["--model.hf", self.hf, "--model.checkpoint", self.folder / "full"]
+        words += ["--data.path", data, "--checkpoint.dir", self.folder / "run"]
+        words += "--data.seq_len 64 --data.packing_buffer 4 --data.num_workers 0 --optimizer.lr 1e-3".split()
+        words += "--global_batch_size 1 --steps 2 --checkpoint.interval 1 --checkpoint.keep 2".split()
+        words += "--dtype float32 --platform cpu".split()
         config = parse_config([str(word) for word in words])
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
@@ -553,15 +506,14 @@ class Bench:
             if newest is None:
                 raise Refused("None: the run would start anew")
             step = newest.step
-            facts = {
-                "model_chunks": run.model_chunks,
-                "optimizer": run.optimizer,
-                "spec": run.spec,
-                "layout": run.layout,
-                "grid": run.grid,
-            }
             restored = saved.load_checkpoint(
-                newest.path, **facts, run_metadata=data_order_metadata(run.config, run.grid.dp)
+                newest.path,
+                model_chunks=run.model_chunks,
+                optimizer=run.optimizer,
+                spec=run.spec,
+                layout=run.layout,
+                grid=run.grid,
+                run_metadata=data_order_metadata(run.config, run.grid.dp),
             )
             states = restored.loader_states
             loader = [states.read_state(rank) for rank in range(states.num_ranks)] if states else None
@@ -655,19 +607,10 @@ def main(argv: list[str] | None = None) -> int:
             outcomes.update(result.outcomes.items())
             kinds[result.damage.kind] += 1
             for fault in result.faults:
-                faults.append(
-                    {
-                        "seed": result.seed,
-                        "checkpoint": result.checkpoint,
-                        "damage": result.damage.what,
-                        "fault": fault,
-                    }
-                )
-                print(
-                    f"FAULT {result.seed} {result.checkpoint}: {result.damage.what}\n  {fault}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                damage = {"checkpoint": result.checkpoint, "damage": result.damage.what}
+                faults.append({"seed": result.seed, **damage, "fault": fault})
+                told = f"FAULT {result.seed} {result.checkpoint}: {result.damage.what}\n  {fault}"
+                print(told, file=sys.stderr, flush=True)
 
             if time.monotonic() - shown > 20:
                 shown = time.monotonic()
@@ -684,17 +627,8 @@ def main(argv: list[str] | None = None) -> int:
         for action in sorted({a for a, _ in outcomes})
     }
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "damaged": done,
-                    "seconds": seconds,
-                    "outcomes": table,
-                    "kinds": dict(kinds),
-                    "faults": faults,
-                }
-            )
-        )
+        counts = {"damaged": done, "seconds": seconds, "outcomes": table, "kinds": dict(kinds)}
+        print(json.dumps(counts | {"faults": faults}))
     else:
         print(
             f"{done} damaged checkpoints in {seconds:.0f} s, {len(faults)} faults; damage: "

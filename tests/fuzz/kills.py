@@ -69,13 +69,7 @@ def joined(lines: list[dict[str, Any]]) -> dict[int, Any]:
 
 
 def run_kills(
-    folder: Path,
-    kills: int,
-    seed: int,
-    steps: int,
-    workers: int = 2,
-    ranks: int = 4,
-    offload: bool = False,
+    folder: Path, kills: int, seed: int, steps: int, workers: int = 2, ranks: int = 4, offload: bool = False
 ) -> dict[str, Any]:
     """The whole experiment. Raises ValueError when anything differs.
 

@@ -25,6 +25,7 @@ from PIL import Image
 
 from converters.convert import convert_weights, export_weights
 from tests.gpu.parity import MOE_SIZES, SIZES
+from tests.training.small_run import torchrun
 from toolkit.hf_loading import load_hf_model, load_hf_processor
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
@@ -138,26 +139,13 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     run = work / "run.yaml"
     cuda = platform == "cuda"
     several = str(ranks > 1).lower()
-    fields = {
-        "parallel": several,
-        "overlap": several if cuda else "false",
-        "dtype": "bfloat16" if cuda else "float32",
-    }
-
+    fields = {"parallel": several, "overlap": several if cuda else "false"}
+    fields["dtype"] = "bfloat16" if cuda else "float32"
     paths = {name: work / name for name in ("hf", "shards", "data", "run")}
     run.write_text(RUN.format(**paths, **fields, ranks=ranks, platform=platform))
     checks.run("doctor", "-m", "toolkit", "doctor", "--config", run, "--world-size", ranks)
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        ranks,
-        "-m",
-        "megatron_vl.train",
-    ]
-
-    checks.run("training with validation", *launch, "--config", run)
+    train = [*torchrun(ranks)[1:], "-m", "megatron_vl.train"]
+    checks.run("training with validation", *train, "--config", run)
     answers = work / "run" / "eval.jsonl"
     lines = answers.read_text().splitlines() if answers.is_file() else []
     checks.say("validation, answers", bool(lines), f"{len(lines)} lines")
@@ -166,18 +154,8 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
 def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> None:
     """Answers on one rank, under TP and, with experts, under EP."""
     image = work / "media" / "red.png"
-    asked = [
-        "--prompt",
-        QUESTION,
-        "--image",
-        image,
-        "--max-new-tokens",
-        NEW_TOKENS,
-        "--platform",
-        platform,
-        "--json",
-    ]
-
+    asked = ["--prompt", QUESTION, "--image", image, "--json"]
+    asked += ["--max-new-tokens", NEW_TOKENS, "--platform", platform]
     dense = ["-m", "toolkit", "generate", "--checkpoint", work / "shards", "--hf", work / "hf", *asked]
     want = transformers_tokens(work / "hf", image, platform)
     for tp in sorted({1, ranks}):
@@ -205,19 +183,8 @@ def check_evaluate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
 
     folders = ["--original", work / "hf", "--converted", work / "again", "--out", work / "evaluated"]
     table = ["--lmu-data", work / "lmu", "--data", "colours", "--max-new-tokens", 2]
-    checks.run(
-        "evaluate",
-        "-m",
-        "toolkit",
-        "evaluate",
-        *folders,
-        *table,
-        "--processes",
-        ranks,
-        "--device",
-        platform,
-        "--json",
-    )
+    shared = ["--processes", ranks, "--device", platform, "--json"]
+    checks.run("evaluate", "-m", "toolkit", "evaluate", *folders, *table, *shared)
 
 
 def main() -> int:

@@ -50,29 +50,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **SIZES)
     convert_weights(work / "hf", work / "full")
-    common = [
-        "--model.hf",
-        work / "hf",
-        "--model.checkpoint",
-        work / "full",
-        "--data.path",
-        args.data,
-        "--data.seq_len",
-        "1024",
-    ]
-
-    common += [
-        "--steps",
-        args.steps,
-        "--global_batch_size",
-        "4",
-        "--optimizer.lr",
-        "5e-4",
-        "--optimizer.warmup_steps",
-        "10",
-    ]
-
-    common += ["--data.num_workers", "1", "--optimizer.weight_decay", "0.01"]
+    common = ["--model.hf", work / "hf", "--model.checkpoint", work / "full", "--data.path", args.data]
+    common += f"--data.seq_len 1024 --data.num_workers 1 --steps {args.steps} --global_batch_size 4".split()
+    common += "--optimizer.lr 5e-4 --optimizer.warmup_steps 10 --optimizer.weight_decay 0.01".split()
     running = []
     for number, name in enumerate(args.runs):
         log = (out / f"run_{number}.log").open("w")

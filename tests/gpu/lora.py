@@ -25,6 +25,7 @@ import torch.distributed as dist
 from converters.convert import convert_weights
 from tests.gpu.parity import FAMILY_SIZES, SIZES
 from tests.training.lora_programs import train_layouts
+from tests.training.small_run import torchrun
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 FAMILIES = {
@@ -95,15 +96,8 @@ def main() -> int:
         write_tiny_checkpoint(work / family, family, dtype=torch.float32, **sizes)
         convert_weights(work / family, work / f"{family}_weights")
         for platform_name, ranks in (("cpu", 1), ("cuda", args.ranks)):
-            launch = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(ranks),
-            ]
-            subprocess.run([*launch, "-m", "tests.gpu.lora", str(work), family, platform_name], check=False)
+            program = ["-m", "tests.gpu.lora", str(work), family, platform_name]
+            subprocess.run([*torchrun(ranks), *program], check=False)
 
         expected = json.loads((work / f"{family}_cpu.json").read_text())["one rank"]["losses"]
         results_path = work / f"{family}_cuda.json"

@@ -72,7 +72,7 @@ def start_peak(work: Path, args: argparse.Namespace, moments: str, share: int) -
     program = (
         "import sys, torch; from megatron_vl.config import parse_config;"
         " from megatron_vl.training import resolve, setup; config = parse_config(sys.argv[1:]);"
-        " setup.build(resolve.resolve(config, 1), setup.join_ranks(config));"
+        " setup.build_run(resolve.resolve_run(config, 1), setup.join_ranks(config));"
         " print('PEAK', torch.cuda.max_memory_allocated())"
     )
     # The run of the same settings, which goes on at the same time, has locked its folder.
@@ -89,10 +89,7 @@ def estimated(work: Path, args: argparse.Namespace, moments: str, share: int) ->
 
 
 def checks(
-    work: Path,
-    args: argparse.Namespace,
-    found: dict[str, list[dict[str, Any]]],
-    starts: dict[str, float],
+    work: Path, args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], starts: dict[str, float]
 ) -> list[tuple[str, bool, str]]:
     """(name, whether it holds, what was seen)."""
     losses = {name: [line["loss"] for line in lines] for name, lines in found.items()}

@@ -14,12 +14,15 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from converters.convert import convert_weights
+from tests.distributed.cases import FULL, MOE, MOE35, Q2, Q3, Q25, Q35, TP2_SP
+from tests.training.small_run import torchrun
 from toolkit.parity.case import ParityCase, write_cases
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
@@ -77,276 +80,93 @@ ROWS = [
     ["mixed", "image"],
 ]
 TEXT_LAST = [*ROWS[:3], ["text", "short_text"]]
+THREE_STEPS = [TEXT_LAST, ROWS, TEXT_LAST]
 
-TP2_PP2 = {"tp": 2, "pp": 2, "sequence_parallel": True, "overlap": True}
+TP2_PP2 = {**TP2_SP, "pp": 2, "overlap": True}
+OFFLOADED = {**FULL, "offload_inputs": True}
+SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "layernorm", "activation"]}
+
+
+def case(name: str, family: str = Q25, steps: Sequence[Any] = (ROWS,), **fields: Any) -> dict[str, Any]:
+    return {"name": name, "family": family, "steps": list(steps), **fields}
+
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        {"name": "one rank", "steps": [ROWS] * 2},
-        {"name": "one rank, qwen2_vl", "family": "qwen2_vl", "steps": [ROWS]},
-        {"name": "one rank, qwen3_vl", "family": "qwen3_vl", "steps": [ROWS] * 2},
-        {
-            "name": "full recompute, inputs in host memory, qwen3_vl",
-            "family": "qwen3_vl",
-            "recompute": {"language": "full", "vision": "full", "offload_inputs": True},
-            "steps": [ROWS],
-        },
-        {"name": "one rank, experts", "family": "qwen3_vl_moe", "steps": [ROWS] * 2},
-        {"name": "one rank, experts, routed", "family": "qwen3_vl_moe, routed", "steps": [ROWS] * 2},
-        {
-            "name": "experts, selective recompute",
-            "family": "qwen3_vl_moe",
-            "recompute": {
-                "language": "selective",
-                "language_modules": ["core_attn", "layernorm", "activation"],
-            },
-            "steps": [ROWS],
-        },
-        {
-            "name": "experts, full recompute",
-            "family": "qwen3_vl_moe",
-            "recompute": {"language": "full"},
-            "steps": [ROWS],
-        },
-        {"name": "one rank, tied", "tied": True, "steps": [TEXT_LAST]},
-        {"name": "vision frozen", "freeze": ["vision"], "steps": [ROWS]},
-        {"name": "full recompute", "recompute": {"language": "full", "vision": "full"}, "steps": [ROWS]},
-        {
-            "name": "selective recompute",
-            "recompute": {"language": "selective", "language_modules": ["core_attn", "layernorm", "mlp"]},
-            "steps": [ROWS],
-        },
-        {"name": "the tower's activation recomputed", "recompute": {"vision": "activation"}, "steps": [ROWS]},
-        {
-            "name": "the tower's activation recomputed, qwen3_vl",
-            "family": "qwen3_vl",
-            "recompute": {"vision": "activation"},
-            "steps": [ROWS],
-        },
-        {"name": "overlap, three steps", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
-        {"name": "one rank, qwen3_5", "family": "qwen3_5", "steps": [ROWS] * 2},
-        {
-            "name": "full recompute, inputs in host memory, qwen3_5",
-            "family": "qwen3_5",
-            "recompute": {"language": "full", "vision": "full", "offload_inputs": True},
-            "steps": [ROWS],
-        },
-        {
-            "name": "selective recompute, qwen3_5",
-            "family": "qwen3_5",
-            "recompute": {
-                "language": "selective",
-                "language_modules": ["core_attn", "layernorm", "activation"],
-            },
-            "steps": [ROWS],
-        },
-        {"name": "one rank, qwen3_5 with experts", "family": "qwen3_5_moe", "steps": [ROWS] * 2},
+        case("one rank", steps=[ROWS] * 2),
+        case("one rank, qwen2_vl", Q2),
+        case("one rank, qwen3_vl", Q3, steps=[ROWS] * 2),
+        case("full recompute, inputs in host memory, qwen3_vl", Q3, recompute=OFFLOADED),
+        case("one rank, experts", MOE, steps=[ROWS] * 2),
+        case("one rank, experts, routed", "qwen3_vl_moe, routed", steps=[ROWS] * 2),
+        case("experts, selective recompute", MOE, recompute=SELECTIVE),
+        case("experts, full recompute", MOE, recompute={"language": "full"}),
+        case("one rank, tied", tied=True, steps=[TEXT_LAST]),
+        case("vision frozen", freeze=["vision"]),
+        case("full recompute", recompute=FULL),
+        case(
+            "selective recompute",
+            recompute={"language": "selective", "language_modules": ["core_attn", "layernorm", "mlp"]},
+        ),
+        case("the tower's activation recomputed", recompute={"vision": "activation"}),
+        case("the tower's activation recomputed, qwen3_vl", Q3, recompute={"vision": "activation"}),
+        case("overlap, three steps", overlap=True, steps=THREE_STEPS),
+        case("one rank, qwen3_5", Q35, steps=[ROWS] * 2),
+        case("full recompute, inputs in host memory, qwen3_5", Q35, recompute=OFFLOADED),
+        case("selective recompute, qwen3_5", Q35, recompute=SELECTIVE),
+        case("one rank, qwen3_5 with experts", MOE35, steps=[ROWS] * 2),
     ],
     2: [
-        {"name": "TP2 + SP", "tp": 2, "sequence_parallel": True, "steps": [ROWS]},
-        {
-            "name": "TP2 + SP, collectives beside products",
-            "tp": 2,
-            "sequence_parallel": True,
-            "tp_comm_overlap": True,
-            "steps": [ROWS, TEXT_LAST],
-        },
-        {"name": "PP2 x VPP2", "pp": 2, "vpp": 2, "steps": [ROWS]},
-        {
-            "name": "PP2 x VPP2, full recompute, inputs in host memory",
-            "pp": 2,
-            "vpp": 2,
-            "recompute": {"language": "full", "vision": "full", "offload_inputs": True},
-            "steps": [ROWS],
-        },
-        {
-            "name": "EP2, experts, overlap",
-            "family": "qwen3_vl_moe",
-            "ep": 2,
-            "overlap": True,
-            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
-        },
-        {
-            "name": "TP2 + SP, qwen3_vl",
-            "family": "qwen3_vl",
-            "tp": 2,
-            "sequence_parallel": True,
-            "steps": [ROWS],
-        },
-        {"name": "PP2, qwen3_vl", "family": "qwen3_vl", "pp": 2, "layers": [1, 3], "steps": [ROWS]},
-        {
-            "name": "PP2, decoupled, overlap",
-            "pp": 2,
-            "decoupled": True,
-            "overlap": True,
-            "patches": 600,
-            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
-        },
-        {
-            "name": "TP2 + SP, decoupled, qwen3_vl",
-            "family": "qwen3_vl",
-            "tp": 2,
-            "sequence_parallel": True,
-            "decoupled": True,
-            "steps": [ROWS],
-        },
-        {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
-        {"name": "CP2, overlap", "cp": 2, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
-        {"name": "CP2, qwen3_vl", "family": "qwen3_vl", "cp": 2, "steps": [ROWS]},
-        {
-            "name": "CP2, decoupled, qwen3_vl",
-            "family": "qwen3_vl",
-            "cp": 2,
-            "decoupled": True,
-            "steps": [ROWS],
-        },
-        {"name": "CP2, EP2, experts", "family": "qwen3_vl_moe", "cp": 2, "ep": 2, "steps": [ROWS, TEXT_LAST]},
-        {
-            "name": "CP2 beyond the heads, qwen3_vl",
-            "family": "qwen3_vl, seven heads",
-            "cp": 2,
-            "steps": [ROWS],
-        },
-        {"name": "CP2 beyond the heads, qwen3_5", "family": "qwen3_5, seven heads", "cp": 2, "steps": [ROWS]},
-        {
-            "name": "TP2 + SP, qwen3_5",
-            "family": "qwen3_5",
-            "tp": 2,
-            "sequence_parallel": True,
-            "steps": [ROWS],
-        },
-        {"name": "TP2, qwen3_5", "family": "qwen3_5", "tp": 2, "steps": [ROWS]},
-        {"name": "PP2, qwen3_5", "family": "qwen3_5", "pp": 2, "layers": [1, 3], "steps": [ROWS]},
-        {
-            "name": "DP2, qwen3_5, overlap",
-            "family": "qwen3_5",
-            "overlap": True,
-            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
-        },
-        {
-            "name": "EP2, qwen3_5 with experts, overlap",
-            "family": "qwen3_5_moe",
-            "ep": 2,
-            "overlap": True,
-            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
-        },
+        case("TP2 + SP", **TP2_SP),
+        case(
+            "TP2 + SP, collectives beside products", **TP2_SP, tp_comm_overlap=True, steps=[ROWS, TEXT_LAST]
+        ),
+        case("PP2 x VPP2", pp=2, vpp=2),
+        case("PP2 x VPP2, full recompute, inputs in host memory", pp=2, vpp=2, recompute=OFFLOADED),
+        case("EP2, experts, overlap", MOE, ep=2, overlap=True, steps=THREE_STEPS),
+        case("TP2 + SP, qwen3_vl", Q3, **TP2_SP),
+        case("PP2, qwen3_vl", Q3, pp=2, layers=[1, 3]),
+        case("PP2, decoupled, overlap", pp=2, decoupled=True, overlap=True, patches=600, steps=THREE_STEPS),
+        case("TP2 + SP, decoupled, qwen3_vl", Q3, **TP2_SP, decoupled=True),
+        case("DP2, overlap", overlap=True, steps=THREE_STEPS),
+        case("CP2, overlap", cp=2, overlap=True, steps=THREE_STEPS),
+        case("CP2, qwen3_vl", Q3, cp=2),
+        case("CP2, decoupled, qwen3_vl", Q3, cp=2, decoupled=True),
+        case("CP2, EP2, experts", MOE, cp=2, ep=2, steps=[ROWS, TEXT_LAST]),
+        case("CP2 beyond the heads, qwen3_vl", "qwen3_vl, seven heads", cp=2),
+        case("CP2 beyond the heads, qwen3_5", "qwen3_5, seven heads", cp=2),
+        case("TP2 + SP, qwen3_5", Q35, **TP2_SP),
+        case("TP2, qwen3_5", Q35, tp=2),
+        case("PP2, qwen3_5", Q35, pp=2, layers=[1, 3]),
+        case("DP2, qwen3_5, overlap", Q35, overlap=True, steps=THREE_STEPS),
+        case("EP2, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=THREE_STEPS),
     ],
     4: [
-        {"name": "CP2 x TP2 + SP", "cp": 2, "tp": 2, "sequence_parallel": True, "steps": [ROWS, TEXT_LAST]},
-        {"name": "CP4, qwen3_vl", "family": "qwen3_vl", "cp": 4, "overlap": True, "steps": [ROWS, TEXT_LAST]},
-        {"name": "TP2 x PP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [ROWS, TEXT_LAST]},
-        {
-            "name": "TP2 x PP2 x VPP2 + SP, tied",
-            **TP2_PP2,
-            "tied": True,
-            "vpp": 2,
-            "steps": [TEXT_LAST, ROWS],
-        },
-        {
-            "name": "TP2 x PP2 x VPP2 + SP, qwen3_vl",
-            **TP2_PP2,
-            "family": "qwen3_vl",
-            "vpp": 2,
-            "steps": [TEXT_LAST, ROWS],
-        },
-        {
-            "name": "EP4, experts",
-            "family": "qwen3_vl_moe",
-            "ep": 4,
-            "overlap": True,
-            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
-        },
-        {
-            "name": "EP4, experts, routed",
-            "family": "qwen3_vl_moe, routed",
-            "ep": 4,
-            "overlap": True,
-            "steps": [ROWS, TEXT_LAST],
-        },
-        {
-            "name": "EP2 x PP2, experts",
-            "family": "qwen3_vl_moe",
-            "pp": 2,
-            "ep": 2,
-            "layers": [1, 3],
-            "overlap": True,
-            "steps": [TEXT_LAST, ROWS],
-        },
-        {
-            "name": "EP2 x PP2 x VPP2, experts",
-            "family": "qwen3_vl_moe",
-            "pp": 2,
-            "vpp": 2,
-            "ep": 2,
-            "steps": [ROWS],
-        },
-        {
-            "name": "EP2 x TP2 + SP, experts",
-            "family": "qwen3_vl_moe",
-            "tp": 2,
-            "sequence_parallel": True,
-            "ep": 2,
-            "steps": [ROWS],
-        },
-        {
-            "name": "EP4 x TP2 + SP, experts",
-            "family": "qwen3_vl_moe",
-            "tp": 2,
-            "sequence_parallel": True,
-            "ep": 4,
-            "steps": [ROWS],
-        },
-        {
-            "name": "EP2 x TP2 + SP, ETP2, experts",
-            "family": "qwen3_vl_moe",
-            "tp": 2,
-            "sequence_parallel": True,
-            "ep": 2,
-            "etp": 2,
-            "steps": [ROWS],
-        },
-        {"name": "TP4 + SP", "tp": 4, "sequence_parallel": True, "steps": [ROWS]},
-        {"name": "PP2 x DP2, overlap", "pp": 2, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
-        {"name": "DP4, qwen2_vl", "family": "qwen2_vl", "overlap": True, "steps": [ROWS, TEXT_LAST, ROWS]},
+        case("CP2 x TP2 + SP", cp=2, **TP2_SP, steps=[ROWS, TEXT_LAST]),
+        case("CP4, qwen3_vl", Q3, cp=4, overlap=True, steps=[ROWS, TEXT_LAST]),
+        case("TP2 x PP2 + SP", **TP2_PP2, layers=[1, 3], steps=[ROWS, TEXT_LAST]),
+        case("TP2 x PP2 x VPP2 + SP, tied", **TP2_PP2, tied=True, vpp=2, steps=[TEXT_LAST, ROWS]),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **TP2_PP2, vpp=2, steps=[TEXT_LAST, ROWS]),
+        case("EP4, experts", MOE, ep=4, overlap=True, steps=THREE_STEPS),
+        case("EP4, experts, routed", "qwen3_vl_moe, routed", ep=4, overlap=True, steps=[ROWS, TEXT_LAST]),
+        case("EP2 x PP2, experts", MOE, pp=2, ep=2, layers=[1, 3], overlap=True, steps=[TEXT_LAST, ROWS]),
+        case("EP2 x PP2 x VPP2, experts", MOE, pp=2, vpp=2, ep=2),
+        case("EP2 x TP2 + SP, experts", MOE, **TP2_SP, ep=2),
+        case("EP4 x TP2 + SP, experts", MOE, **TP2_SP, ep=4),
+        case("EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2),
+        case("TP4 + SP", tp=4, sequence_parallel=True),
+        case("PP2 x DP2, overlap", pp=2, overlap=True, steps=THREE_STEPS),
+        case("DP4, qwen2_vl", Q2, overlap=True, steps=[ROWS, TEXT_LAST, ROWS]),
     ],
     8: [
-        {"name": "TP2 x PP2 x DP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
-        {"name": "TP4 x PP2 + SP", **TP2_PP2, "tp": 4, "steps": [ROWS, TEXT_LAST]},
-        {
-            "name": "TP2 x PP2 x VPP2 x DP2 + SP, tied",
-            **TP2_PP2,
-            "tied": True,
-            "vpp": 2,
-            "steps": [TEXT_LAST, ROWS, TEXT_LAST],
-        },
-        {
-            "name": "EP8, experts",
-            "family": "qwen3_vl_moe",
-            "ep": 8,
-            "overlap": True,
-            "steps": [ROWS * 2, TEXT_LAST * 2],
-        },
-        {
-            "name": "EP4 x TP2 x PP2 + SP, experts",
-            **TP2_PP2,
-            "family": "qwen3_vl_moe",
-            "ep": 4,
-            "steps": [TEXT_LAST, ROWS],
-        },
-        {
-            "name": "DP8, qwen2_vl",
-            "family": "qwen2_vl",
-            "overlap": True,
-            "steps": [ROWS * 2, TEXT_LAST * 2, ROWS * 2],
-        },
-        {
-            "name": "TP2 x PP2 x VPP2 x DP2 + SP, qwen3_vl",
-            **TP2_PP2,
-            "family": "qwen3_vl",
-            "vpp": 2,
-            "steps": [TEXT_LAST, ROWS],
-        },
-        {"name": "TP2 x PP4", "tp": 2, "pp": 4, "steps": [ROWS]},
+        case("TP2 x PP2 x DP2 + SP", **TP2_PP2, layers=[1, 3], steps=THREE_STEPS),
+        case("TP4 x PP2 + SP", **(TP2_PP2 | {"tp": 4}), steps=[ROWS, TEXT_LAST]),
+        case("TP2 x PP2 x VPP2 x DP2 + SP, tied", **TP2_PP2, tied=True, vpp=2, steps=THREE_STEPS),
+        case("EP8, experts", MOE, ep=8, overlap=True, steps=[ROWS * 2, TEXT_LAST * 2]),
+        case("EP4 x TP2 x PP2 + SP, experts", MOE, **TP2_PP2, ep=4, steps=[TEXT_LAST, ROWS]),
+        case("DP8, qwen2_vl", Q2, overlap=True, steps=[ROWS * 2, TEXT_LAST * 2, ROWS * 2]),
+        case("TP2 x PP2 x VPP2 x DP2 + SP, qwen3_vl", Q3, **TP2_PP2, vpp=2, steps=[TEXT_LAST, ROWS]),
+        case("TP2 x PP4", tp=2, pp=4),
     ],
 }
 
@@ -380,17 +200,8 @@ def main() -> int:
     write_cases(cases, work / "cases.json")
     out = (args.out or work) / f"parity_{args.ranks}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(args.ranks),
-    ]
-
     worker = ["-m", "toolkit.parity.worker", str(work / "cases.json"), str(out), args.platform]
-    done = subprocess.run([*launch, *worker], check=False)
+    done = subprocess.run([*torchrun(args.ranks), *worker], check=False)
     for name, result in json.loads(out.read_text()).items():
         for number, step in enumerate(result.get("steps", [])):
             error, theirs = step["gradient_error"], step["transformers_bf16_gradient_error"]

@@ -285,10 +285,7 @@ def activation_error(name: str, rows: int, width: int, *, is_gated: bool = False
     activate = partial(biased_activation, activation_name=name, is_gated=is_gated)
     gate, *up = (x.double() + bias.double()).split(width, -1)
     expected = ACTIVATIONS[name](gate) * (up[0] if is_gated else 1)
-    errors = [
-        worst(activate(x, bias), expected, [x, bias]),
-        worst(activate(x, bias.detach()), expected, [x]),
-    ]
+    errors = [worst(activate(x, bias), expected, [x, bias]), worst(activate(x, bias.detach()), expected, [x])]
     return float(torch.tensor(errors).max())
 
 

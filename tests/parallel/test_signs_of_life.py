@@ -8,7 +8,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import pytest
@@ -65,52 +66,24 @@ def test_a_line_says_what_it_was_made_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heard", "rank"),
+    ("phases", "fields", "rank"),
     [
         # Rank 2 loads; its replica waits for its rows, the others are in a collective.
-        (
-            lambda: [
-                sign(0, FORWARD_BACKWARD),
-                sign(1, SHARING_ROWS),
-                sign(2, LOADING_ROWS),
-                sign(3, FORWARD_BACKWARD),
-            ],
-            2,
-        ),
+        ((FORWARD_BACKWARD, SHARING_ROWS, LOADING_ROWS, FORWARD_BACKWARD), {}, 2),
         # One is a whole step less far.
-        (
-            lambda: [
-                sign(0, LOADING_ROWS, 8),
-                sign(1, SAVING_CHECKPOINT, 7),
-                sign(2, LOADING_ROWS, 8),
-                sign(3, LOADING_ROWS, 8),
-            ],
-            1,
-        ),
+        ((LOADING_ROWS, SAVING_CHECKPOINT, LOADING_ROWS, LOADING_ROWS), {"step": 6}, 1),
         # All wait for a checkpoint, of which rank 3 still writes its part.
-        (
-            lambda: [
-                sign(0, SAVING_CHECKPOINT),
-                sign(1, SAVING_CHECKPOINT),
-                sign(2, SAVING_CHECKPOINT),
-                sign(3, SAVING_CHECKPOINT, background=WRITING_CHECKPOINT),
-            ],
-            3,
-        ),
+        ((SAVING_CHECKPOINT,) * 4, {"background": WRITING_CHECKPOINT}, 3),
         # A rank that says nothing is at fault, however far it was.
-        (
-            lambda: [
-                sign(0, LOADING_ROWS),
-                sign(1, FORWARD_BACKWARD, age=300),
-                sign(2, LOADING_ROWS),
-                sign(3, LOADING_ROWS),
-            ],
-            1,
-        ),
+        ((LOADING_ROWS, FORWARD_BACKWARD, LOADING_ROWS, LOADING_ROWS), {"age": 300}, 1),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(heard: Callable[[], list[Heartbeat]], rank: int) -> None:
-    verdict = diagnose_hang(signs(*heard()), 600, 8, 600)
+def test_the_rank_that_the_others_wait_for_is_named(
+    phases: Sequence[str], fields: dict[str, Any], rank: int
+) -> None:
+    """``fields`` are those of the rank at fault."""
+    heard = [sign(each, phase, **(fields if each == rank else {})) for each, phase in enumerate(phases)]
+    verdict = diagnose_hang(signs(*heard), 600, 8, 600)
     assert verdict.rank == rank and verdict.position_text.startswith(f"tp {rank}, pp 0, dp 0; step ")
     assert "failures.timeout_s (600;" in verdict.message
     assert [process.pid for process in verdict.processes] == [1000 + rank]

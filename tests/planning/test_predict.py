@@ -29,7 +29,7 @@ from megatron_vl.planning.row_statistics import RowShape, RowStatistics, make_as
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from tests.support.planned import predict_run
+from tests.support.planned import cut, predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 LEAN = (
@@ -37,108 +37,57 @@ LEAN = (
 )
 TP2 = f"--parallel.tp 2 --parallel.sequence_parallel true {LEAN}"
 PP4 = f"{LEAN} --recompute.vision full --global_batch_size 12 --parallel.pp 4"
-DECOUPLED = (
-    f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [14,14] --vision.placement decoupled"
-)
+ROWS_8 = f"--global_batch_size 8 {LEAN}"
+FULL_8 = "--global_batch_size 8 --recompute.language full --recompute.vision full"
+INTERLEAVED = "--parallel.pp 2 --parallel.vpp 2 --parallel.layers [0,5,2,9]"
+DECOUPLED = f"{ROWS_8} --parallel.pp 2 --parallel.layers [14,14] --vision.placement decoupled"
 EP2 = f"--parallel.ep 2 {LEAN}"
 NARROW, AWAY = "--optimizer.moments_dtype bfloat16", "--optimizer.offload_fraction"
 B7, B3, B8 = "Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-3B-Instruct", "Qwen3-VL-8B-Instruct"
 A3, B9, A35 = "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B"
-QUARTER = {"num_language_layers": 12, "num_vision_layers": 7}
 
 TEXT = RowStatistics("documents of 300 to 700 tokens", (RowShape((500,) * 16, loss_tokens=8000),))
 
-ROWS_8 = "--global_batch_size 8"
 MEASURED = [
-    ("7B", 3137, B7, {"num_language_layers": 10}, 1, f"{ROWS_8} {LEAN}"),
-    ("7B, text", 1916, B7, {"num_language_layers": 10}, 1, f"{ROWS_8} {LEAN}"),
-    ("9B", 3282, B9, {"num_language_layers": 12}, 1, f"{ROWS_8} {LEAN}"),
-    (
-        "30B-A3B",
-        2186,
-        A3,
-        {"num_language_layers": 6, "num_vision_layers": 3},
-        1,
-        f"{ROWS_8} {LEAN} --data.seq_len 32768",
-    ),
+    ("7B", 3137, B7, cut(10), 1, ROWS_8),
+    ("7B, text", 1916, B7, cut(10), 1, ROWS_8),
+    ("9B", 3282, B9, cut(12), 1, ROWS_8),
+    ("30B-A3B", 2186, A3, cut(6, 3), 1, f"{ROWS_8} --data.seq_len 32768"),
 ]
 """ms a step, on the rows of `megatron-vl bench`, experts evenly loaded. One H200, 2026-11-26."""
 EARLIER_MEASURED = [
-    ("DP2, 20 layers, images", 2543, B7, {"num_language_layers": 20}, 2, f"--global_batch_size 8 {LEAN}"),
-    ("DP2, 20 layers, text", 1858, B7, {"num_language_layers": 20}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("DP2, 20 layers, images", 2543, B7, cut(20), 2, ROWS_8),
+    ("DP2, 20 layers, text", 1858, B7, cut(20), 2, ROWS_8),
     ("DP4, whole", 3279, B7, {}, 4, f"--global_batch_size 16 {LEAN}"),
-    ("DP2, 10 layers", 3386, B7, {"num_language_layers": 10}, 2, f"--global_batch_size 16 {LEAN}"),
+    ("DP2, 10 layers", 3386, B7, cut(10), 2, f"--global_batch_size 16 {LEAN}"),
     ("3B, images", 1978, B3, {}, 1, "--global_batch_size 4"),
     ("3B, text", 1215, B3, {}, 1, "--global_batch_size 4"),
-    ("TP2, images", 2649, B7, {"num_language_layers": 16}, 2, f"--global_batch_size 8 {TP2}"),
-    (
-        "TP2, text",
-        484,
-        B7,
-        {"num_language_layers": 8, "num_vision_layers": 8},
-        2,
-        f"--global_batch_size 4 {TP2}",
-    ),
-    ("8B, images", 883, B8, {"num_language_layers": 9, "num_vision_layers": 7}, 1, "--global_batch_size 4"),
-    ("8B, text", 853, B8, {"num_language_layers": 9, "num_vision_layers": 7}, 1, "--global_batch_size 4"),
-    ("PP2", 3647, B7, {}, 2, f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [8,20]"),
-    ("PP2, text", 3713, B7, {}, 2, f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [8,20]"),
-    (
-        "PP2 x VPP2",
-        2643,
-        B7,
-        {"num_language_layers": 16},
-        2,
-        f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.vpp 2 --parallel.layers [0,5,2,9]",
-    ),
-    ("DP2, 4 rows a GPU", 1717, B7, {"num_language_layers": 10}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("TP2, images", 2649, B7, cut(16), 2, f"--global_batch_size 8 {TP2}"),
+    ("TP2, text", 484, B7, cut(8, 8), 2, f"--global_batch_size 4 {TP2}"),
+    ("8B, images", 883, B8, cut(9, 7), 1, "--global_batch_size 4"),
+    ("8B, text", 853, B8, cut(9, 7), 1, "--global_batch_size 4"),
+    ("PP2", 3647, B7, {}, 2, f"{ROWS_8} --parallel.pp 2 --parallel.layers [8,20]"),
+    ("PP2, text", 3713, B7, {}, 2, f"{ROWS_8} --parallel.pp 2 --parallel.layers [8,20]"),
+    ("PP2 x VPP2", 2643, B7, cut(16), 2, f"{ROWS_8} {INTERLEAVED}"),
+    ("DP2, 4 rows a GPU", 1717, B7, cut(10), 2, ROWS_8),
     ("tower on every rank", 3701, B7, {}, 2, DECOUPLED),
     ("tower on every rank, kept", 3682, B7, {}, 2, f"{DECOUPLED} --vision.keep_patches 16384"),
     ("tower on every rank, text", 2930, B7, {}, 2, DECOUPLED),
     ("PP4, even", 5143, B7, {}, 4, f"{PP4} --parallel.layers [7,7,7,7]"),
     ("PP4, planned", 3691, B7, {}, 4, f"{PP4} --parallel.layers [0,9,9,10]"),
-    ("EP2, rows of 32768", 1253, A3, QUARTER, 2, f"--global_batch_size 4 {EP2} --data.seq_len 32768"),
-    ("EP2, rows of 8192", 2267, A3, QUARTER, 2, f"--global_batch_size 16 {EP2}"),
-    ("7B on one GPU", 3374, B7, {"num_language_layers": 10}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("moments in bf16", 3384, B7, {"num_language_layers": 10}, 1, f"--global_batch_size 8 {LEAN} {NARROW}"),
-    (
-        "all computed again",
-        4404,
-        B7,
-        {"num_language_layers": 10},
-        1,
-        "--global_batch_size 8 --recompute.language full --recompute.vision full",
-    ),
-    ("offload 1", 4050, B7, {"num_language_layers": 10}, 1, f"--global_batch_size 8 {LEAN} {AWAY} 1"),
-    (
-        "offload 1, bf16",
-        3770,
-        B7,
-        {"num_language_layers": 10},
-        1,
-        f"--global_batch_size 8 {LEAN} {AWAY} 1 {NARROW}",
-    ),
-    ("3B whole, 8 rows", 3858, B3, {}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("8B, 12 layers", 3164, B8, {"num_language_layers": 12}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("30B-A3B on one GPU", 2015, A3, {"num_language_layers": 6}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("linear attention", 3508, B9, {"num_language_layers": 12}, 1, f"--global_batch_size 8 {LEAN}"),
-    (
-        "linear attention, experts, bf16",
-        2225,
-        A35,
-        {"num_language_layers": 4, "num_vision_layers": 3},
-        1,
-        f"--global_batch_size 8 --data.seq_len 32768 {LEAN} {NARROW}",
-    ),
-    (
-        "EP2, all computed again",
-        3137,
-        A3,
-        QUARTER,
-        2,
-        "--global_batch_size 8 --data.seq_len 32768 --parallel.ep 2 --recompute.language full"
-        " --recompute.vision full",
-    ),
+    ("EP2, rows of 32768", 1253, A3, cut(12, 7), 2, f"--global_batch_size 4 {EP2} --data.seq_len 32768"),
+    ("EP2, rows of 8192", 2267, A3, cut(12, 7), 2, f"--global_batch_size 16 {EP2}"),
+    ("7B on one GPU", 3374, B7, cut(10), 1, ROWS_8),
+    ("moments in bf16", 3384, B7, cut(10), 1, f"{ROWS_8} {NARROW}"),
+    ("all computed again", 4404, B7, cut(10), 1, FULL_8),
+    ("offload 1", 4050, B7, cut(10), 1, f"{ROWS_8} {AWAY} 1"),
+    ("offload 1, bf16", 3770, B7, cut(10), 1, f"{ROWS_8} {AWAY} 1 {NARROW}"),
+    ("3B whole, 8 rows", 3858, B3, {}, 1, ROWS_8),
+    ("8B, 12 layers", 3164, B8, cut(12), 1, ROWS_8),
+    ("30B-A3B on one GPU", 2015, A3, cut(6), 1, ROWS_8),
+    ("linear attention", 3508, B9, cut(12), 1, ROWS_8),
+    ("linear attention, experts, bf16", 2225, A35, cut(4, 3), 1, f"{ROWS_8} --data.seq_len 32768 {NARROW}"),
+    ("EP2, all computed again", 3137, A3, cut(12, 7), 2, f"{FULL_8} --data.seq_len 32768 --parallel.ep 2"),
 ]
 """Steps of the program and the kernels before 2026-11-25, whose rates were :data:`EARLIER_RATES`."""
 EARLIER_RATES = {
@@ -401,10 +350,8 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_stored_calibration_comes_before_that_of_the_package(stored: Path) -> None:
-    assert (
-        find_calibration("NVIDIA H200") == shipped_calibration()
-        and "from this package" in find_calibration("h200").source
-    )
+    assert find_calibration("NVIDIA H200") == shipped_calibration()
+    assert "from this package" in find_calibration("h200").source
     write_calibration(
         stored_calibration_path("H200"), dataclasses.replace(shipped_calibration(), product_tflops=500.0)
     )

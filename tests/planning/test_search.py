@@ -77,10 +77,8 @@ def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
         run = with_split(prediction.config, prediction.layout)
         assert validate_config(run, 4) == prediction.data_parallel_size
         again = predict_run(run, prediction.spec, 4, calibration=shipped_calibration("H100"))
-        assert (
-            again.step_seconds == pytest.approx(prediction.step_seconds)
-            and again.peak_gib + RESERVE_GIB <= 79.1
-        )
+        assert again.step_seconds == pytest.approx(prediction.step_seconds)
+        assert again.peak_gib + RESERVE_GIB <= 79.1
         given = parse_config(
             ["--data.seq_len", "8192", "--global_batch_size", "16", "--checkpoint.dir", "runs/x"]
             + changed_options_text(prediction.config.__class__(), prediction).split()

@@ -35,17 +35,9 @@ def built_examples(
 ) -> dict[str, Any]:
     """Core's orders of ``schedules``, and the tensors of the modules that each example builds."""
     get_platform("cpu")
-    cuda = [
-        "--fp8.recipe",
-        "tensorwise",
-        "--parallel.tp_comm_overlap",
-        "true",
-        "--model.language_attention",
-        "te",
-    ]
-
-    cuda += ["--model.window_attention", "fused"]
-    cuda += ["--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
+    cuda = "--fp8.recipe tensorwise --parallel.tp_comm_overlap true --model.language_attention te".split()
+    cuda += "--model.window_attention fused --recompute.language selective".split()
+    cuda += ["--recompute.language_modules", "[layernorm]"]
     return {
         "orders": [[order_of_chunks(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in schedules],
         "built": {name: _tensors(*example) for name, example in examples.items()},

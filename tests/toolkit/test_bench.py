@@ -41,38 +41,11 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     """A pipeline of two stages: seeded rows and a data set, started as a user does."""
     hf = tiny_checkpoint("qwen2_5_vl")
     data = prepare(tmp_path_factory.mktemp("bench"), hf)["data"]
-    options = [
-        "--rows",
-        "images,text,data",
-        "--warm-up",
-        WARM_UP,
-        "--timed",
-        TIMED,
-        "--part-steps",
-        1,
-        "--dtype",
-        "float32",
-    ]
-
-    shape = ["--data.seq_len", SEQ_LEN, "--global_batch_size", ROWS, "--data.num_workers", 1]
-    layout = ["--parallel.pp", 2, "--recompute.vision", "full", "--log.peak_tflops", 0.5]
-    command = [
-        "-m",
-        "toolkit",
-        "bench",
-        "--processes",
-        RANKS,
-        "--hf",
-        hf,
-        "--data",
-        data,
-        "--json",
-        *options,
-        *shape,
-        *layout,
-    ]
-
-    words = [sys.executable, *map(str, command)]
+    options = f"--rows images,text,data --warm-up {WARM_UP} --timed {TIMED} --part-steps 1 --dtype float32"
+    shape = f"--data.seq_len {SEQ_LEN} --global_batch_size {ROWS} --data.num_workers 1"
+    layout = "--parallel.pp 2 --recompute.vision full --log.peak_tflops 0.5"
+    command = f"-m toolkit bench --processes {RANKS} --json {options} {shape} {layout}".split()
+    words = [sys.executable, *command, "--hf", str(hf), "--data", str(data)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "gpuGetDeviceCount failed" not in done.stderr
@@ -248,20 +221,8 @@ def test_fsdp2_says_what_computes_linear_attention(monkeypatch: pytest.MonkeyPat
 
 
 def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
-    assert (
-        main(
-            [
-                "bench",
-                "--hf",
-                str(tiny_checkpoint("qwen2_5_vl")),
-                "--gpus",
-                "1000",
-                "--global_batch_size",
-                "1000",
-            ]
-        )
-        == 1
-    )
+    words = ["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    assert main([*words, *"--gpus 1000 --global_batch_size 1000".split()]) == 1
     assert "--processes 1000" in capsys.readouterr().err
 
 
@@ -280,10 +241,8 @@ def test_a_calibration_is_measured_stored_and_used(
 
     facts = json.loads(said.out)
     found, stored = facts["calibration"], read_calibration(folder / "cpu.json")
-    assert (
-        found["file"] == str(folder / "cpu.json")
-        and json.loads(json.dumps(stored.as_json())) == found["rates"]
-    )
+    assert found["file"] == str(folder / "cpu.json")
+    assert json.loads(json.dumps(stored.as_json())) == found["rates"]
     assert stored.gpu == "cpu" and stored.measured and "on 2 x cpu" in stored.provenance[0]
     step = found["steps_s"]["images"]
     assert step["measured"] == facts["workloads"]["images"]["step_s"]
@@ -291,18 +250,7 @@ def test_a_calibration_is_measured_stored_and_used(
     assert 0 < stored.product_tflops < shipped_calibration().product_tflops / 10
     assert 0 < stored.nvlink_gb_s < shipped_calibration().nvlink_gb_s and stored.collective_s > 0
 
-    dry = [
-        "train",
-        "--dry-run",
-        "--json",
-        "--nproc-per-node",
-        "2",
-        "--platform",
-        "cpu",
-        "--model.hf",
-        hf,
-        *run,
-    ]
+    dry = [*"train --dry-run --json --nproc-per-node 2 --platform cpu --model.hf".split(), hf, *run]
     assert main(dry) == 0
     speed = json.loads(capsys.readouterr().out)["speed"]
     assert speed["rates"] == f"rates of cpu from {folder / 'cpu.json'}" and speed["gpu"] == "cpu"

@@ -29,16 +29,9 @@ LR = 1e-3
 def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
     """The card of a model with fewer layers than its config, written by the command."""
     folder = tmp_path_factory.mktemp("card")
-    words = [
-        "card",
-        "--hf",
-        str(tiny_checkpoint("qwen3_vl")),
-        "--language-layers",
-        "3",
-        "--vision-layers",
-        "2",
-    ]
-    words += ["--platform", "cpu", "--seq-len", "512", "--steps", str(STEPS), "--lr", str(LR)]
+    words = ["card", "--hf", str(tiny_checkpoint("qwen3_vl"))]
+    words += "--language-layers 3 --vision-layers 2 --platform cpu --seq-len 512".split()
+    words += ["--steps", str(STEPS), "--lr", str(LR)]
     words += ["--out", str(folder / "card.json"), "--picture", str(folder / "losses.svg")]
     assert call(main, argv=words) == 0
     return folder / "card.json"
@@ -91,11 +84,9 @@ def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     hooks = docs_hooks()
     monkeypatch.setattr(hooks, "CARDS", tmp_path)
     text = site_page("qwen3_vl")
-    assert (
-        "day of qwen3_vl by" in text
-        and "day of qwen3_vl-small by" in text
-        and "day of qwen3_vl_moe" not in text
-    )
+    assert "day of qwen3_vl by" in text
+    assert "day of qwen3_vl-small by" in text
+    assert "day of qwen3_vl_moe" not in text
     assert "| ms a step | " in text and f"{card['curve']['gaps']['megatron-vl']['mean']:.1e}" in text
     assert "3 of\n4 decoder layers, 2 of 4 vision layers" in text
 

@@ -88,10 +88,8 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not exist") == len(WRONG)
-    assert (
-        "--lmu-data nowhere is not a folder" in done.stderr
-        and done.stderr.count(" is not a file; give the path of a table") == 2
-    )
+    assert "--lmu-data nowhere is not a folder" in done.stderr
+    assert done.stderr.count(" is not a file; give the path of a table") == 2
     assert "megatron-vl doctor: --data.seq_len: a field of a run needs --config RUN.yaml" in done.stderr
     assert "megatron-vl verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
     assert "megatron-vl train: no run is given: megatron-vl train --config RUN.yaml" in done.stderr

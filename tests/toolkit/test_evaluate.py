@@ -21,13 +21,7 @@ from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.tiny import tiny_checkpoint
-from tests.toolkit.evaluation import (
-    answers_letters,
-    answers_of,
-    damage,
-    photograph_table,
-    write_table,
-)
+from tests.toolkit.evaluation import answers_letters, answers_of, damage, photograph_table, write_table
 from toolkit.cli import main
 from toolkit.evaluate import evaluation
 from toolkit.evaluate.command import find_dataset
@@ -102,9 +96,8 @@ def test_an_examples_script_scores_original_round_trip_and_training(original, ta
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
     report = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
-    assert [gate["name"] for gate in report["gates"]] == ["tensors", "logits", "text", "scores"] and report[
-        "passed"
-    ]
+    assert [gate["name"] for gate in report["gates"]] == ["tensors", "logits", "text", "scores"]
+    assert report["passed"]
     assert report["questions"] == 8 and report["settings"]["processes"] == 2
     for role, folder in (("original", original), ("trained", other)):
         lines = answers_of(tmp_path / "out" / "report", role)

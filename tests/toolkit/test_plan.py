@@ -21,7 +21,7 @@ from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import tensor_table
 from tests.examples import EXAMPLES, HF_CONFIGS, read_example
-from tests.support.planned import predict_run, stage_tensors
+from tests.support.planned import cut, predict_run, stage_tensors
 from tests.support.ranks import call
 from tests.toolkit.programs import built_examples
 
@@ -39,16 +39,10 @@ PIPELINE = (
     "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true "
     "--global_batch_size 8"
 )
+OFFLOADED = "--global_batch_size 2 --optimizer.offload_fraction 1"
 MEASURED = [
     ("4 layers, text", 55.6, 1, "--global_batch_size 2", 4, 0),
-    (
-        "4 layers, text, offloaded optimizer",
-        25.4,
-        1,
-        "--global_batch_size 2 --optimizer.offload_fraction 1",
-        4,
-        0,
-    ),
+    ("4 layers, text, offloaded optimizer", 25.4, 1, OFFLOADED, 4, 0),
     ("4 layers, images", 89.0, 1, "--global_batch_size 1", 4, 23844),
     ("TP2 x PP2, images", 76.0, 4, PIPELINE, 28, 23844),
 ]
@@ -93,33 +87,9 @@ LEAN = (
 FUSED = [
     ("7B, DP4, images", 127.1, "Qwen2.5-VL-7B", 4, f"--global_batch_size 16 {LEAN}", {}, 23844),
     ("7B, DP4, text", 100.8, "Qwen2.5-VL-7B", 4, f"--global_batch_size 16 {LEAN}", {}, 0),
-    (
-        "a quarter of 7B, images",
-        70.8,
-        "Qwen2.5-VL-7B",
-        1,
-        "--global_batch_size 4",
-        {"num_language_layers": 7, "num_vision_layers": 8},
-        23844,
-    ),
-    (
-        "a quarter of Qwen3-VL-8B, images",
-        73.6,
-        "Qwen3-VL-8B",
-        1,
-        "--global_batch_size 4",
-        {"num_language_layers": 9, "num_vision_layers": 7},
-        20000,
-    ),
-    (
-        "4 layers of 30B-A3B, images",
-        65.0,
-        "Qwen3-VL-30B-A3B",
-        1,
-        "--global_batch_size 2",
-        {"num_language_layers": 4, "num_vision_layers": 3},
-        20000,
-    ),
+    ("a quarter of 7B, images", 70.8, "Qwen2.5-VL-7B", 1, "--global_batch_size 4", cut(7, 8), 23844),
+    ("a quarter of Qwen3-VL-8B, images", 73.6, "Qwen3-VL-8B", 1, "--global_batch_size 4", cut(9, 7), 20000),
+    ("4 layers of 30B-A3B, images", 65.0, "Qwen3-VL-30B-A3B", 1, "--global_batch_size 2", cut(4, 3), 20000),
 ]
 """With the window kernel and our SwiGLU, full attention by FlashAttention-2; from
 docs/log/speed.md, speed of packed image rows on H200."""

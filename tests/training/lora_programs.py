@@ -129,12 +129,7 @@ def train(live: BuiltCase, platform: Platform) -> list[float]:
 
 
 def changed_base(
-    live: BuiltCase,
-    hf: str,
-    weights: str,
-    layout: dict[str, Any],
-    lora: dict[str, Any],
-    platform: Platform,
+    live: BuiltCase, hf: str, weights: str, layout: dict[str, Any], lora: dict[str, Any], platform: Platform
 ) -> list[str]:
     """Names of the base's frozen tensors on any rank that differ from a newly built model by a bit."""
     fresh = build("fresh", hf, weights, lora, layout, platform)

@@ -299,12 +299,7 @@ def bytes_at_start(hf: str, share: float, moments: str) -> dict[str, int]:
     with Allocations() as allocations:
         built = build_optimizer(config, first.platform, wrapped)
     assert built.param_groups
-    return {
-        "most": allocations.most,
-        "left": allocations.now(),
-        "largest": max(sizes),
-        "all": sum(sizes),
-    }
+    return {"most": allocations.most, "left": allocations.now(), "largest": max(sizes), "all": sum(sizes)}
 
 
 class Allocations(TorchDispatchMode):

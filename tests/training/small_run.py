@@ -21,16 +21,7 @@ from tests.data.media import encoded
 from tests.support.ranks import python_path, run_module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LAYOUT = [
-    "--parallel.tp",
-    "2",
-    "--parallel.pp",
-    "2",
-    "--parallel.layers",
-    "[1,3]",
-    "--parallel.sequence_parallel",
-    "true",
-]
+LAYOUT = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [1,3] --parallel.sequence_parallel true".split()
 """Four ranks with uneven layers."""
 
 
@@ -63,44 +54,21 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
 
 def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6) -> list[str]:
     """The command line of a run in separate processes; later ``options`` override earlier ones."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launch, "-m", "megatron_vl.train", *options_of(prepared, run, *options, steps=steps)]
+    return [*torchrun(ranks), "-m", "megatron_vl.train", *options_of(prepared, run, *options, steps=steps)]
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The first words of a command that starts ranks on this machine."""
+    return [sys.executable, *f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()]
 
 
 def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int = 6) -> list[str]:
     """The options of a run; later ``options`` override earlier ones."""
-    common = [
-        "--model.hf",
-        prepared["hf"],
-        "--model.checkpoint",
-        prepared["weights"],
-        "--data.path",
-        prepared["data"],
-    ]
-
-    shape = [
-        "--data.seq_len",
-        "128",
-        "--global_batch_size",
-        "4",
-        "--steps",
-        steps,
-        "--dtype",
-        "float32",
-        "--platform",
-        "cpu",
-    ]
-
-    rest = [
-        "--optimizer.lr",
-        "1e-3",
-        "--optimizer.warmup_steps",
-        "2",
-        "--data.packing_buffer",
-        "8",
-    ]
-
-    return [str(part) for part in (*common, *shape, *rest, "--checkpoint.dir", run, *options)]
+    paths = ["--model.hf", prepared["hf"], "--model.checkpoint", prepared["weights"]]
+    paths += ["--data.path", prepared["data"], "--checkpoint.dir", run]
+    shape = f"--data.seq_len 128 --data.packing_buffer 8 --global_batch_size 4 --steps {steps}"
+    rest = "--dtype float32 --platform cpu --optimizer.lr 1e-3 --optimizer.warmup_steps 2"
+    return [*map(str, paths), *shape.split(), *rest.split(), *options]
 
 
 def environment() -> dict[str, str]:

@@ -162,12 +162,7 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     run.metrics_log, run.grid = SimpleNamespace(close=close), SimpleNamespace(world_size=1)
     with pytest.raises(TrainingStopped, match="the reason"), close_on_failure(run):
         raise TrainingStopped("the reason")
-    assert order == [
-        "reported the reason",
-        "trace dropped",
-        "closed",
-        "loader closed",
-    ]
+    assert order == ["reported the reason", "trace dropped", "closed", "loader closed"]
 
     with pytest.raises(OSError, match="No space left"):
         close_log_and_data_loader(run)

@@ -14,34 +14,19 @@ from megatron_vl.parallel import tp_overlap
 from megatron_vl.platform import get_platform
 from megatron_vl.training.generate import _new_token_row
 
+SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+LENGTHS: dict[str, tuple[dict[str, Any], int]] = {
+    "as they are": ({}, 3),
+    "sequence parallel": (SEQUENCE_PARALLEL, 4),
+    "tensorwise": (FP8, 128),
+    "delayed": ({**FP8, "fp8_recipe": "delayed"}, 128),
+    "blockwise": ({**FP8, "fp8_recipe": "blockwise"}, 128),
+    "sequence parallel, tensorwise": ({**FP8, **SEQUENCE_PARALLEL}, 256),
+}
 
-@pytest.mark.parametrize(
-    ("settings", "length"),
-    [
-        ({}, 3),
-        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 4),
-        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 128),
-        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 128),
-        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 128),
-        (
-            {
-                "fp8": "hybrid",
-                "fp8_recipe": "tensorwise",
-                "tensor_model_parallel_size": 2,
-                "sequence_parallel": True,
-            },
-            256,
-        ),
-    ],
-    ids=[
-        "as they are",
-        "sequence parallel",
-        "tensorwise",
-        "delayed",
-        "blockwise",
-        "sequence parallel, tensorwise",
-    ],
-)
+
+@pytest.mark.parametrize(("settings", "length"), LENGTHS.values(), ids=LENGTHS)
 def test_rows_are_filled_up_to_what_products_take(settings: dict[str, Any], length: int) -> None:
     """Transformer Engine refuses FP8 products whose number of rows is not a multiple of 8."""
     config = TransformerConfig(

@@ -25,16 +25,7 @@ from toolkit.checkpoint.contents import describe_checkpoint, lineage_lines, read
 
 pytestmark = pytest.mark.ranks
 
-QUICK = [
-    "--data.num_workers",
-    "0",
-    "--checkpoint.keep",
-    "0",
-    "--checkpoint.interval",
-    "2",
-    "--log.samples",
-    "true",
-]
+QUICK = "--data.num_workers 0 --checkpoint.keep 0 --checkpoint.interval 2 --log.samples true".split()
 
 
 @pytest.fixture(scope="module")

@@ -245,12 +245,7 @@ def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_pat
 @pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
 def test_one_message_for_all_ranks(launcher, tmp_path):
     options = [
-        "--standalone",
-        "--nproc-per-node",
-        "3",
-        "-m",
-        "megatron_vl.train",
-        "--model.hf",
+        *"--standalone --nproc-per-node 3 -m megatron_vl.train --model.hf".split(),
         str(tmp_path / "nowhere"),
     ]
 

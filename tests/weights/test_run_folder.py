@@ -160,11 +160,8 @@ def test_killed_between_setting_aside_and_naming(tmp_path: Path) -> None:
     Run(tmp_path, resume=False)
     last = find_latest_checkpoint(tmp_path)
     os.replace(last.path, aside_path(last))
-    assert find_latest_checkpoint(
-        tmp_path
-    ).checkpoint_point == last.checkpoint_point and find_latest_checkpoint(tmp_path).path.name.startswith(
-        "step_00000004.branch_"
-    )
+    assert find_latest_checkpoint(tmp_path).checkpoint_point == last.checkpoint_point
+    assert find_latest_checkpoint(tmp_path).path.name.startswith("step_00000004.branch_")
     assert Run(tmp_path).begins_at == 4
 
 
@@ -231,10 +228,8 @@ def test_a_moved_folder_and_a_single_step_of_it(tmp_path: Path) -> None:
     Run(tmp_path / "run").save(2, 4, 6)
     Run(tmp_path / "run", step=2).save(3)
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    assert (
-        find_latest_checkpoint(tmp_path / "moved").step == 3
-        and Run(tmp_path / "moved", step=2).begins_at == 3
-    )
+    assert find_latest_checkpoint(tmp_path / "moved").step == 3
+    assert Run(tmp_path / "moved", step=2).begins_at == 3
     shutil.copytree(tmp_path / "moved" / "step_00000004", tmp_path / "alone" / "step_00000004")
     assert find_latest_checkpoint(tmp_path / "alone").step == 4
 
@@ -245,10 +240,8 @@ def test_what_is_not_a_checkpoint_is_not_seen(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000007").write_text("")
     assert [saved.step for saved in saved_checkpoints(tmp_path)] == [2]
-    assert (
-        find_latest_checkpoint(tmp_path / "nowhere") is None
-        and find_latest_checkpoint(tmp_path / "step_00000007") is None
-    )
+    assert find_latest_checkpoint(tmp_path / "nowhere") is None
+    assert find_latest_checkpoint(tmp_path / "step_00000007") is None
 
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:

@@ -34,25 +34,35 @@ from megatron_vl.weights.tensor_files import (
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
-CONFIG = {
-    "model_type": "qwen2_5_vl",
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 8,
+    "intermediate_size": 43,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+TEXT = {
     "hidden_size": 32,
     "intermediate_size": 24,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
     "vocab_size": 40,
+}
+CONFIG = {
+    "model_type": "qwen2_5_vl",
+    **TEXT,
     "tie_word_embeddings": False,
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 0, 1]},
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "num_heads": 8,
-        "intermediate_size": 43,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "fullatt_block_indexes": [1],
-    },
+    "vision_config": {**TOWER, "fullatt_block_indexes": [1]},
+}
+EXPERTS = {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+ROPE = {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
+MOE_CONFIG = {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {**TEXT, "head_dim": 8, **EXPERTS, **ROPE},
+    "vision_config": {**TOWER, "num_position_embeddings": 9, "deepstack_visual_indexes": [0]},
 }
 LAYOUTS = [
     {"tp": 1},
@@ -61,35 +71,6 @@ LAYOUTS = [
     {"tp": 4, "pp": 2, "layers": [0, 4]},
     {"tp": 2, "pp": 2, "vpp": 2},
 ]
-
-
-MOE_CONFIG = {
-    "model_type": "qwen3_vl_moe",
-    "text_config": {
-        "hidden_size": 32,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "moe_intermediate_size": 12,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "mlp_only_layers": [1],
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 4,
-        "vocab_size": 40,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1]},
-    },
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "num_heads": 8,
-        "intermediate_size": 43,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "num_position_embeddings": 9,
-        "deepstack_visual_indexes": [0],
-    },
-}
 CUTS = [Sharding(ep=1), Sharding(ep=8), Sharding(ep=2, etp=3), Sharding(ep=4, etp=2), Sharding(etp=4)]
 
 
@@ -329,11 +310,9 @@ def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor
     entry = write_rank_file(tmp_path, 0, 0, full)
     write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
     reader = WeightReader(tmp_path)
-    assert (
-        reader.layout is None
-        and reader.manifest["kind"] == "full"
-        and reader.manifest["origin"] == {"hf": "somewhere"}
-    )
+    assert reader.layout is None
+    assert reader.manifest["kind"] == "full"
+    assert reader.manifest["origin"] == {"hf": "somewhere"}
     assert all(torch.equal(reader.read_shard(name), tensor) for name, tensor in full.items())
 
 
