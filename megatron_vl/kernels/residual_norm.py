@@ -95,7 +95,7 @@ def _backward_kernel(
     IS_TRAINED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``parameter_grads``, fp32 [programs, 1 or 2, WIDTH]: of weight and bias, from the rows of each program."""
+    """``parameter_grads``, fp32 [programs, 1 or 2, WIDTH]: of weight and bias, from each program's rows."""
     first_row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
     column_index = tl.arange(0, BLOCK)
