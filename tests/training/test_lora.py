@@ -21,7 +21,7 @@ from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.ranks import call, run_module
 from tests.tiny import tiny_checkpoint
 from tests.training.context_programs import moved
-from tests.training.lora_programs import dropout_masks, train_layouts
+from tests.training.lora_programs import UNCOMPARED_LOGITS, dropout_masks, train_layouts
 from tests.training.small_run import metrics, options_of, prepare, train
 
 pytestmark = pytest.mark.ranks
@@ -104,7 +104,8 @@ def test_adapters_train_alike_in_every_layout(family: str, tmp_path: Path) -> No
         assert result["base_changed"] == [], name
         assert result["tensors"] == reference["tensors"] > 50
         assert result["errors"]["exp_avg"] < 1e-4 and result["errors"]["exp_avg_sq"] < 1e-4, (name, result)
-        assert "pp" in layouts[name] or result["merged"] < 1e-5 < 1e-3 < result["base"], (name, result)
+        if not UNCOMPARED_LOGITS & layouts[name].keys():
+            assert result["merged"] < 1e-5 < 1e-3 < result["base"], (name, result)
 
 
 @pytest.mark.parametrize("family", list(LAYOUTS))
