@@ -5,8 +5,8 @@ a canonical tensor has in common with its HF tensors. Conversion reads the list 
 so each is the inverse of the other. Elements that no rectangle covers are padding, and zero. The functions
 below build the lists for all structures that occur.
 
-The families' tables (``qwen*.py``) list names as :class:`NameEntry`. They contain complete names, with ``*``
-for numbers, so that a text search for a tensor's name finds them.
+The families' tables (``qwen*.py``) list names as :class:`NameEntry`, one line for each. What follows the
+number of a layer stands whole in a line, so that a text search for it finds the line.
 """
 
 from __future__ import annotations
@@ -270,6 +270,10 @@ def _rule_with_same_columns(
 # --- Tables of names
 
 
+RuleMaker = Callable[[ModelSpec, TensorInfo, tuple[str, ...]], ConversionRule]
+"""Makes the rule of a canonical tensor from the names of its HF tensors."""
+
+
 class NameEntry(NamedTuple):
     """The tensors of one kind. In their names, ``*`` stands for the number of a layer, merger or expert."""
 
@@ -277,8 +281,22 @@ class NameEntry(NamedTuple):
     """The canonical name. Its number is the first ``*`` of the HF names."""
     hf_names: tuple[str, ...]
     """The released names of the HF tensors that it consists of."""
-    make_rule: Callable[[ModelSpec, TensorInfo, tuple[str, ...]], ConversionRule]
-    """The function that makes the rule."""
+    make_rule: RuleMaker
+
+
+def name_entries(
+    prefix: str, hf_prefix: str, table_lines: Sequence[tuple[str, str, RuleMaker]]
+) -> tuple[NameEntry, ...]:
+    """The entries of a table whose names have these prefixes.
+
+    Args:
+        table_lines: (canonical name, HF names separated by spaces, function that makes the rule).
+    """
+    entries = []
+    for name, hf_names, make_rule in table_lines:
+        full_hf_names = tuple(hf_prefix + hf_name for hf_name in hf_names.split())
+        entries.append(NameEntry(prefix + name, full_hf_names, make_rule))
+    return tuple(entries)
 
 
 def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[ConversionRule]:
