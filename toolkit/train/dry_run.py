@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import resolve_run
 from toolkit.doctor.machine_checks import query_gpus
-from toolkit.memory_table import TABLE_WIDTH, memory_table, trained_text
+from toolkit.layouts import layout_sizes_text
+from toolkit.memory_table import memory_table, trained_text, wide_console
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
@@ -200,23 +200,12 @@ def _print_offload(run_facts: dict[str, Any]) -> None:
 
 
 def _print_facts(run_facts: dict[str, Any]) -> None:
-    from rich.console import Console
-
     layout_sizes, schedule = run_facts["layout"], run_facts["schedule"]
-    experts_note = ""
-    if layout_sizes["ep"] * layout_sizes["etp"] > 1:
-        experts_note = f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
-    context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
-    if "key_ranks" in layout_sizes:
-        context += f" ({layout_sizes['key_ranks']} ranks gather keys)"
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
     if trained := trained_text(run_facts["parameters"], run_facts["trained_parameters"]):
         print(trained)
-    print(
-        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp "
-        f"{layout_sizes['vpp']} x dp {layout_sizes['dp']}{experts_note}{sequence_note}"
-    )
+    print(f"layout: {layout_sizes_text(layout_sizes)}{sequence_note}")
 
     for pipeline_stage, stage_contents in enumerate(run_facts["stages"]):
         print(f"  stage {pipeline_stage}: {', '.join(stage_contents)}")
@@ -244,8 +233,7 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
     stage_table = memory_table(
         run_facts["memory_gib"], "Memory per GPU of each pipeline stage in GiB (estimate)"
     )
-    console = Console(highlight=False, file=sys.stdout)
-    Console(width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout).print(stage_table)
+    wide_console().print(stage_table)
     _print_fits(run_facts)
     if speed_facts := run_facts["speed"]:
         print(
