@@ -164,9 +164,9 @@ def step_seconds(
     config = TrainConfig(global_batch_size=ranks * share, data=data)
     layout = make_layout(spec, 1, 1, 1, None)
     even = predict_layout(config, spec, ranks, layout, row_statistics=rows).step_seconds
-    tower = (
-        StepCosts(config, spec, layout, ranks, rows, shipped_calibration()).vision_tower_time().total_seconds
-    )
+    tower = StepCosts(
+        config, spec, layout, ranks, rows, shipped_calibration()
+    ).vision_tower_time.total_seconds
     return even + (spread - 1) * share * tower
 
 

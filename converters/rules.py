@@ -69,7 +69,7 @@ def identical_rule(
 
 
 def split_qkv_rule(
-    tensor_info: TensorInfo, hf_names: tuple[str, str, str], num_heads: int, num_groups: int, head_dim: int
+    tensor_info: TensorInfo, hf_names: tuple[str, ...], num_heads: int, num_groups: int, head_dim: int
 ) -> ConversionRule:
     """The rule of a fused QKV tensor, for separate query, key and value tensors in HF.
 
@@ -86,7 +86,7 @@ def split_qkv_rule(
 
 
 def split_gated_qkv_rule(
-    tensor_info: TensorInfo, hf_names: tuple[str, str, str], num_heads: int, num_groups: int, head_dim: int
+    tensor_info: TensorInfo, hf_names: tuple[str, ...], num_heads: int, num_groups: int, head_dim: int
 ) -> ConversionRule:
     """The same as :func:`split_qkv_rule`, with output gates.
 
@@ -350,28 +350,16 @@ def conv3d_patch_embedding(
 
 def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor consists of the query, key and value of a decoder layer."""
-    query_name, key_name, value_name = hf_names
-    language_spec = spec.language
-    return split_qkv_rule(
-        tensor_info,
-        (query_name, key_name, value_name),
-        language_spec.num_heads,
-        language_spec.num_kv_heads,
-        language_spec.head_dim,
-    )
+    language = spec.language
+    head_sizes = language.num_heads, language.num_kv_heads, language.head_dim
+    return split_qkv_rule(tensor_info, hf_names, *head_sizes)
 
 
 def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor consists of the query with output gate, the key and the value of a decoder layer."""
-    query_name, key_name, value_name = hf_names
-    language_spec = spec.language
-    return split_gated_qkv_rule(
-        tensor_info,
-        (query_name, key_name, value_name),
-        language_spec.num_heads,
-        language_spec.num_kv_heads,
-        language_spec.head_dim,
-    )
+    language = spec.language
+    head_sizes = language.num_heads, language.num_kv_heads, language.head_dim
+    return split_gated_qkv_rule(tensor_info, hf_names, *head_sizes)
 
 
 def linear_attention_input(

@@ -234,7 +234,8 @@ def _stop_if_unrecoverable(
         TrainingStopped: the message says why.
     """
     assert training_run.metrics_log is not None
-    if bad_sample_problem := training_run.metrics_log.bad_sample_problem():
+    # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
+    if bad_sample_problem := training_run.metrics_log.bad_sample_meter.stop_reason():
         raise TrainingStopped(f"{bad_sample_problem}; they are listed in quarantine.jsonl")
 
     # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the skipped

@@ -271,7 +271,7 @@ def memory_figures(bench_model: BenchModel) -> dict[str, Any]:
     if bench_model.platform.name == "cuda":
         if chunked_optimizer := chunked_state(bench_model.optimizer):
             # The buffers of copies that are still under way would count as allocated.
-            chunked_optimizer.wait_for_host_state()
+            chunked_optimizer.chunk_streamer.wait_for_host_state()
 
         # What stays allocated between steps: weights, gradients and optimizer.
         steady_gib = allocated_bytes(bench_model.platform) / GIB

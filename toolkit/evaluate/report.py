@@ -133,11 +133,11 @@ def _question_fields(result: EvaluationResult, line: dict[str, Any]) -> dict[str
     """What the page shows for a question: small pictures, and every checkpoint's answer."""
     answers = []
     for lines in result.answers.values():
-        matching_line = next((other for other in lines if other["number"] == line["number"]), None)
-        if not matching_line:
-            answers.append("missing")
-        else:
-            answers.append(NO_ANSWER if matching_line["unanswered"] else matching_line["answer"])
+        answer_text = "missing"
+        for other_line in lines:
+            if other_line["number"] == line["number"]:
+                answer_text = NO_ANSWER if other_line["unanswered"] else other_line["answer"]
+        answers.append(answer_text)
 
     # A hostile table may have written these names (docs/evaluation.md): no devices, no pipes.
     pictures = []

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
-from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.gpus import calibration_for_platform, query_gpus
 from megatron_vl.planning.memory import (
     GPU_MEMORY_GIB,
     RESERVE_GIB,
@@ -27,7 +28,6 @@ from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import resolve_run
-from toolkit.doctor.machine_checks import query_gpus
 from toolkit.layouts import layout_sizes_text
 from toolkit.memory_table import memory_table, trained_text, wide_console
 
@@ -77,7 +77,7 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
             "dp": data_parallel_size,
             "sequence_parallel": config.parallel.sequence_parallel,
         },
-        "stages": [_stage_contents(spec, layout, stage) for stage in range(layout.pp)],
+        "stages": list(map(partial(_stage_contents, spec, layout), range(layout.pp))),
         "rows_per_step": config.global_batch_size,
         "tokens_per_step": config.global_batch_size * config.data.seq_len,
         "pass": _data_pass(config, spec),
