@@ -34,7 +34,13 @@ def run_steps(training_run: TrainingRun) -> None:
     config, last_step = training_run.config, training_run.resolved_run.last_step
     print_run_summary(training_run)
     training_run.metrics_log = _open_metrics_log(training_run)
-    batch_broadcast = _open_batch_broadcast(training_run)
+    batch_broadcast = BatchBroadcast(
+        training_run.grid,
+        training_run.platform,
+        training_run.data_loader,
+        config.global_batch_size // training_run.grid.dp,
+        vision_spec=training_run.spec.vision,
+    )
     consecutive_skips: list[str] = []
     stop_requested = False
 
@@ -60,16 +66,6 @@ def run_steps(training_run: TrainingRun) -> None:
             evaluate_if_due(training_run)
 
     _finish_run(training_run, stop_requested)
-
-
-def _open_batch_broadcast(training_run: TrainingRun) -> BatchBroadcast:
-    return BatchBroadcast(
-        training_run.grid,
-        training_run.platform,
-        training_run.data_loader,
-        training_run.config.global_batch_size // training_run.grid.dp,
-        vision_spec=training_run.spec.vision,
-    )
 
 
 def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> StepResult:
