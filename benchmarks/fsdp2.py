@@ -401,7 +401,7 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
     figures = {
         "system": f"transformers {transformers.__version__} + {'PEFT' if config.lora.rank else 'FSDP2'}",
-        "machine": report.describe_machine(options, device, peak),
+        "machine": report.describe_machine(device, peak),
         "model": report.describe_model(options, spec),
         "notes": notes,
         "workloads": workloads,

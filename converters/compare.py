@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -137,11 +138,6 @@ def _match_renamed_tensors(
     return renamed_tensors
 
 
-def _element_count(shape: tuple[int, ...]) -> int:
-    rows, col_count = matrix_shape(shape)
-    return rows * col_count
-
-
 def _element_bytes(dtype_code: str) -> int:
     """Bytes of an element. The first number in a code such as ``BF16`` or ``F8_E4M3`` is the number of bits;
     ``BOOL`` has none."""
@@ -170,7 +166,7 @@ def compare_weights(
     compared_bytes = 0
     for name, shape in first_checkpoint.shape_by_name.items():
         if name in second_checkpoint.shape_by_name:
-            compared_bytes += _element_count(shape) * _element_bytes(first_checkpoint.code_by_name[name])
+            compared_bytes += math.prod(shape) * _element_bytes(first_checkpoint.code_by_name[name])
 
     progress_bar = ProgressBar("verify", compared_bytes)
     compare_tensor = partial(
@@ -258,7 +254,7 @@ def _compare_bits(
         return None
     return TensorDifference(
         tensor_name,
-        f"{differing_elements} of {_element_count(first_checkpoint.shape_by_name[tensor_name])} "
+        f"{differing_elements} of {math.prod(first_checkpoint.shape_by_name[tensor_name])} "
         f"elements differ, the first at {first_difference}, by at most {largest_difference:.3g}",
     )
 
@@ -272,7 +268,7 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
     for file_name, tensor_reader in reader_by_file.items():
         for name, digest in weight_reader.manifest["files"][file_name]["tensors"].items():
             stored_tensors.append((file_name, name, digest))
-            total_bytes += _element_count(tensor_reader.shape(name)) * tensor_reader.dtype(name).itemsize
+            total_bytes += math.prod(tensor_reader.shape(name)) * tensor_reader.dtype(name).itemsize
 
     progress_bar = ProgressBar("verify", total_bytes)
 

@@ -9,8 +9,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +27,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
-from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region
+from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
@@ -33,7 +35,6 @@ from megatron_vl.weights.tensor_files import (
     WeightsError,
     dtype_name,
     make_safetensors_header,
-    matrix_shape,
     read_safetensors_header,
 )
 from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry, weights_video_rule
@@ -383,11 +384,11 @@ def _plan_files(
     file_groups: list[list[str]] = [[]]
     group_bytes = 0
     for tensor_name, (dtype, shape) in stored_types.items():
-        row_count, col_count = matrix_shape(shape)
-        group_bytes += row_count * col_count * dtype.itemsize
+        tensor_bytes = CopyJob.tensor_bytes(dtype, shape)
+        group_bytes += tensor_bytes
         if file_groups[-1] and group_bytes > MAX_FILE_BYTES:
             file_groups.append([])
-            group_bytes = row_count * col_count * dtype.itemsize
+            group_bytes = tensor_bytes
         file_groups[-1].append(tensor_name)
 
     tensors_by_file = {}
@@ -434,12 +435,19 @@ def _shard_job(
     dtype = source.dtype(tensor_info.name)
     source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
 
-    def read(shard_region: MatrixRegion) -> Tensor:
-        return gather_region(
-            source_blocks, shard_region, lambda name, full: source.read_region(str(name), full), dtype
-        )
+    read_region = _gather_from(source, source_blocks, dtype)
+    return CopyJob(writer, tensor_info.name, tensor_info.shard_shape(sharding), dtype, read_region)
 
-    return CopyJob(writer, tensor_info.name, tensor_info.shard_shape(sharding), dtype, read)
+
+def _gather_from(
+    source: WeightSource, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
+) -> Callable[[MatrixRegion], Tensor]:
+    """Reads regions of a tensor that consists of these blocks of the source's tensors."""
+
+    def read_block(tensor_name: object, block_region: MatrixRegion) -> Tensor:
+        return source.read_region(str(tensor_name), block_region)
+
+    return lambda region: gather_region(source_blocks, region, read_block, dtype)
 
 
 # --- To Hugging Face ----------------------------------------------------------------------------------------
@@ -639,27 +647,15 @@ def _hf_job(source: WeightSource, hf_checkpoint: HfCheckpoint, writer: TensorWri
     dtype = hf_checkpoint.hf_dtype(hf_name)
     stored_name = hf_checkpoint.stored_name_by_released[hf_name]
 
-    def read(hf_region: MatrixRegion) -> Tensor:
-        return gather_region(
-            canonical_blocks, hf_region, lambda name, full: source.read_region(str(name), full), dtype
-        )
-
-    return CopyJob(writer, stored_name, hf_checkpoint.tensor_folder.shape(stored_name), dtype, read)
+    stored_shape = hf_checkpoint.tensor_folder.shape(stored_name)
+    return CopyJob(writer, stored_name, stored_shape, dtype, _gather_from(source, canonical_blocks, dtype))
 
 
 def _carried_job(hf_checkpoint: HfCheckpoint, writer: TensorWriter, stored_name: str) -> CopyJob:
     """The job that copies a tensor which is not part of the model from the original folder."""
-
-    def read(hf_region: MatrixRegion) -> Tensor:
-        return hf_checkpoint.tensor_folder.read_region(stored_name, hf_region)
-
-    return CopyJob(
-        writer,
-        stored_name,
-        hf_checkpoint.tensor_folder.shape(stored_name),
-        hf_checkpoint.tensor_folder.dtype(stored_name),
-        read,
-    )
+    folder = hf_checkpoint.tensor_folder
+    shape, dtype = folder.shape(stored_name), folder.dtype(stored_name)
+    return CopyJob(writer, stored_name, shape, dtype, partial(folder.read_region, stored_name))
 
 
 def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:

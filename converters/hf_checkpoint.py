@@ -50,10 +50,7 @@ _NAME_STYLES = (("model.language_model.", "model."), ("model.visual.", "visual."
 
 
 def short_tensor_name(tensor_name: str) -> str:
-    """The name of a tensor in the style ``model.*`` and ``visual.*``.
-
-    ``model.language_model.*`` becomes ``model.*``, and ``model.visual.*`` becomes ``visual.*``.
-    """
+    """The name of a tensor in the style ``model.*`` and ``visual.*``."""
     for long_prefix, short_prefix in _NAME_STYLES:
         if tensor_name.startswith(long_prefix):
             return short_prefix + tensor_name.removeprefix(long_prefix)
@@ -398,9 +395,9 @@ class HfCheckpoint:
         if is_equal:
             # In regions, because the vocabulary's matrix may take gigabytes.
             for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize):
-                is_equal = is_equal and _are_bitwise_equal(
-                    folder.read_region(output_name, region), folder.read_region(embedding_name, region)
-                )
+                output_bytes = folder.read_region(output_name, region).contiguous().view(torch.uint8)
+                embedding_bytes = folder.read_region(embedding_name, region).contiguous().view(torch.uint8)
+                is_equal = is_equal and torch.equal(output_bytes, embedding_bytes)
 
         if not is_equal:
             raise WeightsError(
@@ -474,7 +471,3 @@ def _read_spec(config_path: Path) -> ModelSpec:
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         # The file is not JSON, or a field has an unexpected type.
         raise ConfigError(f"{config_path} is invalid: {type(error).__name__}: {error}") from error
-
-
-def _are_bitwise_equal(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

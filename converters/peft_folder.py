@@ -455,19 +455,10 @@ class PeftFolder:
         """Rank and alpha of a matrix: those of the first patterns that match, as PEFT does it."""
         rank_patterns = self.config.get("rank_pattern") or {}
         default_rank = self.config.get("r", 8)
-        rank = pattern_value(
-            rank_patterns,
-            hf_name,
-            default_rank,
-        )
-
+        rank = pattern_value(rank_patterns, hf_name, default_rank)
         alpha_patterns = self.config.get("alpha_pattern") or {}
         default_alpha = self.config.get("lora_alpha", 8)
-        alpha = pattern_value(
-            alpha_patterns,
-            hf_name,
-            default_alpha,
-        )
+        alpha = pattern_value(alpha_patterns, hf_name, default_alpha)
         return rank, alpha
 
     def _check_shape(self, hf_name: str, letter: str, factor: Tensor, shape: tuple[int, ...]) -> None:

@@ -9,94 +9,55 @@ from __future__ import annotations
 from megatron_vl.spec.families import ModelSpec
 
 from . import qwen3_vl
+from .qwen2_vl import DECODER_LAYER
+from .qwen3_vl import HF_DECODER_LAYER
 from .rules import (
     ConversionRule,
     ExpertStyle,
-    NameEntry,
     language_gated_qkv,
     linear_attention_input,
+    name_entries,
     rules_from_entries,
     shared_gated,
     unchanged_tensor,
 )
 
-GATED_ATTENTION = NameEntry(
-    "language_model.decoder.layers.*.self_attention.linear_qkv.weight",
+LANGUAGE = tuple(
+    entry._replace(make_rule=language_gated_qkv) if entry.name.endswith(".linear_qkv.weight") else entry
+    for entry in qwen3_vl.LANGUAGE
+)
+
+LINEAR_ATTENTION = name_entries(
+    DECODER_LAYER,
+    HF_DECODER_LAYER,
     (
-        "model.language_model.layers.*.self_attn.q_proj.weight",
-        "model.language_model.layers.*.self_attn.k_proj.weight",
-        "model.language_model.layers.*.self_attn.v_proj.weight",
-    ),
-    language_gated_qkv,
-)
-
-LANGUAGE = (
-    *(entry for entry in qwen3_vl.LANGUAGE if entry.name != GATED_ATTENTION.name),
-    GATED_ATTENTION,
-)
-
-LINEAR_ATTENTION = (
-    NameEntry(
-        "language_model.decoder.layers.*.self_attention.in_proj.layer_norm_weight",
-        ("model.language_model.layers.*.input_layernorm.weight",),
-        unchanged_tensor,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.self_attention.in_proj.weight",
+        ("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight", unchanged_tensor),
         (
-            "model.language_model.layers.*.linear_attn.in_proj_qkv.weight",
-            "model.language_model.layers.*.linear_attn.in_proj_z.weight",
-            "model.language_model.layers.*.linear_attn.in_proj_b.weight",
-            "model.language_model.layers.*.linear_attn.in_proj_a.weight",
+            "self_attention.in_proj.weight",
+            "linear_attn.in_proj_qkv.weight linear_attn.in_proj_z.weight "
+            "linear_attn.in_proj_b.weight linear_attn.in_proj_a.weight",
+            linear_attention_input,
         ),
-        linear_attention_input,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.self_attention.conv1d.weight",
-        ("model.language_model.layers.*.linear_attn.conv1d.weight",),
-        unchanged_tensor,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.self_attention.A_log",
-        ("model.language_model.layers.*.linear_attn.A_log",),
-        unchanged_tensor,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.self_attention.dt_bias",
-        ("model.language_model.layers.*.linear_attn.dt_bias",),
-        unchanged_tensor,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.self_attention.out_norm.weight",
-        ("model.language_model.layers.*.linear_attn.norm.weight",),
-        unchanged_tensor,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.self_attention.out_proj.weight",
-        ("model.language_model.layers.*.linear_attn.out_proj.weight",),
-        unchanged_tensor,
+        ("self_attention.conv1d.weight", "linear_attn.conv1d.weight", unchanged_tensor),
+        ("self_attention.A_log", "linear_attn.A_log", unchanged_tensor),
+        ("self_attention.dt_bias", "linear_attn.dt_bias", unchanged_tensor),
+        ("self_attention.out_norm.weight", "linear_attn.norm.weight", unchanged_tensor),
+        ("self_attention.out_proj.weight", "linear_attn.out_proj.weight", unchanged_tensor),
     ),
 )
 """Layers with linear attention have these tensors instead of those of softmax attention."""
 
-SHARED_EXPERT = (
-    NameEntry(
-        "language_model.decoder.layers.*.mlp.shared_experts.linear_fc1.weight",
+SHARED_EXPERT = name_entries(
+    DECODER_LAYER,
+    HF_DECODER_LAYER,
+    (
         (
-            "model.language_model.layers.*.mlp.shared_expert.gate_proj.weight",
-            "model.language_model.layers.*.mlp.shared_expert.up_proj.weight",
+            "mlp.shared_experts.linear_fc1.weight",
+            "mlp.shared_expert.gate_proj.weight mlp.shared_expert.up_proj.weight",
+            shared_gated,
         ),
-        shared_gated,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.mlp.shared_experts.linear_fc2.weight",
-        ("model.language_model.layers.*.mlp.shared_expert.down_proj.weight",),
-        unchanged_tensor,
-    ),
-    NameEntry(
-        "language_model.decoder.layers.*.mlp.shared_experts.gate_weight",
-        ("model.language_model.layers.*.mlp.shared_expert_gate.weight",),
-        unchanged_tensor,
+        ("mlp.shared_experts.linear_fc2.weight", "mlp.shared_expert.down_proj.weight", unchanged_tensor),
+        ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", unchanged_tensor),
     ),
 )
 

@@ -5,8 +5,8 @@ a canonical tensor has in common with its HF tensors. Conversion reads the list 
 so each is the inverse of the other. Elements that no rectangle covers are padding, and zero. The functions
 below build the lists for all structures that occur.
 
-The families' tables (``qwen*.py``) list names as :class:`NameEntry`. They contain complete names, with ``*``
-for numbers, so that a text search for a tensor's name finds them.
+The families' tables (``qwen*.py``) list names as :class:`NameEntry`, one line for each. What follows the
+number of a layer stands whole in a line, so that a text search for it finds the line.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def identical_rule(
 
 
 def split_qkv_rule(
-    tensor_info: TensorInfo, hf_names: tuple[str, str, str], num_heads: int, num_groups: int, head_dim: int
+    tensor_info: TensorInfo, hf_names: tuple[str, ...], num_heads: int, num_groups: int, head_dim: int
 ) -> ConversionRule:
     """The rule of a fused QKV tensor, for separate query, key and value tensors in HF.
 
@@ -86,7 +86,7 @@ def split_qkv_rule(
 
 
 def split_gated_qkv_rule(
-    tensor_info: TensorInfo, hf_names: tuple[str, str, str], num_heads: int, num_groups: int, head_dim: int
+    tensor_info: TensorInfo, hf_names: tuple[str, ...], num_heads: int, num_groups: int, head_dim: int
 ) -> ConversionRule:
     """The same as :func:`split_qkv_rule`, with output gates.
 
@@ -270,6 +270,10 @@ def _rule_with_same_columns(
 # --- Tables of names
 
 
+RuleMaker = Callable[[ModelSpec, TensorInfo, tuple[str, ...]], ConversionRule]
+"""Makes the rule of a canonical tensor from the names of its HF tensors."""
+
+
 class NameEntry(NamedTuple):
     """The tensors of one kind. In their names, ``*`` stands for the number of a layer, merger or expert."""
 
@@ -277,8 +281,22 @@ class NameEntry(NamedTuple):
     """The canonical name. Its number is the first ``*`` of the HF names."""
     hf_names: tuple[str, ...]
     """The released names of the HF tensors that it consists of."""
-    make_rule: Callable[[ModelSpec, TensorInfo, tuple[str, ...]], ConversionRule]
-    """The function that makes the rule."""
+    make_rule: RuleMaker
+
+
+def name_entries(
+    prefix: str, hf_prefix: str, table_lines: Sequence[tuple[str, str, RuleMaker]]
+) -> tuple[NameEntry, ...]:
+    """The entries of a table whose names have these prefixes.
+
+    Args:
+        table_lines: (canonical name, HF names separated by spaces, function that makes the rule).
+    """
+    entries = []
+    for name, hf_names, make_rule in table_lines:
+        full_hf_names = tuple(hf_prefix + hf_name for hf_name in hf_names.split())
+        entries.append(NameEntry(prefix + name, full_hf_names, make_rule))
+    return tuple(entries)
 
 
 def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[ConversionRule]:
@@ -332,28 +350,16 @@ def conv3d_patch_embedding(
 
 def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor consists of the query, key and value of a decoder layer."""
-    query_name, key_name, value_name = hf_names
-    language_spec = spec.language
-    return split_qkv_rule(
-        tensor_info,
-        (query_name, key_name, value_name),
-        language_spec.num_heads,
-        language_spec.num_kv_heads,
-        language_spec.head_dim,
-    )
+    language = spec.language
+    head_sizes = language.num_heads, language.num_kv_heads, language.head_dim
+    return split_qkv_rule(tensor_info, hf_names, *head_sizes)
 
 
 def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor consists of the query with output gate, the key and the value of a decoder layer."""
-    query_name, key_name, value_name = hf_names
-    language_spec = spec.language
-    return split_gated_qkv_rule(
-        tensor_info,
-        (query_name, key_name, value_name),
-        language_spec.num_heads,
-        language_spec.num_kv_heads,
-        language_spec.head_dim,
-    )
+    language = spec.language
+    head_sizes = language.num_heads, language.num_kv_heads, language.head_dim
+    return split_gated_qkv_rule(tensor_info, hf_names, *head_sizes)
 
 
 def linear_attention_input(

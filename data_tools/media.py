@@ -219,14 +219,14 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
     if not isinstance(frame_sequence.pictures, str):
         return list(frame_sequence.pictures)
     frame_dir = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
+    ordered_names = []
     try:
-        picture_names = []
         for path in frame_dir.iterdir():
-            if path.suffix[1:].lower() in PICTURE_SUFFIXES:
-                picture_names.append(path.name)
+            if path.suffix[1:].lower() in PICTURE_SUFFIXES and not path.name.startswith("."):
+                ordered_names.append((natural_order(path.name), path.name))
     except OSError as error:
         raise RecordError("medium unreadable", f"{frame_sequence}: {error.strerror}") from error
-    ordered_names = sorted((natural_order(name), name) for name in picture_names if not name.startswith("."))
+    ordered_names.sort()
     if not ordered_names:
         raise RecordError("no frames", f"the folder {frame_sequence} holds no pictures")
     for (previous_key, previous_name), (next_key, next_name) in itertools.pairwise(ordered_names):
@@ -238,10 +238,7 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
 
 
 def natural_order(file_name: str) -> list[tuple[int, str]]:
-    """A key that sorts file names by the numbers in them: frame_2 comes before frame_10.
-
-    The suffix does not count.
-    """
+    """A key that sorts names without suffixes by the numbers in them: frame_2 comes before frame_10."""
     name_pieces = re.split(r"([0-9]+)", file_name.rpartition(".")[0])
     return [(int(piece), "") if i % 2 else (0, piece) for i, piece in enumerate(name_pieces)]
 

@@ -204,11 +204,6 @@ def _publish_sizes(sizes_dir: Path, work_dir: Path, tasks: Sequence[_ShardTask],
     durable_files.rename_path(joined_dir, sizes_dir)
 
 
-def _process_suffix() -> str:
-    """A part of a name that no other process takes."""
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
     samples, media = (np.load(sizes_dir / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
     total_bytes = sum(file.stat().st_size for file in sizes_dir.iterdir())
@@ -329,8 +324,9 @@ def _measure_shard(task_number: int) -> None:
         media_count += len(sample_media)
         sample_rows.append((text_tokens, media_count))
 
+    process_suffix = f"{socket.gethostname()}-{os.getpid()}"  # no other process takes it
     partial_path = task.result_path.with_name(
-        f"{task.result_path.stem}-{_process_suffix()}{durable_files.PARTIAL_SUFFIX}"
+        f"{task.result_path.stem}-{process_suffix}{durable_files.PARTIAL_SUFFIX}"
     )
     with partial_path.open("wb") as partial_file:
         np.savez(

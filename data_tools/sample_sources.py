@@ -143,16 +143,10 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
     drawn_sources = []
     split_datasets = list_split_datasets(description, split)
     for blend_source, (dataset, split_name) in zip(sized_sources, split_datasets, strict=True):
-        if blend_source.sample_share:
+        if share := blend_source.sample_share:
+            drawn_range = blend_source.first_sample, blend_source.sample_count
             drawn_sources.append(
-                SampleSource(
-                    blend_source.source_name,
-                    dataset,
-                    split_name,
-                    blend_source.sample_share,
-                    blend_source.first_sample,
-                    blend_source.sample_count,
-                )
+                SampleSource(blend_source.source_name, dataset, split_name, share, *drawn_range)
             )
 
     if not sum(source.shard_starts[-1] for source in drawn_sources):

@@ -106,9 +106,11 @@ def layout_sizes_text(layout_sizes: Mapping[str, Any]) -> str:
     """The sizes of a layout in one line; context and expert parallelism only where they are used.
 
     Args:
-        layout_sizes: tp, pp, vpp, dp, ep, etp and, if it is more than 1, cp.
+        layout_sizes: tp, pp, vpp, dp, ep, etp and, if they are more than 1, cp and key_ranks.
     """
     context_text = f" x cp {layout_sizes['cp']}" if layout_sizes.get("cp", 1) > 1 else ""
+    if "key_ranks" in layout_sizes:
+        context_text += f" ({layout_sizes['key_ranks']} ranks gather keys)"
     layout_text = (
         f"tp {layout_sizes['tp']}{context_text} x pp {layout_sizes['pp']} x "
         f"vpp {layout_sizes['vpp']} x dp {layout_sizes['dp']}"

@@ -8,6 +8,7 @@ from typing import get_args
 
 from megatron_vl.config import VideoPositions, VideoPrompt
 from megatron_vl.errors import UsageError, UserError
+from toolkit.options import option_flag
 
 RELEASED_RULE = "released"
 VALID_RULES = {"video_positions": get_args(VideoPositions), "video_prompt": get_args(VideoPrompt)}
@@ -33,10 +34,9 @@ def resolve_video_rules(
         UserError: this version does not know the checkpoint's rule.
     """
     for field_name, trained_rule in trained_rules.items():
-        option_flag = "--" + field_name.replace("_", "-")
         if asked_rules.get(field_name, trained_rule) != trained_rule:
             raise UsageError(
-                f"{option_flag} {asked_rules[field_name]} contradicts {checkpoint_dir}, "
+                f"{option_flag(field_name)} {asked_rules[field_name]} contradicts {checkpoint_dir}, "
                 f"which was trained under {trained_rule!r}: leave the option out"
             )
         if trained_rule not in VALID_RULES[field_name]:

@@ -25,9 +25,5 @@ class VideoRuleOptions(CommandOptions):
 
     def asked_rules(self) -> dict[str, str]:
         """The rules that were given on the command line, by the names of their options."""
-        asked_rules: dict[str, str] = {}
-        if self.video_positions is not None:
-            asked_rules["video_positions"] = self.video_positions
-        if self.video_prompt is not None:
-            asked_rules["video_prompt"] = self.video_prompt
-        return asked_rules
+        rules = {"video_positions": self.video_positions, "video_prompt": self.video_prompt}
+        return {name: rule for name, rule in rules.items() if rule is not None}

@@ -51,13 +51,13 @@ UNSUPERVISED_FIELDS = {
 """Fields that belong to the task and have no place in a supervised sample."""
 
 
-def read_prompt(record: Any, format_name: str = "") -> Conversation:
+def read_prompt(record: Any) -> Conversation:
     """Reads what is said before the requested answer: a record without a last turn that is the assistant's.
 
     Raises:
         RecordError: like :func:`read_conversation`, but the record need not contain anything to learn.
     """
-    conversation = read_conversation(record, format_name, is_prompt=True)
+    conversation = read_conversation(record, is_prompt=True)
     drop_last_answer(conversation)
     if not conversation.messages or conversation.messages[-1]["role"] not in ("user", "tool"):
         raise RecordError("no user turn", "a prompt must end with a user's turn")

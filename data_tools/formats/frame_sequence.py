@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -10,22 +11,7 @@ from megatron_vl.data.sample.frame_archive import MAX_FRAME_RATE, MIN_FRAME_RATE
 
 from .conversation import RecordError, shorten_value
 
-VIDEO_SUFFIXES = {
-    "mp4",
-    "mov",
-    "mkv",
-    "webm",
-    "avi",
-    "mpg",
-    "mpeg",
-    "m4v",
-    "flv",
-    "wmv",
-    "ts",
-    "gif",
-    "ogv",
-    "3gp",
-}
+VIDEO_SUFFIXES = set("mp4 mov mkv webm avi mpg mpeg m4v flv wmv ts gif ogv 3gp".split())
 FRAME_RATE_KEYS = ("sample_fps", "fps", "raw_fps")
 """Keys of a frame rate, in pictures a second. The first that has a value counts. The last one is the rate of
 the video that a folder was made of."""
@@ -80,10 +66,8 @@ def read_frame_rate(
 
     rate_value = json_object[rate_key]
     if isinstance(rate_value, str):  # Qwen's own documentation writes '1'
-        try:
+        with contextlib.suppress(ValueError):
             rate_value = float(rate_value)
-        except ValueError:
-            pass
     if not is_frame_rate(rate_value):
         raise RecordError(
             "bad frame rate",

@@ -112,10 +112,6 @@ class RecordReader:
     def note_ignored_keys(
         self, key_location: str, json_object: dict[str, Any], *read_keys: str | None
     ) -> None:
-        """Notes the keys of an object that have a value and are not among ``read_keys``.
-
-        Exported tables write empty values for absent keys, so these do not count.
-        """
         self.ignored_keys += unread_keys(key_location, json_object, *read_keys)
 
     def listed_references(self, record: dict[str, Any], field_name: str) -> list[tuple[Any, str]]:
@@ -445,7 +441,10 @@ class RecordReader:
 def unread_keys(
     key_location: str, json_object: dict[str, Any], *read_keys: str | None
 ) -> list[tuple[str, str]]:
-    """(location, key) of each key of an object that has a value and is not ``read_keys``."""
+    """(location, key) of each key of an object that has a value and is not ``read_keys``.
+
+    Exported tables write empty values for absent keys, so these do not count.
+    """
     located_keys: list[tuple[str, str]] = []
     for key, value in json_object.items():
         if key not in read_keys and value not in EMPTY_VALUES:

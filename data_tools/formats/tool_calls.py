@@ -15,9 +15,7 @@ MAX_JSON_DEPTH = 200
 """Levels of lists and objects in a function or in arguments."""
 
 
-def read_tools(
-    record: dict[str, Any], tool_fields: tuple[str, ...] = ("tools", "functions")
-) -> list[dict[str, Any]]:
+def read_tools(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The record's functions, each as ``{"type": "function", "function": {...}}``.
 
     They may be a list or a JSON text of one, and each may be the function alone.
@@ -25,7 +23,9 @@ def read_tools(
     Raises:
         RecordError: they are something else.
     """
-    present_fields = [key for key in tool_fields if record.get(key) not in (None, "", [], {}, "[]")]
+    present_fields = [
+        key for key in ("tools", "functions") if record.get(key) not in (None, "", [], {}, "[]")
+    ]
     if not present_fields:
         return []
     if len(present_fields) > 1:

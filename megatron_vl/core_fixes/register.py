@@ -51,26 +51,6 @@ def check_core_version() -> None:
     )
 
 
-@dataclass(frozen=True)
-class DependencyFix:
-    """One place where this project changes a dependency or uses its internals."""
-
-    fix_location: str
-    """The code of the fix, as ``module:name``."""
-    touched_names: tuple[str, ...]
-    """Dotted names of what is replaced, of what is subclassed because of its internals, and of private names
-    that are used."""
-    fix_reason: str
-    written_for: str
-    """The package and version that the fix was written for."""
-    upstream_issue: str
-    """The thread that reports the fault, as ``owner/repository#number``. Without one, it is
-    :data:`NOT_REPORTED`, and ``docs/upstream.md`` has the text of a report, which names ``fix_location``."""
-    removal_condition: str
-    guarding_test: str
-    """The ``file::test`` that fails if the fix is removed or no longer needed."""
-
-
 NOT_REPORTED = "not reported"
 """No thread about the fault was found when the entry was written."""
 
@@ -81,6 +61,27 @@ _ENERGON = "megatron-energon 7.4.1"
 _TRANSFORMERS = "transformers 5.17.0"
 _PARITY = "tests/distributed/test_parity.py::test_parity"
 
+
+@dataclass(frozen=True)
+class DependencyFix:
+    """One place where this project changes a dependency or uses its internals."""
+
+    fix_location: str
+    """The code of the fix, as ``module:name``."""
+    touched_names: tuple[str, ...]
+    """Dotted names of what is replaced, of what is subclassed because of its internals, and of private names
+    that are used."""
+    fix_reason: str
+    removal_condition: str
+    guarding_test: str
+    """The ``file::test`` that fails if the fix is removed or no longer needed."""
+    written_for: str = _CORE
+    """The package and version that the fix was written for."""
+    upstream_issue: str = NOT_REPORTED
+    """The thread that reports the fault, as ``owner/repository#number``. Without one, ``docs/upstream.md``
+    has the text of a report, which names ``fix_location``."""
+
+
 DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     # Whole processes
     DependencyFix(
@@ -90,8 +91,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core wraps some forty small functions in torch.compile while it is imported, which takes two"
             " seconds of every start on CPU."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core compiles when a function is first called",
         guarding_test="tests/test_start.py::test_core_is_imported_without_inductor",
     ),
@@ -103,7 +102,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             " not used here: two seconds of every process that reads a tokenizer."
         ),
         written_for=_TRANSFORMERS,
-        upstream_issue=NOT_REPORTED,
         removal_condition="transformers imports it when it is used",
         guarding_test="tests/test_start.py::test_transformers_is_imported_without_scikit_learn",
     ),
@@ -115,7 +113,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             " store would be one more connection to every rank."
         ),
         written_for=_TORCH,
-        upstream_issue=NOT_REPORTED,
         removal_condition="torch has a public function for the default store",
         guarding_test="tests/parallel/test_groups.py::test_ranks_begin_a_layout_together",
     ),
@@ -126,8 +123,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "The backward pass of core's jitted SwiGLU of experts is several times slower than memory"
             " bandwidth allows."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core has its own kernel on this path",
         guarding_test="tests/core_fixes/test_register.py::test_experts_take_our_swiglu",
     ),
@@ -145,7 +140,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             " corrupted heap."
         ),
         written_for=_TORCH,
-        upstream_issue=NOT_REPORTED,
         removal_condition="torch assigns the name under a lock, or no longer keeps it",
         guarding_test="tests/parallel/test_groups.py::test_gloo_groups_have_one_worker",
     ),
@@ -159,8 +153,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_reason=(
             "Every rank would print these lines at every start, and real problems would be overlooked."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="a run starts without these lines",
         guarding_test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
     ),
@@ -174,7 +166,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             " 1.7 of an H200's 4.8 TB/s."
         ),
         written_for=_TE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="the weight gradient's product takes no longer with a bias gradient",
         guarding_test="tests/kernels/test_triton_kernels.py::test_kernels_on_a_gpu",
     ),
@@ -187,8 +178,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core's switch applies to all linears at once, and its own output layer then needs a CUDA"
             " extension of APEX."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="GPTModel takes a Transformer Engine output layer",
         guarding_test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
     ),
@@ -202,8 +191,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Without APEX, core's output layer writes a gradient as large as its weight for each row, and DDP"
             " adds it."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="GPTModel takes a Transformer Engine output layer",
         guarding_test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
     ),
@@ -218,8 +205,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Even on CPU, core asks torch.cuda for devices, streams and generators, and makes tensors on"
             " device 'cuda'."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core runs without a GPU",
         guarding_test=_PARITY,
     ),
@@ -240,8 +225,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "If Transformer Engine is installed, core's optimizer and router take its kernels, also for"
             " tensors on the CPU, which they refuse."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core chooses these functions by the device of the tensors",
         guarding_test="tests/test_start.py::test_a_run_on_cpu_calls_no_kernel_of_transformer_engine",
     ),
@@ -269,7 +252,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Successive layouts in one process share their groups; core makes some thirty for each layout and"
             " keeps them."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#6897",
         removal_condition="core ends the groups of a layout when the layout ends",
         guarding_test="tests/parallel/test_groups.py::test_layouts_share_groups",
@@ -284,7 +266,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core drops only some of its groups; a gloo group that is still held when Python exits can abort"
             " the process."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#6897",
         removal_condition="core's destroy_model_parallel drops every group that it made",
         guarding_test="tests/parallel/test_groups.py::test_nothing_holds_a_group_after_the_end",
@@ -296,8 +277,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.distributed.DistributedDataParallel._make_forward_pre_hook",
         ),
         fix_reason="Core looks gathers up by parameter at each call, and not once per module.",
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core looks gathers up once per module",
         guarding_test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
     ),
@@ -310,8 +289,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Ranks that run different graphs (a row without pictures skips the tower) would start"
             " reductions in different orders and wait for each other."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core starts reductions in a fixed order",
         guarding_test=_PARITY,
     ),
@@ -325,7 +302,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "A row without pictures skips the tower, but takes part in the tower's collectives; core warns of"
             " gathers that were started ahead."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#1150",
         removal_condition="core lets a rank report parameters that its graph does not reach",
         guarding_test=_PARITY,
@@ -338,7 +314,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         ),
         fix_reason="Core starts userbuffers only in its own training program, which is not used here.",
         written_for=_TE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core starts them with its modules",
         guarding_test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
     ),
@@ -364,8 +339,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             " is therefore passed as 'sbhd' with a batch of one; its segments reach our core_attention in"
             " additional fields."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core's packed path takes rotary angles by token, without the host",
         guarding_test="tests/core_fixes/test_register.py::test_cores_packed_rotary_waits_for_the_host",
     ),
@@ -376,7 +349,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core has no interleaved M-RoPE, and computes the angles with a matrix product, which TF32"
             " settings affect."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#4853",
         removal_condition="core's MultimodalRotaryEmbedding interleaves and is exact in fp32",
         guarding_test="tests/models/test_qwen3_vl.py::test_frequencies_take_turns_as_in_transformers",
@@ -388,8 +360,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Levels of visual features are passed on with the hidden state, and the first layers add them;"
             " core supports only one hidden state."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core's decoder takes features to add after a layer, on any pipeline stage",
         guarding_test=_PARITY,
     ),
@@ -401,8 +371,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.transformer.attention.SelfAttention.linear_proj",
         ),
         fix_reason="Towers' layers run our kernels from linear_qkv to linear_proj, including RoPE.",
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core's attention lets core_attention take the fused QKV",
         guarding_test="tests/kernels/test_tower_attention.py::test_a_step_with_the_kernels_is_the_step_without",
     ),
@@ -418,8 +386,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             " direction, and its output can be recomputed in the backward pass; core recomputes only the"
             " activation of experts."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core recomputes the activation of a dense MLP with fused activations",
         guarding_test="tests/kernels/test_triton_kernels.py::test_fused_layers_train_as_plain_ones",
     ),
@@ -431,8 +397,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             " the sum. Here the norm's kernel forms it. What stands for the sum is not a tensor; core's layer"
             " hands it on, because all between is the identity in layers without cross-attention."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core's layer has one place for the sum after attention and the norm of it",
         guarding_test="tests/kernels/test_triton_kernels.py::test_fused_layers_train_as_plain_ones",
     ),
@@ -440,7 +404,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_location="megatron_vl.models.layer_specs:local_norm_class",
         touched_names=("megatron.core.transformer.torch_norm.WrappedTorchNorm",),
         fix_reason="Without Transformer Engine, core's norm refuses sequence parallelism.",
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#1448",
         removal_condition="WrappedTorchNorm supports sequence parallelism",
         guarding_test="tests/core_fixes/test_register.py::test_cores_norm_refuses_sequence_parallelism",
@@ -455,8 +418,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Logits are computed only for loss tokens, which are not distributed evenly over"
             " sequence-parallel ranks; the output layer therefore takes inputs of the whole row."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core's output layer takes a selection of tokens under sequence parallelism",
         guarding_test=_PARITY,
     ),
@@ -471,7 +432,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Padding goes to no expert, tokens are counted by expert, and the load-balancing loss is divided"
             " by the same number as gradients; core divides it by all tokens of the batch."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#5542",
         removal_condition="core's load-balancing loss supports loss masks and uneven padding",
         guarding_test="tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers",
@@ -498,8 +458,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.transformer.moe.experts.TEGroupedMLP.activation_recompute",
         ),
         fix_reason="Row counts stay on the device, and DDP is notified of all weights of a layer at once.",
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core's grouped experts take counts on the device and report gradients together",
         guarding_test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
     ),
@@ -513,8 +471,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core chooses a dispatcher by name; ours depend on what the experts support and on whether a row"
             " has padding."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core takes the class of a dispatcher in its spec",
         guarding_test=_PARITY,
     ),
@@ -524,8 +480,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_reason=(
             "Core's alltoall sends a token once for each of its experts; here, each rank gets it once."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core has a dispatcher without DeepEP that sends a token to each rank once",
         guarding_test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
@@ -536,7 +490,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
         ),
         fix_reason="Core assumes that every token has experts; padding has none.",
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#5542",
         removal_condition="core's alltoall supports a padding mask",
         guarding_test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
@@ -547,8 +500,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
         ),
         fix_reason="Core copies the experts' token counts to the host, where our products do not need them.",
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core can leave them on the device",
         guarding_test="tests/core_fixes/test_register.py::test_core_brings_counts_of_experts_to_the_host",
     ),
@@ -563,8 +514,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core's step updates weights even if the gradient norm is NaN; its parts are called one by one,"
             " so that the norm is checked first."
         ),
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core's step skips a norm that is not finite",
         guarding_test="tests/training/test_optimizer.py::test_non_finite_step_is_skipped_and_the_next_one_taken",
     ),
@@ -586,8 +535,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
         ),
         fix_reason="Core copies each parameter's weights in a separate launch: 1,650 per step with experts.",
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core copies them together",
         guarding_test=(
             "tests/training/test_optimizer.py::"
@@ -615,7 +562,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "In a group of float32 and bfloat16 parameters, core saves optimizer state under the names of"
             " other parameters."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#2777",
         removal_condition="core numbers the parameters of a group in the order in which it lists them",
         guarding_test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
@@ -631,7 +577,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core's HybridDeviceOptimizer updates on the CPU, which made a step 1.9 times as long, and its"
             " moments are not saved in checkpoints."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#2811",
         removal_condition="core streams offloaded state through the GPU and saves it",
         guarding_test="tests/training/test_offload.py::test_all_shares_give_the_same_bits",
@@ -644,8 +589,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "torch.Tensor.float",
         ),
         fix_reason="Core makes all master weights on the device before any of them can be moved.",
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core makes master weights where they are kept",
         guarding_test="tests/training/test_offload.py::test_master_weights_that_leave_the_device_are_never_all_on_it",
     ),
@@ -656,7 +599,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "_get_model_and_main_params_data_float16",
         ),
         fix_reason="Core would copy master weights that are not on the device into the model.",
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#2811",
         removal_condition="core streams offloaded state through the GPU and saves it",
         guarding_test="tests/training/test_offload.py::test_a_state_that_is_not_spread_gives_the_same_bits",
@@ -668,8 +610,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
         ),
         fix_reason="Only core's optimizer knows which part of the model's buffers a shard belongs to.",
-        written_for=_CORE,
-        upstream_issue=NOT_REPORTED,
         removal_condition="core has a public function for this",
         guarding_test=(
             "tests/training/test_optimizer.py::"
@@ -687,7 +627,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Core writes optimizer state without bucket padding but slices it with padding, so moments end up"
             " at wrong offsets without a message; its files are pickled."
         ),
-        written_for=_CORE,
         upstream_issue="NVIDIA/Megatron-LM#5077",
         removal_condition="core's checkpoints hold every moment and need no pickle",
         guarding_test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",
@@ -713,7 +652,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         ),
         fix_reason="Energon's open tar files keep a description of each member that was read.",
         written_for=_ENERGON,
-        upstream_issue=NOT_REPORTED,
         removal_condition="Energon's reader does not grow with the samples that it reads",
         guarding_test="tests/data/test_damage.py::test_reading_leaves_nothing_in_memory",
     ),
@@ -727,7 +665,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Energon reads each sample with requests of its own; planned batches let us read blocks ahead."
         ),
         written_for=_ENERGON,
-        upstream_issue=NOT_REPORTED,
         removal_condition="Energon's reader takes the bytes of a sample from its caller",
         guarding_test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
     ),
@@ -739,7 +676,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "One process acts as every rank of a run in turn; torch has fake groups only for its own tests."
         ),
         written_for=_TORCH,
-        upstream_issue=NOT_REPORTED,
         removal_condition="torch has a public fake process group",
         guarding_test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
     ),
@@ -759,7 +695,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written."
         ),
         written_for=_ENERGON,
-        upstream_issue=NOT_REPORTED,
         removal_condition="Energon can prepare one shard",
         guarding_test=(
             "tests/data/test_description.py::"

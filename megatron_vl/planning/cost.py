@@ -493,12 +493,10 @@ class StepCosts:
     # --- Vision tower ---------------------------------------------------------------------------------------
 
     @cached_property
-    def _vision_tower_time(self) -> PassTime:
-        return self.tower_time_at(self.layout.tp) * (1 / self.layout.cp)
-
     def vision_tower_time(self) -> PassTime:
         """The whole tower with its mergers on a rank's pictures of a row."""
-        return self._vision_tower_time
+        row_time = self.tower_time_at(self.layout.tp)
+        return row_time * (1 / self.layout.cp)
 
     def tower_time_at(self, tensor_parallel_size: int) -> PassTime:
         """The tower with its mergers on a row's pictures, on ``tensor_parallel_size`` ranks together."""

@@ -90,6 +90,12 @@ class SearchRequest:
         """Whether a run fits both the GPUs and the host memory."""
         return prediction.fits_memory and prediction.host_gib <= self.host_gib
 
+    def step_costs(self, config: TrainConfig, layout: Layout) -> StepCosts:
+        """The costs of a run on these GPUs with another config and layout."""
+        data_parallel_size = self.world_size // layout.replica_ranks
+        measured_facts = self.row_statistics, self.calibration, self.network
+        return StepCosts(config, self.spec, layout, data_parallel_size, *measured_facts)
+
 
 @dataclass(frozen=True)
 class RejectedLayout:
@@ -293,19 +299,10 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
         layout = unsplit_layout(config, search_request.spec)
     except LayoutError:
         return math.inf
-    data_parallel_size = search_request.world_size // layout.replica_ranks
-    step_costs = StepCosts(
-        config,
-        search_request.spec,
-        layout,
-        data_parallel_size,
-        search_request.row_statistics,
-        search_request.calibration,
-        search_request.network,
-    )
-    micro_batches = config.global_batch_size // data_parallel_size
+    step_costs = search_request.step_costs(config, layout)
+    micro_batches = config.global_batch_size // step_costs.data_parallel_size
     end_times = [step_costs.embedding_time(), step_costs.output_layer_time()] + (
-        [] if layout.decoupled else [step_costs.vision_tower_time()]
+        [] if layout.decoupled else [step_costs.vision_tower_time]
     )
     wait_seconds = 2 * search_request.calibration.pass_s * layout.vpp * (layout.pp > 1)
     all_layers_seconds = step_costs.decoder_layers_time(
@@ -420,15 +417,7 @@ def _make_candidate(
     if not _is_state_worth_trying(search_request, config, layout, data_parallel_size):
         return None
 
-    step_costs = StepCosts(
-        config,
-        spec,
-        layout,
-        data_parallel_size,
-        search_request.row_statistics,
-        search_request.calibration,
-        search_request.network,
-    )
+    step_costs = search_request.step_costs(config, layout)
     layout = dataclasses.replace(layout, layers_per_chunk=balanced_layers(step_costs))
     times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(parallel_config.pp)]
     micro_batches = config.global_batch_size // data_parallel_size
@@ -502,15 +491,7 @@ def _refine_split(search_request: SearchRequest, original_prediction: RunPredict
     """The same sizes with the split that a run without ``parallel.layers`` gets."""
     if original_prediction.layout.pp == 1:
         return original_prediction
-    step_costs = StepCosts(
-        original_prediction.config,
-        original_prediction.spec,
-        original_prediction.layout,
-        original_prediction.data_parallel_size,
-        original_prediction.row_statistics,
-        original_prediction.calibration,
-        original_prediction.network,
-    )
+    step_costs = search_request.step_costs(original_prediction.config, original_prediction.layout)
     layers = planned_layers(step_costs, max_row_patches=search_request.max_row_patches)
     if layers == original_prediction.layout.layers_per_chunk:
         return original_prediction

@@ -257,7 +257,7 @@ def chunk_times(step_costs: StepCosts, layout: Layout, pipeline_stage: int) -> t
         )
         if pipeline_stage + chunk_index == 0:
             chunk_time += step_costs.embedding_time()
-            chunk_time += PassTime() if layout.decoupled else step_costs.vision_tower_time()
+            chunk_time += PassTime() if layout.decoupled else step_costs.vision_tower_time
         if pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1:
             chunk_time += step_costs.output_layer_time()
         times_by_chunk.append(chunk_time)

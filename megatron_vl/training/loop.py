@@ -34,7 +34,13 @@ def run_steps(training_run: TrainingRun) -> None:
     config, last_step = training_run.config, training_run.resolved_run.last_step
     print_run_summary(training_run)
     training_run.metrics_log = _open_metrics_log(training_run)
-    batch_broadcast = _open_batch_broadcast(training_run)
+    batch_broadcast = BatchBroadcast(
+        training_run.grid,
+        training_run.platform,
+        training_run.data_loader,
+        config.global_batch_size // training_run.grid.dp,
+        vision_spec=training_run.spec.vision,
+    )
     consecutive_skips: list[str] = []
     stop_requested = False
 
@@ -60,16 +66,6 @@ def run_steps(training_run: TrainingRun) -> None:
             evaluate_if_due(training_run)
 
     _finish_run(training_run, stop_requested)
-
-
-def _open_batch_broadcast(training_run: TrainingRun) -> BatchBroadcast:
-    return BatchBroadcast(
-        training_run.grid,
-        training_run.platform,
-        training_run.data_loader,
-        training_run.config.global_batch_size // training_run.grid.dp,
-        vision_spec=training_run.spec.vision,
-    )
 
 
 def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> StepResult:
@@ -234,7 +230,8 @@ def _stop_if_unrecoverable(
         TrainingStopped: the message says why.
     """
     assert training_run.metrics_log is not None
-    if bad_sample_problem := training_run.metrics_log.bad_sample_problem():
+    # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
+    if bad_sample_problem := training_run.metrics_log.bad_sample_meter.stop_reason():
         raise TrainingStopped(f"{bad_sample_problem}; they are listed in quarantine.jsonl")
 
     # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the skipped

@@ -246,13 +246,6 @@ class MetricsLog:
                     json.dumps({"step": step, **sample}) + "\n" for sample in new_samples.values()
                 )
 
-    def bad_sample_problem(self) -> str:
-        """Why the run must stop: more than ``data.max_bad_share`` of the samples could not be used.
-
-        Empty if it need not stop. Equal on all ranks.
-        """
-        return self.bad_sample_meter.stop_reason()
-
     def bad_sample_state(self) -> tuple[dict[str, Any], dict[str, int]]:
         """The counts to save in a checkpoint.
 

@@ -154,12 +154,17 @@ def aside_path(checkpoint: SavedCheckpoint) -> Path:
     """An unused path for a checkpoint whose step is saved again on another branch."""
     step_dir = step_dir_path(checkpoint.path.parent, checkpoint.step)
     base_name = f"{step_dir.name}.branch_{checkpoint.lineage.branch}.{checkpoint.lineage.serial}"
-    unused_path = checkpoint.path.with_name(base_name)
+    return unused_path(checkpoint.path.with_name(base_name))
+
+
+def unused_path(wanted_path: Path) -> Path:
+    """This path, or the first of ``PATH.2``, ``PATH.3``, ... that does not exist."""
+    free_path = wanted_path
     copy_number = 1
-    while unused_path.exists():
+    while free_path.exists():
         copy_number += 1
-        unused_path = checkpoint.path.with_name(f"{base_name}.{copy_number}")
-    return unused_path
+        free_path = wanted_path.with_name(f"{wanted_path.name}.{copy_number}")
+    return free_path
 
 
 def make_branch_name() -> str:

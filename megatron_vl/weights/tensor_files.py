@@ -212,8 +212,7 @@ class TensorReader:
 
     def read_tensor(self, tensor_name: str) -> Tensor:
         """A copy of a whole tensor."""
-        row_count, col_count = matrix_shape(self.shape(tensor_name))
-        whole_region = MatrixRegion(0, row_count, 0, col_count)
+        whole_region = whole_matrix_region(self.shape(tensor_name))
         return self.read_region(tensor_name, whole_region).clone().reshape(self.shape(tensor_name))
 
 
@@ -228,8 +227,7 @@ def make_safetensors_header(
     header_entries: dict[str, Any] = {"__metadata__": dict(file_metadata)} if file_metadata else {}
     byte_offset = 0
     for tensor_name, (dtype, shape) in sorted(tensor_types.items(), key=lambda item: -item[1][0].itemsize):
-        row_count, col_count = matrix_shape(shape)
-        end_offset = byte_offset + row_count * col_count * dtype.itemsize
+        end_offset = byte_offset + math.prod(shape) * dtype.itemsize
         header_entries[tensor_name] = {
             "dtype": ANY_CODE_BY_DTYPE[dtype],
             "shape": list(shape),

@@ -70,7 +70,7 @@ def busiest_experts(hf: str) -> list[float]:
     for router in iterate_routers(live.ddp_chunks):
         # all experts are equally good: the router takes the same ones for each token
         router.weight.data.zero_()
-    run_one_step(live, BatchBroadcast(live.grid, platform, make_loader(live, "text", 1), 1))
+    run_one_step(live, BatchBroadcast(live.grid, platform, make_loader(live, "text", 1), 1).next_batch)
     return [
         float(router.load.max() / router.load.float().mean()) for router in iterate_routers(live.ddp_chunks)
     ]

@@ -19,6 +19,7 @@ import yaml
 from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.planning.calibration import shipped_calibration, stored_calibration_path, write_calibration
+from megatron_vl.planning.gpus import GpuInfo, parse_nvidia_smi
 from megatron_vl.planning.memory import StageMemory, peak_stage_gib
 from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
@@ -29,7 +30,7 @@ from tests.support.ranks import python_path
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding, ok_finding
 from toolkit.doctor.command import print_findings
-from toolkit.doctor.machine_checks import GpuInfo, check_all_reduce, check_disk, parse_nvidia_smi
+from toolkit.doctor.machine_checks import check_all_reduce, check_disk
 from toolkit.doctor.run_checks import _check_first_row, _check_resume, check_checkpoint, check_data, check_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -348,7 +348,7 @@ def poisoned(hf: str) -> dict[str, Any]:
         results[what] = steps_of(trainer, rows, bad=1)[-1]["state"]
         train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
         results[f"{what}, on the device"] = [max(ahead), traffic.num_chunks_on_device]
-        moved.wait_for_host_state()
+        moved.chunk_streamer.wait_for_host_state()
         assert not traffic.num_chunks_on_device
     return results
 

@@ -281,7 +281,7 @@ def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
 
     everyone: list[Any] = [None] * 4
     fixed = [{k: v for k, v in line.items() if k not in VARYING} for line in lines]
-    dist.all_gather_object(everyone, [*fixed, log.bad_sample_problem()])
+    dist.all_gather_object(everyone, [*fixed, log.bad_sample_meter.stop_reason()])
     store = dist.distributed_c10d._get_default_store()
     left = [store.check([f"megatron_vl/mailbox/{number}/slots"]) for number in range(1, 5)]
     alike = all(other == everyone[0] for other in everyone)

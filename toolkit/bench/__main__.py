@@ -15,11 +15,12 @@ def main(argv: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         options = parse_bench_options(argv)
-        from .measure import run_benchmark
-
-        run_benchmark(options)
         from megatron_vl.parallel.process_grid import end_distributed
 
+        from .measure import measure_benchmark
+        from .report import finish_report
+
+        finish_report(options, measure_benchmark(options))
         end_distributed()
     except Exception as error:
         # Every rank prints its own error, because torchrun shows only one of them.

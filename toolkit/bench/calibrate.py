@@ -96,7 +96,7 @@ class KernelTimer:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        return getattr(torch, self.config.dtype)
 
     def mean_seconds(self, timed_work: Callable[[], Any]) -> float:
         """Mean seconds of a call, over as many calls as fit into the time for a kernel."""
@@ -146,14 +146,7 @@ class KernelTimer:
     def attention_rates(self) -> tuple[float, float]:
         """TFLOP/s of the language model's attention over long documents, and the length with half of that."""
         language_spec = self.spec.language
-        backend_name = choose_backend(
-            self.config.model.language_attention,
-            platform=self.platform.name,
-            head_dim=language_spec.head_dim,
-            causal=True,
-            dtype=self.dtype,
-        )
-
+        backend_name = attention_backends(self.config, self.spec)["language"]
         heads_and_dim = (language_spec.num_heads, language_spec.head_dim)
         attention_tflops = []
         for length in self.work_sizes.document_lengths:
@@ -164,16 +157,10 @@ class KernelTimer:
     def tower_attention_rate(self) -> float:
         """TFLOP/s of full attention in the tower."""
         vision_spec = self.spec.vision
-        head_dim = vision_spec.hidden_size // vision_spec.num_heads
-        name = choose_backend(
-            self.config.model.vision_attention,
-            platform=self.platform.name,
-            head_dim=head_dim,
-            causal=False,
-            dtype=self.dtype,
-        )
+        backend_name = attention_backends(self.config, self.spec)["vision"]
+        heads_and_dim = (vision_spec.num_heads, vision_spec.head_dim)
         return self._attention_rate(
-            name, vision_spec.num_heads, head_dim, self.work_sizes.document_lengths[1], causal=False
+            backend_name, *heads_and_dim, self.work_sizes.document_lengths[1], causal=False
         )
 
     def _attention_rate(
@@ -199,15 +186,8 @@ class KernelTimer:
 
         # As in the cost model, a backward pass counts as 2.5 forward passes, and in the tower as 2.
         flops_factor = 3.5 * 2 if causal else 3 * 4
-        return (
-            flops_factor
-            * num_heads
-            * head_dim
-            * document_count
-            * document_length**2
-            / self.mean_seconds(run_attention)
-            / 1e12
-        )
+        flops = flops_factor * num_heads * head_dim * document_count * document_length**2
+        return flops / self.mean_seconds(run_attention) / 1e12
 
     def update_costs(self) -> tuple[float, float]:
         """Picoseconds per parameter of an AdamW update, and of clearing and scaling a gradient."""
@@ -221,9 +201,9 @@ class KernelTimer:
             gradient.zero_()
             gradient.mul_(1.5)
 
-        return self.mean_seconds(adam_optimizer.step) / parameter_count * 1e12, self.mean_seconds(
-            clear_gradient
-        ) / parameter_count * 1e12
+        update_seconds = self.mean_seconds(adam_optimizer.step)
+        clear_seconds = self.mean_seconds(clear_gradient)
+        return update_seconds / parameter_count * 1e12, clear_seconds / parameter_count * 1e12
 
     def host_copy_rate(self) -> float:
         """GB/s in each direction between device and pinned host memory, with copies both ways at once.
@@ -232,10 +212,8 @@ class KernelTimer:
         """
         byte_count = self.work_sizes.element_count
         if self.platform.name == "cpu":
-            source_buffer, target_buffer = (
-                torch.empty(byte_count, dtype=torch.uint8),
-                torch.empty(byte_count, dtype=torch.uint8),
-            )
+            source_buffer = torch.empty(byte_count, dtype=torch.uint8)
+            target_buffer = torch.empty_like(source_buffer)
             return byte_count / self.mean_seconds(lambda: target_buffer.copy_(source_buffer)) / 1e9
 
         host_buffers = [torch.empty(byte_count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -296,6 +274,23 @@ class KernelTimer:
             timed_work()
         self.platform.synchronize()
         return (time.perf_counter() - start) / TIMED_COLLECTIVES
+
+
+def attention_backends(config: TrainConfig, spec: ModelSpec) -> dict[str, str]:
+    """The kernels of attention that a run uses in the language model and in the vision tower."""
+    backends = {}
+    for part_name, backend_name, head_dim in (
+        ("language", config.model.language_attention, spec.language.head_dim),
+        ("vision", config.model.vision_attention, spec.vision.head_dim),
+    ):
+        backends[part_name] = choose_backend(
+            backend_name,
+            platform=config.platform,
+            head_dim=head_dim,
+            causal=part_name == "language",
+            dtype=getattr(torch, config.dtype),
+        )
+    return backends
 
 
 def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> Calibration:
@@ -444,7 +439,6 @@ def finish_calibration(
 
 
 def row_statistics(options: BenchRun, spec: ModelSpec, workload: str) -> RowStatistics:
-    """The statistics of a workload's rows."""
     config = options.config
     if workload == "data":
         from toolkit.plan.data_rows import measure_rows

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +57,6 @@ class BenchModel:
     step_number: int = 0
 
 
-def run_benchmark(options: BenchRun) -> None:
-    """Measures all workloads and reports them on rank 0. Collective."""
-    report.finish_report(options, measure_benchmark(options))
-
-
 def measure_benchmark(options: BenchRun) -> dict[str, Any]:
     """Measures all workloads. Every rank gets the same figures. Collective."""
     config = options.config
@@ -75,8 +70,7 @@ def measure_benchmark(options: BenchRun) -> dict[str, Any]:
     grid = make_grid(layout)
     bench_model = build_bench_model(options, spec, platform, grid, layout)
 
-    device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-    gpu_peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+    gpu_peak_tflops = peak_tflops(calibrate.device_name(platform), config.log.peak_tflops)
     micro_batches = config.global_batch_size // grid.dp
     figures_by_workload = {}
     for workload in options.workloads:
@@ -86,7 +80,7 @@ def measure_benchmark(options: BenchRun) -> dict[str, Any]:
 
     bench_figures = {
         "system": "megatron-vl",
-        "machine": report.describe_machine(options, platform.device, gpu_peak_tflops),
+        "machine": report.describe_machine(platform.device, gpu_peak_tflops),
         "model": report.describe_model(options, spec),
         "notes": [_layout_note(bench_model)],
         "config": dataclasses.asdict(config),
@@ -162,7 +156,7 @@ def measure_workload(
 
     # Kernels are compiled and memory is allocated in the first steps, which are not timed.
     for _ in range(bench_run.warm_up):
-        run_one_step(bench_model, batch_broadcast)
+        run_one_step(bench_model, batch_broadcast.next_batch)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
@@ -174,7 +168,7 @@ def measure_workload(
     fed_steps: list[StepBatch] = []
     start_time = time.perf_counter()
     for _ in range(bench_run.timed):
-        step_result, step_data = run_one_step(bench_model, batch_broadcast)
+        step_result, step_data = run_one_step(bench_model, batch_broadcast.next_batch)
         step_end_times.append(time.perf_counter())
         fed_steps.append(dataclasses.replace(step_data, rows=[]))  # the rows' memory is freed
 
@@ -205,9 +199,11 @@ def measure_workload(
     return workload_figures
 
 
-def run_one_step(bench_model: BenchModel, batch_broadcast: BatchBroadcast) -> tuple[StepResult, StepBatch]:
-    """Runs one step as the training loop does."""
-    step_data = batch_broadcast.next_batch()
+def run_one_step(
+    bench_model: BenchModel, next_batch: Callable[[], StepBatch]
+) -> tuple[StepResult, StepBatch]:
+    """Runs one step as the training loop does, with the rows of ``next_batch``."""
+    step_data = next_batch()
     set_learning_rates(bench_model.optimizer, bench_model.bench_run.config, bench_model.step_number)
     step_result = train_step(
         bench_model.ddp_chunks,
@@ -275,7 +271,7 @@ def memory_figures(bench_model: BenchModel) -> dict[str, Any]:
     if bench_model.platform.name == "cuda":
         if chunked_optimizer := chunked_state(bench_model.optimizer):
             # The buffers of copies that are still under way would count as allocated.
-            chunked_optimizer.wait_for_host_state()
+            chunked_optimizer.chunk_streamer.wait_for_host_state()
 
         # What stays allocated between steps: weights, gradients and optimizer.
         steady_gib = allocated_bytes(bench_model.platform) / GIB
@@ -295,25 +291,14 @@ def measure_parts(
 ) -> dict[str, Any]:
     """Times the parts of steps on all ranks and, in one more step, the collectives. Collective."""
     span_timer = step_parts.SpanTimer(bench_model.platform)
+    timed_feed = span_timer.time_calls("feed", batch_broadcast.next_batch)
     work_counts = report.WorkCounts()
     data_wait_seconds = []
     with step_parts.timing_hooks(span_timer, bench_model.ddp_chunks, bench_model.optimizer):
         for _ in range(bench_model.bench_run.part_steps):
             dist.barrier()
             with span_timer.time_step():
-                with span_timer.time_span("feed"):
-                    step_data = batch_broadcast.next_batch()
-                set_learning_rates(
-                    bench_model.optimizer, bench_model.bench_run.config, bench_model.step_number
-                )
-                train_step(
-                    bench_model.ddp_chunks,
-                    bench_model.optimizer,
-                    step_data.rows,
-                    bench_model.grid,
-                    bench_model.bench_run.config.data.seq_len,
-                )
-                bench_model.step_number += 1
+                _, step_data = run_one_step(bench_model, timed_feed)
             data_wait_seconds.append(step_data.loader_wait_s if bench_model.grid.owns_loader else 0.0)
             if bench_model.grid.owns_loader:
                 count_work(work_counts, bench_model, step_data)
@@ -333,15 +318,11 @@ def measure_parts(
     # The profiler slows a step down, so this step is not among the timed ones.
     communication_by_rank = report.gather_to_all(
         step_parts.profile_communication(
-            bench_model.platform, lambda: _discard_result(run_one_step(bench_model, batch_broadcast))
+            bench_model.platform, lambda: run_one_step(bench_model, batch_broadcast.next_batch)
         )
     )
     part_figures["communication"] = step_parts.mean_and_max(communication_by_rank)
     return part_figures
-
-
-def _discard_result(_result: Any) -> None:
-    """Ignores the result of a step."""
 
 
 def compute_efficiency(

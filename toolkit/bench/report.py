@@ -83,17 +83,7 @@ class WorkCounts:
         self.executed_flops = self.executed_flops + forward_and_backward_flops + recomputed_flops
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
-        return WorkCounts(
-            self.row_count + other.row_count,
-            self.token_count + other.token_count,
-            self.sample_count + other.sample_count,
-            self.image_count + other.image_count,
-            self.patches_by_row + other.patches_by_row,
-            self.loss_token_count + other.loss_token_count,
-            self.model_flops + other.model_flops,
-            self.model_flops_all_tokens + other.model_flops_all_tokens,
-            self.executed_flops + other.executed_flops,
-        )
+        return WorkCounts(**{name: count + getattr(other, name) for name, count in vars(self).items()})
 
 
 def gather_to_all(local_object: Any) -> list[Any]:
@@ -156,7 +146,7 @@ def _work_figures(work_counts: WorkCounts) -> dict[str, Any]:
     }
 
 
-def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: float) -> dict[str, Any]:
+def describe_machine(device: torch.device, gpu_peak_tflops: float) -> dict[str, Any]:
     """The machine and the versions with which the figures were measured."""
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

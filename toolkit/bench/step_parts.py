@@ -140,11 +140,6 @@ def timing_hooks(
 
     core_config = ddp_chunks[0].module.config
     finalize_grads = core_config.finalize_model_grads_func
-
-    def timed_finalize(*args: Any, **kwargs: Any) -> None:
-        with span_timer.time_span("gradient finalisation"):
-            finalize_grads(*args, **kwargs)
-
     prepare_grads, step_optimizer = optimizer.prepare_grads, optimizer.step_with_ready_grads
 
     def timed_prepare(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +151,7 @@ def timing_hooks(
         span_timer.end_span("optimizer")
         return step_result
 
-    core_config.finalize_model_grads_func = timed_finalize
+    core_config.finalize_model_grads_func = span_timer.time_calls("gradient finalisation", finalize_grads)
     # Only this instance is changed. Deleting the attributes restores the methods of the class.
     optimizer.prepare_grads = timed_prepare
     optimizer.step_with_ready_grads = timed_step
@@ -234,7 +229,7 @@ def split_into_parts(span_seconds: dict[str, float], data_wait: float) -> dict[s
     return {name: part_seconds[name] for name in STEP_PARTS}
 
 
-def profile_communication(platform: Platform, run_step: Callable[[], None]) -> dict[str, float]:
+def profile_communication(platform: Platform, run_step: Callable[[], object]) -> dict[str, float]:
     """Seconds of the collectives in one profiled step and, on CUDA, the part during which nothing else ran.
 
     A collective lasts until the slowest rank has joined it, so these figures include waiting.

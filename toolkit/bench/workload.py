@@ -16,6 +16,8 @@ from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
+from ..parity.random_samples import random_text_ids
+
 COCO_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 360), (500, 375), (640, 640))
 """Width and height in pixels of pictures whose long side is (mostly) 640, as in COCO."""
 
@@ -46,7 +48,7 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> TokenizedSample:
         placeholder_ids,
         torch.tensor([spec.vision_end_token_id]),
     )
-    text_token_ids = _random_text_ids(spec, rng.randint(40, 260), generator)
+    text_token_ids = random_text_ids(spec, rng.randint(40, 260), generator)
     loss_mask = torch.zeros(len(placeholder_ids) + 2 + len(text_token_ids), dtype=torch.bool)
     loss_mask[-len(text_token_ids) // 2 :] = True
 
@@ -60,20 +62,8 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> TokenizedSample:
 def text_sample(spec: ModelSpec, rng: random.Random, max_length: int) -> TokenizedSample:
     """Draws a document about as long as an image sample, without a picture."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    text = _random_text_ids(spec, min(max_length, rng.randint(300, 700)), generator)
+    text = random_text_ids(spec, min(max_length, rng.randint(300, 700)), generator)
     return TokenizedSample(token_ids=text, loss_mask=torch.ones(len(text), dtype=torch.bool))
-
-
-def _random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
-    special_token_ids = (
-        spec.image_token_id,
-        spec.video_token_id,
-        spec.vision_start_token_id,
-        spec.vision_end_token_id,
-    )
-    return torch.randint(
-        0, min(min(special_token_ids), spec.language.vocab_size), (token_count,), generator=generator
-    )
 
 
 def sample_groups(

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from megatron_vl.models.attention import choose_backend
 from megatron_vl.parallel.process_grid import end_distributed
 from megatron_vl.planning.gpus import calibration_for_platform, query_gpus
 from megatron_vl.planning.predict import predict_layout
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
-from toolkit.bench.calibrate import row_statistics
+from toolkit.bench.calibrate import attention_backends, row_statistics
 from toolkit.bench.measure import measure_benchmark
 from toolkit.bench.options import BenchRun
 from toolkit.doctor.machine_checks import installed_version, transformer_engine_version
@@ -153,26 +152,16 @@ def curve_figures(curve_run: curves.CurveRun, losses: dict[str, list[float]]) ->
 def describe_software(bench_run: BenchRun) -> dict[str, Any]:
     """Versions, and the attention kernels that were chosen."""
     config = bench_run.config
-    spec = bench_run.read_model_spec()
-    attention_backends = {}
-    for part_name, backend_name, head_dim in (
-        ("language", config.model.language_attention, spec.language.head_dim),
-        ("vision", config.model.vision_attention, spec.vision.head_dim),
-    ):
-        attention_backends[part_name] = choose_backend(
-            backend_name,
-            platform=config.platform,
-            head_dim=head_dim,
-            causal=part_name == "language",
-            dtype=getattr(torch, config.dtype),
-        )
-
     versions = {package_name: installed_version(package_name) for package_name in DISTRIBUTIONS}
     versions["transformer-engine"] = transformer_engine_version()
     versions["python"] = python_platform.python_version()
     local_gpus = query_gpus() if config.platform == "cuda" else []
     driver_version = local_gpus[0].driver_version if local_gpus else None
-    return {"versions": versions, "driver": driver_version, "attention": attention_backends}
+    return {
+        "versions": versions,
+        "driver": driver_version,
+        "attention": attention_backends(config, bench_run.read_model_spec()),
+    }
 
 
 def describe_source(given_commit: str) -> dict[str, Any]:

@@ -3,8 +3,6 @@ scripts."""
 
 from __future__ import annotations
 
-import base64
-import io
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from data_tools.sample_sources import SourceError
 from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, SourceSizes, describe_values
 from megatron_vl import durable_files
 from megatron_vl.errors import UserError
-from toolkit.html_templates import template_environment
+from toolkit.html_templates import jpeg_base64, template_environment
 
 from .prepared_dataset import PreparedDataset
 from .sample_view import SampleView, runs_text, view_sample, visible_text, whole_characters
@@ -221,15 +219,8 @@ def _frame_pictures(pixels: Tensor | None) -> list[str]:
     frame_pictures: list[str] = []
     for frame_index in frames:
         frame = pixels[int(frame_index)].permute(1, 2, 0).numpy()
-        frame_pictures.append(_jpeg_base64(Image.fromarray(frame), picture_side))
+        frame_pictures.append(jpeg_base64(Image.fromarray(frame), (picture_side, picture_side)))
     return frame_pictures
-
-
-def _jpeg_base64(picture: Image.Image, max_side: int) -> str:
-    picture.thumbnail((max_side, max_side))
-    jpeg_buffer = io.BytesIO()
-    picture.save(jpeg_buffer, "JPEG", quality=80)
-    return base64.b64encode(jpeg_buffer.getvalue()).decode()
 
 
 def _left_out_examples(prepared: PreparedDataset, statistics: DatasetStatistics) -> ReasonExamples:

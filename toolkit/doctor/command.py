@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def doctor(options: DoctorOptions) -> int:
     """Runs the requested checks. Returns exit code 1 if something is broken."""
-    from .machine_checks import check_machine, query_gpus
+    from megatron_vl.planning.gpus import query_gpus
+
+    from .machine_checks import check_machine
     from .run_checks import RunReport, check_checkpoint, check_data, check_run
 
     findings = check_machine(Path.cwd(), options.nccl)

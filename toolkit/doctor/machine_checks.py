@@ -15,11 +15,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_vl.planning.gpus import GpuInfo, parse_nvidia_smi, query_gpus
+from megatron_vl.planning.gpus import GpuInfo, query_gpus
 from megatron_vl.plurals import pluralize
 from toolkit.doctor import Finding, broken_finding, note_finding, ok_finding
 
-__all__ = ["GpuInfo", "query_gpus", "parse_nvidia_smi"]
 BYTES_PER_GIB = 2**30
 INSTALL_GPU = "pip install -e '.[gpu]' -c constraints.txt --no-build-isolation"
 TE_DISTRIBUTIONS = (

@@ -19,7 +19,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, parse_config, valida
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.errors import UserError
-from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.gpus import GpuInfo, calibration_for_platform
 from megatron_vl.planning.memory import (
     GPU_MEMORY_GIB,
     RESERVE_GIB,
@@ -39,7 +39,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.doctor import Finding, broken_finding, note_finding, ok_finding
 from toolkit.doctor.family_checks import check_family
-from toolkit.doctor.machine_checks import GpuInfo, check_disk
+from toolkit.doctor.machine_checks import check_disk
 from toolkit.layouts import layout_sizes_text
 
 MAX_LEFT_OUT_SHARE = 0.5

@@ -38,7 +38,6 @@ from toolkit.evaluate.vlmevalkit_adapter import (
     read_answers,
 )
 from toolkit.hf_loading import check_hf_folder
-from toolkit.options import option_flag
 from toolkit.trained_video_rules import resolve_video_rules
 
 MARKER_FILE = ".megatron-vl-evaluate"
@@ -48,16 +47,6 @@ MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS = 256, 32768
 """Default largest number of tokens of an answer, without and with thinking."""
 MAX_PICTURE_PIXELS = 128_000_000
 """Pixels of the largest picture that is read."""
-POSITIVE_OPTIONS = (
-    "limit",
-    "processes",
-    "gpus_per_process",
-    "min_pixels",
-    "max_pixels",
-    "max_new_tokens",
-    "logit_questions",
-    "video_max_frames",
-)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Host names of this machine."""
 
@@ -372,10 +361,6 @@ def _check_options(options: EvaluateOptions) -> None:
             "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
         )
 
-    for option_name in POSITIVE_OPTIONS:
-        option_value = getattr(options, option_name)
-        if option_value is not None and option_value < 1:
-            raise UsageError(f"{option_flag(option_name)} {option_value} must be at least 1")
     if options.video_fps is not None and not options.video_fps > 0:
         raise UsageError(f"--video-fps {options.video_fps} must be above 0")
 

@@ -35,7 +35,7 @@ class EvaluateOptions(VideoRuleOptions):
     D and answer."""
     lmu_data: Path | None = option(None, metavar="DIR", shown_default="$LMUData, or ~/LMUData")
     """Folder that holds NAME.tsv. Sets of videos are read from Hugging Face's cache ($HF_HOME)."""
-    limit: int | None = option(None, metavar="N", shown_default="all")
+    limit: int | None = option(None, metavar="N", minimum=1, shown_default="all")
     """Ask only the first N questions."""
     out: Path = option(metavar="DIR")
     """Folder for report.html, report.json and work/."""
@@ -51,26 +51,26 @@ class EvaluateOptions(VideoRuleOptions):
     """Data type of all models."""
     device: Literal["cpu", "cuda"] | None = option(None, shown_default="cuda where there is a GPU")
     """Where the models run."""
-    processes: int | None = option(None, metavar="N", shown_default="one a GPU; CPU: one")
+    processes: int | None = option(None, metavar="N", minimum=1, shown_default="one a GPU; CPU: one")
     """Processes that share the questions."""
-    gpus_per_process: int = option(1, metavar="N", shown_default="1; 72B: 4")
+    gpus_per_process: int = option(1, metavar="N", minimum=1, shown_default="1; 72B: 4")
     """GPUs over which one model is spread."""
-    min_pixels: int | None = option(None, metavar="N", shown_default="the checkpoint's")
+    min_pixels: int | None = option(None, metavar="N", minimum=1, shown_default="the checkpoint's")
     """Smallest picture or frame in pixels."""
-    max_pixels: int | None = option(None, metavar="N", shown_default="the checkpoint's")
+    max_pixels: int | None = option(None, metavar="N", minimum=1, shown_default="the checkpoint's")
     """Largest picture or frame in pixels."""
     video_fps: float | None = option(None, metavar="F", shown_default="the checkpoint's")
     """Frames per second to sample where the data set does not say."""
-    video_max_frames: int | None = option(None, metavar="N", shown_default="the checkpoint's")
+    video_max_frames: int | None = option(None, metavar="N", minimum=1, shown_default="the checkpoint's")
     """Sample at most N frames when sampling by frames per second."""
     thinking: Literal["on", "off"] | None = option(None, shown_default="what the chat template does")
     """Whether models think before they answer, for those that leave the choice to the request
     (enable_thinking of the chat template). What they think is not part of the answer."""
     max_new_tokens: int | None = option(
-        None, metavar="N", shown_default="256; 32768 if the model thinks, as in VLMEvalKit"
+        None, metavar="N", minimum=1, shown_default="256; 32768 if the model thinks, as in VLMEvalKit"
     )
     """Generate at most N tokens per answer, including what the model thinks."""
-    logit_questions: int = option(4, metavar="N")
+    logit_questions: int = option(4, metavar="N", minimum=1)
     """Compare the logits of N prompts."""
     keep_going: bool = False
     """Run all gates even if an earlier one fails."""

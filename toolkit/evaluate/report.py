@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from rich.table import Table
 
 from megatron_vl.data.sample.pixels import VideoInfo, open_image, video_frames
 from toolkit.evaluate.evaluation import EvaluationResult
-from toolkit.html_templates import template_environment
+from toolkit.html_templates import jpeg_base64, template_environment
 
 MAX_QUESTIONS = 50
 """Number of questions on the page; those with differing answers come first."""
@@ -135,19 +133,19 @@ def _question_fields(result: EvaluationResult, line: dict[str, Any]) -> dict[str
     """What the page shows for a question: small pictures, and every checkpoint's answer."""
     answers = []
     for lines in result.answers.values():
-        matching_line = next((other for other in lines if other["number"] == line["number"]), None)
-        if not matching_line:
-            answers.append("missing")
-        else:
-            answers.append(NO_ANSWER if matching_line["unanswered"] else matching_line["answer"])
+        answer_text = "missing"
+        for other_line in lines:
+            if other_line["number"] == line["number"]:
+                answer_text = NO_ANSWER if other_line["unanswered"] else other_line["answer"]
+        answers.append(answer_text)
 
     # A hostile table may have written these names (docs/evaluation.md): no devices, no pipes.
     pictures = []
     for media_field, read_thumbnail in (("images", _read_picture), ("videos", _read_first_frame)):
         for name in line[media_field][:4]:
             if Path(name).is_file():
-                pictures.append(read_thumbnail(Path(name)))
-    return line | {"answers": answers, "pictures": list(map(_encode_thumbnail, pictures))}
+                pictures.append(jpeg_base64(read_thumbnail(Path(name)), THUMBNAIL_SIZE))
+    return line | {"answers": answers, "pictures": pictures}
 
 
 def _read_picture(picture_path: Path) -> Image.Image:
@@ -159,11 +157,3 @@ def _read_first_frame(video_path: Path) -> Image.Image:
     """The first frame of a video."""
     frame = video_frames(video_path.read_bytes(), VideoInfo(1, 1.0, *MAX_FRAME_SIZE), [0])[0]
     return Image.fromarray(frame.permute(1, 2, 0).numpy())
-
-
-def _encode_thumbnail(small_picture: Image.Image) -> str:
-    """Encodes a small JPEG in base64."""
-    small_picture.thumbnail(THUMBNAIL_SIZE)
-    jpeg_buffer = io.BytesIO()
-    small_picture.save(jpeg_buffer, "JPEG", quality=70)
-    return base64.b64encode(jpeg_buffer.getvalue()).decode()

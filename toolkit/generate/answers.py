@@ -28,7 +28,7 @@ from toolkit.launch import last_output_lines, run_group
 from toolkit.sample_encoder import SampleEncoder, write_samples
 from toolkit.trained_video_rules import resolve_video_rules
 
-from .worker import GenerateJob, write_generate_job
+from .worker import GenerateJob
 
 ANSWER_TOKENS, THINKING_TOKENS = 128, 2048
 """Default largest number of tokens of an answer, without and with thinking."""
@@ -152,7 +152,7 @@ def run_generate(
 
 def _run_job(generate_job: GenerateJob, world_size: int, work_dir: Path) -> list[list[int]]:
     """Runs the processes of a job. Returns the token ids of each answer, in the order of the prompts."""
-    write_generate_job(generate_job, work_dir / "job.json")
+    (work_dir / "job.json").write_text(json.dumps(dataclasses.asdict(generate_job)))
     completed_process = run_group(
         "toolkit.generate.worker",
         [work_dir / "job.json", work_dir / "answers.json"],

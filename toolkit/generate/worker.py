@@ -141,9 +141,5 @@ def pack_prompts(
     return prompt_rows
 
 
-def write_generate_job(generate_job: GenerateJob, job_path: Path) -> None:
-    job_path.write_text(json.dumps(dataclasses.asdict(generate_job)))
-
-
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

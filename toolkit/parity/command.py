@@ -122,11 +122,10 @@ def _report_table(parity_report: dict[str, Any]) -> Any:
 
 def _component_errors(step_result: dict[str, Any]) -> list[str]:
     """A cell for each component, with the errors of outputs and gradients, and one for the logits."""
-    from .compare import by_component
-    from .locations import COMPONENTS
+    from .locations import COMPONENTS, location_component, worst_errors
 
-    output_errors = by_component(step_result.get("activations", {}))
-    gradient_errors = by_component(step_result.get("gradients", {}))
+    output_errors = worst_errors(step_result.get("activations", {}), location_component)
+    gradient_errors = worst_errors(step_result.get("gradients", {}), location_component)
 
     component_cells = []
     for kind in COMPONENTS:

@@ -32,7 +32,7 @@ from toolkit.tiny_checkpoint import TINY_FAMILIES, write_tiny_checkpoint
 from toolkit.trained_video_rules import resolve_video_rules
 
 from .case import ParityCase, write_cases
-from .locations import location_component, tensor_location
+from .locations import tensor_location
 from .peft_reference import are_equal_adapters, merge_error
 from .reference_job import ReferenceJob
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE, MERGE_TOLERANCE
@@ -415,15 +415,6 @@ def first_departure(layout_result: dict[str, Any]) -> str:
         if last_location:
             return f"gradient of {last_location}"
     return ""
-
-
-def by_component(errors_by_location: dict[str, float]) -> dict[str, float]:
-    """Maps each component to the largest error among its locations."""
-    worst_by_component: dict[str, float] = {}
-    for location, error in errors_by_location.items():
-        component = location_component(location)
-        worst_by_component[component] = max(worst_by_component.get(component, 0.0), error)
-    return worst_by_component
 
 
 def differing_tensors(

@@ -7,6 +7,7 @@ parameters of the module that computes this output belong to the location.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR
@@ -47,6 +48,14 @@ def location_component(location: str) -> str:
     return {"vision layer": "vision layers", "decoder layer": "decoder layers"}.get(
         location.rpartition(" ")[0], "mergers"
     )
+
+
+def worst_errors(errors_by_name: dict[str, float], group_of: Callable[[str], str]) -> dict[str, float]:
+    """Maps each group of tensors or locations to its largest error."""
+    worst_by_group: dict[str, float] = {}
+    for name, error in errors_by_name.items():
+        worst_by_group[group_of(name)] = max(worst_by_group.get(group_of(name), 0.0), error)
+    return worst_by_group
 
 
 def forward_order(spec: ModelSpec) -> list[str]:

@@ -58,7 +58,7 @@ def make_sample(sample_kind: str, spec: ModelSpec, seed: int) -> TokenizedSample
 
     for sample_part in SAMPLE_KINDS[sample_kind]:
         if isinstance(sample_part, str):
-            part_token_ids = _random_text_ids(spec, LENGTHS.get(sample_part, 30), generator)
+            part_token_ids = random_text_ids(spec, LENGTHS.get(sample_part, 30), generator)
             part_loss_mask = torch.rand(len(part_token_ids), generator=generator) < 0.5
             part_loss_mask[-1] = True
             part_loss_mask &= sample_part != "question"
@@ -74,14 +74,16 @@ def make_sample(sample_kind: str, spec: ModelSpec, seed: int) -> TokenizedSample
     )
 
 
-def _random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
-    special_token_ids = {
+def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draws tokens below all special ones."""
+    first_special_id = min(
         spec.image_token_id,
         spec.video_token_id,
         spec.vision_start_token_id,
         spec.vision_end_token_id,
-    }
-    return torch.randint(0, min(special_token_ids), (token_count,), generator=generator)
+        spec.language.vocab_size,
+    )
+    return torch.randint(0, first_special_id, (token_count,), generator=generator)
 
 
 def _random_medium(
@@ -104,7 +106,7 @@ def _random_medium(
     token_ids = []
     for placeholder_run in placeholder_runs([media_grid], spec):
         if placeholder_run.kind == "video" and vision_spec.video_timestamps:
-            token_ids += _random_text_ids(spec, 4, generator).tolist()
+            token_ids += random_text_ids(spec, 4, generator).tolist()
         token_ids += [
             spec.vision_start_token_id,
             *([placeholder_id] * placeholder_run.num_tokens(vision_spec.spatial_merge_size)),

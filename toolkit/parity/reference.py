@@ -117,12 +117,15 @@ def compute_reference(
     """Returns (mean loss over all loss tokens, canonical gradients) of samples run one by one."""
     spec = read_spec(hf_dir)
     loss = backward_mean_loss(model, samples, spec, read_pixel_norm(hf_dir))
+    return loss, canonical_gradients(model, hf_dir)
 
-    grads = {}
+
+def canonical_gradients(model: torch.nn.Module, hf_dir: str | Path) -> dict[str, Tensor]:
+    """The gradients of a Hugging Face model, like :func:`to_canonical`; zeros where there is none."""
+    gradients = {}
     for name, parameter in model.named_parameters():
-        grads[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-
-    return loss, to_canonical(grads, hf_dir)
+        gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    return to_canonical(gradients, hf_dir)
 
 
 def backward_mean_loss(

@@ -31,7 +31,7 @@ from .activations import HfActivationRecorder, squared_norms
 from .gather_tensors import LazyTensorFile
 from .locations import forward_order
 from .peft_reference import adapter_gradients, add_random_adapter
-from .reference import backward_mean_loss, hf_inputs, load_hf_for_training, to_canonical
+from .reference import backward_mean_loss, canonical_gradients, hf_inputs, load_hf_for_training
 from .training import reference_training
 
 
@@ -138,12 +138,9 @@ def run_transformers(
 
     if reference_job.lora_rank:
         gradients = adapter_gradients(peft_model, spec, adapter_dir)
-        return mean_loss, gradients, activation_recorder.tensors_by_location()
-    hf_gradients = {}
-    for name, parameter in model.named_parameters():
-        hf_gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-
-    return mean_loss, to_canonical(hf_gradients, reference_job.hf), activation_recorder.tensors_by_location()
+    else:
+        gradients = canonical_gradients(model, reference_job.hf)
+    return mean_loss, gradients, activation_recorder.tensors_by_location()
 
 
 def process_conversations(

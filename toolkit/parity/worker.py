@@ -40,7 +40,7 @@ from toolkit.parity.case import ParityCase, build_case, draw_samples
 
 from .activations import MegatronActivationRecorder
 from .gather_tensors import LazyTensorFile, LazyTensorParts, gather_to_rank_0
-from .locations import tensor_location
+from .locations import tensor_location, worst_errors
 from .reference import cached_result, compute_reference, load_hf_for_training, samples_fingerprint
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
@@ -251,7 +251,7 @@ def compare_with_reference(
         "transformers_bf16_gradient_error": max(bf16_noise.values()) if bf16_noise else None,
         "unexpected": unexpected_names,
         "compared": len(gradient_errors),
-        "gradients": errors_by_location(gradient_errors),
+        "gradients": worst_errors(gradient_errors, tensor_location),
     }
 
 
@@ -263,15 +263,6 @@ def _gradient_error(gradient: Tensor, expected_gradient: Tensor) -> float:
     else:
         error = gradient.norm().item()
     return error if math.isfinite(error) else math.inf
-
-
-def errors_by_location(gradient_errors: dict[str, float]) -> dict[str, float]:
-    """Maps each location to the largest error among its tensors."""
-    worst_by_location: dict[str, float] = {}
-    for name, error in gradient_errors.items():
-        location = tensor_location(name)
-        worst_by_location[location] = max(worst_by_location.get(location, 0.0), error)
-    return worst_by_location
 
 
 def make_reference_function(case: ParityCase, platform: Platform) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.training.preflight import check_inputs
-from toolkit.launch import free_port
+from toolkit.launch import single_rank_variables
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
@@ -61,7 +61,7 @@ def train(options: TrainOptions) -> int:
     from megatron_vl.train import main
 
     is_rank = launch_environment.is_rank
-    os.environ.update(launch_environment.rank_variables if is_rank else _single_rank_variables())
+    os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
     # The other ranks get the fields that rank 0 has settled.
     if is_rank and os.environ.get("RANK") == "0":
         try:
@@ -121,12 +121,6 @@ def _with_megatron_adapter(run_words: list[str], converted_parent: str = "") -> 
 
     converted_dir = megatron_adapter(adapter_dir, Path(config.model.hf), Path(converted_parent))
     return [*run_words, "--lora.adapter", str(converted_dir)]
-
-
-def _single_rank_variables() -> dict[str, str]:
-    """The variables that torchrun would set for a single rank."""
-    rank_variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def _local_gpu_count() -> int:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
-from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.gpus import calibration_for_platform, query_gpus
 from megatron_vl.planning.memory import (
     GPU_MEMORY_GIB,
     RESERVE_GIB,
@@ -28,8 +28,8 @@ from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import resolve_run
-from toolkit.doctor.machine_checks import query_gpus
-from toolkit.memory_table import TABLE_WIDTH, memory_table, trained_text
+from toolkit.layouts import layout_sizes_text
+from toolkit.memory_table import memory_table, trained_text, wide_console
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
@@ -77,7 +77,7 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
             "dp": data_parallel_size,
             "sequence_parallel": config.parallel.sequence_parallel,
         },
-        "stages": [_stage_contents(spec, layout, stage) for stage in range(layout.pp)],
+        "stages": list(map(partial(_stage_contents, spec, layout), range(layout.pp))),
         "rows_per_step": config.global_batch_size,
         "tokens_per_step": config.global_batch_size * config.data.seq_len,
         "pass": _data_pass(config, spec),
@@ -200,23 +200,12 @@ def _print_offload(run_facts: dict[str, Any]) -> None:
 
 
 def _print_facts(run_facts: dict[str, Any]) -> None:
-    from rich.console import Console
-
     layout_sizes, schedule = run_facts["layout"], run_facts["schedule"]
-    experts_note = ""
-    if layout_sizes["ep"] * layout_sizes["etp"] > 1:
-        experts_note = f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
-    context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
-    if "key_ranks" in layout_sizes:
-        context += f" ({layout_sizes['key_ranks']} ranks gather keys)"
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
     if trained := trained_text(run_facts["parameters"], run_facts["trained_parameters"]):
         print(trained)
-    print(
-        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp "
-        f"{layout_sizes['vpp']} x dp {layout_sizes['dp']}{experts_note}{sequence_note}"
-    )
+    print(f"layout: {layout_sizes_text(layout_sizes)}{sequence_note}")
 
     for pipeline_stage, stage_contents in enumerate(run_facts["stages"]):
         print(f"  stage {pipeline_stage}: {', '.join(stage_contents)}")
@@ -244,8 +233,7 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
     stage_table = memory_table(
         run_facts["memory_gib"], "Memory per GPU of each pipeline stage in GiB (estimate)"
     )
-    console = Console(highlight=False, file=sys.stdout)
-    Console(width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout).print(stage_table)
+    wide_console().print(stage_table)
     _print_fits(run_facts)
     if speed_facts := run_facts["speed"]:
         print(

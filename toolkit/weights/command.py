@@ -26,17 +26,10 @@ def convert(options: ConvertOptions) -> int:
     """Converts Hugging Face weights, or an adapter for them, to Megatron weights."""
     from converters.convert import convert_adapter, convert_weights
 
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    layout = options.layout_arguments
-    if (adapter_dir := options.adapter) is not None:
-        return _run_conversion(
-            options,
-            lambda: convert_adapter(adapter_dir, options.hf, options.out, layout, **conversion_options),
-        )
-    return _run_conversion(
-        options,
-        lambda: convert_weights(options.hf, options.out, layout, **conversion_options),
-    )
+    arguments = (options.hf, options.out, options.layout_arguments)
+    if options.adapter is not None:
+        return _run_conversion(options, convert_adapter, options.adapter, *arguments, workers=options.workers)
+    return _run_conversion(options, convert_weights, *arguments, workers=options.workers)
 
 
 def split(options: SplitOptions) -> int:
@@ -44,20 +37,16 @@ def split(options: SplitOptions) -> int:
     from converters.convert import reshard_weights
 
     layout = options.layout_arguments or ONE_RANK
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _run_conversion(
-        options, lambda: reshard_weights(options.checkpoint, options.out, layout, **conversion_options)
-    )
+    arguments = (options.checkpoint, options.out, layout)
+    return _run_conversion(options, reshard_weights, *arguments, workers=options.workers)
 
 
 def merge(options: MergeOptions) -> int:
     """Merges Megatron weights into unsplit ones."""
     from converters.convert import reshard_weights
 
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _run_conversion(
-        options, lambda: reshard_weights(options.checkpoint, options.out, None, **conversion_options)
-    )
+    arguments = (options.checkpoint, options.out, None)
+    return _run_conversion(options, reshard_weights, *arguments, workers=options.workers)
 
 
 def export(options: ExportOptions) -> int:
@@ -66,30 +55,31 @@ def export(options: ExportOptions) -> int:
 
     if options.adapter and options.merge:
         raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
+    arguments = (options.checkpoint, options.hf, options.out)
     if options.adapter:
-        return _run_conversion(
-            options,
-            lambda: export_adapter(options.checkpoint, options.hf, options.out, force=options.force),
-        )
-    conversion_options: dict[str, Any] = {
-        "workers": options.workers,
-        "force": options.force,
-        "merges_adapter": options.merge,
-    }
+        return _run_conversion(options, export_adapter, *arguments)
     return _run_conversion(
         options,
-        lambda: export_weights(options.checkpoint, options.hf, options.out, **conversion_options),
+        export_weights,
+        *arguments,
         original_dir=options.hf,
+        workers=options.workers,
+        merges_adapter=options.merge,
     )
 
 
 def _run_conversion(
-    options: WeightOutputOptions, run_conversion: Callable[[], Any], original_dir: Path | None = None
+    options: WeightOutputOptions,
+    run_conversion: Callable[..., Any],
+    *arguments: Any,
+    original_dir: Path | None = None,
+    **settings: Any,
 ) -> int:
     """Runs a conversion and prints a report of what was written.
 
     Args:
-        run_conversion: converts and returns a :class:`converters.convert.WeightsReport`.
+        run_conversion: converts with these arguments and settings, and returns a
+            :class:`converters.convert.WeightsReport`.
         original_dir: the original folder of an export.
 
     Raises:
@@ -98,7 +88,7 @@ def _run_conversion(
     from megatron_vl.weights.manifest import JOURNAL_FILE
 
     try:
-        conversion_report = run_conversion()
+        conversion_report = run_conversion(*arguments, force=options.force, **settings)
     except OSError as error:
         if isinstance(error, FileExistsError) or not (options.out / JOURNAL_FILE).is_file():
             raise

@@ -15,8 +15,6 @@ import os
 import re
 import shutil
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,9 @@ from typing import Any
 from megatron_vl import durable_files
 from megatron_vl.errors import UserError, describe_error
 from megatron_vl.json_files import write_json
+from megatron_vl.processes import end_with_parent
 from megatron_vl.weights.manifest import MANIFEST_FILE
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, unused_path
 from megatron_vl.weights.weight_reader import WeightReader
 
 EXPORT_THREADS = 2
@@ -57,7 +56,7 @@ class ExportSpaceError(UserError):
 
 def main(argv: list[str]) -> int:
     export_job = ExportJob(**json.loads(argv[0]))
-    threading.Thread(target=exit_with_parent, args=(export_job.parent,), daemon=True).start()
+    end_with_parent(export_job.parent)
     os.nice(PROCESS_NICENESS)
 
     export_dir = Path(export_job.out)
@@ -69,13 +68,6 @@ def main(argv: list[str]) -> int:
         print(" ".join(describe_error(error).split()), file=sys.stderr)
         return 1
     return 0
-
-
-def exit_with_parent(parent_pid: int) -> None:
-    """Ends this process within a second of its parent's end, for whatever reason the parent ended."""
-    while os.getppid() == parent_pid:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> None:
@@ -133,12 +125,7 @@ def _unused_export_path(export_dir: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         base_name = f"{export_dir.name}.earlier"
 
-    unused_path = export_dir.with_name(base_name)
-    copy_number = 1
-    while unused_path.exists():
-        copy_number += 1
-        unused_path = export_dir.with_name(f"{base_name}.{copy_number}")
-    return unused_path
+    return unused_path(export_dir.with_name(base_name))
 
 
 if __name__ == "__main__":

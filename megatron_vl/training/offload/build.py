@@ -41,10 +41,6 @@ class ChunkedOptimizerState:
     hook_handles: list[Any] = field(default_factory=list)
     """Handles of the hooks on their modules."""
 
-    def wait_for_host_state(self) -> None:
-        """Waits until host memory holds the state of the last update."""
-        self.chunk_streamer.wait_for_host_state()
-
     def overlap_with_passes(self, model_chunks: list[ReplicaDDP]) -> None:
         """Lets copies run during the passes of the model.
 
