@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from typing import Any
 
 from toolkit.bench.command import ALLOCATOR_VARIABLES
 from toolkit.platform_choice import choose_platform
@@ -24,8 +26,14 @@ def card(options: CardOptions) -> int:
     from .measure import make_card, summary_lines
 
     model_card = make_card(options, bench_run)
-    options.out.write_text(json.dumps(model_card, indent=1) + "\n")
+    options.out.write_text(_card_text(model_card))
     if options.picture:
         options.picture.write_text(loss_picture(model_card["curve"]) + "\n")
     print("\n".join([*summary_lines(model_card), f"written: {options.out}"]))
     return 0
+
+
+def _card_text(model_card: dict[str, Any]) -> str:
+    """The card as JSON, with each list of numbers on one line."""
+    indented_text = json.dumps(model_card, indent=1)
+    return re.sub(r"\[[-+.\de,\s]+\]", lambda numbers: " ".join(numbers[0].split()), indented_text) + "\n"
