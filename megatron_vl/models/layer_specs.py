@@ -200,17 +200,11 @@ def transformer_block_spec(
         linear_attention: the sizes of linear attention, for models that have it.
     """
     layer_modules = _layer_modules(platform, config)
-
-    # Our tower kernels rotate queries and keys themselves, so TowerSelfAttention replaces core's attention.
-    uses_own_kernels = fused_windows or attention_backend == "triton"
-    attention_params: dict[str, Any] = {
-        "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask
-    }
-    if uses_own_kernels:
-        attention_params["fused_windows"] = fused_windows
     core_attention = partial(
         PackedAttention, backend=attention_backend, causal=causal, windowed=is_windowed_layer
     )
+    # Our tower kernels rotate queries and keys themselves, so TowerSelfAttention replaces core's attention.
+    has_own_kernels = fused_windows or attention_backend == "triton"
 
     layer_spec = ModuleSpec(
         module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
@@ -218,15 +212,10 @@ def transformer_block_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=layer_modules.layer_norm,
             self_attention=ModuleSpec(
-                module=TowerSelfAttention if uses_own_kernels else SelfAttention,
-                params=attention_params,
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=layer_modules.column_linear,
-                    core_attention=core_attention,
-                    linear_proj=layer_modules.row_linear,
-                    q_layernorm=layer_modules.head_norm,
-                    k_layernorm=layer_modules.head_norm,
-                ),
+                module=TowerSelfAttention if has_own_kernels else SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask}
+                | ({"fused_windows": fused_windows} if has_own_kernels else {}),
+                submodules=_attention_submodules(layer_modules, core_attention),
             ),
             self_attn_bda=layer_modules.add_attention,
             pre_mlp_layernorm=layer_modules.layer_norm,
@@ -241,31 +230,46 @@ def transformer_block_spec(
         ),
     )
 
+    # A layer may have both experts and linear attention.
     layer_specs = [layer_spec] * num_layers
-
-    # Experts are preceded by a norm of their own: the router reads its output too, so that it cannot be part
-    # of the first linear.
     if any(layers_with_experts):
-        expert_submodules = replace(
-            layer_spec.submodules, pre_mlp_layernorm=layer_modules.expert_norm, mlp=moe_layer(platform)
+        # The router reads the output of the norm too, so that norm cannot be part of the first linear.
+        layer_specs = _replace_in_layers(
+            layer_specs,
+            layers_with_experts,
+            pre_mlp_layernorm=layer_modules.expert_norm,
+            mlp=moe_layer(platform),
         )
-        expert_spec = replace(layer_spec, submodules=expert_submodules)
-        layer_specs = [expert_spec if has_experts else layer_spec for has_experts in layers_with_experts]
-
-    # A layer may have both experts and linear attention, so this changes the specs from above.
     if any(layers_with_linear_attention):
-        linear_attention_module = ModuleSpec(
-            module=GatedDeltaNet,
-            params={
-                "spec": linear_attention,
-                "column": layer_modules.column_linear,
-                "row": layer_modules.row_linear,
-            },
+        module_params = {
+            "spec": linear_attention,
+            "column": layer_modules.column_linear,
+            "row": layer_modules.row_linear,
+        }
+        layer_specs = _replace_in_layers(
+            layer_specs,
+            layers_with_linear_attention,
+            self_attention=ModuleSpec(module=GatedDeltaNet, params=module_params),
         )
-        softmax_specs, layer_specs = layer_specs, []
-        for softmax_spec, is_linear in zip(softmax_specs, layers_with_linear_attention, strict=True):
-            linear_submodules = replace(softmax_spec.submodules, self_attention=linear_attention_module)
-            linear_spec = replace(softmax_spec, submodules=linear_submodules)
-            layer_specs.append(linear_spec if is_linear else softmax_spec)
-
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
+
+
+def _attention_submodules(layer_modules: _LayerModules, core_attention: Any) -> SelfAttentionSubmodules:
+    return SelfAttentionSubmodules(
+        linear_qkv=layer_modules.column_linear,
+        core_attention=core_attention,
+        linear_proj=layer_modules.row_linear,
+        q_layernorm=layer_modules.head_norm,
+        k_layernorm=layer_modules.head_norm,
+    )
+
+
+def _replace_in_layers(
+    layer_specs: list[ModuleSpec], is_chosen: Sequence[bool], **submodules: Any
+) -> list[ModuleSpec]:
+    """The layers, with other submodules in the chosen ones."""
+    new_specs = []
+    for layer_spec, has_others in zip(layer_specs, is_chosen, strict=True):
+        other_spec = replace(layer_spec, submodules=replace(layer_spec.submodules, **submodules))
+        new_specs.append(other_spec if has_others else layer_spec)
+    return new_specs
