@@ -197,9 +197,9 @@ def test_the_demo_passes_outside_the_checkout(program):
 TINY = """
 import json
 from pathlib import Path
-from megatron_vl.processes import tools_folder
+from megatron_vl.processes import tools_dir
 import sys
-sys.path.insert(0, str(tools_folder()))
+sys.path.insert(0, str(tools_dir()))
 from toolkit.demo.demo_data import write_raw_data
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 import torch
