@@ -33,7 +33,8 @@ def _prepare(
     from megatron_vl.kernels.biased_sum import column_sums
 
     # A linear with a frozen weight has no bias gradient. Gathered gradients are summed by what gathers them.
-    if not ctx.use_bias or not ctx.requires_wgrad or (is_row and ctx.sequence_parallel):
+    has_weight_gradient = getattr(ctx, "requires_wgrad", False)  # layers of two linears have none
+    if not ctx.use_bias or not has_weight_gradient or (is_row and ctx.sequence_parallel):
         return prepare(ctx, output_grad, is_row, quantizer)
 
     bias_grad = column_sums(output_grad)

@@ -808,4 +808,5 @@ class PlannedRankRows:
         for process_iterator in process_iterators:
             for worker_process in process_iterator._workers:
                 worker_process.kill()
-                worker_process.join()
+                # One that hangs in a file system does not end.
+                worker_process.join(timeout=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -51,16 +52,26 @@ class Segments:
         """cu_seqlens of queries and keys, and the longest sequence of each, in FlashAttention's order."""
         return self.cu_seqlens, self.keys.cu_seqlens, self.max_seqlen, self.keys.max_seqlen
 
-    def with_padding_segment(self, total_length: int, padding_length: int) -> Segments:
-        """A copy with one more segment.
+    def with_padding_segments(self, total_length: int, padding_length: int) -> Segments:
+        """A copy with segments of padding at the end, none longer than the longest of the others.
+
+        So a kernel whose tiles depend on ``max_seqlen`` keeps them.
 
         Args:
-            total_length: number of elements of all segments, the new one included.
-            padding_length: number of elements of the new segment; may be 0.
+            total_length: number of elements of all segments, the new ones included.
+            padding_length: number of elements of the new segments; may be 0.
         """
-        return Segments(
-            F.pad(self.cu_seqlens, (0, 1), value=total_length), max(self.max_seqlen, padding_length)
+        length = max(self.max_seqlen, 1)
+        first_end = total_length - padding_length + length
+        padding_ends = torch.arange(
+            first_end,
+            max(first_end, total_length),
+            length,
+            dtype=self.cu_seqlens.dtype,
+            device=self.cu_seqlens.device,
         )
+        bounds = torch.cat((self.cu_seqlens, padding_ends))
+        return Segments(F.pad(bounds, (0, 1), value=total_length), length)
 
 
 @dataclass

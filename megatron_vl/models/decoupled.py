@@ -286,7 +286,11 @@ class DecoupledTower:
             ):
                 self.backward_call(self.run_forward_again(tower_input), patch_slice, local_gradient)
 
-        # The sum over all ranks of the run. Ranks without pictures take part in it too.
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Sums the gradients over the run. Ranks without pictures take part in it too."""
+        assert self.ddp is not None
         self.ddp.finish_grad_sync()
 
     def run_forward_again(self, tower_input: VisionInput) -> list[Tensor]:

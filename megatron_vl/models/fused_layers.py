@@ -155,13 +155,17 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
     return add
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingSum:
-    """The sum of three tensors that a :class:`ResidualNorm` forms, because it is what reads it next."""
+    """The sum of a residual, an output and its bias, which a :class:`ResidualNorm` forms as it reads it."""
 
-    residual: Tensor
-    output: Tensor
-    bias: Tensor | None
+    summands: tuple[Tensor, Tensor, Tensor | None] | None
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The three tensors, once: core's layer holds this object until its end, but need not hold them."""
+        assert self.summands is not None
+        summands, self.summands = self.summands, None
+        return summands
 
 
 def postpone_addition(training: bool, fused: bool) -> Callable[..., PendingSum]:
@@ -175,7 +179,7 @@ def postpone_addition(training: bool, fused: bool) -> Callable[..., PendingSum]:
         output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
     ) -> PendingSum:
         assert not dropout
-        return PendingSum(residual, *output_and_bias)
+        return PendingSum((residual, *output_and_bias))
 
     return postpone
 
@@ -216,7 +220,7 @@ class ResidualNorm(nn.Module):
         from megatron_vl.kernels.residual_norm import residual_norm
 
         if isinstance(x, PendingSum):
-            residual, added, added_bias = x.residual, x.output, x.bias
+            residual, added, added_bias = x.take()
         else:
             residual, added, added_bias = x, None, None
         normalized, residual = residual_norm(

@@ -178,8 +178,8 @@ class VisionTower(nn.Module):
         super().__init__()
         self.vision_spec, self.is_frozen = vision_spec, is_frozen
         self.kernels_apply_rope = fused_windows or attention_backend == "triton"
-        # Products in FP8 need whole tiles of patches. One more segment of zeros pads the patches to whole
-        # tiles and is removed at the end.
+        # Products in FP8 need whole tiles of patches. Segments of zeros fill the last tile and are removed at
+        # the end.
         self.patch_multiple = fp8_row_multiple(config)
 
         self.patch_embed = PatchEmbed(vision_spec, pixel_mean, pixel_std, config.params_dtype)
@@ -230,7 +230,7 @@ class VisionTower(nn.Module):
                 # gradient.
                 hidden_states.requires_grad_()
 
-            # One more segment pads the patches for FP8. Patches attend only within segments, so it changes no
+            # More segments pad the patches for FP8. Patches attend only within segments, so they change no
             # other patch.
             rotary_angles = vision_rope_angles(vision_input.position_hw, self.vision_spec.head_dim)
             full_segments, window_segments = vision_input.full_segments, vision_input.window_segments
@@ -239,8 +239,8 @@ class VisionTower(nn.Module):
                 hidden_states = F.pad(hidden_states, (0, 0, 0, num_padding_patches))
                 rotary_angles = F.pad(rotary_angles, (0, 0, 0, 0, 0, 0, 0, num_padding_patches))
                 num_patches = hidden_states.shape[0]
-                full_segments = full_segments.with_padding_segment(num_patches, num_padding_patches)
-                window_segments = window_segments.with_padding_segment(num_patches, num_padding_patches)
+                full_segments = full_segments.with_padding_segments(num_patches, num_padding_patches)
+                window_segments = window_segments.with_padding_segments(num_patches, num_padding_patches)
 
             # Our attention kernels rotate queries and keys while they read them. The second half of a head's
             # angles repeats the first, so they need only the first.

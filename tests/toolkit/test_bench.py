@@ -111,6 +111,20 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
 
 
 @pytest.mark.ranks
+def test_parts_of_a_tower_on_every_rank(tiny_checkpoint) -> None:
+    options = f"--rows images --warm-up 1 --timed 1 --part-steps 1 --dtype float32 --data.seq_len {SEQ_LEN}"
+    layout = f"--global_batch_size {ROWS} --parallel.pp 2 --vision.placement decoupled"
+    command = f"-m toolkit bench --processes {RANKS} --json {options} {layout}".split()
+    words = [sys.executable, *command, "--hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    for stage in json.loads(done.stdout)["workloads"]["images"]["parts_by_stage"]:
+        assert all(stage[f"vision {part}"] > 0 for part in ("forward", "recompute", "backward", "exchange"))
+        assert stage["gradient finalisation"] > 0
+
+
+@pytest.mark.ranks
 def test_fsdp2_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
     """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
     folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]

@@ -1,4 +1,4 @@
-"""Rows of new tokens, whose length differs from that of the training."""
+"""Rows of new tokens, whose length differs from that of the training, and padding for FP8."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron_vl.models.batch import Segments
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.platform import get_platform
 from megatron_vl.training.generate import _new_token_row
@@ -77,3 +78,20 @@ def test_collectives_beside_products_pause() -> None:
         raise KeyError
     assert flags() == [True, False, False, True]
     assert not hasattr(plain, "ub_overlap_ag_fprop")
+
+
+@pytest.mark.parametrize(
+    ("padding", "bounds"),
+    [
+        (0, [0, 64, 100, 100]),
+        (60, [0, 64, 100, 160]),
+        (124, [0, 64, 100, 164, 224]),
+        (128, [0, 64, 100, 164, 228]),
+    ],
+)
+def test_padding_is_cut_like_the_longest_segment(padding: int, bounds: list[int]) -> None:
+    """One longer segment would make the window kernel take larger tiles for all windows."""
+    segments = Segments(torch.tensor([0, 64, 100], dtype=torch.int32), 64)
+    padded = segments.with_padding_segments(100 + padding, padding)
+    assert padded.cu_seqlens.tolist() == bounds and padded.cu_seqlens.dtype == torch.int32
+    assert padded.max_seqlen == 64

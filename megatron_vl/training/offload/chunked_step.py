@@ -117,11 +117,12 @@ class ChunkedStep:
         if not self.runs_own_kernel:
             return None
 
+        gradient_scale, self.gradient_scale = self.gradient_scale, 1.0
         coefficients_by_key: dict[tuple[int, int], AdamCoefficients] = {}
         for parameter in self.chunked_parameters:
             coefficients_by_key[id(parameter.param_group), parameter.step_count] = (
                 AdamCoefficients.from_param_group(
-                    parameter.param_group, parameter.step_count + 1, self.gradient_scale
+                    parameter.param_group, parameter.step_count + 1, gradient_scale
                 )
             )
         return StepCoefficients(coefficients_by_key, self.chunk_streamer.device)
