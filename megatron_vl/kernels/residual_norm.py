@@ -176,6 +176,7 @@ class _ResidualNorm(torch.autograd.Function):
         _, needs_added_grad, needs_added_bias_grad, is_trained, *_ = ctx.needs_input_grad
         weight_grads: list[Tensor | None] = [None, None]
         if output_grad is None:
+            assert residual_grad is not None
             x_grad = residual_grad
         else:
             x_grad, parameter_grads = _ResidualNorm._norm_gradients(
