@@ -51,20 +51,24 @@ from .peft_folder import (
 )
 
 
-class AdapterSource(Protocol):
-    """Canonical factors: a :class:`PeftAdapters`, or a ``WeightReader`` of a checkpoint with LoRA."""
+class WeightSource(Protocol):
+    """Canonical tensors or factors, read region by region: those of a :class:`WeightReader`, a
+    :class:`HfCheckpoint`, a :class:`PeftAdapters` or a :class:`MergedWeights`."""
 
     path: Path
     spec: ModelSpec
     lora: LoraConfig
+    """The adapters whose factors these tensors are; its rank is 0 for a whole model."""
 
     def dtype(self, tensor_name: str) -> torch.dtype: ...
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
 
-    def verify_tensor(self, tensor_name: str) -> None: ...
+    def verify_tensor(self, tensor_name: str) -> None:
+        """Raises :class:`WeightsError` if a tensor is known to differ from what was written."""
 
-    def fingerprint(self) -> dict[str, str]: ...
+    def fingerprint(self) -> dict[str, str]:
+        """Facts that change when the source changes."""
 
 
 def _module_name(hf_tensor_name: object) -> str:
@@ -250,7 +254,7 @@ def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:
     return f"{KEY_PREFIX}{module_name}.lora_{letter}.weight"
 
 
-def read_factor(source: AdapterSource, tensor_info: TensorInfo) -> Tensor:
+def read_factor(source: WeightSource, tensor_info: TensorInfo) -> Tensor:
     """A whole canonical factor, after it was verified."""
     source.verify_tensor(tensor_info.name)
     whole_region = whole_matrix_region(tensor_info.shape)
@@ -258,7 +262,7 @@ def read_factor(source: AdapterSource, tensor_info: TensorInfo) -> Tensor:
     return factor_matrix.reshape(tensor_info.shape)
 
 
-def peft_tensors(source: AdapterSource, adapter: FusedAdapter, names: Container[str]) -> dict[str, Tensor]:
+def peft_tensors(source: WeightSource, adapter: FusedAdapter, names: Container[str]) -> dict[str, Tensor]:
     """The tensors of PEFT's file for one canonical tensor."""
     info_a, info_b = adapter.tensor_infos()
     canonical_a = read_factor(source, info_a)
@@ -280,7 +284,7 @@ def peft_tensors(source: AdapterSource, adapter: FusedAdapter, names: Container[
     return stored_tensors
 
 
-def saved_tensor_keys(source: AdapterSource) -> dict[str, tuple[str, tuple[int, ...]]]:
+def saved_tensor_keys(source: WeightSource) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Canonical name of a tensor that was trained whole -> its key in PEFT's file, and its shape there."""
     conversion_rules = rules_by_name(source.spec)
     saved_keys: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -293,7 +297,7 @@ def saved_tensor_keys(source: AdapterSource) -> dict[str, tuple[str, tuple[int, 
     return saved_keys
 
 
-def peft_header(source: AdapterSource) -> bytes:
+def peft_header(source: WeightSource) -> bytes:
     """The header of PEFT's file."""
     matrix_shapes = released_matrices(source.spec)
     adapted_names = adapted_matrices(source)
@@ -317,7 +321,7 @@ def peft_header(source: AdapterSource) -> bytes:
     return make_safetensors_header(stored_types, {"format": "pt"})
 
 
-def adapted_matrices(source: AdapterSource) -> list[str]:
+def adapted_matrices(source: WeightSource) -> list[str]:
     """The released matrices with an adapter, in model order."""
     adapted_names: list[str] = []
     for adapter in fused_adapters(source.spec, source.lora).values():
@@ -327,7 +331,7 @@ def adapted_matrices(source: AdapterSource) -> list[str]:
     return adapted_names
 
 
-def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
+def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
     """The content of ``adapter_config.json``.
 
     Args:
@@ -379,7 +383,7 @@ class MergedWeights:
 
     lora = LoraConfig()
 
-    def __init__(self, base: HfCheckpoint, source: AdapterSource) -> None:
+    def __init__(self, base: HfCheckpoint, source: WeightSource) -> None:
         self.base = base
         self.source = source
         self.spec = base.spec

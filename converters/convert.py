@@ -14,16 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_vl import __version__, durable_files
-from megatron_vl.config import LoraConfig
 from megatron_vl.json_files import write_json
 from megatron_vl.spec.adapters import fused_adapters, trained_table
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
@@ -41,9 +40,9 @@ from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .adapters import (
-    AdapterSource,
     MergedWeights,
     PeftAdapters,
+    WeightSource,
     adapted_matrices,
     peft_config,
     peft_header,
@@ -59,25 +58,6 @@ from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest size of a file of unsplit weights, unless a single tensor is larger."""
-
-
-class WeightSource(Protocol):
-    """Full canonical tensors, read region by region, such as a :class:`WeightReader` or a
-    :class:`HfCheckpoint`."""
-
-    spec: ModelSpec
-    lora: LoraConfig
-    """The adapters whose factors these tensors are; its rank is 0 for a whole model."""
-
-    def dtype(self, tensor_name: str) -> torch.dtype: ...
-
-    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
-
-    def verify_tensor(self, tensor_name: str) -> None:
-        """Raises :class:`WeightsError` if a tensor is known to differ from what was written."""
-
-    def fingerprint(self) -> dict[str, str]:
-        """Facts that change when the source changes."""
 
 
 @dataclass
@@ -621,7 +601,7 @@ def _count_casts(
 
 
 def _known_video_rule(
-    source: WeightReader | MergedWeights | AdapterSource, hf_checkpoint: HfCheckpoint
+    source: WeightReader | MergedWeights | WeightSource, hf_checkpoint: HfCheckpoint
 ) -> dict[str, str]:
     """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
@@ -792,7 +772,7 @@ def export_adapter(
     )
 
 
-def _write_adapter_tensors(source: AdapterSource, conversion_output: ConversionOutput) -> None:
+def _write_adapter_tensors(source: WeightSource, conversion_output: ConversionOutput) -> None:
     """Writes the tensors of PEFT's file that an earlier attempt did not write."""
     names = adapted_matrices(source)
     writer = conversion_output.writer_by_file[ADAPTER_FILE]

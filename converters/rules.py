@@ -53,106 +53,146 @@ class ConversionRule:
     """Regions of the canonical tensor that HF does not have; they are zero."""
 
 
-def identical_rule(
-    tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, ...] | None = None
-) -> ConversionRule:
-    """The rule of a tensor that equals its HF tensor.
+HfNames = tuple[str, ...]
+"""Names of the HF tensors that a canonical tensor consists of."""
 
-    Args:
-        hf_shape: HF's shape if it has more dimensions, as the patch embedding's Conv3d; None: the same shape.
-    """
-    return ConversionRule(
-        tensor_info.name,
-        {hf_name: hf_shape or tensor_info.shape},
-        (MatrixBlock(hf_name, *matrix_shape(tensor_info.shape)),),
+
+# --- Rules of all structures that occur
+
+
+def unchanged_tensor(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor equals one HF tensor of the same shape."""
+    return _identical_rule(tensor_info, hf_names[0], tensor_info.shape)
+
+
+def conv3d_patch_embedding(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor is the patch embedding, which is a Conv3d in HF."""
+    vision_spec = spec.vision
+    shape = (
+        vision_spec.hidden_size,
+        vision_spec.in_channels,
+        vision_spec.temporal_patch_size,
+        vision_spec.patch_size,
+        vision_spec.patch_size,
     )
+    return _identical_rule(tensor_info, hf_names[0], shape)
 
 
-def split_qkv_rule(
-    tensor_info: TensorInfo, hf_names: tuple[str, ...], num_heads: int, num_groups: int, head_dim: int
-) -> ConversionRule:
-    """The rule of a fused QKV tensor, for separate query, key and value tensors in HF.
+def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor consists of the query, key and value of a decoder layer.
 
-    For each key/value head (``num_groups``), the canonical tensor has its query heads, its key and its value.
+    For each key/value head, the canonical tensor has its query heads, its key and its value.
     """
-    heads_per_group = num_heads // num_groups
+    language = spec.language
+    num_groups, head_dim = language.num_kv_heads, language.head_dim
     col_count = matrix_shape(tensor_info.shape)[1]
-    sizes = dict(zip(hf_names, (heads_per_group * head_dim, head_dim, head_dim), strict=True))
-    return _rule_with_same_columns(
-        tensor_info,
-        {name: num_groups * rows for name, rows in sizes.items()},
-        _interleaved_blocks(sizes, num_groups, col_count),
-    )
+    query_rows = language.num_heads // num_groups * head_dim
+    group_rows = dict(zip(hf_names, (query_rows, head_dim, head_dim), strict=True))
+
+    blocks = []
+    first_row = 0
+    for group_index in range(num_groups):
+        for hf_name, rows in group_rows.items():
+            hf_row = group_index * rows
+            blocks.append(MatrixBlock(hf_name, rows, col_count, row=first_row, part_row=hf_row))
+            first_row += rows
+
+    hf_rows = {}
+    for hf_name, rows in group_rows.items():
+        hf_rows[hf_name] = num_groups * rows
+    return _rule_with_same_columns(tensor_info, hf_rows, blocks)
 
 
-def split_gated_qkv_rule(
-    tensor_info: TensorInfo, hf_names: tuple[str, ...], num_heads: int, num_groups: int, head_dim: int
-) -> ConversionRule:
-    """The same as :func:`split_qkv_rule`, with output gates.
+def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor consists of the query with output gate, the key and the value of a decoder layer.
 
     For each head, HF's query tensor has the query and its gate. For each key/value head, the canonical tensor
     has all queries, all gates, the key and the value.
     """
     query_name, key_name, value_name = hf_names
+    num_heads, num_groups = spec.language.num_heads, spec.language.num_kv_heads
+    head_dim = spec.language.head_dim
     heads_per_group = num_heads // num_groups
-    col_count = matrix_shape(tensor_info.shape)[1]
 
-    # Blocks are listed in the canonical order of rows, so that first_row only counts up.
-    blocks = []
-    first_row = 0
+    # (HF name, number of the head in the HF tensor), in the canonical order.
+    head_order = []
     for group_index in range(num_groups):
         group_heads = range(group_index * heads_per_group, (group_index + 1) * heads_per_group)
         for is_gate in (0, 1):
             for head_index in group_heads:
-                blocks.append(
-                    MatrixBlock(
-                        query_name,
-                        head_dim,
-                        col_count,
-                        row=first_row,
-                        # HF alternates between the query and the gate of each head.
-                        part_row=(2 * head_index + is_gate) * head_dim,
-                    )
-                )
-                first_row += head_dim
+                # HF alternates between the query and the gate of each head.
+                head_order.append((query_name, 2 * head_index + is_gate))
+        head_order.append((key_name, group_index))
+        head_order.append((value_name, group_index))
 
-        for hf_name in (key_name, value_name):
-            blocks.append(
-                MatrixBlock(hf_name, head_dim, col_count, row=first_row, part_row=group_index * head_dim)
-            )
-            first_row += head_dim
-
-    return _rule_with_same_columns(
-        tensor_info,
-        {
-            # Queries and their gates.
-            query_name: 2 * num_heads * head_dim,
-            key_name: num_groups * head_dim,
-            value_name: num_groups * head_dim,
-        },
-        blocks,
-    )
-
-
-def stacked_rows_rule(
-    tensor_info: TensorInfo, hf_names: Sequence[str], row_counts: Sequence[int]
-) -> ConversionRule:
-    """The rule of a tensor that consists of HF tensors with ``row_counts`` rows, one below the other."""
     col_count = matrix_shape(tensor_info.shape)[1]
     blocks = []
     first_row = 0
-    for name, row_count in zip(hf_names, row_counts, strict=True):
-        blocks.append(MatrixBlock(name, row_count, col_count, row=first_row))
+    for hf_name, hf_head_index in head_order:
+        blocks.append(
+            MatrixBlock(
+                hf_name,
+                head_dim,
+                col_count,
+                row=first_row,
+                part_row=hf_head_index * head_dim,
+            )
+        )
+        first_row += head_dim
+    key_rows = num_groups * head_dim
+    hf_rows = {
+        query_name: 2 * num_heads * head_dim,
+        key_name: key_rows,
+        value_name: key_rows,
+    }
+    return _rule_with_same_columns(tensor_info, hf_rows, blocks)
+
+
+def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor consists of linear attention's projections: q, k, v; gate (z); beta (b); decay (a)."""
+    linear_attention = spec.language.linear_attention
+    assert linear_attention is not None
+    value_heads = linear_attention.value_heads
+    row_counts = (
+        linear_attention.conv_channels,
+        value_heads * linear_attention.value_dim,
+        value_heads,
+        value_heads,
+    )
+
+    col_count = matrix_shape(tensor_info.shape)[1]
+    hf_rows = dict(zip(hf_names, row_counts, strict=True))
+    blocks = []
+    first_row = 0
+    for hf_name, row_count in hf_rows.items():
+        blocks.append(MatrixBlock(hf_name, row_count, col_count, row=first_row))
         first_row += row_count
+    return _rule_with_same_columns(tensor_info, hf_rows, blocks)
 
-    return _rule_with_same_columns(tensor_info, dict(zip(hf_names, row_counts, strict=True)), blocks)
+
+def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor consists of the shared expert's gate and up projections."""
+    assert spec.language.moe is not None
+    return _gated_rule(tensor_info, hf_names, spec.language.moe.shared_ffn_hidden_size)
 
 
-def fused_qkv_rule(tensor_info: TensorInfo, hf_name: str, num_heads: int, head_dim: int) -> ConversionRule:
-    """The rule of a fused QKV tensor, for one HF tensor with all queries, all keys and all values.
+def language_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor consists of a decoder layer's gate and up projections."""
+    return _gated_rule(tensor_info, hf_names, spec.language.ffn_hidden_size)
+
+
+def vision_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor consists of a vision layer's gate and up projections, each padded with zero rows."""
+    return _gated_rule(tensor_info, hf_names, spec.vision.ffn_hidden_size)
+
+
+def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor equals one HF tensor with all queries, keys and values of a vision layer, in another order.
 
     For each head, the canonical tensor has its query, key and value.
     """
+    (hf_name,) = hf_names
+    num_heads, head_dim = spec.vision.num_heads, spec.vision.head_dim
     col_count = matrix_shape(tensor_info.shape)[1]
 
     blocks = []
@@ -167,89 +207,90 @@ def fused_qkv_rule(tensor_info: TensorInfo, hf_name: str, num_heads: int, head_d
                     part_row=(qkv_index * num_heads + head_index) * head_dim,
                 )
             )
-
     return _rule_with_same_columns(tensor_info, {hf_name: 3 * num_heads * head_dim}, blocks)
 
 
-def gated_rule(tensor_info: TensorInfo, gate_name: str, up_name: str, real_rows: int) -> ConversionRule:
+def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
+    (hf_name,) = hf_names
+    real_rows = spec.vision.ffn_hidden_size
+    rows, col_count = matrix_shape(tensor_info.shape)
+    blocks = [MatrixBlock(hf_name, real_rows, col_count)]
+    padding_regions = []
+    if rows > real_rows:
+        padding_regions.append(MatrixRegion(real_rows, rows, 0, col_count))
+    return _rule_with_same_columns(tensor_info, {hf_name: real_rows}, blocks, padding_regions)
+
+
+def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor is the last linear layer of a vision MLP, padded with zero columns."""
+    (hf_name,) = hf_names
+    real_columns = spec.vision.ffn_hidden_size
+    rows, col_count = matrix_shape(tensor_info.shape)
+    block = MatrixBlock(hf_name, rows, real_columns)
+    padding_regions = []
+    if col_count > real_columns:
+        padding_regions.append(MatrixRegion(0, rows, real_columns, col_count))
+    hf_shapes: dict[str, tuple[int, ...]] = {hf_name: (rows, real_columns)}
+    return ConversionRule(tensor_info.name, hf_shapes, (block,), tuple(padding_regions))
+
+
+def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor equals one HF stack of transposed matrices."""
+    (hf_name,) = hf_names
+    expert_count, rows, col_count = tensor_info.shape
+    blocks = []
+    for expert_index in range(expert_count):
+        blocks.append(
+            MatrixBlock(
+                hf_name,
+                rows,
+                col_count,
+                row=expert_index * rows,
+                part_row=expert_index * col_count,
+                is_transposed=True,
+            )
+        )
+    hf_shape = (expert_count, col_count, rows)
+    return ConversionRule(tensor_info.name, {hf_name: hf_shape}, tuple(blocks))
+
+
+def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor stacks the experts' HF matrices; the remaining ``*`` is the number of the expert.
+
+    The matrices of one expert are below each other.
+    """
+    expert_count, rows, col_count = tensor_info.shape
+    matrix_rows = rows // len(hf_names)
+    blocks: list[MatrixBlock] = []
+    hf_shapes: dict[str, tuple[int, ...]] = {}
+    for expert_index in range(expert_count):
+        for name_pattern in hf_names:
+            hf_name = name_pattern.replace("*", str(expert_index))
+            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=len(blocks) * matrix_rows))
+            hf_shapes[hf_name] = (matrix_rows, col_count)
+    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
+
+
+def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, ...]) -> ConversionRule:
+    """The rule of a tensor that equals its HF tensor, which may have more dimensions."""
+    block = MatrixBlock(hf_name, *matrix_shape(tensor_info.shape))
+    return ConversionRule(tensor_info.name, {hf_name: hf_shape}, (block,))
+
+
+def _gated_rule(tensor_info: TensorInfo, hf_names: HfNames, real_rows: int) -> ConversionRule:
     """The rule of a gated ``linear_fc1``: ``real_rows`` rows of the gate, zero rows, then the same for up."""
     rows, col_count = matrix_shape(tensor_info.shape)
     half_rows = rows // 2
 
     blocks = []
     padding_regions = []
-    for hf_name, first_row in ((gate_name, 0), (up_name, half_rows)):
+    for hf_name, first_row in zip(hf_names, (0, half_rows), strict=True):
         blocks.append(MatrixBlock(hf_name, real_rows, col_count, row=first_row))
         if half_rows > real_rows:
             padding_regions.append(MatrixRegion(first_row + real_rows, first_row + half_rows, 0, col_count))
 
-    return _rule_with_same_columns(
-        tensor_info, {gate_name: real_rows, up_name: real_rows}, blocks, padding_regions
-    )
-
-
-def padded_rows_rule(tensor_info: TensorInfo, hf_name: str, real_rows: int) -> ConversionRule:
-    """The rule of a tensor that is padded with zero rows after ``real_rows`` rows."""
-    rows, col_count = matrix_shape(tensor_info.shape)
-    padding_regions = [MatrixRegion(real_rows, rows, 0, col_count)] if rows > real_rows else []
-    return _rule_with_same_columns(
-        tensor_info, {hf_name: real_rows}, [MatrixBlock(hf_name, real_rows, col_count)], padding_regions
-    )
-
-
-def padded_columns_rule(tensor_info: TensorInfo, hf_name: str, real_columns: int) -> ConversionRule:
-    """The rule of a tensor that is padded with zero columns after ``real_columns`` columns."""
-    rows, col_count = matrix_shape(tensor_info.shape)
-    padding_regions = (MatrixRegion(0, rows, real_columns, col_count),) if col_count > real_columns else ()
-    return ConversionRule(
-        tensor_info.name,
-        {hf_name: (rows, real_columns)},
-        (MatrixBlock(hf_name, rows, real_columns),),
-        padding_regions,
-    )
-
-
-def transposed_stack_rule(tensor_info: TensorInfo, hf_name: str) -> ConversionRule:
-    """The rule of a stack of experts, for one HF stack of transposed matrices."""
-    expert_count, rows, col_count = tensor_info.shape
-    blocks = tuple(
-        MatrixBlock(hf_name, rows, col_count, row=i * rows, part_row=i * col_count, is_transposed=True)
-        for i in range(expert_count)
-    )
-    return ConversionRule(tensor_info.name, {hf_name: (expert_count, col_count, rows)}, blocks)
-
-
-def separate_experts_rule(tensor_info: TensorInfo, hf_names: Sequence[str]) -> ConversionRule:
-    """The rule of a stack of experts, for separate HF matrices of each expert.
-
-    Args:
-        hf_names: the names of one expert's matrices, which are below each other in the canonical tensor.
-            ``*`` stands for the expert's number.
-    """
-    expert_count, rows, col_count = tensor_info.shape
-    matrix_rows = rows // len(hf_names)
-
-    blocks: list[MatrixBlock] = []
-    for expert_index in range(expert_count):
-        for name_pattern in hf_names:
-            hf_name = name_pattern.replace("*", str(expert_index))
-            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=len(blocks) * matrix_rows))
-
-    hf_shapes: dict[str, tuple[int, ...]] = {}
-    for block in blocks:
-        hf_shapes[str(block.part_id)] = (matrix_rows, col_count)
-    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
-
-
-def _interleaved_blocks(rows_by_name: dict[str, int], num_groups: int, col_count: int) -> list[MatrixBlock]:
-    """The blocks of a matrix in which each group has the next ``rows_by_name`` rows of each HF tensor."""
-    blocks = []
-    first_row = 0
-    for group_index in range(num_groups):
-        for hf_name, rows in rows_by_name.items():
-            blocks.append(MatrixBlock(hf_name, rows, col_count, row=first_row, part_row=group_index * rows))
-            first_row += rows
-    return blocks
+    return _rule_with_same_columns(tensor_info, dict.fromkeys(hf_names, real_rows), blocks, padding_regions)
 
 
 def _rule_with_same_columns(
@@ -270,8 +311,9 @@ def _rule_with_same_columns(
 # --- Tables of names
 
 
-RuleMaker = Callable[[ModelSpec, TensorInfo, tuple[str, ...]], ConversionRule]
+RuleMaker = Callable[[ModelSpec, TensorInfo, HfNames], ConversionRule]
 """Makes the rule of a canonical tensor from the names of its HF tensors."""
+_NUMBER_PATTERN = re.compile(r"\.(\d+)\.")
 
 
 class NameEntry(NamedTuple):
@@ -279,7 +321,7 @@ class NameEntry(NamedTuple):
 
     name: str
     """The canonical name. Its number is the first ``*`` of the HF names."""
-    hf_names: tuple[str, ...]
+    hf_names: HfNames
     """The released names of the HF tensors that it consists of."""
     make_rule: RuleMaker
 
@@ -323,105 +365,6 @@ def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[Co
             hf_names = tuple(name.replace("*", number_match[1], 1) for name in hf_names)
         rules.append(name_entry.make_rule(spec, tensor_info, hf_names))
     return rules
-
-
-_NUMBER_PATTERN = re.compile(r"\.(\d+)\.")
-
-
-def unchanged_tensor(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor equals one HF tensor of the same shape."""
-    return identical_rule(tensor_info, hf_names[0])
-
-
-def conv3d_patch_embedding(
-    spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]
-) -> ConversionRule:
-    """The tensor is the patch embedding, which is a Conv3d in HF."""
-    vision_spec = spec.vision
-    shape = (
-        vision_spec.hidden_size,
-        vision_spec.in_channels,
-        vision_spec.temporal_patch_size,
-        vision_spec.patch_size,
-        vision_spec.patch_size,
-    )
-    return identical_rule(tensor_info, hf_names[0], shape)
-
-
-def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor consists of the query, key and value of a decoder layer."""
-    language = spec.language
-    head_sizes = language.num_heads, language.num_kv_heads, language.head_dim
-    return split_qkv_rule(tensor_info, hf_names, *head_sizes)
-
-
-def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor consists of the query with output gate, the key and the value of a decoder layer."""
-    language = spec.language
-    head_sizes = language.num_heads, language.num_kv_heads, language.head_dim
-    return split_gated_qkv_rule(tensor_info, hf_names, *head_sizes)
-
-
-def linear_attention_input(
-    spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]
-) -> ConversionRule:
-    """The tensor consists of linear attention's projections: q, k, v; gate (z); beta (b); decay (a)."""
-    linear_attention = spec.language.linear_attention
-    assert linear_attention is not None
-    return stacked_rows_rule(
-        tensor_info,
-        hf_names,
-        (
-            linear_attention.conv_channels,
-            linear_attention.value_heads * linear_attention.value_dim,
-            linear_attention.value_heads,
-            linear_attention.value_heads,
-        ),
-    )
-
-
-def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor consists of the shared expert's gate and up projections."""
-    gate_name, up_name = hf_names
-    assert spec.language.moe is not None
-    return gated_rule(tensor_info, gate_name, up_name, spec.language.moe.shared_ffn_hidden_size)
-
-
-def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor equals one HF tensor with query, key and value of a vision layer, in another order."""
-    return fused_qkv_rule(tensor_info, hf_names[0], spec.vision.num_heads, spec.vision.head_dim)
-
-
-def language_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor consists of a decoder layer's gate and up projections."""
-    gate_name, up_name = hf_names
-    return gated_rule(tensor_info, gate_name, up_name, spec.language.ffn_hidden_size)
-
-
-def vision_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor consists of a vision layer's gate and up projections, each padded with zero rows."""
-    gate_name, up_name = hf_names
-    return gated_rule(tensor_info, gate_name, up_name, spec.vision.ffn_hidden_size)
-
-
-def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
-    return padded_rows_rule(tensor_info, hf_names[0], spec.vision.ffn_hidden_size)
-
-
-def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor is the last linear layer of a vision MLP, padded with zero columns."""
-    return padded_columns_rule(tensor_info, hf_names[0], spec.vision.ffn_hidden_size)
-
-
-def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor equals one HF stack of transposed matrices."""
-    return transposed_stack_rule(tensor_info, hf_names[0])
-
-
-def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor stacks the experts' HF matrices; the remaining ``*`` is the number of the expert."""
-    return separate_experts_rule(tensor_info, hf_names)
 
 
 def check_rule_coverage(spec: ModelSpec, rules: Sequence[ConversionRule]) -> None:

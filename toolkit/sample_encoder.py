@@ -48,7 +48,6 @@ class SampleEncoder:
         self,
         messages: Sequence[dict[str, Any]],
         media: Sequence[tuple[str, str, bytes]],
-        tools: Sequence[dict[str, Any]] = (),
     ) -> TokenizedSample:
         """Encodes a conversation as it is trained on.
 
@@ -56,16 +55,16 @@ class SampleEncoder:
             messages: HF messages; the parts ``{"type": "image"}`` and ``{"type": "video"}`` stand for
                 ``media`` in order.
             media: (kind, name for messages, file content).
-            tools: the functions that the assistant may call.
 
         Raises:
             RecordError: a medium does not decode.
             ChatError: the text and its media disagree.
         """
-        media_items = [self._encode_medium(*medium) for medium in media]
-        token_ids, loss_mask = self.chat_encoder.encode(
-            messages, [item.grid_thw for item in media_items], tools
-        )
+        media_items = []
+        for medium in media:
+            media_items.append(self._encode_medium(*medium))
+        media_grids = [item.grid_thw for item in media_items]
+        token_ids, loss_mask = self.chat_encoder.encode(messages, media_grids)
         return TokenizedSample(token_ids, loss_mask, media_items)
 
     def encode_prompt(

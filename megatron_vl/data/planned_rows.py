@@ -109,7 +109,6 @@ class SizedSource:
 
     def __init__(self, loaded_dataset: LoadedDataset, tokenization_id: str, content_id: str) -> None:
         dataset = loaded_dataset.dataset
-        self.dataset_path = dataset.path
         self.shard_counts = [(shard.name, shard.count) for shard in dataset.shards]
         metadata_dir = resolve_location(str(dataset.path)) / METADATA_DIR
         self.stored_sizes: StoredSizes = open_stored_sizes(metadata_dir, tokenization_id)

@@ -279,7 +279,7 @@ class TensorWriter:
         self.path = final_path
         self._partial_file = partial_path(final_path)
         header_entries = json.loads(header[8:])
-        self._metadata = header_entries.pop("__metadata__", None)
+        header_entries.pop("__metadata__", None)
 
         self.file_size_bytes = len(header)
         self._tensor_offsets: dict[str, tuple[int, int]] = {}

@@ -133,7 +133,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     _report_predictions(run, world_size, gpus, report)
     report.findings += [
         _check_positions(config, run.spec),
-        _check_build(run_arguments, config, world_size),
+        _check_build(run_arguments, world_size),
         *_check_resume(run),
     ]
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
@@ -267,19 +267,12 @@ def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     )
 
 
-def _check_build(run_arguments: list[str], config: TrainConfig, world_size: int) -> Finding:
+def _check_build(run_arguments: list[str], world_size: int) -> Finding:
     """Builds the real modules on the meta device.
 
     This happens in a separate process, because the CPU platform changes torch globally.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "toolkit.plan.dry_build",
-        "--world-size",
-        str(world_size),
-        *run_arguments,
-    ]
+    command = [sys.executable, "-m", "toolkit.plan.dry_build", str(world_size), *run_arguments]
     completed = subprocess.run(command, capture_output=True, text=True)
     if completed.returncode:
         error_lines = completed.stderr.strip().splitlines()

@@ -1,6 +1,6 @@
 """Builds the model of any run, stage by stage, in one process without memory, a GPU or other ranks.
 
-    python -m toolkit.plan.dry_build --world-size 32 --config RUN.yaml [--section.field value ...]
+    python -m toolkit.plan.dry_build 32 --config RUN.yaml [--section.field value ...]
 
 Modules are made on torch's meta device, and the process groups are torch's fake ones, which can take the role
 of every rank. Apart from that, it builds what the trainer builds, with the modules of the CPU platform.
@@ -8,7 +8,6 @@ of every rank. Apart from that, it builds what the trainer builds, with the modu
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -120,24 +119,26 @@ def _build_rank(
 def main(argv: list[str]) -> int:
     """Prints the number of parameters of a rank of each stage as JSON.
 
+    Args:
+        argv: the number of ranks of the whole run, then the fields of the run.
+
     Returns:
         The exit code: 1 if the model cannot be built. The last line on standard error gives the reason.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m toolkit.plan.dry_build", description="Build a run's model without allocating memory."
-    )
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the whole run")
-    args, run_words = parser.parse_known_args(argv)
+    world_size, *run_words = argv
     try:
         config = parse_config(run_words)
-        tensors_by_stage = dry_build(config, read_spec(config.model.hf), args.world_size)
+        tensors_by_stage = dry_build(config, read_spec(config.model.hf), int(world_size))
     except (ValueError, RuntimeError, OSError) as error:
         print(str(error).replace("\n", " "), file=sys.stderr)
         return 1
 
     parameter_counts = []
     for stage_tensors in tensors_by_stage:
-        parameter_counts.append(sum(math.prod(tensor.tensor_shape) for tensor in stage_tensors))
+        stage_count = 0
+        for tensor in stage_tensors:
+            stage_count += math.prod(tensor.tensor_shape)
+        parameter_counts.append(stage_count)
     print(json.dumps({"parameters": parameter_counts}))
     return 0
 

@@ -77,7 +77,7 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
             "dp": data_parallel_size,
             "sequence_parallel": config.parallel.sequence_parallel,
         },
-        "stages": list(map(partial(_stage_contents, spec, layout), range(layout.pp))),
+        "stages": list(map(partial(_stage_contents, layout), range(layout.pp))),
         "rows_per_step": config.global_batch_size,
         "tokens_per_step": config.global_batch_size * config.data.seq_len,
         "pass": _data_pass(config, spec),
@@ -134,7 +134,7 @@ def _least_ranks(config: TrainConfig, nnodes: int) -> int:
     return max(1, -(-layout_ranks // nnodes))
 
 
-def _stage_contents(spec: ModelSpec, layout: Layout, pipeline_stage: int) -> list[str]:
+def _stage_contents(layout: Layout, pipeline_stage: int) -> list[str]:
     """The contents of a stage, in the order of the model."""
     stage_contents = ["vision tower"] if pipeline_stage == 0 or layout.decoupled else []
     stage_contents += ["embedding"] if pipeline_stage == 0 else []
