@@ -132,7 +132,8 @@ def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
     bench_run.rows = bench_run.rows or ("data" if config.data.path else "images,text")
     _check_bench_run(bench_run)
     # Adapters of an earlier run decide their own rank and targets, as at the start of a run.
-    bench_run.config = with_start_adapter(config, bench_run.read_model_spec())
+    if config.lora.adapter:
+        bench_run.config = with_start_adapter(config, bench_run.read_model_spec())
     return bench_run
 
 
