@@ -600,9 +600,7 @@ def _count_casts(
     return dict(cast_counts)
 
 
-def _known_video_rule(
-    source: WeightReader | MergedWeights | WeightSource, hf_checkpoint: HfCheckpoint
-) -> dict[str, str]:
+def _known_video_rule(source: WeightSource, hf_checkpoint: HfCheckpoint) -> dict[str, str]:
     """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
     weights_rule: dict[str, str] = {}

@@ -397,7 +397,9 @@ class HfCheckpoint:
             for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize):
                 output_bytes = folder.read_region(output_name, region).contiguous().view(torch.uint8)
                 embedding_bytes = folder.read_region(embedding_name, region).contiguous().view(torch.uint8)
-                is_equal = is_equal and torch.equal(output_bytes, embedding_bytes)
+                if not torch.equal(output_bytes, embedding_bytes):
+                    is_equal = False
+                    break
 
         if not is_equal:
             raise WeightsError(

@@ -23,8 +23,10 @@ from megatron_vl.kernels.biased_sum import (
     NUM_STAGES,
     NUM_WARPS,
     add_programs,
+    block_of_program,
     launch_grid,
     load_float32,
+    rows_of_program,
 )
 
 SIGMOID_COEFFICIENTS = {
@@ -58,17 +60,14 @@ def _forward_kernel(
     STAGES: tl.constexpr,
 ):
     """Columns: ``WIDTH`` of the output, ``X_WIDTH`` of ``x`` and ``bias``."""
-    row_in_block = tl.arange(0, ROWS)[:, None]
-    column_index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    column_mask = column_index < WIDTH
+    row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
     x_offsets = row_in_block * X_WIDTH + column_index
     output_offsets = row_in_block * WIDTH + column_index
     gate_bias = load_float32(bias + column_index, column_mask)
     if IS_GATED:
         up_bias = load_float32(bias + WIDTH + column_index, column_mask)
 
-    program_row = tl.program_id(1).to(tl.int64) * ROWS
-    row_step = tl.num_programs(1) * ROWS
+    program_row, row_step = rows_of_program(ROWS)
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         mask = (first_row + row_in_block < num_rows) & column_mask
         gate_pointers = x + first_row * X_WIDTH + x_offsets
@@ -98,9 +97,7 @@ def _backward_kernel(
     IS_TRAINED: tl.constexpr,
 ):
     """``bias_grads``, fp32 [programs of a column, X_WIDTH]: the sum of the rows of each program."""
-    row_in_block = tl.arange(0, ROWS)[:, None]
-    column_index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    column_mask = column_index < WIDTH
+    row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
     x_offsets = row_in_block * X_WIDTH + column_index
     output_offsets = row_in_block * WIDTH + column_index
     gate_bias = load_float32(bias + column_index, column_mask)
@@ -109,8 +106,7 @@ def _backward_kernel(
         up_bias = load_float32(bias + WIDTH + column_index, column_mask)
         up_sums = tl.zeros((ROWS, BLOCK), tl.float32)
 
-    program_row = tl.program_id(1).to(tl.int64) * ROWS
-    row_step = tl.num_programs(1) * ROWS
+    program_row, row_step = rows_of_program(ROWS)
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         mask = (first_row + row_in_block < num_rows) & column_mask
         gate_offsets = first_row * X_WIDTH + x_offsets

@@ -36,6 +36,20 @@ def load_float32(pointers, mask):
 
 
 @triton.jit
+def block_of_program(WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows within a block [ROWS, 1], columns of this program [1, BLOCK], and which columns exist."""
+    row_in_block = tl.arange(0, ROWS)[:, None]
+    column_index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row_in_block, column_index, column_index < WIDTH
+
+
+@triton.jit
+def rows_of_program(ROWS: tl.constexpr):
+    """The first row of this program's first block, and the number of rows from there to its next one."""
+    return tl.program_id(1).to(tl.int64) * ROWS, tl.num_programs(1) * ROWS
+
+
+@triton.jit
 def _sum_kernel(
     residual,
     output,
@@ -47,15 +61,11 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    row_in_block = tl.arange(0, ROWS)[:, None]
-    first_column = tl.program_id(0) * BLOCK
-    column_index = first_column + tl.arange(0, BLOCK)[None, :]
-    column_mask = column_index < WIDTH
+    row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
     offsets = row_in_block * WIDTH + column_index
     added_bias = load_float32(bias + column_index, column_mask)
 
-    program_row = tl.program_id(1).to(tl.int64) * ROWS
-    row_step = tl.num_programs(1) * ROWS
+    program_row, row_step = rows_of_program(ROWS)
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         row_index = first_row + row_in_block
         mask = (row_index < num_rows) & column_mask
@@ -76,15 +86,11 @@ def _column_kernel(
     STAGES: tl.constexpr,
 ):
     """``sums_pointer``, [programs of a column, WIDTH]: the sum of the rows of each program."""
-    row_in_block = tl.arange(0, ROWS)[:, None]
-    first_column = tl.program_id(0) * BLOCK
-    column_index = first_column + tl.arange(0, BLOCK)[None, :]
-    column_mask = column_index < WIDTH
+    row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
     offsets = row_in_block * WIDTH + column_index
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
 
-    program_row = tl.program_id(1).to(tl.int64) * ROWS
-    row_step = tl.num_programs(1) * ROWS
+    program_row, row_step = rows_of_program(ROWS)
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         row_index = first_row + row_in_block
         mask = (row_index < num_rows) & column_mask

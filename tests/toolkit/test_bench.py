@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,15 +42,21 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     """A pipeline of two stages: seeded rows and a data set, started as a user does."""
     hf = tiny_checkpoint("qwen2_5_vl")
     data = prepare(tmp_path_factory.mktemp("bench"), hf)["data"]
-    options = f"--rows images,text,data --warm-up {WARM_UP} --timed {TIMED} --part-steps 1 --dtype float32"
-    shape = f"--data.seq_len {SEQ_LEN} --global_batch_size {ROWS} --data.num_workers 1"
+    options = f"--rows images,text,data --warm-up {WARM_UP} --data.num_workers 1"
     layout = "--parallel.pp 2 --recompute.vision full --log.peak_tflops 0.5"
-    command = f"-m toolkit bench --processes {RANKS} --json {options} {shape} {layout}".split()
-    words = [sys.executable, *command, "--hf", str(hf), "--data", str(data)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
+    return bench_figures(hf, f"{options} {layout}", "--data", str(data))
+
+
+def bench_figures(hf: Path, options: str, *words: str) -> dict:
+    """What `megatron-vl bench` prints on CPU processes with these options, given as text or as words."""
+    shape = (
+        f"--timed {TIMED} --part-steps 1 --dtype float32 --data.seq_len {SEQ_LEN} --global_batch_size {ROWS}"
+    )
+    command = f"-m toolkit bench --processes {RANKS} --json {options} {shape}".split()
+    line = [sys.executable, *command, "--hf", str(hf), *words]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "gpuGetDeviceCount failed" not in done.stderr
-
     return json.loads(done.stdout)
 
 
@@ -112,14 +119,9 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
 
 @pytest.mark.ranks
 def test_parts_of_a_tower_on_every_rank(tiny_checkpoint) -> None:
-    options = f"--rows images --warm-up 1 --timed 1 --part-steps 1 --dtype float32 --data.seq_len {SEQ_LEN}"
-    layout = f"--global_batch_size {ROWS} --parallel.pp 2 --vision.placement decoupled"
-    command = f"-m toolkit bench --processes {RANKS} --json {options} {layout}".split()
-    words = [sys.executable, *command, "--hf", str(tiny_checkpoint("qwen2_5_vl"))]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-    for stage in json.loads(done.stdout)["workloads"]["images"]["parts_by_stage"]:
+    options = "--rows images --warm-up 1 --parallel.pp 2 --vision.placement decoupled"
+    workloads = bench_figures(tiny_checkpoint("qwen2_5_vl"), options)["workloads"]
+    for stage in workloads["images"]["parts_by_stage"]:
         assert all(stage[f"vision {part}"] > 0 for part in ("forward", "recompute", "backward", "exchange"))
         assert stage["gradient finalisation"] > 0
 

@@ -146,7 +146,7 @@ class KernelTimer:
     def attention_rates(self) -> tuple[float, float]:
         """TFLOP/s of the language model's attention over long documents, and the length with half of that."""
         language_spec = self.spec.language
-        backend_name = attention_backends(self.config, self.spec)["language"]
+        backend_name = attention_backends(self.config, self.spec, self.platform.name)["language"]
         heads_and_dim = (language_spec.num_heads, language_spec.head_dim)
         attention_tflops = []
         for length in self.work_sizes.document_lengths:
@@ -157,7 +157,7 @@ class KernelTimer:
     def tower_attention_rate(self) -> float:
         """TFLOP/s of full attention in the tower."""
         vision_spec = self.spec.vision
-        backend_name = attention_backends(self.config, self.spec)["vision"]
+        backend_name = attention_backends(self.config, self.spec, self.platform.name)["vision"]
         heads_and_dim = (vision_spec.num_heads, vision_spec.head_dim)
         return self._attention_rate(
             backend_name, *heads_and_dim, self.work_sizes.document_lengths[1], causal=False
@@ -276,7 +276,7 @@ class KernelTimer:
         return (time.perf_counter() - start) / TIMED_COLLECTIVES
 
 
-def attention_backends(config: TrainConfig, spec: ModelSpec) -> dict[str, str]:
+def attention_backends(config: TrainConfig, spec: ModelSpec, platform_name: str) -> dict[str, str]:
     """The kernels of attention that a run uses in the language model and in the vision tower."""
     backends = {}
     for part_name, backend_name, head_dim in (
@@ -285,7 +285,7 @@ def attention_backends(config: TrainConfig, spec: ModelSpec) -> dict[str, str]:
     ):
         backends[part_name] = choose_backend(
             backend_name,
-            platform=config.platform,
+            platform=platform_name,
             head_dim=head_dim,
             causal=part_name == "language",
             dtype=getattr(torch, config.dtype),

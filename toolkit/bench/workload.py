@@ -15,8 +15,7 @@ from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pa
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
-
-from ..parity.random_samples import random_text_ids
+from toolkit.parity.random_samples import random_text_ids
 
 COCO_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 360), (500, 375), (640, 640))
 """Width and height in pixels of pictures whose long side is (mostly) 640, as in COCO."""

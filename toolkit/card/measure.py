@@ -160,7 +160,7 @@ def describe_software(bench_run: BenchRun) -> dict[str, Any]:
     return {
         "versions": versions,
         "driver": driver_version,
-        "attention": attention_backends(config, bench_run.read_model_spec()),
+        "attention": attention_backends(config, bench_run.read_model_spec(), config.platform),
     }
 
 

@@ -137,6 +137,7 @@ def _question_fields(result: EvaluationResult, line: dict[str, Any]) -> dict[str
         for other_line in lines:
             if other_line["number"] == line["number"]:
                 answer_text = NO_ANSWER if other_line["unanswered"] else other_line["answer"]
+                break
         answers.append(answer_text)
 
     # A hostile table may have written these names (docs/evaluation.md): no devices, no pipes.

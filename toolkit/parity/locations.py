@@ -54,7 +54,8 @@ def worst_errors(errors_by_name: dict[str, float], group_of: Callable[[str], str
     """Maps each group of tensors or locations to its largest error."""
     worst_by_group: dict[str, float] = {}
     for name, error in errors_by_name.items():
-        worst_by_group[group_of(name)] = max(worst_by_group.get(group_of(name), 0.0), error)
+        group = group_of(name)
+        worst_by_group[group] = max(worst_by_group.get(group, 0.0), error)
     return worst_by_group
 
 
