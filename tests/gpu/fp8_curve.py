@@ -28,7 +28,10 @@ RUNS = {
     "bf16": [],
     "bf16, other order of samples": ["--data.seed", "77"],
     **{recipe: ["--fp8.recipe", recipe] for recipe in ("tensorwise", "delayed", "blockwise")},
-    "tensorwise, tower too": ["--fp8.recipe", "tensorwise", "--fp8.vision", "true"],
+    **{
+        f"{recipe}, tower too": ["--fp8.recipe", recipe, "--fp8.vision", "true"]
+        for recipe in ("tensorwise", "delayed")
+    },
 }
 
 
