@@ -54,7 +54,7 @@ def main() -> int:
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **SIZES)
     convert_weights(work / "hf", work / "full")
     common = ["--model.hf", work / "hf", "--model.checkpoint", work / "full", "--data.path", args.data]
-    common += f"--data.seq_len 4096 --data.num_workers 1 --steps {args.steps} --global_batch_size 4".split()
+    common += f"--data.seq_len 1024 --data.num_workers 1 --steps {args.steps} --global_batch_size 4".split()
     common += "--optimizer.lr 5e-4 --optimizer.warmup_steps 10 --optimizer.weight_decay 0.01".split()
     running = []
     for number, name in enumerate(args.runs):
