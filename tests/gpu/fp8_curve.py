@@ -1,6 +1,6 @@
 """Loss curves of one training in bf16 and with each FP8 recipe, through trainer and loader, on one GPU.
 
-    python -m tests.gpu.fp8_curve --data DATA [--steps 80] [--out FOLDER]
+    python -m tests.gpu.fp8_curve --data DATA [--steps 80] [--out FOLDER] [fields of the run]
 
 DATA is a folder of `megatron-vl data convert`, the demo's for instance. The model is a small Qwen2.5-VL with
 the released head dimensions and random weights; it learns the answers by heart. Exit code 1 when a recipe
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument(
         "--runs", nargs="*", default=list(RUNS), help="names of the runs; the first is the reference"
     )
-    args = parser.parse_args()
+    args, run_fields = parser.parse_known_args()
     work = Path(tempfile.mkdtemp(prefix="fp8-"))
     out = args.out or work
     out.mkdir(parents=True, exist_ok=True)
@@ -56,6 +56,7 @@ def main() -> int:
     common = ["--model.hf", work / "hf", "--model.checkpoint", work / "full", "--data.path", args.data]
     common += f"--data.seq_len 1024 --data.num_workers 1 --steps {args.steps} --global_batch_size 4".split()
     common += "--optimizer.lr 5e-4 --optimizer.warmup_steps 10 --optimizer.weight_decay 0.01".split()
+    common += run_fields
     running = []
     for number, name in enumerate(args.runs):
         log = (out / f"run_{number}.log").open("w")
