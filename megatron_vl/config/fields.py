@@ -371,7 +371,8 @@ class LogConfig:
     interval: int = option(1, minimum=1)
     """Steps between printed lines. For models with experts, a line says for instance "busiest expert 3.44x":
     in the least even layer, the busiest expert gets 3.44 times the mean number of tokens
-    (1: even; padding is not counted)."""
+    (1: even; padding is not counted). With expert parallelism also "busiest rank 1.20x": on average over the
+    layers, the rank with the most tokens gets 1.20 times the mean, and the others wait for it."""
     tensorboard: str = ""
     """Folder for TensorBoard events. Empty: write none. The section wandb configures Weights & Biases."""
     samples: bool = False

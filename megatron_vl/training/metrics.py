@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.source.bad_samples import DROPPED_PREFIX, BadSampleMeter, details_by_reason
@@ -201,7 +202,8 @@ class MetricsLog:
     def _expert_load_metric(self, step: int, step_result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
 
-        The sinks get the load of every expert, relative to the mean of its layer.
+        With expert parallelism also ``expert_rank_load`` (:func:`busiest_rank_load`). The sinks get the load
+        of every expert, relative to the mean of its layer.
         """
         if step_result.expert_load is None:
             return {}
@@ -210,7 +212,10 @@ class MetricsLog:
         relative_loads = {layer: expert_tokens[layer] / expert_tokens[layer].mean() for layer in layers}
         for metrics_sink in self.metrics_sinks:
             metrics_sink.write_expert_load(step, relative_loads)
-        return {"expert_load": max(float(share.max()) for share in relative_loads.values())}
+        load_metrics = {"expert_load": max(float(share.max()) for share in relative_loads.values())}
+        if (num_ranks := self.grid.sharding.ep) > 1:
+            load_metrics["expert_rank_load"] = busiest_rank_load(expert_tokens[layers], num_ranks)
+        return load_metrics
 
     def log_evaluation(self, step: int, validation_result: ValidationResult) -> None:
         """Prints and writes an evaluation. Its time does not count for the speed of steps."""
@@ -276,7 +281,7 @@ class MetricsLog:
             f" {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f}"
             f" tok/s/GPU | {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait"
             f" {logged_metrics['data_wait_s'] * 1e3:.0f} ms",
-            f"busiest expert {logged_metrics['expert_load']:.2f}x" if "expert_load" in logged_metrics else "",
+            *_expert_load_texts(logged_metrics),
             source_summary,
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
             f"SKIPPED: {SKIP_REASONS[skip_reason]}" if skip_reason else "",
@@ -293,6 +298,27 @@ class MetricsLog:
         """
         for metrics_sink in self.metrics_sinks:
             metrics_sink.close(has_failed)
+
+
+def busiest_rank_load(expert_tokens: Tensor, num_ranks: int) -> float:
+    """Tokens of the busiest expert-parallel rank of each layer divided by the layer's mean, on average.
+
+    All ranks wait for that rank in every layer, so experts compute for this many times as long as if they
+    were evenly loaded.
+
+    Args:
+        expert_tokens: [layers, experts], number of tokens. Ranks have equal numbers of successive experts.
+    """
+    rank_tokens = expert_tokens.unflatten(1, (num_ranks, -1)).sum(2)
+    return float((rank_tokens.amax(1) / rank_tokens.mean(1)).mean())
+
+
+def _expert_load_texts(logged_metrics: dict[str, Any]) -> list[str]:
+    return [
+        f"busiest {unit} {logged_metrics[name]:.2f}x"
+        for unit, name in (("expert", "expert_load"), ("rank", "expert_rank_load"))
+        if name in logged_metrics
+    ]
 
 
 def _learning_rates_text(logged_metrics: dict[str, Any]) -> str:

@@ -55,6 +55,15 @@ def test_a_changed_balancing_loss_is_reported_on_resume(tiny_checkpoint) -> None
     assert "had the coefficient 0.01; from here on it is 0.0" in told({"moe_aux_loss": 0.01})
 
 
+def test_the_load_of_the_busiest_rank() -> None:
+    """Ranks of [3 + 1, 0 + 0] and [1 + 2, 3 + 2] tokens: 4 / 2 and 5 / 4, on average 1.625."""
+    from megatron_vl.training.metrics import busiest_rank_load
+
+    expert_tokens = torch.tensor([[3.0, 1.0, 0.0, 0.0], [1.0, 2.0, 3.0, 2.0]])
+    assert busiest_rank_load(expert_tokens, 2) == 1.625
+    assert busiest_rank_load(expert_tokens, 4) == (3 + 1.5) / 2
+
+
 def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -62,6 +71,7 @@ def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:
     assert all(
         1.0 <= line["expert_load"] <= 4.0 for line in lines
     )  # 2 of 8 experts a token: 4 is one pair for all
+    assert all(1.0 <= line["expert_rank_load"] <= 2.0 for line in lines)  # two ranks
     events = EventAccumulator(str(whole / "board"))
     events.Reload()
     layers = [
