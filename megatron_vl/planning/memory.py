@@ -529,11 +529,7 @@ class _ActivationEstimator:
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         language_spec = self.spec.language
-        recompute_config = self.recompute_config
-        recomputed_modules = (
-            set(recompute_config.language_modules) if recompute_config.language == "selective" else set()
-        )
-
+        recomputed_modules = self.recompute_config.selected_modules
         attention_elements = (
             self._linear_attention_elements(kind, recomputed_modules)
             if kind.has_linear_attention
