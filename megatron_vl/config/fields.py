@@ -179,6 +179,11 @@ class RecomputeConfig:
     from the GPU to the host. Numbers stay the same, so a run may resume with or without it. On CPU it saves
     nothing."""
 
+    @property
+    def selected_modules(self) -> set[str]:
+        """The modules of the language model under selective recompute; empty under another mode."""
+        return set(self.language_modules) if self.language == "selective" else set()
+
 
 @dataclass(frozen=True)
 class Fp8Config:

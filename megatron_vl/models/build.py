@@ -275,7 +275,7 @@ def _language_block_spec(
         attention_backend=attention_backend,
         causal=True,
         num_deepstack_levels=len(spec.vision.deepstack_layers),
-        recompute_activation=recompute.language == "selective" and "activation" in recompute.language_modules,
+        recompute_activation="activation" in recompute.selected_modules,
         layers_with_experts=[language_spec.has_experts(layer) for layer in layer_range],
         layers_with_linear_attention=[language_spec.has_linear_attention(layer) for layer in layer_range],
         linear_attention=language_spec.linear_attention,

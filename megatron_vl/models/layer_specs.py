@@ -200,22 +200,13 @@ def transformer_block_spec(
         linear_attention: the sizes of linear attention, for models that have it.
     """
     layer_modules = _layer_modules(platform, config)
-    core_attention = partial(
-        PackedAttention, backend=attention_backend, causal=causal, windowed=is_windowed_layer
-    )
-    # Our tower kernels rotate queries and keys themselves, so TowerSelfAttention replaces core's attention.
-    has_own_kernels = fused_windows or attention_backend == "triton"
-
     layer_spec = ModuleSpec(
         module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
         params={"deepstack": num_deepstack_levels} if num_deepstack_levels else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=layer_modules.layer_norm,
-            self_attention=ModuleSpec(
-                module=TowerSelfAttention if has_own_kernels else SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask}
-                | ({"fused_windows": fused_windows} if has_own_kernels else {}),
-                submodules=_attention_submodules(layer_modules, core_attention),
+            self_attention=_self_attention_spec(
+                layer_modules, attention_backend, causal, is_windowed_layer, fused_windows
             ),
             self_attn_bda=layer_modules.add_attention,
             pre_mlp_layernorm=layer_modules.layer_norm,
@@ -254,14 +245,30 @@ def transformer_block_spec(
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
 
 
-def _attention_submodules(layer_modules: _LayerModules, core_attention: Any) -> SelfAttentionSubmodules:
-    return SelfAttentionSubmodules(
+def _self_attention_spec(
+    layer_modules: _LayerModules,
+    attention_backend: str,
+    causal: bool,
+    is_windowed_layer: Callable[[int], bool],
+    fused_windows: bool,
+) -> ModuleSpec:
+    """Packed self-attention with its linears; the arguments are those of :func:`transformer_block_spec`."""
+    module: Any = SelfAttention
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask}
+    # Our tower kernels rotate queries and keys themselves, so TowerSelfAttention replaces core's attention.
+    if fused_windows or attention_backend == "triton":
+        module = TowerSelfAttention
+        params["fused_windows"] = fused_windows
+    submodules = SelfAttentionSubmodules(
         linear_qkv=layer_modules.column_linear,
-        core_attention=core_attention,
+        core_attention=partial(
+            PackedAttention, backend=attention_backend, causal=causal, windowed=is_windowed_layer
+        ),
         linear_proj=layer_modules.row_linear,
         q_layernorm=layer_modules.head_norm,
         k_layernorm=layer_modules.head_norm,
     )
+    return ModuleSpec(module=module, params=params, submodules=submodules)
 
 
 def _replace_in_layers(

@@ -56,13 +56,65 @@ class PassTime:
     def __mul__(self, repeat_count: float) -> PassTime:
         return PassTime(self.forward * repeat_count, self.backward * repeat_count)
 
-    def at_least(self, seconds: float) -> PassTime:
-        """Passes that end no earlier than something that takes ``seconds`` beside each of them."""
-        return PassTime(max(self.forward, seconds), max(self.backward, seconds))
+    def at_least(self, forward: float, backward: float) -> PassTime:
+        """Passes that end no earlier than something that takes so many seconds beside each of them."""
+        return PassTime(max(self.forward, forward), max(self.backward, backward))
 
     @property
     def total_seconds(self) -> float:
         return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class _LayerParts:
+    """Seconds of the parts of a decoder layer: forward passes, where nothing else is said."""
+
+    projections: float
+    """The linears around attention."""
+    attention: float
+    """Attention or the delta rule. A backward pass takes 2.5 times as long."""
+    elementwise: float
+    """Norms, RoPE and sums, in both passes."""
+    mlp: float
+    """The products of the MLP or of router and experts."""
+    activation: float
+    """The activation of the MLP or the experts, in both passes."""
+    collectives: float
+    """Collectives of tensor and context parallelism, which are the same in each pass."""
+    adapters: PassTime
+
+    def pass_time(self, trains_weights: bool) -> PassTime:
+        """The passes of the layer without recomputation."""
+        # The forward pass has a third of the elementwise work, and 3 of 8 parts of an activation's traffic.
+        forward_seconds = (
+            self.projections
+            + self.attention
+            + self.elementwise / 3
+            + self.mlp
+            + 3 / 8 * self.activation
+            + self.collectives
+            + self.adapters.forward
+        )
+        # Each product has two gradients, of its input and of its weight. Frozen weights need only the first.
+        backward_seconds = (
+            (1 + trains_weights) * (self.projections + self.mlp)
+            + 2.5 * self.attention
+            + self.elementwise * 2 / 3
+            + 5 / 8 * self.activation
+            + self.collectives
+            + self.adapters.backward
+        )
+        return PassTime(forward_seconds, backward_seconds)
+
+    def with_selective_recompute(self, layer_time: PassTime, modules: set[str]) -> PassTime:
+        """The passes of a layer whose backward pass repeats the forward passes of some modules."""
+        backward_seconds = layer_time.backward
+        backward_seconds += self.attention * ("core_attn" in modules) + self.elementwise / 6 * (
+            "layernorm" in modules
+        )
+        backward_seconds += (self.mlp + 3 / 8 * self.activation) * ("mlp" in modules)
+        backward_seconds += 3 / 8 * self.activation * ("activation" in modules)
+        return PassTime(layer_time.forward, backward_seconds)
 
 
 @dataclass(frozen=True)
@@ -203,87 +255,68 @@ class StepCosts:
 
     def _compute_layer_time(self, kind: LayerKind) -> PassTime:
         """The time of a decoder layer of one kind on one row."""
-        language_spec, calibration = self.spec.language, self.calibration
-        tensor_parallel_size = self.layout.tp
-        token_count, hidden_size = self.seq_len, language_spec.hidden_size
-        query_width = language_spec.num_heads * language_spec.head_dim
-        key_value_width = language_spec.num_kv_heads * language_spec.head_dim
-        recompute_mode = self.recompute_config.language
-        recomputed_modules = (
-            set(self.recompute_config.language_modules) if recompute_mode == "selective" else set()
-        )
+        parts = self._layer_parts(kind)
+        layer_time = parts.pass_time(trains_weights=self._trains_language)
+        if kind.has_experts:
+            dispatch_seconds = self._dispatch_seconds(self.seq_len)
+            layer_time += PassTime(dispatch_seconds, dispatch_seconds)
+            # A layer with experts takes at least the host's time to launch its many kernels.
+            host_launch_seconds = (
+                self.calibration.expert_host_s if self.layout.ep > 1 else self.calibration.expert_host_alone_s
+            )
+            layer_time = layer_time.at_least(*host_launch_seconds)
 
+        if self.recompute_config.language != "full":
+            recomputed_modules = self.recompute_config.selected_modules
+            return parts.with_selective_recompute(layer_time, recomputed_modules)
+
+        input_elements = self.seq_len * self.spec.language.hidden_size / self._sequence_parallel_size
+        copy_seconds = self._input_copy_seconds(input_elements)
+        layer_time += PassTime(0.0, layer_time.forward)
+        return layer_time.at_least(copy_seconds, copy_seconds)
+
+    def _layer_parts(self, kind: LayerKind) -> _LayerParts:
+        """The times of the parts of a decoder layer, without the dispatch of tokens to experts."""
+        language_spec = self.spec.language
+        token_count, hidden_size = self.seq_len, language_spec.hidden_size
         if kind.has_linear_attention:
             projection_seconds, attention_seconds = self._linear_attention_seconds()
+            exchange_seconds = self._state_exchange()
         else:
-            query_gate_width = query_width * (2 if language_spec.output_gate else 1)
-            projection_seconds = self.matmul_seconds(
-                token_count, hidden_size, (query_gate_width + 2 * key_value_width) / tensor_parallel_size
-            ) + self.matmul_seconds(token_count, query_width / tensor_parallel_size, hidden_size)
-            attention_seconds = self._attention_seconds(query_width / tensor_parallel_size / self.layout.cp)
-
-        elementwise_seconds = self.elementwise_seconds(
-            calibration.decoder_widths * hidden_size * token_count / self._sequence_parallel_size
-        )
+            projection_seconds, attention_seconds = self._self_attention_seconds()
+            exchange_seconds = self._head_exchange()
         mlp_seconds, activation_seconds = (
             self._expert_seconds()
             if kind.has_experts
             else self._mlp_seconds(token_count, language_spec.ffn_hidden_size)
         )
+
         # A layer has four all-gathers and reduce-scatters, or two all-reduces, in one pass.
         message_bytes = self.bytes_per_element * (token_count * hidden_size)
-        collective_seconds = 4 * self.collective_seconds(message_bytes, tensor_parallel_size)
-        if kind.has_linear_attention:
-            collective_seconds += self._state_exchange()
-        else:
-            collective_seconds += self._head_exchange(
-                query_width, language_spec.num_kv_heads, language_spec.head_dim
-            )
-
-        adapter_time = self._adapters_time(kind.adapters, token_count, tensor_parallel_size)
-
-        # The forward pass has a third of the elementwise work, and 3 of 8 parts of an activation's traffic.
-        forward_seconds = (
-            projection_seconds
-            + attention_seconds
-            + elementwise_seconds / 3
-            + mlp_seconds
-            + 3 / 8 * activation_seconds
-            + collective_seconds
-            + adapter_time.forward
+        collective_seconds = 4 * self.collective_seconds(message_bytes, self.layout.tp)
+        return _LayerParts(
+            projection_seconds,
+            attention_seconds,
+            self.elementwise_seconds(
+                self.calibration.decoder_widths * hidden_size * token_count / self._sequence_parallel_size
+            ),
+            mlp_seconds,
+            activation_seconds,
+            collective_seconds + exchange_seconds,
+            self._adapters_time(kind.adapters, token_count, self.layout.tp),
         )
 
-        # Each product has two gradients, of its input and of its weight. Frozen weights need only the first.
-        gradient_products = 1 + self._trains_language
-        backward_seconds = (
-            gradient_products * (projection_seconds + mlp_seconds)
-            + 2.5 * attention_seconds
-            + elementwise_seconds * 2 / 3
-            + 5 / 8 * activation_seconds
-            + collective_seconds
-            + adapter_time.backward
-        )
-        if kind.has_experts:
-            dispatch_seconds = self._dispatch_seconds(token_count)
-            # A layer with experts takes at least the host's time to launch its many kernels.
-            host_launch_seconds = (
-                calibration.expert_host_s if self.layout.ep > 1 else calibration.expert_host_alone_s
-            )
-            forward_seconds = max(forward_seconds + dispatch_seconds, host_launch_seconds[0])
-            backward_seconds = max(backward_seconds + dispatch_seconds, host_launch_seconds[1])
-
-        if recompute_mode == "full":
-            input_elements = token_count * hidden_size / self._sequence_parallel_size
-            layer_time = PassTime(forward_seconds, backward_seconds + forward_seconds)
-            return layer_time.at_least(self._input_copy_seconds(input_elements))
-
-        # Selective recompute repeats the forward passes of some modules.
-        backward_seconds += attention_seconds * (
-            "core_attn" in recomputed_modules
-        ) + elementwise_seconds / 6 * ("layernorm" in recomputed_modules)
-        backward_seconds += (mlp_seconds + 3 / 8 * activation_seconds) * ("mlp" in recomputed_modules)
-        backward_seconds += 3 / 8 * activation_seconds * ("activation" in recomputed_modules)
-        return PassTime(forward_seconds, backward_seconds)
+    def _self_attention_seconds(self) -> tuple[float, float]:
+        """Seconds of the forward pass of self-attention: (its projections, attention itself)."""
+        language_spec, tensor_parallel_size = self.spec.language, self.layout.tp
+        query_width = language_spec.num_heads * language_spec.head_dim
+        query_gate_width = query_width * (2 if language_spec.output_gate else 1)
+        fused_width = query_gate_width + 2 * language_spec.num_kv_heads * language_spec.head_dim
+        projection_seconds = self.matmul_seconds(
+            self.seq_len, language_spec.hidden_size, fused_width / tensor_parallel_size
+        ) + self.matmul_seconds(self.seq_len, query_width / tensor_parallel_size, language_spec.hidden_size)
+        head_width = query_width / tensor_parallel_size / self.layout.cp
+        return projection_seconds, self._attention_seconds(head_width)
 
     def _adapters_time(
         self, adapters: tuple[MatrixAdapter, ...], token_count: float, tensor_parallel_size: int
@@ -428,17 +461,14 @@ class StepCosts:
             self.bytes_per_element * hidden_elements * expert_tensor_size, expert_tensor_size
         )
 
-    def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
-        """Seconds to exchange heads around attention and to gather keys and values, in one pass.
-
-        Args:
-            width: elements of all query heads of a token.
-        """
+    def _head_exchange(self) -> float:
+        """Seconds to exchange heads around attention and to gather keys and values, in one pass."""
+        language_spec = self.spec.language
         tp, head_ranks, key_ranks = self.layout.tp, self.layout.head_ranks, self.layout.key_ranks
         if self.layout.cp == 1:
             return 0.0
-        local_heads = max(1, key_value_heads // tp)
-        key_width = local_heads * key_value_copies(local_heads, head_ranks) * head_dim
+        local_heads = max(1, language_spec.num_kv_heads // tp)
+        key_width = local_heads * key_value_copies(local_heads, head_ranks) * language_spec.head_dim
         token_bytes = self.bytes_per_element * self.seq_len
         gather_seconds = 2 * self.collective_seconds(
             key_ranks * token_bytes * key_width, key_ranks, tp * head_ranks
@@ -447,7 +477,8 @@ class StepCosts:
             return gather_seconds
 
         bandwidth = self.network.collective_bandwidth(self.calibration, head_ranks, tp)
-        exchanged_bytes = token_bytes * (2 * width / tp + 2 * key_width) * (head_ranks - 1) / head_ranks
+        query_width = language_spec.num_heads * language_spec.head_dim
+        exchanged_bytes = token_bytes * (2 * query_width / tp + 2 * key_width) * (head_ranks - 1) / head_ranks
         exchange_seconds = exchanged_bytes / (bandwidth * self.calibration.exchange_share)
         return exchange_seconds + 2 * self.calibration.collective_s + gather_seconds
 
@@ -518,7 +549,8 @@ class StepCosts:
         else:
             if self.recompute_config.vision == "full":
                 input_elements = vision_spec.num_layers * patch_count * vision_spec.hidden_size
-                blocks_time = blocks_time.at_least(self._input_copy_seconds(input_elements))
+                copy_seconds = self._input_copy_seconds(input_elements)
+                blocks_time = blocks_time.at_least(copy_seconds, copy_seconds)
             tower_backward_seconds = (
                 blocks_time.backward
                 + patch_embed_seconds * (not has_lora)

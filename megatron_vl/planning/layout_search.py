@@ -167,74 +167,96 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
 
 def _search_larger_shares(search_request: SearchRequest) -> SearchResult:
     """The search with at least the run's own share of the optimizer state in host memory."""
-    # The queue is ordered by the lower bound of the time. The numbers only break ties, always the same way.
     size_groups = list(_size_groups(search_request))
-    priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [
-        (group.least_seconds, group.group_number, group) for group in size_groups
-    ]
     if not size_groups:
         raise RunConfigError(
             f"no layout of {search_request.world_size} GPUs is possible with global_batch_size"
             f" {search_request.config.global_batch_size}: the data-parallel size must divide it"
         )
-
-    heapq.heapify(priority_queue)
-    predictions_by_size: dict[tuple, RunPrediction] = {}
-    useful_predictions: list[RunPrediction] = []
-    rejected_by_size: dict[tuple, RejectedLayout] = {}
-    tried_count = 0
-
-    while priority_queue:
-        _, _, candidate = heapq.heappop(priority_queue)
-        seconds_limit = (
-            SEARCH_MARGIN * _slowest_kept_step(useful_predictions, search_request.result_count)
-            if useful_predictions
-            else math.inf
-        )
-        if (
-            candidate.least_seconds > seconds_limit
-            or tried_count > MAX_TRIED_LAYOUTS * search_request.result_count
-        ):
-            break
-
-        if isinstance(candidate, _SizeGroup):
-            # None of a group's combinations is faster than the group, so they are still taken in order.
-            for group_member in _group_candidates(search_request, candidate):
-                heapq.heappush(
-                    priority_queue, (group_member.least_seconds, group_member.candidate_number, group_member)
-                )
-            continue
-
-        # More recompute under the same sizes is slower, so one combination that fits is enough.
-        size_key = _size_key(candidate)
-        if size_key in predictions_by_size:
-            continue
-        tried_count += bool(predictions_by_size)
-        prediction, required_text = _predict_if_fits(search_request, candidate)
-
-        if prediction is not None:
-            predictions_by_size[size_key] = prediction
-            useful_predictions = _without_idle_offload(predictions_by_size)
-        elif size_key not in rejected_by_size:
-            layout_text = describe_layout(
-                candidate.config, candidate.layout, candidate.step_costs.data_parallel_size
-            )
-            rejected_by_size[size_key] = RejectedLayout(layout_text, required_text)
+    tried_layouts = _try_candidates(search_request, size_groups)
 
     # Only the layouts to return get the better split, because its search takes seconds.
-    best_predictions = sorted(useful_predictions, key=_sort_key)[: search_request.result_count]
+    result_count = search_request.result_count
+    best_predictions = sorted(tried_layouts.useful_predictions, key=_sort_key)[:result_count]
     best_predictions = sorted(
         (_refine_split(search_request, prediction) for prediction in best_predictions), key=_sort_key
     )
-    slowdown_reasons = tuple(explain_slowdown(best_predictions[0], other) for other in best_predictions[1:])
-    combination_count = sum(group.combination_count for group in size_groups)
-
     return SearchResult(
         tuple(best_predictions),
-        slowdown_reasons,
-        tuple(rejected_by_size.values())[: search_request.result_count],
-        combination_count,
+        tuple(explain_slowdown(best_predictions[0], other) for other in best_predictions[1:]),
+        tuple(tried_layouts.rejected_by_size.values())[:result_count],
+        sum(group.combination_count for group in size_groups),
     )
+
+
+def _try_candidates(search_request: SearchRequest, size_groups: list[_SizeGroup]) -> _TriedLayouts:
+    """Tries combinations in the order of their quick estimates, until enough of them fit."""
+    tried_layouts = _TriedLayouts(search_request)
+    for candidate in _candidates_in_order(search_request, size_groups):
+        if tried_layouts.is_enough(candidate.least_seconds):
+            break
+        if isinstance(candidate, _LayoutCandidate):
+            tried_layouts.try_candidate(candidate)
+    return tried_layouts
+
+
+def _candidates_in_order(
+    search_request: SearchRequest, size_groups: list[_SizeGroup]
+) -> Iterator[_SizeGroup | _LayoutCandidate]:
+    """Groups and combinations by rising lower bound of the time, each group before its combinations.
+
+    The numbers only break ties, always the same way.
+    """
+    priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [
+        (group.least_seconds, group.group_number, group) for group in size_groups
+    ]
+    heapq.heapify(priority_queue)
+    while priority_queue:
+        _, _, candidate = heapq.heappop(priority_queue)
+        yield candidate
+        if isinstance(candidate, _SizeGroup):
+            # None of a group's combinations is faster than the group, so they are still taken in order.
+            for member in _group_candidates(search_request, candidate):
+                heapq.heappush(priority_queue, (member.least_seconds, member.candidate_number, member))
+
+
+@dataclass
+class _TriedLayouts:
+    """The combinations whose memory was computed, by :func:`_size_key`."""
+
+    search_request: SearchRequest
+    fitting_by_size: dict[tuple, RunPrediction] = dataclasses.field(default_factory=dict)
+    rejected_by_size: dict[tuple, RejectedLayout] = dataclasses.field(default_factory=dict)
+    useful_predictions: list[RunPrediction] = dataclasses.field(default_factory=list)
+    """:func:`_without_idle_offload` of those that fit."""
+    tried_count: int = 0
+    """Number of combinations that were tried after the first one that fits."""
+
+    def is_enough(self, least_seconds: float) -> bool:
+        """Whether the search ends before combinations that take at least ``least_seconds``."""
+        result_count = self.search_request.result_count
+        if self.tried_count > MAX_TRIED_LAYOUTS * result_count:
+            return True
+        if not self.useful_predictions:
+            return False
+        return least_seconds > SEARCH_MARGIN * _slowest_kept_step(self.useful_predictions, result_count)
+
+    def try_candidate(self, candidate: _LayoutCandidate) -> None:
+        # More recompute under the same sizes is slower, so one combination that fits is enough.
+        size_key = _size_key(candidate)
+        if size_key in self.fitting_by_size:
+            return
+
+        self.tried_count += bool(self.fitting_by_size)
+        prediction, required_text = _predict_if_fits(self.search_request, candidate)
+        if prediction is not None:
+            self.fitting_by_size[size_key] = prediction
+            self.useful_predictions = _without_idle_offload(self.fitting_by_size)
+        elif size_key not in self.rejected_by_size:
+            layout_text = describe_layout(
+                candidate.config, candidate.layout, candidate.step_costs.data_parallel_size
+            )
+            self.rejected_by_size[size_key] = RejectedLayout(layout_text, required_text)
 
 
 def _without_idle_offload(predictions_by_size: dict[tuple, RunPrediction]) -> list[RunPrediction]:

@@ -169,88 +169,37 @@ def _add_activations(
 ) -> StageMemory:
     """Adds activations and rows to the memory of a stage's parameters."""
     pipeline_stage = parameter_memory.pipeline_stage
-    spec, layout, bytes_per_element = estimator.spec, estimator.layout, estimator.bytes_per_element
-    chunk_activations = [
-        estimator.chunk_bytes(pipeline_stage, chunk_index) for chunk_index in range(layout.vpp)
-    ]
-    # Context-parallel ranks of the first stage divide the pictures of a row.
-    tower_share = dataclasses.replace(estimator, patch_count=-(-estimator.patch_count // layout.cp))
-    vision_activations = _ActivationBytes()
-    if pipeline_stage == 0 and not layout.decoupled:
-        vision_activations = tower_share.vision_tower_bytes()
-    # The number of micro-batches in flight does not grow any more after the warm-up.
-    in_flight_states = _in_flight_states(
-        layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp)
-    )
-
-    # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
-    kept_bytes_by_chunk = [
-        chunk.kept_bytes + (vision_activations.kept_bytes if chunk_index == 0 else 0.0)
-        for chunk_index, chunk in enumerate(chunk_activations)
-    ]
-
-    def state_bytes(in_flight_state: tuple[int, ...]) -> float:
-        return sum(
-            micro_batch_count * kept_bytes
-            for micro_batch_count, kept_bytes in zip(in_flight_state, kept_bytes_by_chunk, strict=True)
-        )
-
-    peak_state = max(in_flight_states, key=state_bytes)
-    activations = sum(
-        micro_batch_count * chunk.kept_bytes
-        for micro_batch_count, chunk in zip(peak_state, chunk_activations, strict=True)
-    )
-
+    stage_activations = _StageActivations.at_peak(estimator, pipeline_stage, micro_batches)
     # A recomputed decoder layer, the logits and a recomputed vision layer never exist at the same time: the
     # logits are gone before the first layer is recomputed. Each part states what it adds to those before it.
-    recomputed_bytes = max(chunk.transient_bytes for chunk in chunk_activations)
-    all_logits_bytes = 0.0
-    if pipeline_stage == layout.pp - 1:
-        logits_tokens = min(estimator.seq_len, LOSS_CHUNK_TOKENS)
-        all_logits_bytes = 2.0 * bytes_per_element * logits_tokens * spec.language.vocab_size / layout.tp
-    largest_transient = max(recomputed_bytes, all_logits_bytes)
+    recomputed_bytes = stage_activations.recomputed_bytes
+    largest_transient = max(recomputed_bytes, estimator.logits_bytes(pipeline_stage))
+    activation_bytes = stage_activations.kept_bytes + recomputed_bytes
     logits_bytes = largest_transient - recomputed_bytes
-
-    # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
-    reused_bytes = largest_transient
-    if estimator.model_config.freeze_vision:
-        reused_bytes += chunk_activations[0].kept_bytes
-    vision_bytes = peak_state[0] * vision_activations.kept_bytes + max(
-        0.0, vision_activations.transient_bytes - reused_bytes
-    )
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
-    # A tower on every rank encodes an even share of the pictures of the whole step.
-    if layout.decoupled:
-        patches_per_rank = -(-micro_batches * estimator.patch_count // layout.replica_ranks)
-        replicated_tower = dataclasses.replace(
-            estimator, layout=dataclasses.replace(layout, tp=1), patch_count=patches_per_rank
-        )
+    if estimator.layout.decoupled:
+        replicated_tower = estimator.replicated_tower(micro_batches)
         vision_bytes = replicated_tower.decoupled_tower_bytes(
-            activations + recomputed_bytes + logits_bytes,
-            micro_batches * estimator.patch_count * (pipeline_stage == 0),
+            activation_bytes + logits_bytes, micro_batches * estimator.patch_count * (pipeline_stage == 0)
         )
         rows_bytes += replicated_tower.row_bytes(includes_pixels=True)
+    else:
+        vision_bytes = stage_activations.tower_bytes(largest_transient, estimator.model_config.freeze_vision)
 
-    host_input_bytes = peak_state[0] * vision_activations.host_bytes + sum(
-        micro_batch_count * chunk.host_bytes
-        for micro_batch_count, chunk in zip(peak_state, chunk_activations, strict=True)
-    )
-    estimated_memory = dataclasses.replace(
+    # Offloaded state passes through the GPU where activations were before.
+    state_bytes = min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, parameter_memory.host_bytes)
+    streamed_state_bytes = max(0.0, state_bytes - (activation_bytes + vision_bytes + logits_bytes))
+    return dataclasses.replace(
         parameter_memory,
-        activations=activations + recomputed_bytes,
+        optimizer=parameter_memory.optimizer + streamed_state_bytes,
+        activations=activation_bytes,
         vision=vision_bytes,
         logits=logits_bytes,
         rows=rows_bytes,
-        micro_batches_in_flight=sum(peak_state),
-        host_input_bytes=host_input_bytes,
+        micro_batches_in_flight=sum(stage_activations.in_flight_counts),
+        host_input_bytes=stage_activations.host_bytes,
     )
-    # Offloaded state passes through the GPU where activations were before.
-    reusable_bytes = estimated_memory.activations + estimated_memory.vision + estimated_memory.logits
-    streamed_state_bytes = max(
-        0.0, min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, estimated_memory.host_bytes) - reusable_bytes
-    )
-    return dataclasses.replace(estimated_memory, optimizer=estimated_memory.optimizer + streamed_state_bytes)
 
 
 # --- Parameters ---------------------------------------------------------------------------------------------
@@ -516,6 +465,20 @@ class _ActivationEstimator:
             *config_sections, shares_tokens, tokens, spec, layout, bytes_per_element, patch_count
         )
 
+    def replicated_tower(self, micro_batches: int) -> _ActivationEstimator:
+        """The estimator of a tower on every rank, which encodes an even share of the pictures of a step."""
+        patches_per_rank = -(-micro_batches * self.patch_count // self.layout.replica_ranks)
+        return dataclasses.replace(
+            self, layout=dataclasses.replace(self.layout, tp=1), patch_count=patches_per_rank
+        )
+
+    def logits_bytes(self, pipeline_stage: int) -> float:
+        """Bytes of the logits that a stage computes at once, held twice; only the last stage has any."""
+        if pipeline_stage < self.layout.pp - 1:
+            return 0.0
+        logits_tokens = min(self.seq_len, LOSS_CHUNK_TOKENS)
+        return 2.0 * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
+
     @property
     def _sequence_parallel_size(self) -> int:
         """Number of ranks that share the tokens between the linears of a decoder layer."""
@@ -566,11 +529,7 @@ class _ActivationEstimator:
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         language_spec = self.spec.language
-        recompute_config = self.recompute_config
-        recomputed_modules = (
-            set(recompute_config.language_modules) if recompute_config.language == "selective" else set()
-        )
-
+        recomputed_modules = self.recompute_config.selected_modules
         attention_elements = (
             self._linear_attention_elements(kind, recomputed_modules)
             if kind.has_linear_attention
@@ -886,6 +845,72 @@ class _ActivationEstimator:
             if includes_pixels
             else 0.0
         )
+
+
+@dataclass(frozen=True)
+class _StageActivations:
+    """The activations of a pipeline stage at the pass of a step after which most bytes are kept."""
+
+    tower: _ActivationBytes
+    """Of the vision tower, for one micro-batch; zero if the stage does not run it."""
+    chunks: list[_ActivationBytes]
+    """Of each chunk of the language model, for one micro-batch."""
+    in_flight_counts: tuple[int, ...]
+    """Number of micro-batches in flight in each chunk."""
+
+    @staticmethod
+    def at_peak(
+        estimator: _ActivationEstimator, pipeline_stage: int, micro_batches: int
+    ) -> _StageActivations:
+        layout = estimator.layout
+        chunks = [estimator.chunk_bytes(pipeline_stage, chunk_index) for chunk_index in range(layout.vpp)]
+        tower = _ActivationBytes()
+        if pipeline_stage == 0 and not layout.decoupled:
+            # Context-parallel ranks divide the pictures of a row.
+            patches_per_rank = -(-estimator.patch_count // layout.cp)
+            tower = dataclasses.replace(estimator, patch_count=patches_per_rank).vision_tower_bytes()
+
+        # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
+        kept_bytes_by_chunk = [chunk.kept_bytes for chunk in chunks]
+        kept_bytes_by_chunk[0] += tower.kept_bytes
+        # The number of micro-batches in flight does not grow any more after the warm-up.
+        in_flight_states = _in_flight_states(
+            layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp)
+        )
+        peak_state = max(in_flight_states, key=lambda counts: _sum_in_flight(counts, kept_bytes_by_chunk))
+        return _StageActivations(tower, chunks, peak_state)
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes that the chunks keep for all micro-batches in flight."""
+        return _sum_in_flight(self.in_flight_counts, [chunk.kept_bytes for chunk in self.chunks])
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes in host memory, with the tower's."""
+        chunks_bytes = _sum_in_flight(self.in_flight_counts, [chunk.host_bytes for chunk in self.chunks])
+        return self.in_flight_counts[0] * self.tower.host_bytes + chunks_bytes
+
+    @property
+    def recomputed_bytes(self) -> float:
+        """Bytes that are needed while a decoder layer is recomputed."""
+        return max(chunk.transient_bytes for chunk in self.chunks)
+
+    def tower_bytes(self, reused_bytes: float, is_frozen: bool) -> float:
+        """Bytes of the tower of the first stage, beyond ``reused_bytes`` that are free while it runs."""
+        # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
+        if is_frozen:
+            reused_bytes += self.chunks[0].kept_bytes
+        transient_bytes = max(0.0, self.tower.transient_bytes - reused_bytes)
+        return self.in_flight_counts[0] * self.tower.kept_bytes + transient_bytes
+
+
+def _sum_in_flight(in_flight_counts: tuple[int, ...], bytes_by_chunk: list[float]) -> float:
+    """Bytes of all micro-batches in flight, from those of one micro-batch in each chunk."""
+    return sum(
+        micro_batch_count * chunk_bytes
+        for micro_batch_count, chunk_bytes in zip(in_flight_counts, bytes_by_chunk, strict=True)
+    )
 
 
 # --- Schedule -----------------------------------------------------------------------------------------------

@@ -78,47 +78,14 @@ def run_generate(
     Raises:
         UserError, FileNotFoundError: the processes failed, or the request is impossible.
     """
-    weight_reader = WeightReader(request.checkpoint_dir)
-    spec = weight_reader.spec
-    if request.adapter_dir is not None and not is_peft_folder(request.adapter_dir):
-        # The adapters know better than their base how videos were presented.
-        weight_reader = WeightReader(request.adapter_dir, takes_adapters=True)
-    # Videos must be presented as in the training of these weights.
-    video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
-    data_config = dataclasses.replace(request.data_config, **video_rules)
-    sample_encoder = SampleEncoder(request.hf_dir, data_config)
-    if spec.different_fields(sample_encoder.spec):
-        raise UserError(
-            f"--checkpoint {request.checkpoint_dir} holds a different model than --hf {request.hf_dir}"
-        )
-
-    layout = make_layout(spec, **request.layout_arguments)
+    sample_encoder = _make_encoder(request, print_line)
+    layout = make_layout(sample_encoder.spec, **request.layout_arguments)
     samples = _encode_prompts(sample_encoder, request.conversations, request.think)
-    opens_thinking = [sample_encoder.begins_by_thinking(sample) for sample in samples]
-    token_limit = request.max_new_tokens or (THINKING_TOKENS if any(opens_thinking) else ANSWER_TOKENS)
-    stop_token_ids = read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer)
 
     # The processes get token ids and pixels through files. They know nothing of prompts and texts.
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
         work_dir = Path(temporary_dir)
-        adapter_dir = request.adapter_dir
-        if adapter_dir is not None:
-            adapter_dir = megatron_adapter(adapter_dir, request.hf_dir, work_dir)
-        write_samples(samples, work_dir / "samples.safetensors")
-        generate_job = GenerateJob(
-            hf=str(request.hf_dir),
-            checkpoint=str(request.checkpoint_dir),
-            adapter=str(adapter_dir or ""),
-            samples=str(work_dir / "samples.safetensors"),
-            layout=request.layout_arguments,
-            max_new_tokens=token_limit,
-            stop=stop_token_ids,
-            dtype=request.dtype,
-            platform=request.platform,
-            batch=request.batch_size,
-            video_positions=data_config.video_positions,
-        )
-
+        generate_job = _make_job(request, sample_encoder, samples, work_dir)
         world_size = layout.replica_ranks * layout.min_data_parallel_size
         print_line(
             f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {world_size} "
@@ -126,28 +93,55 @@ def run_generate(
         )
         answer_token_ids = _run_job(generate_job, world_size, work_dir)
 
-    # The first token that the model generates may already be inside a block of thinking.
     answer_records = []
-    for token_ids, sample, starts_thinking in zip(answer_token_ids, samples, opens_thinking, strict=True):
-        decoded_text = sample_encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True)
-        split_answer = split_thinking(decoded_text, starts_thinking)
-        is_finished = token_ids[-1] in stop_token_ids
-        answer_records.append(
-            {
-                "text": split_answer.answer_text,
-                "thinking": split_answer.thinking_text,
-                "tokens": token_ids,
-                "prompt_tokens": len(sample),
-                "finished": is_finished,
-            }
-        )
-        if not split_answer.is_block_closed:  # all of it is thinking
-            print_line(_empty_answer_message(len(answer_records), token_limit, is_finished))
-        elif not is_finished:
-            print_line(
-                f"answer {len(answer_records)} was cut after {token_limit} tokens; raise --max-new-tokens"
-            )
+    for sample, token_ids in zip(samples, answer_token_ids, strict=True):
+        answer_record, shortcoming = _read_answer(sample_encoder, generate_job, sample, token_ids)
+        answer_records.append(answer_record)
+        if shortcoming:
+            print_line(f"answer {len(answer_records)} {shortcoming}")
     return answer_records
+
+
+def _make_encoder(request: GenerateRequest, print_line: Callable[[str], None]) -> SampleEncoder:
+    """The encoder of the prompts. Raises UserError if ``--checkpoint`` holds another model than ``--hf``."""
+    weight_reader = WeightReader(request.checkpoint_dir)
+    spec = weight_reader.spec
+    if request.adapter_dir is not None and not is_peft_folder(request.adapter_dir):
+        # The adapters know better than their base how videos were presented.
+        weight_reader = WeightReader(request.adapter_dir, takes_adapters=True)
+    # Videos must be presented as in the training of these weights.
+    video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
+    sample_encoder = SampleEncoder(request.hf_dir, dataclasses.replace(request.data_config, **video_rules))
+    if spec.different_fields(sample_encoder.spec):
+        raise UserError(
+            f"--checkpoint {request.checkpoint_dir} holds a different model than --hf {request.hf_dir}"
+        )
+    return sample_encoder
+
+
+def _make_job(
+    request: GenerateRequest, sample_encoder: SampleEncoder, samples: list[TokenizedSample], work_dir: Path
+) -> GenerateJob:
+    """The job of the processes. Writes the samples and the adapters that it names into ``work_dir``."""
+    begins_by_thinking = any(map(sample_encoder.begins_by_thinking, samples))
+    stop_token_ids = read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer)
+    adapter_dir = request.adapter_dir
+    if adapter_dir is not None:
+        adapter_dir = megatron_adapter(adapter_dir, request.hf_dir, work_dir)
+    write_samples(samples, work_dir / "samples.safetensors")
+    return GenerateJob(
+        hf=str(request.hf_dir),
+        checkpoint=str(request.checkpoint_dir),
+        adapter=str(adapter_dir or ""),
+        samples=str(work_dir / "samples.safetensors"),
+        layout=request.layout_arguments,
+        max_new_tokens=request.max_new_tokens or (THINKING_TOKENS if begins_by_thinking else ANSWER_TOKENS),
+        stop=stop_token_ids,
+        dtype=request.dtype,
+        platform=request.platform,
+        batch=request.batch_size,
+        video_positions=sample_encoder.data_config.video_positions,
+    )
 
 
 def _run_job(generate_job: GenerateJob, world_size: int, work_dir: Path) -> list[list[int]]:
@@ -164,12 +158,30 @@ def _run_job(generate_job: GenerateJob, world_size: int, work_dir: Path) -> list
     return json.loads((work_dir / "answers.json").read_text())
 
 
-def _empty_answer_message(answer_number: int, token_limit: int, is_finished: bool) -> str:
-    """Explains why an answer is empty."""
+def _read_answer(
+    sample_encoder: SampleEncoder, generate_job: GenerateJob, sample: TokenizedSample, token_ids: list[int]
+) -> tuple[dict[str, Any], str]:
+    """An answer as :func:`run_generate` returns it, and what it lacks in words; empty if it lacks nothing."""
+    decoded_text = sample_encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True)
+    # The first token that the model generates may already be inside a block of thinking.
+    split_answer = split_thinking(decoded_text, sample_encoder.begins_by_thinking(sample))
+    is_finished = token_ids[-1] in generate_job.stop
+    answer_record = {
+        "text": split_answer.answer_text,
+        "thinking": split_answer.thinking_text,
+        "tokens": token_ids,
+        "prompt_tokens": len(sample),
+        "finished": is_finished,
+    }
+    token_limit = generate_job.max_new_tokens
+    if is_finished and split_answer.is_block_closed:
+        return answer_record, ""
     if is_finished:
-        return f"answer {answer_number} is empty: the model ended its turn while it was thinking"
-    return (
-        f"answer {answer_number} is empty: the model was still thinking after {token_limit} tokens;"
+        return answer_record, "is empty: the model ended its turn while it was thinking"
+    if split_answer.is_block_closed:
+        return answer_record, f"was cut after {token_limit} tokens; raise --max-new-tokens"
+    return answer_record, (
+        f"is empty: the model was still thinking after {token_limit} tokens;"
         " raise --max-new-tokens, or give --thinking off"
     )
 
