@@ -358,7 +358,7 @@ def with_start_adapter(
 
     Raises:
         RunConfigError: there are no adapters, they belong to another model, or another field of ``lora`` says
-            something else.
+            something else. The message names the field.
         WeightsError: they cannot be read.
     """
     adapter_dir = config.lora.adapter
@@ -379,17 +379,34 @@ def with_start_adapter(
         with suggest_remedy(source_checkpoint.path):
             weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
     else:
-        weight_reader = WeightReader(adapter_dir, takes_adapters=True)
+        try:
+            weight_reader = WeightReader(adapter_dir, takes_adapters=True)
+        except FileNotFoundError as error:
+            raise RunConfigError(
+                f"lora.adapter: {error}; give a run with LoRA or a folder of adapters, or, to continue a run,"
+                " its checkpoint.dir"
+            ) from error
     holder = f"checkpoint {source_checkpoint.path}" if source_checkpoint else f"lora.adapter {adapter_dir}"
     if not weight_reader.lora.rank:
         if source_checkpoint is not None:
             return config  # check_same_adapters refuses it
         raise RunConfigError(f"{holder} holds a whole model; model.checkpoint takes that")
     check_same_model(holder, weight_reader.spec, config, spec)
+    return with_stored_lora(config, weight_reader.lora, holder)
 
+
+def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) -> TrainConfig:
+    """The config of a run with the settings of stored adapters.
+
+    Args:
+        holder: names the adapters' folder in the message.
+
+    Raises:
+        RunConfigError: a field of ``lora`` says something else.
+    """
     # Dropout is no property of the adapters: each run chooses its own.
-    run_fields = {"adapter": adapter_dir, "dropout": config.lora.dropout}
-    stored_fields = dataclasses.asdict(weight_reader.lora) | run_fields
+    run_fields = {"adapter": config.lora.adapter, "dropout": config.lora.dropout}
+    stored_fields = dataclasses.asdict(stored_lora) | run_fields
     default_fields = dataclasses.asdict(LoraConfig())
     for name, value in dataclasses.asdict(config.lora).items():
         if value not in (default_fields[name], stored_fields[name]):

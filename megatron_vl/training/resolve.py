@@ -204,25 +204,33 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
         dp: data-parallel size.
 
     Raises:
+        The errors of :func:`find_start_point`.
+    """
+    start_point = find_start_point(config)
+    # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that overrides
+    # it does not make the next start restart the data again.
+    if not config.checkpoint.restart_data:
+        return RunStart(start_point.source_checkpoint, start_point.lineage, False, start_point.user_messages)
+    return _restart_data(config, dp, start_point)
+
+
+def find_start_point(config: TrainConfig) -> StartPoint:
+    """Decides from which checkpoint a run begins.
+
+    Raises:
         RunConfigError: there is no checkpoint of step ``checkpoint.step``.
         CheckpointError: the latest checkpoint is not known or cannot be read.
     """
     checkpoint_config = config.checkpoint
     run_dir = Path(checkpoint_config.dir) if checkpoint_config.dir and checkpoint_config.resume else None
     try:
-        start_point = choose_start_point(
+        return choose_start_point(
             run_dir, checkpoint_config.step, checkpoint_config.branch, checkpoint_config.attempt
         )
     except StepMissingError as error:
         if checkpoint_config.step is None:
             raise
         raise RunConfigError(str(error)) from error
-
-    # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that overrides
-    # it does not make the next start restart the data again.
-    if not checkpoint_config.restart_data:
-        return RunStart(start_point.source_checkpoint, start_point.lineage, False, start_point.user_messages)
-    return _restart_data(config, dp, start_point)
 
 
 def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> RunStart:

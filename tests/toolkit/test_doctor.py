@@ -26,7 +26,8 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import Lineage, SavedCheckpoint
-from tests.support.ranks import python_path
+from tests.converters.peft_models import peft_folder
+from tests.support.ranks import python_path, run_module
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding, ok_finding
 from toolkit.doctor.command import print_findings
@@ -110,6 +111,34 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     small = broken("--data.seq_len", "8", gpus=[GpuInfo(i, "small", 512, 0, "1") for i in range(4)])
     assert small.keys() == {"rows", "memory", "samples"}
     assert "samples in a row cannot be used" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
+
+
+@pytest.mark.ranks
+def test_adapters_are_checked_and_built_with_their_own_rank(run, tmp_path, monkeypatch):
+    """They are in PEFT's files, which a run converts. The modules are those of the same settings as fields."""
+    peft = peft_folder(tmp_path / "peft", run["hf"], target_modules=["q_proj"])
+    words, adapter = ["--config", str(run["yaml"])], ["--lora.adapter", str(peft)]
+    given = ["--lora.rank", "4", "--lora.alpha", "6", "--lora.targets", "[q_proj]"]
+    parameters = []
+    for options in ([], given, adapter):
+        built = run_module("toolkit.plan.dry_build", ["4", *words, *options])
+        assert built.returncode == 0, built.stderr[-2000:]
+        parameters.append(json.loads(built.stdout.splitlines()[-1])["parameters"])
+    assert parameters[0] < parameters[1] == parameters[2]
+
+    report = check_run([*words, *adapter], None, [])
+    assert set(states(report.findings).values()) == {"ok"}, [f for f in report.findings if f.state != "ok"]
+    assert report.memory_by_stage == check_run([*words, *given], None, []).memory_by_stage
+
+    monkeypatch.setattr("toolkit.doctor.run_checks._check_build", lambda *_: ok_finding("model is built", ""))
+    for options, message in (
+        ([*adapter, "--lora.rank", "8"], f"the adapters in lora.adapter {peft} have 4"),
+        ([*adapter, "--checkpoint.dir", ""], "are converted into checkpoint.dir; give that too"),
+        (["--lora.adapter", str(tmp_path / "gone")], f"lora.adapter: {tmp_path / 'gone'} holds no weights"),
+    ):
+        findings = check_run([*words, *options], None, []).findings
+        [refusal] = [finding.found for finding in findings if finding.state == "broken"]
+        assert message in refusal
 
 
 def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch):

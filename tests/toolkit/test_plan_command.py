@@ -69,20 +69,32 @@ def test_the_printed_options_are_the_planned_run(capsys) -> None:
 
 
 def test_adapters_of_an_earlier_run_are_planned_with_their_own_rank(capsys, tmp_path: Path) -> None:
-    """Without their rank, ``plan`` and ``bench`` would train the whole model."""
+    """They are in our files or in PEFT's. The written run begins with them."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     peft = peft_folder(tmp_path / "peft", hf, target_modules=["q_proj"])
     convert_adapter(peft, hf, tmp_path / "weights")
     words = ["--hf", str(hf), "--gpu", "H200", "--gpus", "1", "--parallel.tp", "1", "--data.seq_len", "4096"]
     given = ["--lora.rank", "4", "--lora.alpha", "6", "--lora.targets", "[q_proj]"]
-    adapters = plan(capsys, *words, "--lora.adapter", str(tmp_path / "weights"))["best"]
-    assert adapters == plan(capsys, *words, *given)["best"] != plan(capsys, *words)["best"]
+    expected = plan(capsys, *words, *given)["best"]
+    assert expected != plan(capsys, *words)["best"]
 
-    words_of_bench = ["--hf", str(hf), "--lora.adapter", str(tmp_path / "weights")]
-    assert parse_bench_options(words_of_bench).config.lora.rank == 4
+    settings = []
+    for folder in (peft, tmp_path / "weights"):
+        run_file = tmp_path / "planned.yaml"
+        adapter = ["--lora.adapter", str(folder)]
+        assert plan(capsys, *words, *adapter, "--yaml", str(run_file))["best"] == expected
+        settings.append(parse_bench_options(["--hf", str(hf), *adapter]).config.lora)
+        assert parse_config(["--config", str(run_file)]).lora == settings[-1]
+        assert main(["plan", *words, *adapter, "--lora.rank", "8"]) == 1
+        told = f"lora.rank is 8, but the adapters in lora.adapter {folder} have 4; leave the field out"
+        assert told in capsys.readouterr().err
+    assert dataclasses.replace(settings[0], adapter=settings[1].adapter) == settings[1]
 
-    assert main(["plan", *words, "--lora.adapter", str(peft)]) == 1
-    assert "holds PEFT's files; convert them first" in capsys.readouterr().err
+    for words_of_command in (["plan", *words], ["bench", "--hf", str(hf), "--processes", "1"]):
+        assert main([*words_of_command, "--lora.adapter", str(tmp_path / "gone")]) == 1
+        told = f"lora.adapter: {tmp_path / 'gone'} holds no weights"
+        message = capsys.readouterr().err
+        assert told in message and "give a run with LoRA or a folder of adapters" in message
 
 
 def test_the_printed_options_are_only_those_that_differ() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from converters.convert import convert_adapter, convert_weights, export_adapter
 from converters.peft_folder import ADAPTER_FILE
 from megatron_vl.models.adapters import add_to_output
-from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.spec.adapters import fused_adapters, trained_table
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.ranks import call, run_module
@@ -23,6 +23,10 @@ from tests.tiny import tiny_checkpoint
 from tests.training.context_programs import moved
 from tests.training.lora_programs import UNCOMPARED_LOGITS, dropout_masks, train_layouts
 from tests.training.small_run import metrics, options_of, prepare, train
+from toolkit.bench.options import parse_bench_options
+from toolkit.options import parse_command_line
+from toolkit.plan.command import make_plan
+from toolkit.plan.options import PlanOptions
 
 pytestmark = pytest.mark.ranks
 
@@ -291,7 +295,7 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
 
-    # The command takes PEFT's folder as it is. A run that goes on no longer needs it.
+    # The command takes PEFT's folder as it is. A run that goes on no longer needs it, and nor does its plan.
     moved, direct = tmp_path / "peft", tmp_path / "direct"
     folder.rename(moved)
     words = options_of(prepared, direct, "--lora.adapter", str(moved), "--optimizer.lr", "0", steps=6)
@@ -302,6 +306,10 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
     moved.rename(folder)
     rmtree(next(direct.glob("adapter_*")))
+    planned = make_plan(parse_command_line(PlanOptions, [*words, "--gpus", "2"], "plan"))
+    for config in (planned.search_request.config, parse_bench_options(words).config):
+        assert trained_table(stored.spec, config.lora) == trained_table(stored.spec, stored.lora)
+        assert fused_adapters(stored.spec, config.lora) == fused_adapters(stored.spec, stored.lora)
     done = run_module("toolkit", ["train", *words], 2, cwd=prepared["folder"])
     assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr[-3000:]
 

@@ -13,9 +13,10 @@ from megatron_vl.planning.gpus import calibration_for_platform
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.preflight import check_data_path, with_start_adapter
+from megatron_vl.training.preflight import check_data_path
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option
+from toolkit.run_adapters import with_adapter_settings
 
 WORKLOADS = ("images", "text", "data")
 
@@ -124,16 +125,17 @@ def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
         run_words += ["--data.path", str(given_options.data)]
     if given_options.processes:
         run_words += ["--platform", "cpu"]
-    run_words += ["--checkpoint.dir", ""]  # a benchmark saves nothing
     config = parse_config(run_words)
 
     bench_run = BenchRun(**vars(given_options), config=config)
     bench_run.hf = bench_run.hf or config.model.hf
     bench_run.rows = bench_run.rows or ("data" if config.data.path else "images,text")
     _check_bench_run(bench_run)
-    # Adapters of an earlier run decide their own rank and targets, as at the start of a run.
+    # Adapters that are there already decide their own rank and targets, as at the start of a run.
     if config.lora.adapter:
-        bench_run.config = with_start_adapter(config, bench_run.read_model_spec())
+        config = with_adapter_settings(config, bench_run.read_model_spec())
+    # A benchmark saves nothing.
+    bench_run.config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, dir=""))
     return bench_run
 
 

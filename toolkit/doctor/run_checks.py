@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from toolkit.doctor import Finding, broken_finding, note_finding, ok_finding
 from toolkit.doctor.family_checks import check_family
 from toolkit.doctor.machine_checks import check_disk
 from toolkit.layouts import layout_sizes_text
+from toolkit.run_adapters import with_megatron_adapter
 
 MAX_LEFT_OUT_SHARE = 0.5
 """Share of a source's samples above which it is a fault that they are left out."""
@@ -173,18 +175,21 @@ def _resolve_or_report(
     gpu_gib = min((gpu.total_memory_mib / 1024 for gpu in gpus), default=next(iter(GPU_MEMORY_GIB.values())))
     host_gib = host_memory.available_bytes() / host_memory.GIB / max(1, min(world_size, len(gpus)))
     machine = MachineMemory(None if config.platform == "cpu" else gpu_gib, host_gib if gpus else math.inf)
-    try:
-        run = resolve_run(config, world_size, machine)
-    except (ValueError, OSError, RuntimeError) as error:
-        refusal_message = str(error)
-        advice = _refusal_advice(config, refusal_message)
-        report.findings.append(broken_finding("model and layout", refusal_message, advice))
-        fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
-        fresh_config = dataclasses.replace(config, checkpoint=fresh_checkpoint)
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-") as temporary_dir:
         try:
-            return resolve_run(fresh_config, world_size, machine, show_only=True), refusal_message
-        except (ValueError, OSError, RuntimeError):
-            return None, refusal_message
+            # A run converts PEFT's files into its folder before it starts.
+            config = with_megatron_adapter(config, temporary_dir if config.checkpoint.dir else "")
+            run = resolve_run(config, world_size, machine)
+        except (ValueError, OSError, RuntimeError, UserError) as error:
+            refusal_message = str(error)
+            advice = _refusal_advice(config, refusal_message)
+            report.findings.append(broken_finding("model and layout", refusal_message, advice))
+            fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
+            fresh_config = dataclasses.replace(config, checkpoint=fresh_checkpoint)
+            try:
+                return resolve_run(fresh_config, world_size, machine, show_only=True), refusal_message
+            except (ValueError, OSError, RuntimeError):
+                return None, refusal_message
 
     layers_text = f"decoder layers {list(run.layout.layers_per_chunk)} on {config.parallel.pp} stages"
     report.findings.append(ok_finding("model and layout", f"{run.spec.family}, {layers_text}"))

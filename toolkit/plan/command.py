@@ -26,7 +26,7 @@ from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.training.preflight import with_start_adapter
+from toolkit.run_adapters import with_adapter_settings
 
 from .options import PlanOptions
 from .plan_result import PlanResult
@@ -66,8 +66,8 @@ def make_plan(options: PlanOptions) -> PlanResult:
     """
     config = _read_config(options)
     spec = read_spec(config.model.hf)
-    # Adapters of an earlier run decide their own rank and targets, as at the start of a run.
-    config = with_start_adapter(config, spec)
+    # Adapters that are there already decide their own rank and targets, as at the start of a run.
+    config = with_adapter_settings(config, spec)
     row_statistics = _row_statistics(options, config, spec)
     search_request = SearchRequest(
         config,

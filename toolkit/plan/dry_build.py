@@ -23,6 +23,7 @@ from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
+from toolkit.run_adapters import with_adapter_settings
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def main(argv: list[str]) -> int:
     world_size, *run_words = argv
     try:
         config = parse_config(run_words)
-        tensors_by_stage = dry_build(config, read_spec(config.model.hf), int(world_size))
+        spec = read_spec(config.model.hf)
+        tensors_by_stage = dry_build(with_adapter_settings(config, spec), spec, int(world_size))
     except (ValueError, RuntimeError, OSError) as error:
         print(str(error).replace("\n", " "), file=sys.stderr)
         return 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from pathlib import Path
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.training.preflight import check_inputs
 from toolkit.launch import single_rank_variables
+from toolkit.run_adapters import with_megatron_adapter
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
@@ -40,14 +40,14 @@ def train(options: TrainOptions) -> int:
 
         nnodes = options.nnodes or launch_environment.nnodes
         with tempfile.TemporaryDirectory(prefix="megatron-vl-") as temporary_dir:
-            run_words = _with_megatron_adapter(options.fields, temporary_dir)
-            show_dry_run(_read_config(run_words), options.nproc_per_node, nnodes, options.json)
+            config = with_megatron_adapter(_read_config(options.fields), temporary_dir)
+            show_dry_run(config, options.nproc_per_node, nnodes, options.json)
         return 0
 
     run_words = options.fields
     if not launch_environment.is_rank:
         launcher_arguments = _launcher_arguments(options, launch_environment)
-        run_words = _with_megatron_adapter(run_words)
+        run_words = _with_converted_adapter(run_words)
         if launcher_arguments is not None:
             return _start_ranks(run_words, launcher_arguments)
 
@@ -65,7 +65,7 @@ def train(options: TrainOptions) -> int:
     # The other ranks get the fields that rank 0 has settled.
     if is_rank and os.environ.get("RANK") == "0":
         try:
-            run_words = _with_megatron_adapter(run_words)
+            run_words = _with_converted_adapter(run_words)
         except (UserError, OSError) as error:
             # The run refuses PEFT's files on all ranks, which would otherwise wait for this one.
             print(f"megatron-vl train: {error}", file=sys.stderr, flush=True)
@@ -100,27 +100,13 @@ def _read_config(run_words: list[str]) -> TrainConfig:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
 
 
-def _with_megatron_adapter(run_words: list[str], converted_parent: str = "") -> list[str]:
-    """The words of a run with PEFT's files in ``lora.adapter`` converted: the library reads its own alone.
-
-    Args:
-        converted_parent: folder for the converted adapters; empty: the run's folder.
-    """
+def _with_converted_adapter(run_words: list[str]) -> list[str]:
+    """The words of a run with PEFT's files in ``lora.adapter`` converted into its folder."""
     config = _read_config(run_words)
-    adapter_dir = Path(config.lora.adapter)
-    if not config.lora.adapter or not (adapter_dir / "adapter_config.json").is_file():
+    converted_config = with_megatron_adapter(config, config.checkpoint.dir)
+    if converted_config == config:
         return run_words
-    converted_parent = converted_parent or config.checkpoint.dir
-    if not converted_parent:
-        raise UsageError(
-            f"lora.adapter {adapter_dir} holds PEFT's files, which are converted into checkpoint.dir; give"
-            " that too"
-        )
-
-    from converters.convert import megatron_adapter
-
-    converted_dir = megatron_adapter(adapter_dir, Path(config.model.hf), Path(converted_parent))
-    return [*run_words, "--lora.adapter", str(converted_dir)]
+    return [*run_words, "--lora.adapter", converted_config.lora.adapter]
 
 
 def _local_gpu_count() -> int:
