@@ -60,9 +60,10 @@ SEARCH_MARGIN = 1.1
 to return."""
 LEAST_OFFLOAD_GIB = 4.0
 """Offload that frees fewer GiB of a GPU is not tried. With many replicas, each GPU owns little state."""
-MAX_TRIED_LAYOUTS = 40
-"""Largest number of layouts whose memory is computed after the first one that fits, for each layout to
-return."""
+MAX_TRIED_LAYOUTS = 320
+"""Largest number of layouts whose memory is computed after the first one that fits."""
+MAX_TRIED_FOR_ADVICE = 40
+"""The same where a layout is advised beside an error, which must not take long."""
 UNCHANGED_RUN_TEXT = "the run as it is"
 """The text in place of options if none is needed."""
 
@@ -81,6 +82,7 @@ class SearchRequest:
     """Patches of the fullest row, for memory; None: as many as a row can hold."""
     result_count: int = 8
     """Number of layouts to return."""
+    max_tried_layouts: int = MAX_TRIED_LAYOUTS
     keep_parallel_sizes: bool = False
     """Whether to keep TP, PP, VPP, EP and ETP of the run."""
     host_gib: float = math.inf
@@ -235,7 +237,7 @@ class _TriedLayouts:
     def is_enough(self, least_seconds: float) -> bool:
         """Whether the search ends before combinations that take at least ``least_seconds``."""
         result_count = self.search_request.result_count
-        if self.tried_count > MAX_TRIED_LAYOUTS * result_count:
+        if self.tried_count > self.search_request.max_tried_layouts:
             return True
         if not self.useful_predictions:
             return False
@@ -666,10 +668,15 @@ def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
 def search_fastest_fit(
     search_request: SearchRequest, *, keep_parallel_sizes: bool = False
 ) -> RunPrediction | None:
-    """The fastest layout that fits; None if no layout fits or the search is impossible."""
+    """The fastest layout that a short search finds; None if no layout fits or none is possible."""
     try:
         search_result = search_layouts(
-            dataclasses.replace(search_request, result_count=1, keep_parallel_sizes=keep_parallel_sizes)
+            dataclasses.replace(
+                search_request,
+                result_count=1,
+                keep_parallel_sizes=keep_parallel_sizes,
+                max_tried_layouts=MAX_TRIED_FOR_ADVICE,
+            )
         )
     except (UserError, ValueError):
         return None
