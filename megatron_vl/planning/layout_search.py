@@ -175,7 +175,13 @@ def _search_larger_shares(search_request: SearchRequest) -> SearchResult:
             f"no layout of {search_request.world_size} GPUs is possible with global_batch_size"
             f" {search_request.config.global_batch_size}: the data-parallel size must divide it"
         )
-    tried_layouts = _try_candidates(search_request, size_groups)
+
+    tried_layouts = _TriedLayouts(search_request)
+    for candidate in _candidates_in_order(search_request, size_groups):
+        if tried_layouts.is_enough(candidate.least_seconds):
+            break
+        if isinstance(candidate, _LayoutCandidate):
+            tried_layouts.try_candidate(candidate)
 
     # Only the layouts to return get the better split, because its search takes seconds.
     result_count = search_request.result_count
@@ -189,17 +195,6 @@ def _search_larger_shares(search_request: SearchRequest) -> SearchResult:
         tuple(tried_layouts.rejected_by_size.values())[:result_count],
         sum(group.combination_count for group in size_groups),
     )
-
-
-def _try_candidates(search_request: SearchRequest, size_groups: list[_SizeGroup]) -> _TriedLayouts:
-    """Tries combinations in the order of their quick estimates, until enough of them fit."""
-    tried_layouts = _TriedLayouts(search_request)
-    for candidate in _candidates_in_order(search_request, size_groups):
-        if tried_layouts.is_enough(candidate.least_seconds):
-            break
-        if isinstance(candidate, _LayoutCandidate):
-            tried_layouts.try_candidate(candidate)
-    return tried_layouts
 
 
 def _candidates_in_order(

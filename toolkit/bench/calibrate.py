@@ -9,6 +9,7 @@ Third, one factor scales all compute rates, so that predictions match the steps 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -377,65 +378,73 @@ def finish_calibration(
     Returns:
         The rates and their file, the factor (None if no factor fits), and predicted and measured steps.
     """
-    statistics_by_workload = {name: row_statistics(options, spec, name) for name in figures_by_workload}
     measured_steps = {name: figures["step_s"] for name, figures in figures_by_workload.items()}
-
-    def predict_steps(candidate_rates: Calibration) -> dict[str, float]:
-        step_predictions: dict[str, float] = {}
-        for name, row_statistics in statistics_by_workload.items():
-            step_predictions[name] = predict_layout(
-                options.config,
-                spec,
-                dist.get_world_size(),
-                layout,
-                row_statistics=row_statistics,
-                calibration=candidate_rates,
-            ).step_seconds
-        return step_predictions
-
-    unscaled_steps = predict_steps(kernel_calibration)
-    rate_factor = fit_speed_factor(
+    statistics_by_workload = {name: row_statistics(options, spec, name) for name in measured_steps}
+    predict_steps = functools.partial(_predict_steps, options.config, spec, layout, statistics_by_workload)
+    rate_factor: float | None = fit_speed_factor(
         kernel_calibration,
         lambda candidate_rates: list(predict_steps(candidate_rates).values()),
         list(measured_steps.values()),
     )
-    factor_is_valid = LARGEST_SPEEDUP**-0.99 < rate_factor < LARGEST_SPEEDUP**0.99
-    if not factor_is_valid:
-        rate_factor = 1.0
-    scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor)
-    predicted_steps = predict_steps(scaled_calibration)
-    step_texts = [f"{name} {1e3 * seconds:,.0f}" for name, seconds in measured_steps.items()]
-    measured_text = f"{spec.family}, {', '.join(step_texts)} ms"
-    if factor_is_valid:
-        scaling_note = (
-            f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match"
-            f" measured steps on average ({measured_text})."
-        )
-    else:
-        scaling_note = (
-            f"No factor explains the measured steps ({measured_text}), so the rates were not scaled."
-        )
+    if not LARGEST_SPEEDUP**-0.99 < rate_factor < LARGEST_SPEEDUP**0.99:
+        rate_factor = None
+
+    scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor or 1.0)
+    scaling_note = _scaling_note(rate_factor, spec.family, measured_steps)
     scaled_calibration = dataclasses.replace(
         scaled_calibration, provenance=(*scaled_calibration.provenance, scaling_note)
     )
-    calibration_path = (
-        Path(options.calibration) if options.calibration else stored_calibration_path(scaled_calibration.gpu)
-    )
+    calibration_path = Path(options.calibration or stored_calibration_path(scaled_calibration.gpu))
     write_calibration(calibration_path, scaled_calibration)
+
+    unscaled_steps, predicted_steps = predict_steps(kernel_calibration), predict_steps(scaled_calibration)
+    step_comparison = {}
+    for name, step_seconds in measured_steps.items():
+        step_comparison[name] = {
+            "measured": step_seconds,
+            "kernels_alone": unscaled_steps[name],
+            "predicted": predicted_steps[name],
+        }
     return {
         "file": str(calibration_path),
         "gpu": scaled_calibration.gpu,
-        "factor": rate_factor if factor_is_valid else None,
-        "steps_s": {
-            name: {
-                "measured": measured_steps[name],
-                "kernels_alone": unscaled_steps[name],
-                "predicted": predicted_steps[name],
-            }
-            for name in measured_steps
-        },
+        "factor": rate_factor,
+        "steps_s": step_comparison,
         "rates": scaled_calibration.as_json(),
     }
+
+
+def _predict_steps(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    statistics_by_workload: dict[str, RowStatistics],
+    candidate_rates: Calibration,
+) -> dict[str, float]:
+    """Seconds of a step of each workload."""
+    step_predictions = {}
+    for name, workload_statistics in statistics_by_workload.items():
+        step_predictions[name] = predict_layout(
+            config,
+            spec,
+            dist.get_world_size(),
+            layout,
+            row_statistics=workload_statistics,
+            calibration=candidate_rates,
+        ).step_seconds
+    return step_predictions
+
+
+def _scaling_note(rate_factor: float | None, family: str, measured_steps: dict[str, float]) -> str:
+    """Says in a sentence how the rates were scaled, for the calibration's file."""
+    step_texts = [f"{name} {1e3 * seconds:,.0f}" for name, seconds in measured_steps.items()]
+    measured_text = f"{family}, {', '.join(step_texts)} ms"
+    if rate_factor is None:
+        return f"No factor explains the measured steps ({measured_text}), so the rates were not scaled."
+    return (
+        f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match"
+        f" measured steps on average ({measured_text})."
+    )
 
 
 def row_statistics(options: BenchRun, spec: ModelSpec, workload: str) -> RowStatistics:

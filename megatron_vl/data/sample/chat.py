@@ -220,20 +220,21 @@ class ChatEncoder:
 
         # The text after the last answer shows how a turn ends. If other turns follow that answer, one more
         # answer is added at the end.
-        closing_turns: list[dict[str, Any]] = []
+        closing_indices: list[int] = []
         if answer_indices[-1] + 1 < len(messages):
-            closing_turns = [_answer_with_content(messages[answer_indices[-1]], mark_word)]
+            closing_indices = [len(messages)]
+            messages = [*messages, messages[answer_indices[-1]]]
 
-        def split_at_marks(marked_indices: Sequence[int]) -> list[str]:
-            if not (marked_indices or closing_turns):
+        def split_at_marks(chosen_answers: list[int]) -> list[str]:
+            marked_indices = chosen_answers + closing_indices
+            if not marked_indices:
                 return [rendered_text]
             deadline.check_time()
             marked_messages = list(messages)
             for i in marked_indices:
                 marked_messages[i] = _answer_with_content(messages[i], mark_word)
-            marked_text = self.render_conversation([*marked_messages, *closing_turns], tools=tools)
-            split_texts = marked_text.split(mark_word)
-            if len(split_texts) != len(marked_indices) + len(closing_turns) + 1:
+            split_texts = self.render_conversation(marked_messages, tools=tools).split(mark_word)
+            if len(split_texts) != len(marked_indices) + 1:
                 raise ChatError(TURNS_NOT_FOUND_TEXT)
             return split_texts
 
@@ -242,35 +243,10 @@ class ChatEncoder:
         alternating_texts = [split_at_marks(answer_indices[1::2])]
         if len(answer_indices) > 1:
             alternating_texts.append(split_at_marks(answer_indices[0::2]))
-
-        turn_ending = texts_between_marks[-1]
-        answer_places = []
-        text_position = 0
+        answer_pieces = []
         for k in range(len(answer_indices)):
-            header_text = texts_between_marks[k].removesuffix(EMPTY_THINK_BLOCK)
-            following_text = texts_between_marks[k + 1]
-            # This piece is a header, the answer and the text after it.
-            answer_piece = alternating_texts[k % 2][(k + 1) // 2]
-            answer_start = text_position + len(header_text)
-            answer_end = text_position + len(answer_piece) - len(following_text)
-            if not (
-                answer_start <= answer_end
-                and answer_piece.startswith(header_text)
-                and answer_piece.endswith(following_text)
-                and following_text.startswith(turn_ending)
-                and rendered_text.startswith(answer_piece[: answer_end - text_position], text_position)
-            ):
-                raise ChatError(TURNS_NOT_FOUND_TEXT)
-            answer_places.append((answer_start, answer_end, answer_end + len(turn_ending)))
-            text_position = answer_end
-
-        remaining_text = texts_between_marks[len(answer_indices)]
-        if not (
-            remaining_text.startswith(rendered_text[text_position:])
-            and rendered_text.startswith(remaining_text if not closing_turns else turn_ending, text_position)
-        ):
-            raise ChatError(TURNS_NOT_FOUND_TEXT)
-        return answer_places
+            answer_pieces.append(alternating_texts[k % 2][(k + 1) // 2])
+        return _place_answers(rendered_text, texts_between_marks, answer_pieces)
 
     def encode(
         self,
@@ -527,6 +503,47 @@ def _answer_with_content(message: dict[str, Any], mark_word: str) -> dict[str, A
         "role": "assistant",
         "content": [{"type": "text", "text": mark_word}] if uses_parts else mark_word,
     }
+
+
+def _place_answers(
+    rendered_text: str, texts_between_marks: list[str], answer_pieces: list[str]
+) -> list[tuple[int, int, int]]:
+    """What :meth:`ChatEncoder._find_answers` returns, from the texts of marked conversations.
+
+    Args:
+        texts_between_marks: the texts before, between and after answers. The last one is how a turn ends.
+        answer_pieces: for each answer, its header, the answer itself and the text after it.
+
+    Raises:
+        ChatError: the pieces do not make up ``rendered_text``.
+    """
+    turn_ending = texts_between_marks[-1]
+    answer_places = []
+    text_position = 0
+    for answer_piece, text_before, following_text in zip(
+        answer_pieces, texts_between_marks, texts_between_marks[1:], strict=False
+    ):
+        header_text = text_before.removesuffix(EMPTY_THINK_BLOCK)
+        answer_start = text_position + len(header_text)
+        answer_end = text_position + len(answer_piece) - len(following_text)
+        if not (
+            answer_start <= answer_end
+            and answer_piece.startswith(header_text)
+            and answer_piece.endswith(following_text)
+            and following_text.startswith(turn_ending)
+            and rendered_text.startswith(answer_piece[: answer_end - text_position], text_position)
+        ):
+            raise ChatError(TURNS_NOT_FOUND_TEXT)
+        answer_places.append((answer_start, answer_end, answer_end + len(turn_ending)))
+        text_position = answer_end
+
+    remaining_text = texts_between_marks[len(answer_pieces)]
+    if not (
+        remaining_text.startswith(rendered_text[text_position:])
+        and rendered_text.startswith(turn_ending, text_position)
+    ):
+        raise ChatError(TURNS_NOT_FOUND_TEXT)
+    return answer_places
 
 
 def _absent_word(rendered_text: str) -> str:
