@@ -4,7 +4,7 @@
 # It needs no GPU. Run it once, from the root of the checkout.
 #
 #   HF      Hugging Face folder (default: model.hf of the YAML)
-#   FULL    unsplit Megatron weights (default: checkpoints/NAME-full)
+#   FULL    unsplit Megatron weights (default: checkpoints/NAME-full), which are converted unless they exist
 #   SHARDS  weights in the layout of the YAML (default: its model.checkpoint)
 set -euo pipefail
 if [ -z "${1:-}" ]; then
@@ -17,7 +17,11 @@ HF=${HF:-$(field "$config" model.hf)}
 FULL=${FULL:-checkpoints/$(basename "$config" .yaml)-full}
 SHARDS=${SHARDS:-$(field "$config" model.checkpoint)}
 
-megatron-vl convert --hf "$HF" --out "$FULL"
+if [ -e "$FULL" ]; then
+  echo "$FULL exists: it is split as it is"
+else
+  megatron-vl convert --hf "$HF" --out "$FULL"
+fi
 megatron-vl split --checkpoint "$FULL" --config "$config" --out "$SHARDS"
 # To do both in one pass, without the unsplit copy:
 #   megatron-vl convert --hf "$HF" --config "$config" --out "$SHARDS"

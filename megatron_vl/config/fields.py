@@ -193,8 +193,8 @@ class Fp8Config:
     """
 
     recipe: Literal["none", "tensorwise", "delayed", "blockwise"] = "none"
-    """How tensors are scaled: tensorwise (by their current maximum), delayed (by earlier maxima; the fastest) or
-    blockwise (blocks of 128 elements). none: no FP8."""
+    """How tensors are scaled: tensorwise (by their current maximum), delayed (by earlier maxima, which is the
+    fastest) or blockwise (blocks of 128 elements). none: no FP8."""
     vision: bool = False
     """Use FP8 in the vision tower too, which is faster. Off: in the language model only."""
 

@@ -115,7 +115,7 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
 
 @pytest.mark.ranks
 def test_adapters_are_checked_and_built_with_their_own_rank(run, tmp_path, monkeypatch):
-    """They are in PEFT's files, which a run converts. The modules are those of the same settings as fields."""
+    """They are in PEFT's files, which a run converts. The modules equal those of the same fields."""
     peft = peft_folder(tmp_path / "peft", run["hf"], target_modules=["q_proj"])
     words, adapter = ["--config", str(run["yaml"])], ["--lora.adapter", str(peft)]
     given = ["--lora.rank", "4", "--lora.alpha", "6", "--lora.targets", "[q_proj]"]
