@@ -138,6 +138,10 @@ def test_adapters_answer_like_the_merged_model(forked_groups, tiny_checkpoint, t
         answers[name] = json.loads(capsys.readouterr().out)[0]["tokens"]
     assert answers["peft"] == answers["factors"] == answers["merged"] != answers["base"]
 
+    words = ("generate", "--checkpoint", tmp_path / "base", "--adapter", tmp_path / "whole", *prompt)
+    assert main([*map(str, words), "--platform", "cpu"]) == 1
+    assert "whole holds a whole model and no adapters; --checkpoint takes that" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("thinking", "shown"), [(None, "Rain."), ("Clouds.", "<think>\nClouds.\n</think>\n\nRain.")]

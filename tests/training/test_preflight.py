@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from converters.convert import convert_weights
-from megatron_vl.config import ModelConfig, OptimizerConfig, RunConfigError, TrainConfig, parse_config
+from megatron_vl.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfigError,
+    TrainConfig,
+    parse_config,
+)
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.checkpoint import _FORMAT_VERSION
@@ -148,3 +155,10 @@ def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
     assert any(
         "vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark for remark in lines()
     )
+
+
+def test_fields_of_adapters_without_a_rank_are_remarked() -> None:
+    remark = "lora.rank is 0: the whole model is trained, and other fields of lora have no effect"
+    for fields, is_remarked in (({}, False), ({"rank": 8, "alpha": 4.0}, False), ({"alpha": 4.0}, True)):
+        remarks = config_remarks(TrainConfig(lora=LoraConfig(**fields)), on_cpu=False)
+        assert (remark in remarks) == is_remarked, fields

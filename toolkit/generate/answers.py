@@ -109,6 +109,11 @@ def _make_encoder(request: GenerateRequest, print_line: Callable[[str], None]) -
     if request.adapter_dir is not None and not is_peft_folder(request.adapter_dir):
         # The adapters know better than their base how videos were presented.
         weight_reader = WeightReader(request.adapter_dir, takes_adapters=True)
+        if not weight_reader.lora.rank:
+            raise UserError(
+                f"--adapter {request.adapter_dir} holds a whole model and no adapters; --checkpoint takes"
+                " that"
+            )
     # Videos must be presented as in the training of these weights.
     video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
     sample_encoder = SampleEncoder(request.hf_dir, dataclasses.replace(request.data_config, **video_rules))
