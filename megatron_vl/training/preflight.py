@@ -560,7 +560,8 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
         remark_texts.append("model.checkpoint is empty: weights are random")
     remark_texts += _rate_remarks("vision", config.optimizer.vision_lr, config.model.freeze_vision)
     remark_texts += _rate_remarks("merger", config.optimizer.merger_lr, config.model.freeze_merger)
-    if not config.lora.rank and dataclasses.replace(config.lora, rank=1) != LoraConfig(rank=1):
+    has_adapters = config.lora.rank or config.lora.adapter
+    if not has_adapters and config.lora != LoraConfig():
         remark_texts.append(
             "lora.rank is 0: the whole model is trained, and other fields of lora have no effect"
         )

@@ -323,7 +323,7 @@ def test_the_estimate_knows_which_keys_are_gathered() -> None:
     expected += (
         gathered_bytes / network.collective_bandwidth(calibration, 2, 4) + 2 * calibration.collective_s
     )
-    assert _costs_of(config, spec, shared)._head_exchange(28 * 128, 4, 128) == pytest.approx(expected)
+    assert _costs_of(config, spec, shared)._head_exchange() == pytest.approx(expected)
 
 
 def test_the_rank_with_the_end_of_a_document_has_most_to_compute() -> None:

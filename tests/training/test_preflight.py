@@ -159,6 +159,12 @@ def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
 
 def test_fields_of_adapters_without_a_rank_are_remarked() -> None:
     remark = "lora.rank is 0: the whole model is trained, and other fields of lora have no effect"
-    for fields, is_remarked in (({}, False), ({"rank": 8, "alpha": 4.0}, False), ({"alpha": 4.0}, True)):
+    adapters = {"adapter": "runs/first", "alpha": 4.0}  # their rank is read later
+    for fields, is_remarked in (
+        ({}, False),
+        ({"rank": 8, "alpha": 4.0}, False),
+        (adapters, False),
+        ({"alpha": 4.0}, True),
+    ):
         remarks = config_remarks(TrainConfig(lora=LoraConfig(**fields)), on_cpu=False)
         assert (remark in remarks) == is_remarked, fields
