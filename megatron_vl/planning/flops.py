@@ -453,12 +453,11 @@ def recompute_flops(
     if recompute_config.language == "full":
         language_recompute = language_forward.decoder_layers
         language_recompute += 2.0 * sum(document_lengths) * _adapter_weights(spec, lora, "")
-    elif recompute_config.language == "selective":
-        if "core_attn" in recompute_config.language_modules:
-            language_recompute = language_forward.attention + language_forward.delta_rule
-        if "mlp" in recompute_config.language_modules:
-            language_recompute += language_forward.mlp
-            language_recompute += 2.0 * sum(document_lengths) * _adapter_weights(spec, lora, "mlp.")
+    if "core_attn" in recompute_config.selected_modules:
+        language_recompute = language_forward.attention + language_forward.delta_rule
+    if "mlp" in recompute_config.selected_modules:
+        language_recompute += language_forward.mlp
+        language_recompute += 2.0 * sum(document_lengths) * _adapter_weights(spec, lora, "mlp.")
 
     vision_recompute = (
         vision_forward.vision_blocks if recompute_config.vision == "full" and trains_tower else 0.0

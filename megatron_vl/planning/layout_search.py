@@ -83,6 +83,7 @@ class SearchRequest:
     result_count: int = 8
     """Number of layouts to return."""
     max_tried_layouts: int = MAX_TRIED_LAYOUTS
+    """Number of layouts, after the first one that fits, after which the search ends."""
     keep_parallel_sizes: bool = False
     """Whether to keep TP, PP, VPP, EP and ETP of the run."""
     host_gib: float = math.inf

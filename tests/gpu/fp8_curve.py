@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -44,8 +45,10 @@ def losses(log: Path) -> list[float]:
 
 
 def distance(curve: list[float], reference: list[float]) -> float:
-    """The mean distance of the curves' window means, over the steps that both have."""
+    """The mean distance of the curves' window means, over the steps that both have; infinite without any."""
     num_steps = min(len(curve), len(reference))
+    if not num_steps:
+        return math.inf
     windows = [slice(first, min(first + WINDOW, num_steps)) for first in range(0, num_steps, WINDOW)]
     return mean(abs(mean(curve[window]) - mean(reference[window])) for window in windows)
 

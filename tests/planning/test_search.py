@@ -70,7 +70,7 @@ def test_the_7b_on_eight_gpus_is_data_parallel() -> None:
 
 
 def test_the_fastest_layout_does_not_depend_on_how_many_are_returned() -> None:
-    """A search of 40 layouts finds one of 50.0 s here."""
+    """A search that tries 40 layouts finds one of 12.3 s a step here, where 11.2 s are possible."""
     options = ("--optimizer.moments_dtype", "bfloat16")
     steps = [
         find("Qwen3-VL-30B-A3B", 8, 32, *options, seq_len=32768, result_count=count)
