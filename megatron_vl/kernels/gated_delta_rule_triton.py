@@ -69,7 +69,7 @@ class DeltaRuleConfig:
     output_warps: int = 4
     prepare_warps: int = 4
     query_warps: int = 8
-    pair_warps: int = 8
+    pair_warps: int = 4
     key_warps: int = 8
     scan_columns: int = 64
     """Number of the state's V columns that one program of a scan keeps."""
@@ -840,6 +840,8 @@ def _pair_gradients_kernel(
     key_tile = _load_tile(k, chunk, k_stride, key_head, length, C, K)
     query_scale, key_scale = _inverse_length(query_tile) * SCALE, _inverse_length(key_tile)
 
+    # Without the assumption, ptxas serializes all products of the kernel (its warning C7515).
+    tl.assume(repeats > 0)
     key_grads = tl.zeros((C, K), tl.float32)
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat

@@ -15,6 +15,7 @@ from ``cu_seqlens[i] // OWN + i`` up to the first tile of the next segment. Each
 and at most one too many, and the host knows the size of the whole grid.
 
 Query, key and value are packed as ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper).
+Rows of 72 elements lie 80 apart, because rows that begin within a sector of memory take longer to read.
 The packing kernel also applies RoPE (:func:`tower_attention`) in fp32 and rounds once, as in
 ``apply_rotary_pos_emb_vision`` of transformers. It puts the two members of each rotated pair next to each
 other. Scores do not depend on the order, and the backward kernels have both members in one thread when they
@@ -36,6 +37,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_vl.kernels.tower_heads import has_kernels
 
+SECTOR_WIDTH = 16
+"""Elements of 16 bits in a sector of 32 bytes, which a GPU reads as a whole. Packed rows begin with one."""
 SEARCH_BLOCK = tl.constexpr(128)
 """Number of segment bounds that a program compares at a time to find its own segment."""
 
@@ -50,8 +53,6 @@ class KernelTile:
     """Number of rows of the other operand that a program processes at a time."""
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
-    """Largest number of registers per thread. With fewer, more programs can share a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class AttentionTiles:
     forward_tile: KernelTile = KernelTile(128, 64, 8, 3)
     query_tile: KernelTile = KernelTile(64, 32, 4, 3)
     """For dQ."""
-    key_tile: KernelTile = KernelTile(64, 64, 4, 2, 168)
+    key_tile: KernelTile = KernelTile(64, 32, 4, 3)
     """For dK and dV."""
 
 
@@ -245,9 +246,17 @@ def _store_gradient(
 
 @triton.jit(do_not_specialize=["patches"])
 def _pack_kernel(
-    qkv, packed_pointer, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+    qkv,
+    packed_pointer,
+    cos,
+    sin,
+    patches,
+    ROW: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Packs some patches of one head, [P, heads, 3, d] -> [3, heads, P, d].
+    """Packs some patches of one head, [P, heads, 3, d] -> [3, heads, P, d]. Rows lie ROW elements apart.
 
     Query and key are rotated, and the members of a pair are put side by side.
     """
@@ -264,8 +273,8 @@ def _pack_kernel(
     qkv_pointer = qkv + row_index * (heads * 6 * HALF) + head * 6 * HALF
     full_column = tl.arange(0, 2 * TILE)[None, :]
     full_mask = (row_index < patches) & (full_column < 2 * HALF)
-    packed_pointers = packed_pointer + (head.to(tl.int64) * patches + row_index) * (2 * HALF) + full_column
-    plane_stride = heads.to(tl.int64) * patches * (2 * HALF)
+    packed_pointers = packed_pointer + (head.to(tl.int64) * patches + row_index) * ROW + full_column
+    plane_stride = heads.to(tl.int64) * patches * ROW
 
     for qkv_index in tl.static_range(2):
         half_pointers = qkv_pointer + qkv_index * 2 * HALF + column_index
@@ -501,16 +510,21 @@ def _key_grad_kernel(
     value_parts = _load_rows((own_part1, own_part2), 2 * heads + head, first_row, OWN, D1, D2)
     key_grad_parts, value_grad_parts = _zero_parts(OWN, D1, D2), _zero_parts(OWN, D1, D2)
 
-    # Loads of statistics start at multiples of 16 bytes, so the first may include queries of the previous
-    # segment. These get no weight. Values after the last query were never written and may be NaN, which a
-    # weight of zero would not remove.
-    for row_index in tl.range(segment_start // 4 * 4, segment_end, STEP):
+    # Loads of statistics start at multiples of 16 bytes, so the first step may include queries of the
+    # previous segment, as the last may include queries of the next. An infinite log-sum-exp gives these no
+    # weight. Without the assumption, the compiler adds a path around the loop, and ptxas serializes all
+    # products of the kernel (its warning C7515).
+    first_step = segment_start // 4 * 4
+    tl.assume(first_step < segment_end)
+    for row_index in tl.range(first_step, segment_end, STEP):
         query_parts = _load_rows((walked_part1, walked_part2), head, row_index, STEP, D1, D2)
         output_grad_parts = _load_rows((output_grad_part1, output_grad_part2), head, row_index, STEP, D1, D2)
-        query_index = row_index + tl.arange(0, STEP)
-        in_own_segment = (query_index >= segment_start) & (query_index < segment_end)
-        log_sum_exp = tl.where(in_own_segment, lse.load([head, row_index]).reshape(STEP), float("inf"))
-        delta_rows = tl.where(in_own_segment, delta.load([head, row_index]).reshape(STEP), 0.0)
+        log_sum_exp = lse.load([head, row_index]).reshape(STEP)
+        delta_rows = delta.load([head, row_index]).reshape(STEP)
+        if (row_index < segment_start) | (row_index + STEP > segment_end):
+            query_index = row_index + tl.arange(0, STEP)
+            in_own_segment = (query_index >= segment_start) & (query_index < segment_end)
+            log_sum_exp = tl.where(in_own_segment, log_sum_exp, float("inf"))
 
         probabilities = tl.exp2(
             _dot_over_head_dim(key_parts, query_parts, D2) * log2_scale - log_sum_exp[None, :]
@@ -617,7 +631,6 @@ def _launch_kernel(
         D2=second_width,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
         **extra_constants,
     )
 
@@ -684,8 +697,11 @@ def _launch_key_grad(
         *_part_descriptors(planes, tile.step_rows),
         *_part_descriptors(output_grad.transpose(0, 1), tile.step_rows),
     )
+    # Descriptors end at the last patch: what follows was never written, and 0 * NaN would be NaN.
+    statistic_shape = [lse.shape[0], packed_qkv.shape[2]]
     statistic_descriptors = (
-        TensorDescriptor.from_tensor(statistic, [1, tile.step_rows]) for statistic in (lse, delta)
+        TensorDescriptor(statistic, statistic_shape, list(statistic.stride()), [1, tile.step_rows])
+        for statistic in (lse, delta)
     )
     kernel_tensors = dqkv, *(angles or (lse, lse)), cu_seqlens
 
@@ -726,13 +742,15 @@ def _pack_with_rope(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Ten
     patches = qkv.shape[0]
     num_heads = qkv.shape[1] // (3 * head_dim)
     half_dim = head_dim // 2
-    packed_qkv = qkv.new_empty(3, num_heads, patches, head_dim)
+    row_width = triton.cdiv(head_dim, SECTOR_WIDTH) * SECTOR_WIDTH
+    packed_qkv = qkv.new_empty(3, num_heads, patches, row_width)[..., :head_dim]
     _pack_kernel[(triton.cdiv(patches, 32), num_heads)](
         qkv,
         packed_qkv,
         cos,
         sin,
         patches,
+        ROW=row_width,
         HALF=half_dim,
         TILE=triton.next_power_of_2(half_dim),
         ROWS=32,

@@ -1,9 +1,10 @@
 """Attention with RoPE within small windows, as one Triton kernel for each direction.
 
 Qwen2.5-VL's tower attends within windows of at most 8 x 8 patches in 28 of its 32 layers. A window of one
-head fits into one thread block, so forward and backward each read ``qkv`` once and write once. They need no
-rotated copies of query and key, no log-sum-exp and no separate pass for ``delta``. Kernels for long sequences
-spend most of their time on blocks that are mostly empty here (figures: docs/log/speed.md).
+head fits into one thread block, so forward and backward each read ``qkv`` once and write once. A program
+loads the next heads of its window while it computes one. The kernels need no rotated copies of query and
+key, no log-sum-exp and no separate pass for ``delta``. Kernels for long sequences spend most of their time on
+blocks that are mostly empty here (figures: docs/log/speed.md).
 
 The input is the output of Megatron-core's ``linear_qkv``: ``[P, heads * 3 * d]``, with query, key and value
 for each head. The rotation is computed in fp32 and rounded once, as in ``apply_rotary_pos_emb_vision`` of
@@ -12,11 +13,15 @@ transformers.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+HEADS_OF_PROGRAM = 4
+"""Heads that a program computes, one after the other: it keeps the angles and loads ahead."""
 MAX_WINDOW_PATCHES = 128
 """Largest number of patches in a window that the kernels support. A tile of scores is its square."""
 
@@ -52,12 +57,15 @@ def _forward_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Computes the attention of one head in one window.
+    """Computes the attention of HEADS heads in one window.
 
     BLOCK is the number of patches in a tile, HALF is d / 2, and TILE is HALF rounded up to a power of two.
+    Heads are loaded STAGES - 1 heads ahead.
     """
-    window_index, head_index = tl.program_id(0), tl.program_id(1)
+    window_index = tl.program_id(0)
     window_start = tl.load(cu_seqlens + window_index)
     window_length = tl.load(cu_seqlens + window_index + 1) - window_start
     row_index, column_index = tl.arange(0, BLOCK), tl.arange(0, TILE)
@@ -71,33 +79,35 @@ def _forward_kernel(
         tl.load(sin + angle_offsets, mask=tile_mask, other=0.0),
     )
 
-    qkv_pointers = (
-        qkv + patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
-    )
-    q1, q2 = (
-        tl.load(qkv_pointers, mask=tile_mask, other=0.0),
-        tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
-    )
-    k1, k2 = (
-        tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
-        tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
-    )
-    v1, v2 = (
-        tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
-        tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
-    )
+    first_head = tl.program_id(1) * HEADS
+    for head_index in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
+        qkv_pointers = (
+            qkv + patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
+        )
+        q1, q2 = (
+            tl.load(qkv_pointers, mask=tile_mask, other=0.0),
+            tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
+        )
+        k1, k2 = (
+            tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
+            tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
+        )
+        v1, v2 = (
+            tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
+            tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
+        )
 
-    q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
-    k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
-    probabilities = _softmax_scores(q1, q2, k1, k2, is_inside, score_scale).to(v1.dtype)
-    output_pointers = (
-        output_pointer
-        + patch_index[:, None] * (heads * 2 * HALF)
-        + head_index * 2 * HALF
-        + column_index[None, :]
-    )
-    tl.store(output_pointers, tl.dot(probabilities, v1).to(v1.dtype), mask=tile_mask)
-    tl.store(output_pointers + HALF, tl.dot(probabilities, v2).to(v1.dtype), mask=tile_mask)
+        q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
+        k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
+        probabilities = _softmax_scores(q1, q2, k1, k2, is_inside, score_scale).to(v1.dtype)
+        output_pointers = (
+            output_pointer
+            + patch_index[:, None] * (heads * 2 * HALF)
+            + head_index * 2 * HALF
+            + column_index[None, :]
+        )
+        tl.store(output_pointers, tl.dot(probabilities, v1).to(v1.dtype), mask=tile_mask)
+        tl.store(output_pointers + HALF, tl.dot(probabilities, v2).to(v1.dtype), mask=tile_mask)
 
 
 @triton.jit
@@ -113,9 +123,11 @@ def _backward_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The gradient of :func:`_forward_kernel`. Scores are recomputed."""
-    window_index, head_index = tl.program_id(0), tl.program_id(1)
+    window_index = tl.program_id(0)
     window_start = tl.load(cu_seqlens + window_index)
     window_length = tl.load(cu_seqlens + window_index + 1) - window_start
     row_index, column_index = tl.arange(0, BLOCK), tl.arange(0, TILE)
@@ -129,59 +141,63 @@ def _backward_kernel(
         tl.load(sin + angle_offsets, mask=tile_mask, other=0.0),
     )
 
-    qkv_offsets = patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
-    qkv_pointers, grad_pointers = qkv + qkv_offsets, dqkv + qkv_offsets
-    q1, q2 = (
-        tl.load(qkv_pointers, mask=tile_mask, other=0.0),
-        tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
-    )
-    k1, k2 = (
-        tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
-        tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
-    )
+    first_head = tl.program_id(1) * HEADS
+    for head_index in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
+        qkv_offsets = (
+            patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
+        )
+        qkv_pointers, grad_pointers = qkv + qkv_offsets, dqkv + qkv_offsets
+        q1, q2 = (
+            tl.load(qkv_pointers, mask=tile_mask, other=0.0),
+            tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
+        )
+        k1, k2 = (
+            tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
+            tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
+        )
 
-    q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
-    k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
-    probabilities = _softmax_scores(q1, q2, k1, k2, is_inside, score_scale)
+        q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
+        k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
+        probabilities = _softmax_scores(q1, q2, k1, k2, is_inside, score_scale)
 
-    # The gradient of v.
-    output_grad_pointers = (
-        output_grad_pointer
-        + patch_index[:, None] * (heads * 2 * HALF)
-        + head_index * 2 * HALF
-        + column_index[None, :]
-    )
-    o1, o2 = (
-        tl.load(output_grad_pointers, mask=tile_mask, other=0.0),
-        tl.load(output_grad_pointers + HALF, mask=tile_mask, other=0.0),
-    )
-    transposed_probabilities = tl.trans(probabilities.to(o1.dtype))
-    tl.store(grad_pointers + 4 * HALF, tl.dot(transposed_probabilities, o1).to(o1.dtype), mask=tile_mask)
-    tl.store(grad_pointers + 5 * HALF, tl.dot(transposed_probabilities, o2).to(o1.dtype), mask=tile_mask)
+        # The gradient of v.
+        output_grad_pointers = (
+            output_grad_pointer
+            + patch_index[:, None] * (heads * 2 * HALF)
+            + head_index * 2 * HALF
+            + column_index[None, :]
+        )
+        o1, o2 = (
+            tl.load(output_grad_pointers, mask=tile_mask, other=0.0),
+            tl.load(output_grad_pointers + HALF, mask=tile_mask, other=0.0),
+        )
+        transposed_probabilities = tl.trans(probabilities.to(o1.dtype))
+        tl.store(grad_pointers + 4 * HALF, tl.dot(transposed_probabilities, o1).to(o1.dtype), mask=tile_mask)
+        tl.store(grad_pointers + 5 * HALF, tl.dot(transposed_probabilities, o2).to(o1.dtype), mask=tile_mask)
 
-    # The gradient of the scores.
-    v1, v2 = (
-        tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
-        tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
-    )
-    probability_grads = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
-    score_grads = (
-        probabilities
-        * (probability_grads - tl.sum(probabilities * probability_grads, 1)[:, None])
-        * score_scale
-    ).to(o1.dtype)
+        # The gradient of the scores.
+        v1, v2 = (
+            tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
+            tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
+        )
+        probability_grads = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
+        score_grads = (
+            probabilities
+            * (probability_grads - tl.sum(probabilities * probability_grads, 1)[:, None])
+            * score_scale
+        ).to(o1.dtype)
 
-    # The gradients of q and k. The inverse of a rotation rotates by the negative angle.
-    dq1, dq2 = _rotate_halves(tl.dot(score_grads, k1), tl.dot(score_grads, k2), cos_tile, -sin_tile)
-    tl.store(grad_pointers, dq1.to(o1.dtype), mask=tile_mask)
-    tl.store(grad_pointers + HALF, dq2.to(o1.dtype), mask=tile_mask)
+        # The gradients of q and k. The inverse of a rotation rotates by the negative angle.
+        dq1, dq2 = _rotate_halves(tl.dot(score_grads, k1), tl.dot(score_grads, k2), cos_tile, -sin_tile)
+        tl.store(grad_pointers, dq1.to(o1.dtype), mask=tile_mask)
+        tl.store(grad_pointers + HALF, dq2.to(o1.dtype), mask=tile_mask)
 
-    transposed_score_grads = tl.trans(score_grads)
-    dk1, dk2 = _rotate_halves(
-        tl.dot(transposed_score_grads, q1), tl.dot(transposed_score_grads, q2), cos_tile, -sin_tile
-    )
-    tl.store(grad_pointers + 2 * HALF, dk1.to(o1.dtype), mask=tile_mask)
-    tl.store(grad_pointers + 3 * HALF, dk2.to(o1.dtype), mask=tile_mask)
+        transposed_score_grads = tl.trans(score_grads)
+        dk1, dk2 = _rotate_halves(
+            tl.dot(transposed_score_grads, q1), tl.dot(transposed_score_grads, q2), cos_tile, -sin_tile
+        )
+        tl.store(grad_pointers + 2 * HALF, dk1.to(o1.dtype), mask=tile_mask)
+        tl.store(grad_pointers + 3 * HALF, dk2.to(o1.dtype), mask=tile_mask)
 
 
 class _WindowAttention(torch.autograd.Function):
@@ -191,8 +207,9 @@ class _WindowAttention(torch.autograd.Function):
     ) -> Tensor:
         num_heads = qkv.shape[1] // (3 * head_dim)
         attention_output = qkv.new_empty(qkv.shape[0], num_heads * head_dim)
+        kernel_tensors = qkv, cos, sin, cu_seqlens, attention_output
         _launch_kernel(
-            _forward_kernel, (qkv, cos, sin, cu_seqlens, attention_output), max_seqlen, head_dim, num_heads
+            _forward_kernel, kernel_tensors, max_seqlen, head_dim, num_heads, num_warps=4, num_stages=2
         )
         ctx.save_for_backward(qkv, cos, sin, cu_seqlens)
         ctx.shape = max_seqlen, head_dim, num_heads
@@ -202,26 +219,38 @@ class _WindowAttention(torch.autograd.Function):
     def backward(ctx, output_grad: Tensor):
         qkv, cos, sin, cu_seqlens = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
-        _launch_kernel(
-            _backward_kernel, (qkv, cos, sin, cu_seqlens, output_grad.contiguous(), dqkv), *ctx.shape
-        )
+        kernel_tensors = qkv, cos, sin, cu_seqlens, output_grad.contiguous(), dqkv
+        _launch_kernel(_backward_kernel, kernel_tensors, *ctx.shape, num_warps=8, num_stages=3)
         return dqkv, None, None, None, None, None
 
 
 def _launch_kernel(
-    kernel, kernel_tensors: tuple[Tensor, ...], max_seqlen: int, head_dim: int, num_heads: int
+    kernel,
+    kernel_tensors: tuple[Tensor, ...],
+    max_seqlen: int,
+    head_dim: int,
+    num_heads: int,
+    *,
+    num_warps: int,
+    num_stages: int,
 ) -> None:
+    """Launches a kernel with the given warps and stages if windows have up to 64 patches. Larger tiles fill
+    the shared memory with one stage."""
     half_dim = head_dim // 2
     block_patches = max(16, triton.next_power_of_2(max_seqlen))
     num_windows = kernel_tensors[3].numel() - 1
-    kernel[(num_windows, num_heads)](
+    program_heads = math.gcd(num_heads, HEADS_OF_PROGRAM)
+    has_large_tiles = block_patches > 64
+    kernel[(num_windows, num_heads // program_heads)](
         *kernel_tensors,
         head_dim**-0.5,
         num_heads,
         HALF=half_dim,
         BLOCK=block_patches,
         TILE=max(16, triton.next_power_of_2(half_dim)),
-        num_warps=4 if block_patches <= 64 else 8,
+        HEADS=program_heads,
+        STAGES=1 if has_large_tiles else num_stages,
+        num_warps=8 if has_large_tiles else num_warps,
     )
 
 
