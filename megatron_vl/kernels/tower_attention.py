@@ -15,7 +15,7 @@ from ``cu_seqlens[i] // OWN + i`` up to the first tile of the next segment. Each
 and at most one too many, and the host knows the size of the whole grid.
 
 Query, key and value are packed as ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper).
-Rows of 72 elements lie 80 apart, because rows that begin within a sector of memory take longer to read.
+Heads of 72 lie 80 elements apart (:func:`packed_row_width`), which makes reading them faster.
 The packing kernel also applies RoPE (:func:`tower_attention`) in fp32 and rounds once, as in
 ``apply_rotary_pos_emb_vision`` of transformers. It puts the two members of each rotated pair next to each
 other. Scores do not depend on the order, and the backward kernels have both members in one thread when they
@@ -35,10 +35,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_vl.kernels.tower_heads import has_kernels
+from megatron_vl.kernels.tower_heads import has_kernels, packed_row_width
 
-SECTOR_WIDTH = 16
-"""Elements of 16 bits in a sector of 32 bytes, which a GPU reads as a whole. Packed rows begin with one."""
 SEARCH_BLOCK = tl.constexpr(128)
 """Number of segment bounds that a program compares at a time to find its own segment."""
 
@@ -742,7 +740,7 @@ def _pack_with_rope(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Ten
     patches = qkv.shape[0]
     num_heads = qkv.shape[1] // (3 * head_dim)
     half_dim = head_dim // 2
-    row_width = triton.cdiv(head_dim, SECTOR_WIDTH) * SECTOR_WIDTH
+    row_width = packed_row_width(head_dim)
     packed_qkv = qkv.new_empty(3, num_heads, patches, row_width)[..., :head_dim]
     _pack_kernel[(triton.cdiv(patches, 32), num_heads)](
         qkv,

@@ -22,6 +22,8 @@ from torch import Tensor
 
 HEADS_OF_PROGRAM = 4
 """Heads that a program computes, one after the other: it keeps the angles and loads ahead."""
+LOAD_AHEAD_BYTES = 160 << 10
+"""Shared memory that loading ahead needs: 136 KiB on A100; on Hopper, which has 227 KiB, 200 KiB."""
 MAX_WINDOW_PATCHES = 128
 """Largest number of patches in a window that the kernels support. A tile of scores is its square."""
 
@@ -224,6 +226,14 @@ class _WindowAttention(torch.autograd.Function):
         return dqkv, None, None, None, None, None
 
 
+def _can_load_ahead(device: torch.device) -> bool:
+    """Whether a program's shared memory holds more heads, as on A100 and later GPUs of data centers."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LOAD_AHEAD_BYTES
+    )
+
+
 def _launch_kernel(
     kernel,
     kernel_tensors: tuple[Tensor, ...],
@@ -234,13 +244,12 @@ def _launch_kernel(
     num_warps: int,
     num_stages: int,
 ) -> None:
-    """Launches a kernel with the given warps and stages if windows have up to 64 patches. Larger tiles fill
-    the shared memory with one stage."""
+    """Launches a kernel. Larger windows than 64 patches leave no shared memory for another stage."""
     half_dim = head_dim // 2
     block_patches = max(16, triton.next_power_of_2(max_seqlen))
     num_windows = kernel_tensors[3].numel() - 1
-    program_heads = math.gcd(num_heads, HEADS_OF_PROGRAM)
-    has_large_tiles = block_patches > 64
+    has_small_tiles = block_patches <= 64
+    program_heads = math.gcd(num_heads, HEADS_OF_PROGRAM) if has_small_tiles else 1
     kernel[(num_windows, num_heads // program_heads)](
         *kernel_tensors,
         head_dim**-0.5,
@@ -249,8 +258,8 @@ def _launch_kernel(
         BLOCK=block_patches,
         TILE=max(16, triton.next_power_of_2(half_dim)),
         HEADS=program_heads,
-        STAGES=1 if has_large_tiles else num_stages,
-        num_warps=8 if has_large_tiles else num_warps,
+        STAGES=num_stages if has_small_tiles and _can_load_ahead(kernel_tensors[0].device) else 1,
+        num_warps=num_warps if has_small_tiles else 8,
     )
 
 
