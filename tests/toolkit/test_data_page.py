@@ -180,7 +180,8 @@ def test_stats_as_json_and_as_a_table(out, capsys):
     longer = sum(one > 80 for one in _lengths(out, capsys))
     assert f"10 samples of train, {10 - longer} usable" in printed
     assert f"left out: {longer} ({longer}0.00%) longer than seq_len" in printed
-    assert re.search(r"one pass over the data is about \d+ rows, 1 step at global_batch_size 8", printed)
+    rows = int(re.search(r"one pass over the data is about (\d+) rows;", printed)[1])
+    assert f"; a step of 8 rows reads the data about {8 / rows:.1f} times" in printed
 
 
 def _lengths(out: Path, capsys) -> list[int]:
