@@ -133,24 +133,30 @@ def _parse_part(part_text: str | None) -> WorkPart | None:
 
 
 def _print_preview(command_options: DataConvertOptions, conversion_options: ConversionOptions) -> int:
-    """Prints what is understood of the first records. Returns 1 if no record can be used."""
+    """Prints what is understood of the first records. Returns the exit code of a conversion of them."""
     from data_tools.preview import preview_files
 
     file_previews = preview_files(command_options.input, conversion_options)
+    num_records = num_refused = num_samples = 0
+    for file_preview in file_previews:
+        num_records += file_preview.records
+        num_refused += file_preview.refused.total()
+        num_samples += file_preview.samples
+
+    has_too_many_refused = num_refused > command_options.max_quarantined * num_records
     if command_options.json:
         print(json.dumps([file_preview.as_json() for file_preview in file_previews]))
     else:
-        num_records = num_refused = 0
         for file_preview in file_previews:
             print("\n".join(_preview_lines(file_preview)))
-            num_records += file_preview.records
-            num_refused += file_preview.refused.total()
-        if num_refused > command_options.max_quarantined * num_records:
+        if has_too_many_refused:
             print(
                 f"NOTE: {num_refused} of these records cannot be used, more than --max-quarantined"
-                f" {command_options.max_quarantined:g} allows; the conversion would end with exit code 3"
+                f" {command_options.max_quarantined:g} allows: exit code {TOO_MANY_QUARANTINED}"
             )
-    return 0 if any(file_preview.samples for file_preview in file_previews) else 1
+    if not num_samples:
+        return 1
+    return TOO_MANY_QUARANTINED if has_too_many_refused else 0
 
 
 def _preview_lines(file_preview: FilePreview) -> list[str]:
