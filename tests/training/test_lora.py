@@ -185,7 +185,7 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
     assert stored < 0.2 * sum(file.stat().st_size for file in prepared["weights"].glob("*.safetensors"))
 
     for options, message in (
-        (["--lora.rank", "8"], "lora.rank is 8, but .* was saved with 4"),
+        (["--lora.rank", "8"], "lora.rank is 8, but .* was saved with 4; .* Set lora.rank to 4 to continue"),
         (
             ["--lora.targets", "[mlp]", "--lora.dropout", "0.1"],
             "lora.targets is .*mlp.*, but .* was saved with",
