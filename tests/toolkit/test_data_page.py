@@ -40,7 +40,7 @@ def out(tmp_path_factory) -> Path:
     records = mixed_records(folder / "media", 10)
     records[0]["conversations"][1]["value"] = ATTACK
     records[1]["conversations"][1]["value"] = CHINESE
-    missing = {"image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
+    missing = {"id": 7, "image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
     out = converted(folder, [*records, missing])[0]
     assert main(["data", "index", "--data", str(out), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]) == 0
     return out
@@ -303,7 +303,7 @@ def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_pa
     assert read_quarantine_reasons(tmp_path / "nowhere") == {}
 
     ((reason, (count, examples)),) = read_quarantine_reasons(out).items()
-    assert (reason, count) == ("medium missing", 1) and "record 11" in examples[0][0]
+    assert (reason, count) == ("medium missing", 1) and "record 11, id 7" in examples[0][0]
 
 
 def test_what_cannot_be_seen_is_spelled_out():
