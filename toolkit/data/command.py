@@ -217,7 +217,7 @@ def _report_conversion(
     if not report.samples:
         raise ConvertError(
             f"none of {report.records} records can be "
-            f"used{_first_refusal(quarantine_path)}; see {quarantine_path}"
+            f"used{_first_refusal(quarantine_path)}; see {quarantine_path}, and convert again with --force"
         )
     if val_fraction and not report.val:
         raise ConvertError(
@@ -358,7 +358,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     result_text = f"written to {dataset_dir} in {report.seconds:.1f} s"
     if report.was_complete:
         result_text = (
-            f"are in {dataset_dir} already, which is complete: nothing was written (--force starts over)"
+            f"are in {dataset_dir} already: an earlier conversion completed it, perhaps with another"
+            " --media-root, and nothing was read or written now (--force builds it anew)"
         )
     print(
         f"{report.samples} of {report.records} records {result_text}, "
