@@ -509,7 +509,13 @@ class _DuplicateFilter:
             f"{shown_id} is also the id of record {first_record} "
             f"of {first_file}; --duplicate-ids keep accepts both"
         )
-        return {**outcome.record_source, "field": "id", "reason": "duplicate id", "detail": detail}
+        return {
+            **outcome.record_source,
+            "id": shown_id.partition(": ")[2],
+            "field": "id",
+            "reason": "duplicate id",
+            "detail": detail,
+        }
 
 
 def _record_batches(records: Iterator[Any]) -> Iterator[list[Any]]:
@@ -547,6 +553,7 @@ def _verify_batch(
                 {
                     "file": file_name,
                     "record": record_number,
+                    "id": _shown_id(record),
                     "field": error.field_path,
                     "reason": error.reason,
                     "detail": _escape_invalid_unicode(str(error)),
@@ -610,6 +617,12 @@ def _make_sample(
         conversation.answer_media,
         conversation.tool_definitions,
     )
+
+
+def _shown_id(record: Any) -> str:
+    """The id of a refused record; empty if it has none."""
+    shown_id = record.get("id") if isinstance(record, dict) else None
+    return _escape_invalid_unicode(str(shown_id)[:100]) if isinstance(shown_id, str | int) else ""
 
 
 def _escape_invalid_unicode(detail: str) -> str:

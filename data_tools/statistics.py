@@ -296,9 +296,13 @@ def describe_pass(pass_facts: dict[str, Any]) -> str:
     Args:
         pass_facts: the result of :meth:`DatasetStatistics.pass_facts`.
     """
+    rows, step_rows = pass_facts["rows"], pass_facts["global_batch_size"]
+    rows_text = f"one pass over the data is about {pluralize(f'{rows:,}', 'row')}"
+    if 0 < rows < step_rows:
+        return f"{rows_text}; a step of {step_rows} rows reads the data about {step_rows / rows:.1f} times"
+
     steps_once, steps_twice, steps_thrice = pass_facts["steps"].values()
     return (
-        f"one pass over the data is about {pluralize(f'{pass_facts["rows"]:,}', 'row')},"
-        f" {pluralize(f'{steps_once:,}', 'step')} at global_batch_size {pass_facts['global_batch_size']}"
+        f"{rows_text}, {pluralize(f'{steps_once:,}', 'step')} at global_batch_size {step_rows}"
         f" (2 passes: {steps_twice:,}, 3: {steps_thrice:,})"
     )

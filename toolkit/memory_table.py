@@ -16,14 +16,6 @@ TABLE_WIDTH = 132
 """Columns of a terminal in which no heading is cut off, where rich would write "wei…"."""
 
 
-def trained_text(parameter_count: int, trained_count: int) -> str:
-    """Says how many parameters are trained; empty if all are."""
-    if trained_count == parameter_count:
-        return ""
-    share = trained_count / parameter_count
-    return f"trained: {trained_count:,} of {parameter_count:,} parameters ({share:.2%})"
-
-
 def wide_console() -> Console:
     """A console on standard output as wide as :func:`memory_table`; a terminal wraps its lines itself."""
     from rich.console import Console

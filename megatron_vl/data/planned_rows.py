@@ -48,7 +48,8 @@ PREFETCHED_ROWS = 2
 """Number of rows that a loader process makes before they are asked for."""
 
 MIN_SEARCHED = 10_000
-"""A search for usable samples does not end before this many consecutive unusable ones."""
+"""A search for usable samples of a blend does not end before this many consecutive unusable ones, because a
+source with a small weight is drawn from rarely."""
 MAX_SEARCHED = 1_000_000
 """A search for usable samples ends after this many consecutive unusable ones at the latest. It ends earlier
 once every sample was drawn twice."""
@@ -228,7 +229,9 @@ class BatchPlanner:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
         unusable_chunks = [self._waiting_samples[:, :0]]
         usable_search = _UsableSampleSearch(self.seq_len, self.max_patches)
-        max_refused = min(max(MIN_SEARCHED, 2 * sum(self.sample_order.sample_counts)), MAX_SEARCHED)
+        sample_counts = self.sample_order.sample_counts
+        min_searched = MIN_SEARCHED if len(sample_counts) > 1 else 0
+        max_refused = min(max(min_searched, 2 * sum(sample_counts)), MAX_SEARCHED)
         while draw_count := self._next_draw_count():
             drawn_samples = self._with_sizes(*self.sample_order.draw_samples(draw_count))
             is_usable = usable_search.find_usable(drawn_samples[3], drawn_samples[4])

@@ -6,7 +6,6 @@ workers.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from megatron.energon.errors import FatalSampleError
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
-from megatron_vl.data.sample.thinking import ThinkingRule
 from megatron_vl.data.source.blend import summarize_blend
 from megatron_vl.data.source.blend_change import BlendChange, read_saved_sources
 from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts
@@ -104,12 +102,6 @@ class RowLoader:
     def dataset_identity(self) -> Any:
         """The data set's identity in this loader's states."""
         return self._identity["dataset"]
-
-    @property
-    def thinking_rule(self) -> dict[str, str]:
-        """The rule that says which thinking is learnt; empty if the chat template writes no thinking."""
-        names = (field.name for field in dataclasses.fields(ThinkingRule))
-        return {name: self._identity[name] for name in names if name in self._identity}
 
     @property
     def start_notes(self) -> list[str]:

@@ -241,6 +241,14 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     return sum(element_counts.values()), sum(element_counts[name] for name in trained_names)
 
 
+def trained_text(parameter_count: int, trained_count: int) -> str:
+    """Says how many parameters are trained; empty if all are."""
+    if trained_count == parameter_count:
+        return ""
+    share = trained_count / parameter_count
+    return f"trained: {trained_count:,} of {parameter_count:,} parameters ({share:.2%})"
+
+
 def stage_parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, data_parallel_size: int
 ) -> ParameterCounts:

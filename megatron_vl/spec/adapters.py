@@ -396,7 +396,13 @@ def _matching_names(
             if _is_match(target, kind, hf_name):
                 target_names.add(hf_name)
         if not target_names:
-            raise RunConfigError(f"{field_name}: {target!r} {_no_match_text(named_modules)}")
+            valid_kinds = []
+            for kind in ADAPTER_KINDS:
+                if any(_is_match(kind, *named_module) for named_module in named_modules):
+                    valid_kinds.append(kind)
+            raise RunConfigError(
+                f"{field_name}: {target!r} {_no_match_text(named_modules)}. Kinds: {', '.join(valid_kinds)}"
+            )
         matching_names |= target_names
     return matching_names
 
@@ -413,19 +419,12 @@ def _is_match(target: str, kind: str, hf_name: str) -> bool:
 
 
 def _no_match_text(named_modules: Sequence[tuple[str, str]]) -> str:
-    """What a message says about a name that matches no matrix."""
-    kinds = set()
-    leaf_names = set()
-    for kind, hf_name in named_modules:
-        kinds.add(kind)
-        leaf_names.add(hf_name.rpartition(".")[2])
-
-    kinds_text = ", ".join(sorted(kinds))
-    names_text = ", ".join(sorted(leaf_names))
+    """What a message says about a name that matches no matrix, but for kinds, which patterns do not take."""
+    names_text = ", ".join(sorted({hf_name.rpartition(".")[2] for _, hf_name in named_modules}))
     example_name = named_modules[0][1]
     return (
-        f"matches no matrix of this model. Kinds: {kinds_text}; names: {names_text}; or give a regular"
-        f" expression for the whole name, such as {example_name!r}"
+        f"matches no matrix of this model. Names: {names_text}; or give a regular expression for the whole"
+        f" name, such as {example_name!r}"
     )
 
 

@@ -3,7 +3,7 @@
     DIR/latest.json                     the checkpoint saved last
                                         (see :mod:`megatron_vl.weights.run_folder`)
     DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, rule for videos,
-                                        lineage, and files with their hashes
+                                        fields, lineage, and files with their hashes
     DIR/step_00000120/lineage.json      what the checkpoint was trained from; a small file, because a start
                                         reads those of all checkpoints
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run

@@ -152,54 +152,6 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
     )
 
 
-SCHEDULE_KEY = "schedule"
-"""The entry of a checkpoint's ``run.json`` with the result of :func:`schedule_fields`."""
-
-
-def schedule_fields(config: TrainConfig) -> dict[str, Any]:
-    """The fields of a run that decide the learning rate of each step."""
-    fields = {
-        name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps")
-    }
-    return {"steps": config.steps, **{f"optimizer.{name}": value for name, value in fields.items()}}
-
-
-def schedule_change_note(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> str:
-    """A note if the next step has another learning rate than under the saved fields; otherwise empty.
-
-    Args:
-        saved_fields: the result of :func:`schedule_fields` when the checkpoint was saved; empty if it is not
-            known.
-        step: the next step, zero-based.
-    """
-    current_fields = schedule_fields(config)
-    if any(type(saved_fields.get(name)) is not type(value) for name, value in current_fields.items()):
-        return ""
-
-    saved_rate, current_rate = (
-        learning_rate(
-            step,
-            peak_rate=facts["optimizer.lr"],
-            final_rate=facts["optimizer.lr"] * facts["optimizer.min_lr_ratio"],
-            total_steps=facts["steps"],
-            warmup_steps=facts["optimizer.warmup_steps"],
-            schedule=facts["optimizer.schedule"],
-        )
-        for facts in (saved_fields, current_fields)
-    )
-    if saved_rate == current_rate:
-        return ""
-    changed_fields = [
-        f"{name} was {saved_fields[name]}, is {value}"
-        for name, value in current_fields.items()
-        if saved_fields[name] != value
-    ]
-    return (
-        f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}:"
-        f" {', '.join(changed_fields)}"
-    )
-
-
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> PartLearningRates:
     """Sets every group's rate and weight decay for ``step``. Returns the rate of each part."""
     for group in optimizer.param_groups:

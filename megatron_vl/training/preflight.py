@@ -441,7 +441,8 @@ def check_same_adapters(
     field_name = next(name for name, value in saved_fields.items() if value != current_fields[name])
     raise RunConfigError(
         f"lora.{field_name} is {current_fields[field_name]}, but {checkpoint_path} was saved with"
-        f" {saved_fields[field_name]}; its adapters have other shapes or scales"
+        f" {saved_fields[field_name]}; its adapters have other shapes or scales. Set lora.{field_name} to"
+        f" {saved_fields[field_name]} to continue this run, or give another checkpoint.dir to begin a new one"
     )
 
 

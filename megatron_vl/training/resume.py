@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vl.config import video_rule
-from megatron_vl.data.sample.thinking import ThinkingRule
-from megatron_vl.models.build import aux_loss_coefficient
+from megatron_vl.config import TrainConfig, field_types, video_rule
 from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.optimizer import SCHEDULE_KEY, schedule_change_note, schedule_fields
+from megatron_vl.training.optimizer import scheduled_rate
 from megatron_vl.training.preflight import BASE_DIGEST_KEY, START_ADAPTER_KEY, data_order_metadata
 from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
 from megatron_vl.weights.run_folder import saved_checkpoints
 
 _SKIPPED_STEPS_KEY = "skipped_steps"
-_AUX_LOSS_KEY = "moe_aux_loss"
-_THINKING_KEY = "thinking_rule"
+_FIELDS_KEY = "fields"
 _SOURCES_KEY = "sources"
-_MOMENTS_DTYPE_KEY = "moments_dtype"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
+
+_NOTED_SECTIONS = ("model", "fp8", "data", "optimizer")
+_NOTED_FIELDS = ("lora.dropout", "steps", "global_batch_size", "dtype", "seed")
+_UNNOTED_FIELDS = (
+    "model.hf",
+    "model.vision_attention",
+    "model.window_attention",
+    "model.language_attention",
+    "data.path",
+    "data.on_changed_blend",
+    "data.num_workers",
+    "data.max_bad_share",
+    "data.sample_timeout_s",
+    "optimizer.offload_fraction",
+)
+"""A resumed run names changed fields of these sections, and these fields. Others do not decide what it
+trains."""
 
 
 def restore_run(training_run: TrainingRun) -> None:
@@ -75,14 +89,9 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
             reason: int(saved_metadata[_SKIPPED_STEPS_KEY][reason]) for reason in SKIP_REASONS
         }
         training_run.source_counts = dict(saved_metadata[_SOURCES_KEY])
-        change_notes = [
-            _aux_loss_change_note(training_run, saved_metadata),
-            _thinking_change_note(training_run, saved_metadata),
-            _moments_change_note(training_run, saved_metadata),
-            schedule_change_note(
-                training_run.config, saved_metadata[SCHEDULE_KEY], training_run.completed_steps
-            ),
-        ]
+        change_notes = field_change_notes(
+            training_run.config, dict(saved_metadata.get(_FIELDS_KEY, {})), training_run.completed_steps
+        )
     except (KeyError, TypeError, ValueError) as error:
         error_text = f"{type(error).__name__}: {error}"
         raise checkpoint.CheckpointError(
@@ -93,7 +102,7 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         training_run.grid,
         f"resumed at step {training_run.completed_steps} from {training_run.config.checkpoint.dir}",
     )
-    for change_note in filter(None, change_notes):
+    for change_note in change_notes:
         log_rank_0(training_run.grid, f"NOTE: {change_note}")
 
 
@@ -102,14 +111,9 @@ def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> d
     return data_order_metadata(training_run.config, training_run.grid.dp) | {
         _SKIPPED_STEPS_KEY: dict(training_run.skipped_steps),
         "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),
-        _THINKING_KEY: dataclasses.asdict(ThinkingRule.from_data_config(training_run.config.data)),
         BASE_DIGEST_KEY: training_run.resolved_run.base_digest,
         START_ADAPTER_KEY: training_run.resolved_run.start_adapter,
-        _MOMENTS_DTYPE_KEY: training_run.config.optimizer.moments_dtype,
-        SCHEDULE_KEY: schedule_fields(training_run.config),
-        _AUX_LOSS_KEY: aux_loss_coefficient(training_run.spec, training_run.config.model)
-        if training_run.spec.language.moe
-        else None,
+        _FIELDS_KEY: recorded_fields(training_run.config),
         _SOURCES_KEY: metrics_log.source_meter.state_dict(),
     }
 
@@ -117,52 +121,63 @@ def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> d
 # --- What has changed since the checkpoint ------------------------------------------------------------------
 
 
-def _moments_change_note(training_run: TrainingRun, saved_metadata: dict[str, Any]) -> str:
-    """A note if Adam's moments were saved in another type; otherwise empty."""
-    saved_dtype = saved_metadata[_MOMENTS_DTYPE_KEY]
-    current_dtype = training_run.config.optimizer.moments_dtype
-    if saved_dtype == current_dtype:
-        return ""
-    conversion_text = (
-        "rounded to the nearest bfloat16" if current_dtype == "bfloat16" else "converted without loss"
-    )
-    return (
-        f"Adam's moments were saved in {saved_dtype} and are {conversion_text}, because"
-        f" optimizer.moments_dtype is {current_dtype} from here on"
-    )
+def recorded_fields(config: TrainConfig) -> dict[str, Any]:
+    """The fields of a run that decide what it trains, by dotted name, as a checkpoint records them.
 
-
-def _thinking_change_note(training_run: TrainingRun, saved_metadata: dict[str, Any]) -> str:
-    """A note if the rule for the loss of answers with thinking has changed; otherwise empty.
-
-    A loader that continues in its data refuses such a change. One that restarts its data does not.
+    Not among them are those that :mod:`.preflight` and the loader compare with the checkpoint's themselves.
     """
-    if training_run.data_loader is None or not training_run.data_loader.thinking_rule:
-        return ""
-
-    saved_rules = saved_metadata[_THINKING_KEY]
-    changed_fields = [
-        f"data.{name} was {saved_rules[name]}, is {rule}"
-        for name, rule in training_run.data_loader.thinking_rule.items()
-        if saved_rules[name] != rule
-    ]
-    if not changed_fields:
-        return ""
-    return f"answers with thinking bear loss under another rule from here on: {'; '.join(changed_fields)}"
+    noted_fields = {}
+    for name in field_types():
+        is_noted = name.partition(".")[0] in _NOTED_SECTIONS and name not in _UNNOTED_FIELDS
+        if is_noted or name in _NOTED_FIELDS:
+            noted_fields[name] = operator.attrgetter(name)(config)
+    return noted_fields
 
 
-def _aux_loss_change_note(training_run: TrainingRun, saved_metadata: dict[str, Any]) -> str:
-    """A note if the coefficient of the experts' load-balancing loss has changed; otherwise empty."""
-    if training_run.spec.language.moe is None or training_run.config.model.freeze_language:
-        return ""
-    saved_coefficient = saved_metadata[_AUX_LOSS_KEY]
-    current_coefficient = aux_loss_coefficient(training_run.spec, training_run.config.model)
-    if saved_coefficient == current_coefficient:
-        return ""
-    return (
-        f"the experts' load-balancing loss had the coefficient {saved_coefficient}; from here on it is"
-        f" {current_coefficient}"
+def field_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
+    """Notes on what a run trains under other fields than its checkpoint was trained with.
+
+    Args:
+        saved_fields: the result of :func:`recorded_fields` when the checkpoint was saved; without fields that
+            are not known.
+        step: the next step, zero-based.
+    """
+    effective_changes: list[str] = []
+    idle_changes: list[str] = []
+    for name, value in recorded_fields(config).items():
+        if saved_fields.get(name, value) == value:
+            continue
+        is_idle = name == "model.checkpoint" or (name == "seed" and not config.lora.dropout)
+        field_changes = idle_changes if is_idle else effective_changes
+        field_changes.append(f"{name} was {saved_fields[name]}, is {value}")
+
+    change_notes = []
+    if effective_changes:
+        change_notes.append(f"fields have changed since the checkpoint: {'; '.join(effective_changes)}")
+    if idle_changes:
+        change_notes.append(f"fields without effect on a resumed run have changed: {'; '.join(idle_changes)}")
+    if rate_note := _rate_change_note(config, saved_fields, step):
+        change_notes.append(rate_note)
+    return change_notes
+
+
+def _rate_change_note(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> str:
+    """A note if the next step has another learning rate than under the saved fields; otherwise empty."""
+    rate_fields = {}
+    for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps"):
+        current_value = getattr(config.optimizer, name)
+        rate_fields[name] = saved_fields.get(f"optimizer.{name}", current_value)
+    saved_config = dataclasses.replace(
+        config,
+        steps=saved_fields.get("steps", config.steps),
+        optimizer=dataclasses.replace(config.optimizer, **rate_fields),
     )
+
+    saved_rate = scheduled_rate(saved_config, step, saved_config.optimizer.lr)
+    current_rate = scheduled_rate(config, step, config.optimizer.lr)
+    if saved_rate == current_rate:
+        return ""
+    return f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"
 
 
 # --- Data and exports ---------------------------------------------------------------------------------------

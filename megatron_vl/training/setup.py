@@ -24,6 +24,7 @@ from megatron_vl.parallel import failures
 from megatron_vl.parallel.heartbeat import slow_start_timeout_s
 from megatron_vl.parallel.process_grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.process_groups import destroy_groups
+from megatron_vl.planning.memory import count_parameters, trained_text
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.plurals import pluralize
 from megatron_vl.signals import requested_stop_signal
@@ -222,6 +223,8 @@ def exit_if_stop_requested(platform: Platform) -> None:
 def print_run_summary(training_run: TrainingRun) -> None:
     """Prints model, layout and notes of the run on rank 0, before the first step."""
     log_rank_0(training_run.grid, _run_summary(training_run))
+    if trained := trained_text(*count_parameters(training_run.config, training_run.spec)):
+        log_rank_0(training_run.grid, trained)
     if aux_loss_note := aux_loss_reason(training_run.spec, training_run.config.model):
         log_rank_0(training_run.grid, f"load-balancing loss of the experts: {aux_loss_note}")
     for run_note in training_run.resolved_run.run_notes:

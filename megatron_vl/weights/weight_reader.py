@@ -119,8 +119,8 @@ class WeightReader:
             self.lora = LoraConfig(**(self.manifest["lora"] or {}))
             if self.lora.rank and not takes_adapters:
                 raise WeightsError(
-                    f"{self.path} holds LoRA adapters and no whole model; write one with `megatron-vl export"
-                    " --merge`, or a PEFT folder with `megatron-vl export --adapter`"
+                    f"{self.path} holds LoRA adapters and no whole model; give it as --adapter (lora.adapter"
+                    " of a run), and the model that it was trained on as --checkpoint (model.checkpoint)"
                 )
             self.tensor_infos = trained_table(self.spec, self.lora)
             self._file_by_shard = self._locate_shards()

@@ -293,8 +293,13 @@ def test_unusual_sets():
     batch = planner(tokens, patches, rows=8, shuffled=False).next_batch()
     held = {place.index: place.tokens for row in batch.rows_of_rank() for place in row}
     assert held[3] == held[11] == 0, "they are read only so that they are counted"
-    with pytest.raises(LoaderError, match="10048 samples in a row cannot be used: .* data.seq_len 1024$"):
+    with pytest.raises(LoaderError, match="^128 samples in a row cannot be used: .* data.seq_len 1024$"):
         planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next_batch()
+    blend = SampleOrder([50, 50], [0.999, 0.001], 5, is_shuffled=True)
+    rare = BatchPlanner(
+        blend, lambda source, i: (text[i] * source, i * 0), 1, SEQ_LEN, 0, packs_samples=False
+    )
+    assert rare.next_batch().rows_of_rank()[0][0].source == 1, "the search ends before a rare source is drawn"
 
     order = SampleOrder([50], [1.0], 5, is_shuffled=False)
     alone = BatchPlanner(order, lambda _, i: (text[i], text[i]), 6, SEQ_LEN, 0, packs_samples=False)

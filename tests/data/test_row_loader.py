@@ -405,7 +405,7 @@ def test_a_search_that_finds_nothing_is_told_in_a_line(dataset, workers):
     with closing(Run(dataset, 1, workers, seq_len=4).loaders[0]) as loader:
         with pytest.raises(LoaderError) as raised:
             next(loader)
-    assert str(raised.value).startswith("100") and "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value)
     assert "samples in a row cannot be used: they have no tokens, or more than data.seq_len 4." in str(
         raised.value
     )

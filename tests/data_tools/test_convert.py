@@ -673,6 +673,10 @@ def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
     assert run(tmp_path, [{}, {}]) == 1
     error = capsys.readouterr().err
     assert "none of 2 records can be used (record 1, no conversation: " in error
+    assert run(tmp_path, [{}, {}]) == 1
+    again = capsys.readouterr()
+    assert "already: an earlier conversion completed it, perhaps with another --media-root" in again.out
+    assert "and convert again with --force" in again.err
     # The first record's reason is in the message itself, so that a wrong media root is seen at once.
     assert run(tmp_path, [asks("<image>\nWhat is this?", image="photos/none.jpg")], "--force") == 1
     assert "photos/none.jpg does not exist in the media root" in capsys.readouterr().err

@@ -61,5 +61,5 @@ def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
     report = convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
     (line,) = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
     assert report.samples == 6
-    assert (line["record"], line["reason"]) == (4, "duplicate id")
+    assert (line["record"], line["id"], line["reason"]) == (4, "x\\ud800", "duplicate id")
     assert line["detail"].startswith("str: x\\ud800 is also the id of record 1 of in.json")

@@ -296,7 +296,7 @@ def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys)
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, [good, bad, {**good, "objects": [1]}])))
     base = ["--input", str(tmp_path / "in.jsonl"), "--media-root", str(tmp_path / "media")]
     command = ["data", "convert", *base, "--out", str(tmp_path / "out"), "--dry-run"]
-    assert main(command) == 0
+    assert main(command) == 3
     said = capsys.readouterr().out
     for line in (
         "in.jsonl: 1 of the first 3 records can be used",
@@ -312,11 +312,13 @@ def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys)
         f"  NOTE: media were looked for in {tmp_path / 'media'} (--media-root)",
     ):
         assert f"{line}\n" in said
-    assert "NOTE: 2 of these records cannot be used, more than --max-quarantined 0.01 allows" in said
+    assert "2 of these records cannot be used, more than --max-quarantined 0.01 allows: exit code 3" in said
     # 280 x 280 pixels are 100 tokens; 13 and 22 characters are 3 and 5, and each turn has 5 around it.
     assert "  tokens   about 118 a sample\n" in said
     assert not (tmp_path / "out").exists()
-    assert main([*command, "--json"]) == 0
+    assert main([*command, "--max-quarantined", "0.7"]) == 0
+    assert "exit code" not in capsys.readouterr().out
+    assert main([*command, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)[0]["refused"] == {
         "medium missing": 1,
         "not supervised text": 1,

@@ -251,7 +251,9 @@ def test_page_has_runs_of_every_size_that_it_promises() -> None:
     [
         ("--model.freeze_language true", "model.freeze_language is set"),
         ("--lora.modules_to_save [merger] --model.freeze_merger true", "model.freeze_merger is set"),
-        ("--lora.modules_to_save [router]", "lora.modules_to_save: 'router' matches no matrix"),
+        ("--lora.modules_to_save [router]", "'router' matches no matrix of this model. .*Kinds: merger$"),
+        ("--lora.targets [experts]", "'experts' .*Kinds: language, attention, mlp, vision, merger$"),
+        ("--lora.rank_pattern {'router':4}", "lora.rank_pattern: 'router' .*, such as '[a-z0-9._]*'$"),
         (
             "--lora.targets [language,merger] --lora.modules_to_save [merger]",
             "visual.merger has adapters too",

@@ -40,7 +40,7 @@ def out(tmp_path_factory) -> Path:
     records = mixed_records(folder / "media", 10)
     records[0]["conversations"][1]["value"] = ATTACK
     records[1]["conversations"][1]["value"] = CHINESE
-    missing = {"image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
+    missing = {"id": 7, "image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
     out = converted(folder, [*records, missing])[0]
     assert main(["data", "index", "--data", str(out), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]) == 0
     return out
@@ -180,7 +180,8 @@ def test_stats_as_json_and_as_a_table(out, capsys):
     longer = sum(one > 80 for one in _lengths(out, capsys))
     assert f"10 samples of train, {10 - longer} usable" in printed
     assert f"left out: {longer} ({longer}0.00%) longer than seq_len" in printed
-    assert re.search(r"one pass over the data is about \d+ rows, 1 step at global_batch_size 8", printed)
+    rows = int(re.search(r"one pass over the data is about (\d+) rows;", printed)[1])
+    assert f"; a step of 8 rows reads the data about {8 / rows:.1f} times" in printed
 
 
 def _lengths(out: Path, capsys) -> list[int]:
@@ -302,7 +303,7 @@ def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_pa
     assert read_quarantine_reasons(tmp_path / "nowhere") == {}
 
     ((reason, (count, examples)),) = read_quarantine_reasons(out).items()
-    assert (reason, count) == ("medium missing", 1) and "record 11" in examples[0][0]
+    assert (reason, count) == ("medium missing", 1) and "record 11, id 7" in examples[0][0]
 
 
 def test_what_cannot_be_seen_is_spelled_out():

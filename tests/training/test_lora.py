@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from shutil import rmtree
@@ -178,11 +179,13 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
 
     weights = WeightReader(step_dir_path(run, 6), takes_adapters=True)
     assert weights.lora.rank == 4 and all(".adapter.lora_" in name for name in weights.tensor_names())
+    trained = sum(math.prod(weights.tensor_infos[name].shape) for name in weights.tensor_names())
+    assert f"\ntrained: {trained:,} of " in first.stdout
     stored = sum(file.stat().st_size for file in step_dir_path(run, 6).rglob("*.safetensors"))
     assert stored < 0.2 * sum(file.stat().st_size for file in prepared["weights"].glob("*.safetensors"))
 
     for options, message in (
-        (["--lora.rank", "8"], "lora.rank is 8, but .* was saved with 4"),
+        (["--lora.rank", "8"], "lora.rank is 8, but .* was saved with 4; .* Set lora.rank to 4 to continue"),
         (
             ["--lora.targets", "[mlp]", "--lora.dropout", "0.1"],
             "lora.targets is .*mlp.*, but .* was saved with",

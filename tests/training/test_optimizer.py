@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from megatron_vl.config import parse_config
-from megatron_vl.training.optimizer import learning_rate, schedule_change_note, schedule_fields
+from megatron_vl.training.optimizer import learning_rate
+from megatron_vl.training.resume import field_change_notes, recorded_fields
 from tests.support.ranks import call
 from tests.training.offload_programs import gradients_after_a_step
 from tests.training.programs import (
@@ -32,20 +34,25 @@ def test_cosine_reaches_peak_and_final() -> None:
     assert rates[55] == pytest.approx((3e-4 + 3e-5) / 2)
 
 
-def test_a_resumed_run_says_that_its_learning_rate_jumps() -> None:
-    before, longer = (
-        parse_config(["--steps", steps, "--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0"])
-        for steps in ("4", "8")
-    )
-    saved = schedule_fields(before)
-    note = "the learning rate goes on at 8.536e-04, and was to be 5.000e-04: steps was 4, is 8"
-    assert schedule_change_note(longer, saved, 2) == note
-    assert schedule_change_note(before, saved, 2) == ""
-    assert schedule_change_note(longer, saved, 0) == "", "the schedules begin alike"
-    # A checkpoint may come from anybody.
-    assert (
-        schedule_change_note(longer, {}, 2) == schedule_change_note(longer, saved | {"steps": "4"}, 2) == ""
-    )
+def test_a_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate() -> None:
+    given = ["--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0", "--parallel.tp", "2"]
+    before = parse_config(["--steps", "4", *given, "--model.checkpoint", "a"])
+    saved = json.loads(json.dumps(recorded_fields(before)))
+    assert field_change_notes(before, saved, 2) == field_change_notes(before, {}, 2) == []
+
+    changed = ["--seed", "1", "--optimizer.weight_decay", "0", "--model.freeze_vision", "true"]
+    after = parse_config(["--steps", "8", *given, "--parallel.tp", "1", "--model.checkpoint", "b", *changed])
+    notes = [
+        "fields have changed since the checkpoint: model.freeze_vision was False, is True;"
+        " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8",
+        "fields without effect on a resumed run have changed: model.checkpoint was a, is b;"
+        " seed was 1234, is 1",
+        "the learning rate goes on at 8.536e-04, and was to be 5.000e-04",
+    ]
+    assert field_change_notes(after, saved, 2) == notes
+    assert field_change_notes(after, saved, 0) == notes[:2], "the schedules begin alike"
+    dropped = parse_config(["--steps", "4", *given, *changed[:2], "--lora.dropout", "0.1"])
+    assert "lora.dropout was 0.0, is 0.1; seed was 1234" in field_change_notes(dropped, saved, 2)[0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])

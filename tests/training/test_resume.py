@@ -108,10 +108,9 @@ def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     (run / "step_00000002.old.partial").write_text("not a folder")  # and so not deleted as one
     first, second = trainings(prepared, (run, [*keep, "--steps", "4"]), (run, [*keep, "--steps", "6"]))
     assert "step_00000002 is not needed any more and could not be deleted" in first
-    assert read_lineage(run)["steps"][-1] == 6 and "NOTE: the learning rate" not in first
-    assert (
-        "NOTE: the learning rate goes on at 3.250e-04, and was to be 1.000e-04: steps was 4, is 6" in second
-    )
+    assert read_lineage(run)["steps"][-1] == 6 and "NOTE: fields" not in first
+    assert "NOTE: fields have changed since the checkpoint: steps was 4, is 6\n" in second
+    assert "NOTE: the learning rate goes on at 3.250e-04, and was to be 1.000e-04\n" in second
 
 
 def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(

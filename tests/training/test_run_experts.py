@@ -38,23 +38,6 @@ def whole(prepared: dict[str, Path]) -> Path:
     return run
 
 
-def test_a_changed_balancing_loss_is_reported_on_resume(tiny_checkpoint) -> None:
-    from types import SimpleNamespace
-
-    from megatron_vl.config import ModelConfig
-    from megatron_vl.spec.families import read_spec
-    from megatron_vl.training.resume import _aux_loss_change_note
-
-    def told(saved: dict, **fields: float) -> str:
-        spec = read_spec(tiny_checkpoint("qwen3_vl_moe"))
-        return _aux_loss_change_note(
-            SimpleNamespace(spec=spec, config=SimpleNamespace(model=ModelConfig(**fields))), saved
-        )
-
-    assert told({"moe_aux_loss": 0.0}) == "" == told({"moe_aux_loss": 0.01}, moe_aux_loss=0.01)
-    assert "had the coefficient 0.01; from here on it is 0.0" in told({"moe_aux_loss": 0.01})
-
-
 def test_the_load_of_the_busiest_rank() -> None:
     """Ranks of [3 + 1, 0 + 0] and [1 + 2, 3 + 2] tokens: 4 / 2 and 5 / 4, on average 1.625."""
     from megatron_vl.training.metrics import busiest_rank_load

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
-from megatron_vl.planning.memory import count_parameters
+from megatron_vl.planning.memory import count_parameters, trained_text
 from megatron_vl.spec.families import ModelSpec
-from toolkit.memory_table import trained_text
 
 from .options import BenchRun
 

@@ -133,24 +133,30 @@ def _parse_part(part_text: str | None) -> WorkPart | None:
 
 
 def _print_preview(command_options: DataConvertOptions, conversion_options: ConversionOptions) -> int:
-    """Prints what is understood of the first records. Returns 1 if no record can be used."""
+    """Prints what is understood of the first records. Returns the exit code of a conversion of them."""
     from data_tools.preview import preview_files
 
     file_previews = preview_files(command_options.input, conversion_options)
+    num_records = num_refused = num_samples = 0
+    for file_preview in file_previews:
+        num_records += file_preview.records
+        num_refused += file_preview.refused.total()
+        num_samples += file_preview.samples
+
+    has_too_many_refused = num_refused > command_options.max_quarantined * num_records
     if command_options.json:
         print(json.dumps([file_preview.as_json() for file_preview in file_previews]))
     else:
-        num_records = num_refused = 0
         for file_preview in file_previews:
             print("\n".join(_preview_lines(file_preview)))
-            num_records += file_preview.records
-            num_refused += file_preview.refused.total()
-        if num_refused > command_options.max_quarantined * num_records:
+        if has_too_many_refused:
             print(
                 f"NOTE: {num_refused} of these records cannot be used, more than --max-quarantined"
-                f" {command_options.max_quarantined:g} allows; the conversion would end with exit code 3"
+                f" {command_options.max_quarantined:g} allows: exit code {TOO_MANY_QUARANTINED}"
             )
-    return 0 if any(file_preview.samples for file_preview in file_previews) else 1
+    if not num_samples:
+        return 1
+    return TOO_MANY_QUARANTINED if has_too_many_refused else 0
 
 
 def _preview_lines(file_preview: FilePreview) -> list[str]:
@@ -211,7 +217,7 @@ def _report_conversion(
     if not report.samples:
         raise ConvertError(
             f"none of {report.records} records can be "
-            f"used{_first_refusal(quarantine_path)}; see {quarantine_path}"
+            f"used{_first_refusal(quarantine_path)}; see {quarantine_path}, and convert again with --force"
         )
     if val_fraction and not report.val:
         raise ConvertError(
@@ -352,7 +358,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     result_text = f"written to {dataset_dir} in {report.seconds:.1f} s"
     if report.was_complete:
         result_text = (
-            f"are in {dataset_dir} already, which is complete: nothing was written (--force starts over)"
+            f"are in {dataset_dir} already: an earlier conversion completed it, perhaps with another"
+            " --media-root, and nothing was read or written now (--force builds it anew)"
         )
     print(
         f"{report.samples} of {report.records} records {result_text}, "

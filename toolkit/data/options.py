@@ -55,7 +55,8 @@ class DataConvertOptions(CommandOptions):
     force: bool = False
     """Delete what an earlier conversion left in OUT and start over."""
     dry_run: bool = False
-    """Say what is understood of the first 200 records of each file, and write nothing."""
+    """Say what is understood of the first 200 records of each file, and write nothing. The exit code is that
+    of a conversion of these records."""
     shard: str | None = option(None, metavar="I/N", shown_default="everything")
     """Only verify part I (from 0) of N of the records, on any node; `megatron-vl data merge` follows."""
     json: bool = False

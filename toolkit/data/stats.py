@@ -163,7 +163,9 @@ def read_quarantine_reasons(quarantine_dir: Location) -> ReasonExamples:
         except (ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
             continue
         # A record of an input file, or a sample of a shard.
-        origin_names = ("file", "record", "field") if "file" in entry else ("key", "shard", "source", "step")
+        origin_names = ("key", "shard", "source", "step")
+        if "file" in entry:
+            origin_names = ("file", "record", "id", "field")
         origin_text = ", ".join(
             f"{name} {entry[name]}" for name in origin_names if entry.get(name) not in (None, "")
         )

@@ -14,10 +14,10 @@ from megatron_vl.planning.layout_search import (
     describe_layout,
     explain_slowdown,
 )
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, count_parameters
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, count_parameters, trained_text
 from megatron_vl.planning.predict import RunPrediction
 from megatron_vl.plurals import pluralize
-from toolkit.memory_table import TABLE_WIDTH, memory_table, trained_text
+from toolkit.memory_table import TABLE_WIDTH, memory_table
 
 from .plan_result import PlanResult
 

@@ -19,6 +19,7 @@ from megatron_vl.planning.memory import (
     RESERVE_GIB,
     count_parameters,
     peak_stage_gib,
+    trained_text,
     warmup_forward_passes,
 )
 from megatron_vl.planning.offload_fraction import least_offload_fraction
@@ -29,7 +30,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import resolve_run
 from toolkit.layouts import layout_sizes_text
-from toolkit.memory_table import memory_table, trained_text, wide_console
+from toolkit.memory_table import memory_table, wide_console
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
