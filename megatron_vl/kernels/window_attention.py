@@ -14,6 +14,7 @@ transformers.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -228,10 +229,10 @@ class _WindowAttention(torch.autograd.Function):
 
 def _can_load_ahead(device: torch.device) -> bool:
     """Whether a program's shared memory holds more heads, as on A100 and later GPUs of data centers."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LOAD_AHEAD_BYTES
-    )
+    if device.type != "cuda":
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    return properties.shared_memory_per_block_optin >= LOAD_AHEAD_BYTES
 
 
 def _launch_kernel(

@@ -33,6 +33,15 @@ def test_kernels_equal_torch() -> None:
         assert error < 5e-6, (name, error)
 
 
+def test_products_do_not_wait_for_each_other_on_hopper() -> None:
+    """ptxas warns (C7515) if it serializes a kernel's products, which makes the kernel 1.2 times as slow."""
+    done = run_module("tests.kernels.compiled_kernels")
+    assert done.returncode == 0, done.stderr
+    warnings = json.loads(done.stdout)
+    assert len(warnings) == 25
+    assert not any(warnings.values()), warnings
+
+
 def test_the_kernel_has_the_coefficients_of_every_activation() -> None:
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
     assert SIGMOID_COEFFICIENTS.keys() == ACTIVATIONS.keys()

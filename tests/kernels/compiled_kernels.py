@@ -1,0 +1,119 @@
+"""Compiles the Triton kernels that multiply matrices for Hopper, without a GPU, and prints what ptxas says.
+
+    python -m tests.kernels.compiled_kernels
+
+Every launch is compiled instead of run. The output is JSON: for each kernel and its tile, the numbers of
+ptxas's warnings about performance. C7510 to C7515 say that matrix products wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_vl.kernels import gated_delta_rule_triton, grouped_gemm, tower_attention, window_attention
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+COMPILER_OPTIONS = ("num_warps", "num_stages")
+
+
+def type_of(value: Any) -> str:
+    """The type of an argument, as Triton's compiler writes it."""
+    match value:
+        case Tensor():
+            return "*" + TYPE_NAMES[value.dtype]
+        case TensorDescriptor():
+            return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{list(value.block_shape)}>"
+        case int():
+            return "i32"
+        case float():
+            return "fp32"
+    raise TypeError(type(value))
+
+
+def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any]) -> str:
+    """The PTX of a launch for Hopper."""
+    options = {name: named.pop(name) for name in COMPILER_OPTIONS if name in named}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[index,] = "constexpr", value
+            continue
+        signature[parameter.name] = type_of(value)
+        if isinstance(value, Tensor):
+            attributes[index,] = [["tt.divisibility", 16]]
+
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+
+
+def warnings_of_ptxas(ptx: str) -> list[str]:
+    """The numbers of ptxas's warnings about performance."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(path), "-o", str(path) + ".cubin"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return re.findall(r"\((C75\d+)\)", output)
+
+
+def launch_all() -> None:
+    """Launches every kernel with products, in the shapes of released models."""
+    patches, cu_seqlens = 1024, torch.tensor([0, 500, 1024], dtype=torch.int32)
+    for head_dim in (64, 72, 80):
+        qkv = torch.zeros(patches, 16 * 3 * head_dim, dtype=torch.bfloat16, requires_grad=True)
+        angles = torch.zeros(patches, head_dim // 2)
+        tower_attention.tower_attention(qkv, angles, angles, cu_seqlens, head_dim).sum().backward()
+
+    for longest_window in (64, 100):
+        output = window_attention.window_attention(qkv, angles, angles, cu_seqlens, longest_window, head_dim)
+        output.sum().backward()
+
+    query, key = (torch.zeros(patches, 16, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    value = torch.zeros(patches, 32, 128, dtype=torch.bfloat16, requires_grad=True)
+    log_decay, beta = torch.zeros(patches, 32), torch.zeros(patches, 32, dtype=torch.bfloat16)
+    segment_ids = torch.zeros(patches, dtype=torch.int32)
+    output, _ = gated_delta_rule_triton.gated_delta_rule(query, key, value, log_decay, beta, segment_ids)
+    output.sum().backward()
+
+    rows, addresses = torch.zeros(512, 2048, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int64)
+    tile_plan = grouped_gemm.plan_tiles(torch.zeros(128, dtype=torch.int64), len(rows))
+    for is_transposed in (False, True):
+        grouped_gemm.row_product(rows, addresses, tile_plan, 1536, is_transposed=is_transposed)
+        grouped_gemm.weight_product(rows, rows, addresses, tile_plan, log_decay, accumulate=is_transposed)
+
+
+def main() -> None:
+    ptx_of_launches: dict[str, str] = {}
+
+    def compile_instead(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        shape = {name: value for name, value in named.items() if isinstance(value, int)}
+        ptx_of_launches[f"{kernel.__name__} {shape}"] = compile_launch(kernel, arguments, named)
+
+    JITFunction.run = compile_instead
+    window_attention._can_load_ahead = lambda device: True
+    launch_all()
+
+    with_products = {name: ptx for name, ptx in ptx_of_launches.items() if "wgmma" in ptx}
+    json.dump({name: warnings_of_ptxas(ptx) for name, ptx in with_products.items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
