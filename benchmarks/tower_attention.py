@@ -33,7 +33,7 @@ from megatron_vl.kernels.window_attention import window_attention
 LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 1296, 1000, 952]
 FORWARD = [DEFAULT_TILES.forward_tile, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 4, 2)]
 QUERY = [DEFAULT_TILES.query_tile, KernelTile(128, 32, 8, 3), KernelTile(64, 64, 4, 2)]
-KEY = [DEFAULT_TILES.key_tile, KernelTile(64, 32, 4, 3), KernelTile(128, 32, 8, 3, 128)]
+KEY = [DEFAULT_TILES.key_tile, KernelTile(64, 64, 4, 3), KernelTile(128, 32, 8, 3)]
 
 
 @dataclass
@@ -194,7 +194,6 @@ def sweep(case: Case) -> None:
                 f"  {name:10s} {tile.own_rows:3d} x {tile.step_rows:3d}, "
                 f"{tile.num_warps} warps, {tile.num_stages} stages"
             )
-            label += f", {tile.max_registers} registers" if tile.max_registers else ""
             failure = failures[run, tile]
             print(
                 f"{label:52s} {failure or case.rate(milliseconds(partial(run, tile)), operations)}",

@@ -23,8 +23,10 @@ from torch import Tensor
 
 HEADS_OF_PROGRAM = 4
 """Heads that a program computes, one after the other: it keeps the angles and loads ahead."""
-LOAD_AHEAD_BYTES = 160 << 10
-"""Shared memory that loading ahead needs: 136 KiB on A100; on Hopper, which has 227 KiB, 200 KiB."""
+LARGE_SHARED_MEMORY = 160 << 10
+"""Bytes of shared memory for a block that A100 (163 KiB), Hopper and data-center Blackwell (227 KiB) have and
+other GPUs (99 KiB) do not. Loading ahead takes 136 KiB on A100, 200 on Hopper and 208 on Blackwell. Windows
+of more than 64 patches take 128 to 192."""
 MAX_WINDOW_PATCHES = 128
 """Largest number of patches in a window that the kernels support. A tile of scores is its square."""
 
@@ -227,12 +229,16 @@ class _WindowAttention(torch.autograd.Function):
         return dqkv, None, None, None, None, None
 
 
-def _can_load_ahead(device: torch.device) -> bool:
-    """Whether a program's shared memory holds more heads, as on A100 and later GPUs of data centers."""
+def _has_large_shared_memory(device: torch.device) -> bool:
     if device.type != "cuda":
-        return False
+        return True
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
-    return properties.shared_memory_per_block_optin >= LOAD_AHEAD_BYTES
+    return properties.shared_memory_per_block_optin >= LARGE_SHARED_MEMORY
+
+
+def supports_windows(max_seqlen: int, device: torch.device) -> bool:
+    """Whether the kernels can compute windows of ``max_seqlen`` patches on ``device``."""
+    return max_seqlen <= 64 or max_seqlen <= MAX_WINDOW_PATCHES and _has_large_shared_memory(device)
 
 
 def _launch_kernel(
@@ -245,12 +251,14 @@ def _launch_kernel(
     num_warps: int,
     num_stages: int,
 ) -> None:
-    """Launches a kernel. Larger windows than 64 patches leave no shared memory for another stage."""
+    """Launches a kernel. Windows of more than 64 patches and heads of more than 128 leave no shared memory to
+    load ahead."""
     half_dim = head_dim // 2
     block_patches = max(16, triton.next_power_of_2(max_seqlen))
     num_windows = kernel_tensors[3].numel() - 1
     has_small_tiles = block_patches <= 64
     program_heads = math.gcd(num_heads, HEADS_OF_PROGRAM) if has_small_tiles else 1
+    loads_ahead = has_small_tiles and head_dim <= 128 and _has_large_shared_memory(kernel_tensors[0].device)
     kernel[(num_windows, num_heads // program_heads)](
         *kernel_tensors,
         head_dim**-0.5,
@@ -259,7 +267,7 @@ def _launch_kernel(
         BLOCK=block_patches,
         TILE=max(16, triton.next_power_of_2(half_dim)),
         HEADS=program_heads,
-        STAGES=num_stages if has_small_tiles and _can_load_ahead(kernel_tensors[0].device) else 1,
+        STAGES=num_stages if loads_ahead else 1,
         num_warps=num_warps if has_small_tiles else 8,
     )
 

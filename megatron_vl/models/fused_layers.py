@@ -72,7 +72,7 @@ class TowerSelfAttention(SelfAttention):
         It takes the fused QKV output [P, heads * 3 * d] and returns [P, heads * d].
         """
         from megatron_vl.kernels.tower_attention import tower_attention
-        from megatron_vl.kernels.window_attention import MAX_WINDOW_PATCHES, window_attention
+        from megatron_vl.kernels.window_attention import supports_windows, window_attention
 
         assert packed_row.cos_sin is not None
         cos, sin = packed_row.cos_sin
@@ -82,7 +82,8 @@ class TowerSelfAttention(SelfAttention):
             return None
 
         cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
-        if self.core_attention.windowed and self.fused_windows and max_seqlen <= MAX_WINDOW_PATCHES:
+        has_windows = self.core_attention.windowed and self.fused_windows
+        if has_windows and supports_windows(max_seqlen, cu_seqlens.device):
             return lambda qkv: window_attention(qkv, cos, sin, cu_seqlens, max_seqlen, head_dim)
         if self.core_attention.backend == "triton":
             return lambda qkv: tower_attention(qkv, cos, sin, cu_seqlens, head_dim)

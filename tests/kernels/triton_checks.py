@@ -102,14 +102,14 @@ def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
     return float(torch.stack([((a - b).abs().max() / b.abs().max()).detach() for a, b in pairs]).max())
 
 
-def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
+def attention_error(lengths: list[int], heads: int, head_dim: int, device: str = "cpu") -> float:
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    qkv = torch.randn(bounds[-1], heads * 3 * head_dim, requires_grad=True)
-    angles = torch.rand(bounds[-1], head_dim // 2) * 10
-    ours = window_attention(
-        qkv, angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32), max(lengths), head_dim
-    )
-    return worst(ours, windows(qkv, angles, bounds, heads), [qkv])
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
+    angles = torch.rand(bounds[-1], head_dim // 2, device=device) * 10
+    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
+    ours = window_attention(qkv, angles.cos(), angles.sin(), cu, max(lengths), head_dim)
+    return worst(ours, windows(qkv.float(), angles, bounds, heads), [qkv])
 
 
 SMALL = AttentionTiles(
@@ -185,6 +185,11 @@ def on_gpu() -> dict[str, float]:
     errors = {
         f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.DEFAULT_TILES)
         for d in (16, 40, 64, 72, 80, 96, 128)
+    }
+    errors |= {
+        "windows of 64": attention_error([64] * 20 + [32, 0, 16, 7, 1], 16, 80, "cuda"),
+        "windows of 100": attention_error([100, 70, 3], 16, 80, "cuda"),
+        "windows, programs of 2 heads": attention_error([64, 40, 64], 6, 64, "cuda"),
     }
     qkv = torch.randn(2000, 3 * 4 * 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     cu = torch.tensor([0, 1900, 2000], dtype=torch.int32, device="cuda")
@@ -681,6 +686,8 @@ def main() -> None:
         "tower, patches that 4 does not divide": unaligned_error(),
         "halves of master weights": halves_error(5000),
         "update with moments in bf16": adam_error(5001),
+        "windows, programs of 2 heads": attention_error([16, 0, 5], 6, 16),
+        "windows, programs of 4 heads": attention_error([9, 16], 8, 16),
     }
 
     print(json.dumps(errors))
