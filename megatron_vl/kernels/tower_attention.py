@@ -15,7 +15,6 @@ from ``cu_seqlens[i] // OWN + i`` up to the first tile of the next segment. Each
 and at most one too many, and the host knows the size of the whole grid.
 
 Query, key and value are packed as ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper).
-Heads of 72 lie 80 elements apart (:func:`packed_row_width`), which makes reading them faster.
 The packing kernel also applies RoPE (:func:`tower_attention`) in fp32 and rounds once, as in
 ``apply_rotary_pos_emb_vision`` of transformers. It puts the two members of each rotated pair next to each
 other. Scores do not depend on the order, and the backward kernels have both members in one thread when they
@@ -35,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_vl.kernels.tower_heads import has_kernels, packed_row_width
+from megatron_vl.kernels.tower_heads import has_kernels
 
 SEARCH_BLOCK = tl.constexpr(128)
 """Number of segment bounds that a program compares at a time to find its own segment."""
@@ -55,7 +54,7 @@ class KernelTile:
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """The tiles of the three kernels. The defaults are the fastest measured on H200 for heads of 72
+    """The tiles of the three kernels. The defaults are the fastest measured on H100 and H200 for heads of 72
     (docs/log/speed.md)."""
 
     forward_tile: KernelTile = KernelTile(128, 64, 8, 3)
@@ -244,17 +243,9 @@ def _store_gradient(
 
 @triton.jit(do_not_specialize=["patches"])
 def _pack_kernel(
-    qkv,
-    packed_pointer,
-    cos,
-    sin,
-    patches,
-    ROW: tl.constexpr,
-    HALF: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    qkv, packed_pointer, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Packs some patches of one head, [P, heads, 3, d] -> [3, heads, P, d]. Rows lie ROW elements apart.
+    """Packs some patches of one head, [P, heads, 3, d] -> [3, heads, P, d].
 
     Query and key are rotated, and the members of a pair are put side by side.
     """
@@ -271,8 +262,8 @@ def _pack_kernel(
     qkv_pointer = qkv + row_index * (heads * 6 * HALF) + head * 6 * HALF
     full_column = tl.arange(0, 2 * TILE)[None, :]
     full_mask = (row_index < patches) & (full_column < 2 * HALF)
-    packed_pointers = packed_pointer + (head.to(tl.int64) * patches + row_index) * ROW + full_column
-    plane_stride = heads.to(tl.int64) * patches * ROW
+    packed_pointers = packed_pointer + (head.to(tl.int64) * patches + row_index) * (2 * HALF) + full_column
+    plane_stride = heads.to(tl.int64) * patches * (2 * HALF)
 
     for qkv_index in tl.static_range(2):
         half_pointers = qkv_pointer + qkv_index * 2 * HALF + column_index
@@ -740,15 +731,13 @@ def _pack_with_rope(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Ten
     patches = qkv.shape[0]
     num_heads = qkv.shape[1] // (3 * head_dim)
     half_dim = head_dim // 2
-    row_width = packed_row_width(head_dim)
-    packed_qkv = qkv.new_empty(3, num_heads, patches, row_width)[..., :head_dim]
+    packed_qkv = qkv.new_empty(3, num_heads, patches, head_dim)
     _pack_kernel[(triton.cdiv(patches, 32), num_heads)](
         qkv,
         packed_qkv,
         cos,
         sin,
         patches,
-        ROW=row_width,
         HALF=half_dim,
         TILE=triton.next_power_of_2(half_dim),
         ROWS=32,

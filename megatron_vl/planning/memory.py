@@ -45,7 +45,7 @@ from megatron_vl.kernels.sizes import (
     STATE_CHUNK_BYTES,
     STATE_CHUNKS_ON_GPU,
 )
-from megatron_vl.kernels.tower_heads import has_kernels, packed_row_width
+from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
     MatrixAdapter,
@@ -813,11 +813,8 @@ class _ActivationEstimator:
             and self._uses_triton_kernels(vision_spec)
         ):
             # likewise, from rotated copies
-            packed_width = vision_spec.num_heads * packed_row_width(vision_spec.head_dim)
             attention_elements = (
-                vision_spec.hidden_size
-                + 3 * packed_width
-                + vision_spec.num_heads * 4 / self.bytes_per_element
+                4.0 * vision_spec.hidden_size + vision_spec.num_heads * 4 / self.bytes_per_element
             )
         else:
             value_elements = (
