@@ -305,6 +305,7 @@ def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refuse
     assert "was saved with seq_len 128, this run has 256" in done.stderr and "restart_data" in done.stderr
     done = train(prepared, run, "--data.seq_len", "256", "--checkpoint.restart_data", "true", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "data.seq_len was 128, is 256" in done.stdout
     assert [line["step"] for line in metrics(run)] == [4, 5, 6]
 
 
