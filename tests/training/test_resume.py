@@ -341,6 +341,10 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert "resumed at step 2" in said
     assert saved_counts(run, 3) == dropped(run, 3) and saved_counts(run, 3)["used"] > two["used"]
 
+    unsaved = ["--checkpoint.dir", "", "--checkpoint.interval", "0", "--log.samples", "false"]
+    [said] = trainings(prepared, (run, [*DROPPING, *unsaved, "--data.max_bad_share", "0"]))
+    assert "raise data.max_bad_share; a run with checkpoint.dir lists them" in said
+
     other = prepare(tmp_path / "other", prepared["hf"], samples=20)
     moved = {**prepared, "data": other["data"]}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
