@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from pathlib import Path
@@ -80,22 +81,22 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
     training_run.bad_samples = _continued_bad_sample_counts(training_run, restored_state.bad_sample_counts)
 
     # The notes name fields that may change between two starts. A user who did not mean to change one sees it.
+    current_fields = _run_fields(training_run)
+    if not run_start.restarts_data:
+        del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
     saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
     try:
         training_run.skipped_steps = {
             reason: int(saved_metadata[_SKIPPED_STEPS_KEY][reason]) for reason in SKIP_REASONS
         }
         training_run.source_counts = dict(saved_metadata[_SOURCES_KEY])
-        current_fields = _run_fields(training_run)
-        if not run_start.restarts_data:
-            del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
         change_notes = field_change_notes(
             training_run.config,
             current_fields,
             dict(saved_metadata.get(_FIELDS_KEY, {})),
             training_run.completed_steps,
         )
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         error_text = f"{type(error).__name__}: {error}"
         raise checkpoint.CheckpointError(
             f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
@@ -193,34 +194,29 @@ def field_change_notes(
     if changes_without_effect:
         changes_text = "; ".join(changes_without_effect)
         change_notes.append(f"fields without effect on a resumed run have changed: {changes_text}")
-    if rate_note := _rate_change_note(config, saved_fields, step):
-        change_notes.append(rate_note)
+    # A checkpoint may come from anybody, with values that no schedule has.
+    with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+        change_notes += _rate_change_notes(config, saved_fields, step)
     return change_notes
 
 
-def _rate_change_note(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> str:
-    """A note if the next step has another learning rate than under the saved fields; otherwise empty.
-
-    It is empty too if a saved value is of another type, because a checkpoint may come from anybody.
-    """
+def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
+    """A note if the next step has another learning rate than under the saved fields; otherwise empty."""
     rate_fields = {}
     for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps"):
         current_value = getattr(config.optimizer, name)
         rate_fields[name] = saved_fields.get(f"optimizer.{name}", current_value)
-        if type(rate_fields[name]) is not type(current_value):
-            return ""
-    saved_steps = saved_fields.get("steps", config.steps)
-    if type(saved_steps) is not int:
-        return ""
-
     saved_config = dataclasses.replace(
-        config, steps=saved_steps, optimizer=dataclasses.replace(config.optimizer, **rate_fields)
+        config,
+        steps=saved_fields.get("steps", config.steps),
+        optimizer=dataclasses.replace(config.optimizer, **rate_fields),
     )
+
     saved_rate = scheduled_rate(saved_config, step, saved_config.optimizer.lr)
     current_rate = scheduled_rate(config, step, config.optimizer.lr)
     if saved_rate == current_rate:
-        return ""
-    return f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"
+        return []
+    return [f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"]
 
 
 # --- Data and exports ---------------------------------------------------------------------------------------
