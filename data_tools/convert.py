@@ -35,6 +35,7 @@ from megatron_vl.processes import end_with_parent
 
 from .embedded_media import EmbeddedMediaFile, EmbeddedMediaFolder, is_embedded
 from .formats import FORMATS, Conversation, RecordError, read_conversation
+from .formats.conversation import record_identity
 from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 from .input_files import InputError, InputFile, find_input_files
 from .media import MediaInfo, inspect_medium, read_media, resolve_reference
@@ -504,18 +505,17 @@ class _DuplicateFilter:
         if (first_file, first_record) == current_location:
             return outcome
 
-        shown_id = _escape_invalid_unicode(outcome.record_identity[:100])
-        detail = (
-            f"{shown_id} is also the id of record {first_record} "
-            f"of {first_file}; --duplicate-ids keep accepts both"
-        )
-        return {
-            **outcome.record_source,
-            "id": shown_id.partition(": ")[2],
-            "field": "id",
-            "reason": "duplicate id",
-            "detail": detail,
-        }
+        error = duplicate_id_error(outcome.record_identity, first_file, first_record)
+        return _quarantine_entry(outcome.record_source, outcome.record_identity, error)
+
+
+def duplicate_id_error(record_identity: str, first_file: str, first_record: int) -> RecordError:
+    """The error of a usable record whose id is that of an earlier one."""
+    detail = (
+        f"{_shorten_text(record_identity)} is also the id of record {first_record} of {first_file};"
+        " --duplicate-ids keep accepts both"
+    )
+    return RecordError("duplicate id", detail, "id")
 
 
 def _record_batches(records: Iterator[Any]) -> Iterator[list[Any]]:
@@ -549,16 +549,9 @@ def _verify_batch(
         try:
             conversation, media_infos = read_record(record, options, record_format, verdict)
         except RecordError as error:
-            outcomes.append(
-                {
-                    "file": file_name,
-                    "record": record_number,
-                    "id": _shown_id(record),
-                    "field": error.field_path,
-                    "reason": error.reason,
-                    "detail": _escape_invalid_unicode(str(error)),
-                }
-            )
+            id_value = record.get("id") if isinstance(record, dict) else None
+            record_source = {"file": file_name, "record": record_number}
+            outcomes.append(_quarantine_entry(record_source, record_identity(id_value), error))
         else:
             references = _stored_references(conversation, embedded_media_file, options.root)
             outcomes.append(_make_sample(numbered_record, conversation, references, media_infos))
@@ -619,10 +612,21 @@ def _make_sample(
     )
 
 
-def _shown_id(record: Any) -> str:
-    """The id of a refused record; empty if it has none."""
-    shown_id = record.get("id") if isinstance(record, dict) else None
-    return _escape_invalid_unicode(str(shown_id)[:100]) if isinstance(shown_id, str | int) else ""
+def _quarantine_entry(
+    record_source: dict[str, Any], record_identity: str, error: RecordError
+) -> dict[str, Any]:
+    """The line of the quarantine file of an unusable record. Its id is empty if the record has none."""
+    return {
+        **record_source,
+        "id": _shorten_text(record_identity.partition(": ")[2]),
+        "field": error.field_path,
+        "reason": error.reason,
+        "detail": _escape_invalid_unicode(str(error)),
+    }
+
+
+def _shorten_text(text: str) -> str:
+    return _escape_invalid_unicode(text if len(text) <= 100 else f"{text[:97]}...")
 
 
 def _escape_invalid_unicode(detail: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .convert import ConversionOptions, check_inputs, read_record
+from .convert import ConversionOptions, check_inputs, duplicate_id_error, read_record
 from .formats import Conversation, RecordError
 from .formats.conversation import message_text
 from .input_files import InputFile
@@ -59,10 +59,24 @@ def preview_files(input_paths: list[Any], options: ConversionOptions) -> list[Fi
     """
     sources = check_inputs(input_paths, options)
     file_names = input_names([source.path for source in sources])
-    return [_preview_file(name, source, options) for name, source in zip(file_names, sources, strict=True)]
+    first_records: dict[str, tuple[str, int]] = {}
+    file_previews = []
+    for file_name, source in zip(file_names, sources, strict=True):
+        file_previews.append(_preview_file(file_name, source, options, first_records))
+    return file_previews
 
 
-def _preview_file(file_name: str, input_file: InputFile, options: ConversionOptions) -> FilePreview:
+def _preview_file(
+    file_name: str,
+    input_file: InputFile,
+    options: ConversionOptions,
+    first_records: dict[str, tuple[str, int]],
+) -> FilePreview:
+    """Looks at the first records of a file.
+
+    Args:
+        first_records: file and number of the first usable record by its id; those of this file are added.
+    """
     file_preview = FilePreview(file_name)
     field_counts: Counter[str] = Counter()
 
@@ -74,6 +88,11 @@ def _preview_file(file_name: str, input_file: InputFile, options: ConversionOpti
         try:
             renamed_record = input_file.rename_fields(record)
             conversation, media_infos = read_record(renamed_record, options, input_file.format_name)
+            if conversation.record_identity and options.duplicate_ids == "refuse":
+                location = (file_name, record_number)
+                first_location = first_records.setdefault(conversation.record_identity, location)
+                if first_location != location:
+                    raise duplicate_id_error(conversation.record_identity, *first_location)
         except RecordError as error:
             file_preview.refused[error.reason] += 1
             if file_preview.refused[error.reason] <= MAX_EXAMPLES:

@@ -93,8 +93,9 @@ def join_text_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def record_identity(id_value: Any) -> str:
-    """The form in which ids are compared: 1 and "1" differ."""
-    if not isinstance(id_value, (str, int)) or id_value == "":
+    """The form in which ids are compared: 1 and "1" differ. It is empty for what is neither text nor a
+    whole number."""
+    if not isinstance(id_value, str | int) or isinstance(id_value, bool) or id_value == "":
         return ""
     return f"{type(id_value).__name__}: {id_value}"
 

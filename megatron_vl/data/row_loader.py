@@ -6,6 +6,7 @@ workers.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,13 @@ class RowLoader:
     def dataset_identity(self) -> Any:
         """The data set's identity in this loader's states."""
         return self._identity["dataset"]
+
+    @property
+    def row_settings(self) -> dict[str, Any]:
+        """The fields of ``data`` that determine the rows, with the values that hold for the model."""
+        settings = self._identity | dict(zip(PIXEL_FIELDS, self._identity["pixels"], strict=True))
+        names = (field.name for field in dataclasses.fields(DataConfig))
+        return {name: settings[name] for name in names if name in settings}
 
     @property
     def start_notes(self) -> list[str]:

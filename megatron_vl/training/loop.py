@@ -232,7 +232,9 @@ def _stop_if_unrecoverable(
     assert training_run.metrics_log is not None
     # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
     if bad_sample_problem := training_run.metrics_log.bad_sample_meter.stop_reason():
-        raise TrainingStopped(f"{bad_sample_problem}; they are listed in quarantine.jsonl")
+        run_dir = training_run.config.checkpoint.dir
+        list_name = Path(run_dir) / "quarantine.jsonl" if run_dir else "a run with checkpoint.dir"
+        raise TrainingStopped(f"{bad_sample_problem}; {list_name} lists them")
 
     # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the skipped
     # steps of a run that seems to have ended well.

@@ -152,28 +152,31 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
     )
 
 
+def peak_learning_rates(config: TrainConfig) -> PartLearningRates:
+    """The highest rate of each part."""
+    optimizer_config = config.optimizer
+    given_rates = {
+        "language": optimizer_config.lr,
+        "vision": optimizer_config.vision_lr,
+        "merger": optimizer_config.merger_lr,
+    }
+    peak_rates: PartLearningRates = {}
+    for part, given_rate in given_rates.items():
+        is_frozen = getattr(config.model, f"freeze_{part}")
+        peak_rates[part] = None if is_frozen else optimizer_config.lr if given_rate is None else given_rate
+    return peak_rates
+
+
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> PartLearningRates:
     """Sets every group's rate and weight decay for ``step``. Returns the rate of each part."""
     for group in optimizer.param_groups:
         group["lr"] = scheduled_rate(config, step, group.get("max_lr", config.optimizer.lr))  # which may be 0
         group["weight_decay"] = config.optimizer.weight_decay * group.get("wd_mult", 1.0)
 
-    optimizer_config, model = config.optimizer, config.model
-    peak_rates = {
-        "language": optimizer_config.lr,
-        "vision": optimizer_config.vision_lr,
-        "merger": optimizer_config.merger_lr,
-    }
-    is_frozen = {
-        "language": model.freeze_language,
-        "vision": model.freeze_vision,
-        "merger": model.freeze_merger,
-    }
-    part_rates = {
-        part: scheduled_rate(config, step, optimizer_config.lr if peak is None else peak)
-        for part, peak in peak_rates.items()
-    }
-    return {part: None if is_frozen[part] else rate for part, rate in part_rates.items()}
+    learning_rates: PartLearningRates = {}
+    for part, peak_rate in peak_learning_rates(config).items():
+        learning_rates[part] = None if peak_rate is None else scheduled_rate(config, step, peak_rate)
+    return learning_rates
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig, field_types, video_rule
+from megatron_vl.models.build import aux_loss_coefficient
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.optimizer import scheduled_rate
+from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
 from megatron_vl.training.preflight import BASE_DIGEST_KEY, START_ADAPTER_KEY, data_order_metadata
 from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
@@ -23,22 +26,17 @@ _FIELDS_KEY = "fields"
 _SOURCES_KEY = "sources"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
-_NOTED_SECTIONS = ("model", "fp8", "data", "optimizer")
-_NOTED_FIELDS = ("lora.dropout", "steps", "global_batch_size", "dtype", "seed")
-_UNNOTED_FIELDS = (
+_RECORDED_SECTIONS = ("model", "fp8", "optimizer")
+_RECORDED_FIELDS = ("data.path", "lora.dropout", "steps", "global_batch_size", "dtype", "seed")
+_NOT_RECORDED = (
     "model.hf",
     "model.vision_attention",
     "model.window_attention",
     "model.language_attention",
-    "data.path",
-    "data.on_changed_blend",
-    "data.num_workers",
-    "data.max_bad_share",
-    "data.sample_timeout_s",
     "optimizer.offload_fraction",
 )
-"""A resumed run names changed fields of these sections, and these fields. Others do not decide what it
-trains."""
+"""A checkpoint records the fields of these sections, and these fields, but not the last ones. They say where
+something is read or how it is computed, and not what. Other fields of ``data`` come from the loader."""
 
 
 def restore_run(training_run: TrainingRun) -> None:
@@ -83,6 +81,9 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
     training_run.bad_samples = _continued_bad_sample_counts(training_run, restored_state.bad_sample_counts)
 
     # The notes name fields that may change between two starts. A user who did not mean to change one sees it.
+    current_fields = _run_fields(training_run)
+    if not run_start.restarts_data:
+        del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
     saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
     try:
         training_run.skipped_steps = {
@@ -90,7 +91,10 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         }
         training_run.source_counts = dict(saved_metadata[_SOURCES_KEY])
         change_notes = field_change_notes(
-            training_run.config, dict(saved_metadata.get(_FIELDS_KEY, {})), training_run.completed_steps
+            training_run.config,
+            current_fields,
+            dict(saved_metadata.get(_FIELDS_KEY, {})),
+            training_run.completed_steps,
         )
     except (KeyError, TypeError, ValueError) as error:
         error_text = f"{type(error).__name__}: {error}"
@@ -113,7 +117,7 @@ def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> d
         "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),
         BASE_DIGEST_KEY: training_run.resolved_run.base_digest,
         START_ADAPTER_KEY: training_run.resolved_run.start_adapter,
-        _FIELDS_KEY: recorded_fields(training_run.config),
+        _FIELDS_KEY: _run_fields(training_run),
         _SOURCES_KEY: metrics_log.source_meter.state_dict(),
     }
 
@@ -121,47 +125,82 @@ def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> d
 # --- What has changed since the checkpoint ------------------------------------------------------------------
 
 
-def recorded_fields(config: TrainConfig) -> dict[str, Any]:
+def _run_fields(training_run: TrainingRun) -> dict[str, Any]:
+    """The fields of a run to record. They are complete on ranks that own a loader, of which rank 0 is one."""
+    data_loader = training_run.data_loader
+    row_settings = data_loader.row_settings if data_loader is not None else {}
+    return recorded_fields(training_run.config, training_run.spec, row_settings)
+
+
+def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str, Any]) -> dict[str, Any]:
     """The fields of a run that decide what it trains, by dotted name, as a checkpoint records them.
 
-    Not among them are those that :mod:`.preflight` and the loader compare with the checkpoint's themselves.
+    If the model or other fields decide about a field, it has the value that results. Fields without effect
+    beside the others are left out.
+
+    Args:
+        row_settings: see :attr:`~megatron_vl.data.row_loader.RowLoader.row_settings`.
     """
-    noted_fields = {}
+    fields = {f"data.{name}": value for name, value in row_settings.items()}
     for name in field_types():
-        is_noted = name.partition(".")[0] in _NOTED_SECTIONS and name not in _UNNOTED_FIELDS
-        if is_noted or name in _NOTED_FIELDS:
-            noted_fields[name] = operator.attrgetter(name)(config)
-    return noted_fields
+        is_recorded = name.partition(".")[0] in _RECORDED_SECTIONS or name in _RECORDED_FIELDS
+        if is_recorded and name not in _NOT_RECORDED:
+            fields[name] = operator.attrgetter(name)(config)
+
+    part_rates = peak_learning_rates(config)
+    fields |= {
+        "model.moe_aux_loss": aux_loss_coefficient(spec, config.model),
+        "optimizer.vision_lr": part_rates["vision"],
+        "optimizer.merger_lr": part_rates["merger"],
+    }
+    is_used = {
+        # With LoRA, a resumed run reads these weights and refuses others, but they may lie elsewhere.
+        "model.checkpoint": not config.lora.rank,
+        "lora.dropout": config.lora.rank,
+        "fp8.vision": config.fp8.recipe != "none",
+        "optimizer.vision_lr": not config.model.freeze_vision,
+        "optimizer.merger_lr": not config.model.freeze_merger,
+        "optimizer.min_lr_ratio": config.optimizer.schedule != "constant",
+    }
+    return {name: value for name, value in fields.items() if is_used.get(name, True)}
 
 
-def field_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
+def field_change_notes(
+    config: TrainConfig, current_fields: dict[str, Any], saved_fields: dict[str, Any], step: int
+) -> list[str]:
     """Notes on what a run trains under other fields than its checkpoint was trained with.
 
     Args:
-        saved_fields: the result of :func:`recorded_fields` when the checkpoint was saved; without fields that
-            are not known.
+        current_fields: the run's :func:`recorded_fields`.
+        saved_fields: those that the checkpoint records. A field that one of the two leaves out is not named.
         step: the next step, zero-based.
     """
+    if not saved_fields:
+        return ["the checkpoint does not record the fields of its run, so that changes cannot be named"]
+
     effective_changes: list[str] = []
-    idle_changes: list[str] = []
-    for name, value in recorded_fields(config).items():
+    changes_without_effect: list[str] = []
+    for name, value in current_fields.items():
         if saved_fields.get(name, value) == value:
             continue
-        is_idle = name == "model.checkpoint" or (name == "seed" and not config.lora.dropout)
-        field_changes = idle_changes if is_idle else effective_changes
-        field_changes.append(f"{name} was {saved_fields[name]}, is {value}")
+        # Weights come from the checkpoint, and only dropout draws further random numbers.
+        has_effect = name != "model.checkpoint" and (name != "seed" or current_fields.get("lora.dropout"))
+        field_changes = effective_changes if has_effect else changes_without_effect
+        field_changes.append(f"{name} was {saved_fields[name]!r}, is {value!r}")
 
     change_notes = []
     if effective_changes:
         change_notes.append(f"fields have changed since the checkpoint: {'; '.join(effective_changes)}")
-    if idle_changes:
-        change_notes.append(f"fields without effect on a resumed run have changed: {'; '.join(idle_changes)}")
-    if rate_note := _rate_change_note(config, saved_fields, step):
-        change_notes.append(rate_note)
+    if changes_without_effect:
+        changes_text = "; ".join(changes_without_effect)
+        change_notes.append(f"fields without effect on a resumed run have changed: {changes_text}")
+    # A checkpoint may come from anybody, with values that no schedule has.
+    with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+        change_notes += _rate_change_notes(config, saved_fields, step)
     return change_notes
 
 
-def _rate_change_note(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> str:
+def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
     """A note if the next step has another learning rate than under the saved fields; otherwise empty."""
     rate_fields = {}
     for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps"):
@@ -176,8 +215,8 @@ def _rate_change_note(config: TrainConfig, saved_fields: dict[str, Any], step: i
     saved_rate = scheduled_rate(saved_config, step, saved_config.optimizer.lr)
     current_rate = scheduled_rate(config, step, config.optimizer.lr)
     if saved_rate == current_rate:
-        return ""
-    return f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"
+        return []
+    return [f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"]
 
 
 # --- Data and exports ---------------------------------------------------------------------------------------

@@ -291,10 +291,20 @@ def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, fiel
     ):
         thinking(**{field: other}).load_state_dict(state)
     thinking().load_state_dict(state)
+    assert thinking(**{field: other}).row_settings[field] == other
 
-    state = loader(dataset, "qwen3_5", **{field: other}).state_dict()
-    assert field not in state["identity"]
+    without_thinking = loader(dataset, "qwen3_5", **{field: other})
+    state = without_thinking.state_dict()
+    assert field not in state["identity"] and field not in without_thinking.row_settings
     loader(dataset, "qwen3_5").load_state_dict(state)
+
+
+def test_settings_of_rows_are_those_that_hold(dataset):
+    settings = loader(dataset, pack=False, shuffle=False, max_pixels=0).row_settings
+    assert settings["seq_len"] == 320 and settings["video_positions"] == "released"
+    processor = json.loads((tiny_checkpoint("qwen2_5_vl") / "preprocessor_config.json").read_text())
+    assert settings["max_pixels"] == processor["max_pixels"]
+    assert not {"shuffle_block", "packing_buffer", "video_prompt", "path"} & set(settings)
 
 
 def test_a_state_of_other_rows_is_refused(dataset):

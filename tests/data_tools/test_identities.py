@@ -63,3 +63,11 @@ def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
     assert report.samples == 6
     assert (line["record"], line["id"], line["reason"]) == (4, "x\\ud800", "duplicate id")
     assert line["detail"].startswith("str: x\\ud800 is also the id of record 1 of in.json")
+
+
+def test_the_quarantine_shows_text_and_whole_numbers_as_ids(tmp_path: Path) -> None:
+    ids = ["x" * 100, "x" * 101, 7, True, ["a"]]
+    (tmp_path / "in.json").write_text(json.dumps([{"id": value} for value in ids]))
+    convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
+    lines = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
+    assert [line["id"] for line in lines] == ["x" * 100, f"{'x' * 97}...", "7", "", ""]

@@ -282,6 +282,31 @@ def test_tables_of_text_are_refused(tmp_path):
         find_input_files([tmp_path / "in.csv"])
 
 
+def test_a_dry_run_ends_like_the_conversion_of_its_records(tmp_path, capsys):
+    """Ids count across files; a validation split needs a second sample."""
+
+    def exit_codes(*files: list[str], options: tuple[str, ...] = ()) -> list[int]:
+        turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+        command = ["data", "convert", "--out", str(tmp_path / "out"), *options, "--input"]
+        for number, ids in enumerate(files):
+            path = tmp_path / f"{number}.json"
+            path.write_text(json.dumps([{"id": name, "conversations": turns} for name in ids]))
+            command.append(str(path))
+        return [main([*command, "--dry-run"]), main([*command, "--force"])]
+
+    assert exit_codes(["a", "b"], ["c"]) == [0, 0]
+    capsys.readouterr()
+    assert exit_codes(["a", "b"], ["a"]) == [3, 3]
+    assert capsys.readouterr().out.count("str: a is also the id of record 1 of 0.json") == 1
+    assert exit_codes(["a", "a"], options=("--duplicate-ids", "keep")) == [0, 0]
+
+    half = ("--val-fraction", "0.5")
+    assert exit_codes(["a", "b"], options=half) == [0, 0]
+    capsys.readouterr()
+    assert exit_codes(["a", "a"], options=half) == [1, 1]
+    assert capsys.readouterr().err.count("1 sample is too few for a validation split") == 2
+
+
 def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys):
     write(tmp_path / "media/a.png", encoded(280, 280))
     good = {

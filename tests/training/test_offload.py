@@ -242,9 +242,9 @@ def test_moments_of_another_type_and_layout_are_resumed(prepared: dict[str, Path
     note = "optimizer.moments_dtype was"
     starts: list[tuple[int, str, tuple[str, ...], str]] = [
         (2, "0", anew, ""),
-        (4, "0.4", (*anew, *TP2, *BF16), f"{note} float32, is bfloat16"),
+        (4, "0.4", (*anew, *TP2, *BF16), f"{note} 'float32', is 'bfloat16'"),
         (6, "1.0", (*anew, *TP2, *BF16, "--checkpoint.attempt", "2"), ""),
-        (8, "0", (*anew, "--checkpoint.attempt", "3"), f"{note} bfloat16, is float32"),
+        (8, "0", (*anew, "--checkpoint.attempt", "3"), f"{note} 'bfloat16', is 'float32'"),
     ]
     for steps, share, options, told in starts:
         if steps == 6:

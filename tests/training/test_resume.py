@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from converters.convert import convert_weights
+from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.spec.families import read_spec
+from megatron_vl.training.resume import field_change_notes, recorded_fields
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import find_weights_dir
 from tests.support.ranks import call
@@ -111,6 +114,82 @@ def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     assert read_lineage(run)["steps"][-1] == 6 and "NOTE: fields" not in first
     assert "NOTE: fields have changed since the checkpoint: steps was 4, is 6\n" in second
     assert "NOTE: the learning rate goes on at 3.250e-04, and was to be 1.000e-04\n" in second
+
+
+RATE = ["--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0"]
+
+
+def recorded(hf: Path, *options: str) -> tuple[TrainConfig, dict[str, Any]]:
+    """A config, and its fields as a checkpoint's ``run.json`` holds them."""
+    config = parse_config([*RATE, *options])
+    return config, json.loads(json.dumps(recorded_fields(config, read_spec(hf), {"seq_len": 4096})))
+
+
+def test_a_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl")
+    before, saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")
+    assert field_change_notes(before, saved, saved, 2) == []
+    [unknown] = field_change_notes(before, saved, {}, 2)
+    assert "does not record the fields of its run" in unknown
+
+    changed = ["--seed", "1", "--optimizer.weight_decay", "0", "--model.freeze_vision", "true"]
+    after, fields = recorded(hf, "--steps", "8", "--model.checkpoint", "b", *changed)
+    notes = [
+        "fields have changed since the checkpoint: model.freeze_vision was False, is True;"
+        " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8",
+        "fields without effect on a resumed run have changed: model.checkpoint was 'a', is 'b';"
+        " seed was 1234, is 1",
+        "the learning rate goes on at 8.536e-04, and was to be 5.000e-04",
+    ]
+    assert field_change_notes(after, fields, saved, 2) == notes
+    assert field_change_notes(after, fields, saved, 0) == notes[:2], "the schedules begin alike"
+    # A checkpoint may come from anybody.
+    huge = 10**400
+    for name, value in (("steps", "4"), ("optimizer.lr", huge), ("optimizer.warmup_steps", huge)):
+        [*_, last_note] = field_change_notes(after, fields, saved | {name: value}, 2)
+        assert "without effect" in last_note, "a rate was computed"
+
+
+def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -> None:
+    def told(family: str, old: str, new: str) -> str:
+        hf = tiny_checkpoint(family)
+        config, fields = recorded(hf, *new.split())
+        return " ".join(field_change_notes(config, fields, recorded(hf, *old.split())[1], 2))
+
+    dense, experts = "qwen2_5_vl", "qwen3_vl_moe"
+    for old, new in (
+        ("", "--optimizer.vision_lr 1e-3 --optimizer.merger_lr 1e-3"),
+        ("--model.freeze_vision true", "--model.freeze_vision true --optimizer.vision_lr 5e-4"),
+        ("--optimizer.schedule constant", "--optimizer.schedule constant --optimizer.min_lr_ratio 0.5"),
+        ("", "--model.moe_aux_loss 0.01"),
+        ("", "--fp8.vision true"),
+        ("", "--lora.dropout 0.1"),
+        ("--lora.rank 4 --model.checkpoint a", "--lora.rank 4 --model.checkpoint b"),
+    ):
+        assert told(dense, old, new) == "", new
+
+    vision_note = "optimizer.vision_lr was 0.001, is 0.0005"
+    assert vision_note in told(dense, "", "--optimizer.vision_lr 5e-4")
+    lora = "--lora.rank 4 --lora.dropout 0.1"
+    assert "have changed since the checkpoint: seed was" in told(dense, lora, f"{lora} --seed 1")
+
+    # It is what the model's config says, unless a field says something else.
+    assert told(experts, "", "--model.moe_aux_loss 0") == ""
+    loss = "--model.moe_aux_loss 0.01"
+    assert "model.moe_aux_loss was 0.0, is 0.01" in told(experts, "", loss)
+    assert "model.moe_aux_loss was 0.01, is 0.0" in told(experts, loss, "")
+
+
+def test_a_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoint, tmp_path: Path) -> None:
+    hf = tiny_checkpoint("qwen3_vl_moe")
+    facts = json.loads((hf / "config.json").read_text())
+    facts["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    (config, without), (_, with_loss) = recorded(hf), recorded(tmp_path)
+    [note] = field_change_notes(config, with_loss, without, 2)
+    assert note.endswith("checkpoint: model.moe_aux_loss was 0.0, is 0.02")
+    [note] = field_change_notes(config, without, with_loss, 2)
+    assert note.endswith("checkpoint: model.moe_aux_loss was 0.02, is 0.0")
 
 
 def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(
@@ -263,12 +342,17 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert "resumed at step 2" in said
     assert saved_counts(run, 3) == dropped(run, 3) and saved_counts(run, 3)["used"] > two["used"]
 
+    unsaved = ["--checkpoint.dir", "", "--checkpoint.interval", "0", "--log.samples", "false"]
+    [said] = trainings(prepared, (run, [*DROPPING, *unsaved, "--data.max_bad_share", "0"]))
+    assert "raise data.max_bad_share; a run with checkpoint.dir lists them" in said
+
     other = prepare(tmp_path / "other", prepared["hf"], samples=20)
     moved = {**prepared, "data": other["data"]}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
     assert said.count("--checkpoint.restart_data true --checkpoint.attempt 2") == 1
     assert said.count("--checkpoint.restart_data") == 1, "the same advice twice"
-    trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
+    [said] = trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
+    assert f"NOTE: fields have changed since the checkpoint: data.path was '{prepared['data']}', is " in said
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
 
 

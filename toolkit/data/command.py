@@ -143,20 +143,23 @@ def _print_preview(command_options: DataConvertOptions, conversion_options: Conv
         num_refused += file_preview.refused.total()
         num_samples += file_preview.samples
 
-    has_too_many_refused = num_refused > command_options.max_quarantined * num_records
     if command_options.json:
         print(json.dumps([file_preview.as_json() for file_preview in file_previews]))
     else:
         for file_preview in file_previews:
             print("\n".join(_preview_lines(file_preview)))
-        if has_too_many_refused:
-            print(
-                f"NOTE: {num_refused} of these records cannot be used, more than --max-quarantined"
-                f" {command_options.max_quarantined:g} allows: exit code {TOO_MANY_QUARANTINED}"
-            )
+
     if not num_samples:
         return 1
-    return TOO_MANY_QUARANTINED if has_too_many_refused else 0
+    _check_val_split(num_samples, command_options.val_fraction)
+    if num_refused <= command_options.max_quarantined * num_records:
+        return 0
+    if not command_options.json:
+        print(
+            f"NOTE: {num_refused} of these records cannot be used, more than --max-quarantined"
+            f" {command_options.max_quarantined:g} allows: exit code {TOO_MANY_QUARANTINED}"
+        )
+    return TOO_MANY_QUARANTINED
 
 
 def _preview_lines(file_preview: FilePreview) -> list[str]:
@@ -219,12 +222,7 @@ def _report_conversion(
             f"none of {report.records} records can be "
             f"used{_first_refusal(quarantine_path)}; see {quarantine_path}, and convert again with --force"
         )
-    if val_fraction and not report.val:
-        raise ConvertError(
-            f"{report.samples} sample is too few for a validation split; "
-            "give more, or leave out --val-fraction"
-        )
-
+    _check_val_split(report.samples, val_fraction)
     if report.quarantined_records > options.max_quarantined * report.records:
         print(
             f"megatron-vl data: {report.quarantined_records} of {report.records} records "
@@ -235,6 +233,16 @@ def _report_conversion(
         )
         return TOO_MANY_QUARANTINED
     return 0
+
+
+def _check_val_split(num_samples: int, val_fraction: float) -> None:
+    """Raises ConvertError if there is no second sample for the validation split."""
+    from data_tools.convert import ConvertError
+
+    if val_fraction and num_samples == 1:
+        raise ConvertError(
+            "1 sample is too few for a validation split; give more, or leave out --val-fraction"
+        )
 
 
 def _first_refusal(quarantine_path: Path) -> str:

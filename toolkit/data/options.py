@@ -56,7 +56,7 @@ class DataConvertOptions(CommandOptions):
     """Delete what an earlier conversion left in OUT and start over."""
     dry_run: bool = False
     """Say what is understood of the first 200 records of each file, and write nothing. The exit code is that
-    of a conversion of these records."""
+    of a conversion of these records without --processor."""
     shard: str | None = option(None, metavar="I/N", shown_default="everything")
     """Only verify part I (from 0) of N of the records, on any node; `megatron-vl data merge` follows."""
     json: bool = False
