@@ -63,34 +63,13 @@ def build_chunks(
     model_parallel_cuda_manual_seed(config.seed)
     core_config = _core_language_config(platform, spec, layout, config)
 
-    num_deepstack_levels = len(spec.vision.deepstack_layers)
-    # The number of levels only decreases, so the first boundary between chunks has the most.
-    message_levels = (
-        remaining_deepstack_levels(layout.layers_per_chunk[0], num_deepstack_levels)
-        if len(layout.layers_per_chunk) > 1
-        else 0
-    )
-
-    pipeline_rank = mpu.get_pipeline_model_parallel_rank()
     chunks: list[VisionLanguageModel] = []
     for virtual_stage in range(layout.vpp):
         vision_tower = None
-        if pipeline_rank == 0 and virtual_stage == 0 and not layout.decoupled:
+        if mpu.get_pipeline_model_parallel_rank() == 0 and virtual_stage == 0 and not layout.decoupled:
             vision_tower = _build_tower(platform, spec, layout, config, pixel_mean, pixel_std)
-
-        language_model = _build_language_model(
-            platform, spec, layout, config, core_config, pipeline_rank, virtual_stage
-        )
-        layer_range = layout.chunk_layers(pipeline_rank, virtual_stage)
-        chunk = VisionLanguageModel(
-            core_config,
-            language_model,
-            vision_tower,
-            num_deepstack_levels=num_deepstack_levels,
-            layer_range=layer_range,
-            message_levels=message_levels,
-        )
-        chunks.append(_move_to_device(chunk, platform.device, getattr(torch, config.dtype)))
+        chunk = _build_chunk(platform, spec, layout, config, core_config, vision_tower, virtual_stage)
+        chunks.append(chunk)
 
     modules: list[torch.nn.Module] = [*chunks]
     if layout.decoupled:
@@ -107,6 +86,41 @@ def build_chunks(
             fuse_weight_gradients(module)
 
     return chunks
+
+
+def _build_chunk(
+    platform: Platform,
+    spec: ModelSpec,
+    layout: Layout,
+    config: TrainConfig,
+    core_config: TransformerConfig,
+    vision_tower: VisionTower | None,
+    virtual_stage: int,
+) -> VisionLanguageModel:
+    """This rank's part of the language model on a virtual stage, with the tower if it stands there."""
+    from megatron.core import parallel_state as mpu
+
+    pipeline_rank = mpu.get_pipeline_model_parallel_rank()
+    language_model = _build_language_model(
+        platform, spec, layout, config, core_config, pipeline_rank, virtual_stage
+    )
+
+    num_deepstack_levels = len(spec.vision.deepstack_layers)
+    # The number of levels only decreases, so the first boundary between chunks has the most.
+    message_levels = (
+        remaining_deepstack_levels(layout.layers_per_chunk[0], num_deepstack_levels)
+        if len(layout.layers_per_chunk) > 1
+        else 0
+    )
+    chunk = VisionLanguageModel(
+        core_config,
+        language_model,
+        vision_tower,
+        num_deepstack_levels=num_deepstack_levels,
+        layer_range=layout.chunk_layers(pipeline_rank, virtual_stage),
+        message_levels=message_levels,
+    )
+    return _move_to_device(chunk, platform.device, getattr(torch, config.dtype))
 
 
 def _core_language_config(

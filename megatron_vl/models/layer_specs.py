@@ -200,26 +200,10 @@ def transformer_block_spec(
         linear_attention: the sizes of linear attention, for models that have it.
     """
     layer_modules = _layer_modules(platform, config)
-    layer_spec = ModuleSpec(
-        module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
-        params={"deepstack": num_deepstack_levels} if num_deepstack_levels else {},
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=layer_modules.layer_norm,
-            self_attention=_self_attention_spec(
-                layer_modules, attention_backend, causal, is_windowed_layer, fused_windows
-            ),
-            self_attn_bda=layer_modules.add_attention,
-            pre_mlp_layernorm=layer_modules.layer_norm,
-            mlp=partial(
-                _build_mlp,
-                submodules=MLPSubmodules(
-                    linear_fc1=layer_modules.column_linear, linear_fc2=layer_modules.row_linear
-                ),
-                recompute=recompute_activation,
-            ),
-            mlp_bda=layer_modules.add_mlp,
-        ),
+    self_attention = _self_attention_spec(
+        layer_modules, attention_backend, causal, is_windowed_layer, fused_windows
     )
+    layer_spec = _dense_layer_spec(layer_modules, self_attention, num_deepstack_levels, recompute_activation)
 
     # A layer may have both experts and linear attention.
     layer_specs = [layer_spec] * num_layers
@@ -232,17 +216,39 @@ def transformer_block_spec(
             mlp=moe_layer(platform),
         )
     if any(layers_with_linear_attention):
-        module_params = {
-            "spec": linear_attention,
-            "column": layer_modules.column_linear,
-            "row": layer_modules.row_linear,
-        }
         layer_specs = _replace_in_layers(
             layer_specs,
             layers_with_linear_attention,
-            self_attention=ModuleSpec(module=GatedDeltaNet, params=module_params),
+            self_attention=_linear_attention_spec(layer_modules, linear_attention),
         )
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
+
+
+def _dense_layer_spec(
+    layer_modules: _LayerModules,
+    self_attention: ModuleSpec,
+    num_deepstack_levels: int,
+    recompute_activation: bool,
+) -> ModuleSpec:
+    """A layer with an MLP; the last two arguments are those of :func:`transformer_block_spec`."""
+    return ModuleSpec(
+        module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
+        params={"deepstack": num_deepstack_levels} if num_deepstack_levels else {},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=layer_modules.layer_norm,
+            self_attention=self_attention,
+            self_attn_bda=layer_modules.add_attention,
+            pre_mlp_layernorm=layer_modules.layer_norm,
+            mlp=partial(
+                _build_mlp,
+                submodules=MLPSubmodules(
+                    linear_fc1=layer_modules.column_linear, linear_fc2=layer_modules.row_linear
+                ),
+                recompute=recompute_activation,
+            ),
+            mlp_bda=layer_modules.add_mlp,
+        ),
+    )
 
 
 def _self_attention_spec(
@@ -269,6 +275,17 @@ def _self_attention_spec(
         k_layernorm=layer_modules.head_norm,
     )
     return ModuleSpec(module=module, params=params, submodules=submodules)
+
+
+def _linear_attention_spec(
+    layer_modules: _LayerModules, linear_attention: LinearAttentionSpec | None
+) -> ModuleSpec:
+    module_params = {
+        "spec": linear_attention,
+        "column": layer_modules.column_linear,
+        "row": layer_modules.row_linear,
+    }
+    return ModuleSpec(module=GatedDeltaNet, params=module_params)
 
 
 def _replace_in_layers(

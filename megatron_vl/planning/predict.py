@@ -190,7 +190,6 @@ def predict_layout(
     """
     # What is not given is filled in, so that the prediction says which rows and rates it is for.
     data_parallel_size = validate_config(config, world_size)
-    micro_batches = config.global_batch_size // data_parallel_size
     row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
     calibration = calibration or shipped_calibration()
     step_costs = StepCosts(
@@ -201,6 +200,12 @@ def predict_layout(
     stage_plans = tuple(
         _plan_stage(step_costs, memory, stage) for stage, memory in enumerate(stage_memory_list)
     )
+    return _predict_step(step_costs, stage_plans)
+
+
+def _predict_step(step_costs: StepCosts, stage_plans: tuple[StagePlan, ...]) -> RunPrediction:
+    """Adds up the time of a step: the pipeline, a decoupled tower, and what stages do after their passes."""
+    micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
     message_seconds = step_costs.stage_message_seconds()
     timeline_seconds = pipeline_seconds(
         [stage.times_by_chunk for stage in stage_plans], micro_batches, message_seconds
@@ -211,17 +216,17 @@ def predict_layout(
     decoupled_seconds = _decoupled_tower_seconds(step_costs, micro_batches)
     step_end_seconds = (
         max(stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans)
-        + calibration.step_s
+        + step_costs.calibration.step_s
     )
 
     return RunPrediction(
-        config,
-        spec,
-        layout,
-        data_parallel_size,
+        step_costs.config,
+        step_costs.spec,
+        step_costs.layout,
+        step_costs.data_parallel_size,
         micro_batches,
-        row_statistics,
-        calibration,
+        step_costs.row_statistics,
+        step_costs.calibration,
         step_costs.network,
         stage_plans,
         message_seconds,

@@ -279,7 +279,7 @@ class ChatEncoder:
                 turn_weights.append(message.get("loss_weight", 1.0))
 
         # The weights are not for the template, which might write them.
-        messages = [_without_loss_weight(message) for message in messages]
+        messages = _without_loss_weights(messages)
         self._check_template_features(messages, tools)
         rendered_text = self.render_conversation(messages, tools=tools)
         self._check_placeholders(rendered_text, media_grids)
@@ -294,19 +294,12 @@ class ChatEncoder:
         encoded_text = self._fast_tokenizer.encode(rendered_text)
         # NumPy, because an operation on so few numbers costs three times as much in torch.
         token_ids = np.array(encoded_text.ids, dtype=np.int64)
-        token_starts, token_ends = np.array(encoded_text.offsets, dtype=np.int64).reshape(-1, 2).T
-        is_media = (token_ids == self.spec.image_token_id) | (token_ids == self.spec.video_token_id)
-
-        # Tokens without characters and the media's own tokens are not text that the assistant wrote.
-        is_written = ~is_media & (token_ends > token_starts)
-        is_written &= ~_overlaps_spans(token_starts, token_ends, timestamp_spans)
-        turn_of_token = _span_index_of_tokens(token_starts, token_ends, learnt_spans)
-        loss_mask = is_written & (turn_of_token >= 0)
-        if not set(turn_weights) <= {1.0}:
-            loss_mask = np.where(loss_mask, np.array(turn_weights, np.float32)[turn_of_token], np.float32(0))
+        loss_mask = self._loss_mask(
+            token_ids, encoded_text.offsets, learnt_spans, timestamp_spans, turn_weights
+        )
 
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
-        repeat_counts = self._repeat_counts(is_media, media_grids)
+        repeat_counts = self._repeat_counts(token_ids, media_grids)
         expanded_ids = torch.from_numpy(token_ids.repeat(repeat_counts))
         return expanded_ids, torch.from_numpy(loss_mask.repeat(repeat_counts))
 
@@ -322,7 +315,7 @@ class ChatEncoder:
         Arguments and errors are those of :meth:`encode` and :meth:`render_conversation`. It is also an error
         to set ``enable_thinking`` if the template has no switch for it.
         """
-        messages = [_without_loss_weight(message) for message in messages]
+        messages = _without_loss_weights(messages)
         self._check_template_features(messages, tools)
         if enable_thinking is not None and not has_thinking_switch(self.chat_template):
             raise ChatError(
@@ -335,8 +328,7 @@ class ChatEncoder:
         self._check_placeholders(rendered_text, media_grids)
         rendered_text, _, _ = self._insert_timestamps(rendered_text, [], media_grids)
         token_ids = np.array(self._fast_tokenizer.encode(rendered_text).ids, dtype=np.int64)
-        is_media = (token_ids == self.spec.image_token_id) | (token_ids == self.spec.video_token_id)
-        return torch.from_numpy(token_ids.repeat(self._repeat_counts(is_media, media_grids)))
+        return torch.from_numpy(token_ids.repeat(self._repeat_counts(token_ids, media_grids)))
 
     def media_token_count(self, media_grid: GridTHW) -> int:
         """Number of a medium's tokens: placeholders, and timestamps if the family writes them.
@@ -360,15 +352,44 @@ class ChatEncoder:
             )
         return self._timestamp_token_counts[seconds_text]
 
-    def _repeat_counts(self, is_media: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
+    def _is_media(self, token_ids: np.ndarray) -> np.ndarray:
+        return (token_ids == self.spec.image_token_id) | (token_ids == self.spec.video_token_id)
+
+    def _loss_mask(
+        self,
+        token_ids: np.ndarray,
+        token_spans: Sequence[tuple[int, int]],
+        learnt_spans: Sequence[tuple[int, int]],
+        timestamp_spans: Sequence[tuple[int, int]],
+        turn_weights: Sequence[float],
+    ) -> np.ndarray:
+        """The loss mask of tokens before placeholders are expanded, [n], as :meth:`encode` returns it.
+
+        Args:
+            token_spans, learnt_spans, timestamp_spans: start and end in characters of each token, of what is
+                learnt of each assistant turn, and of each video's text.
+            turn_weights: the ``loss_weight`` of each assistant turn.
+        """
+        token_starts, token_ends = np.array(token_spans, dtype=np.int64).reshape(-1, 2).T
+        # Tokens without characters and the media's own tokens are not text that the assistant wrote.
+        is_written = ~self._is_media(token_ids) & (token_ends > token_starts)
+        is_written &= ~_overlaps_spans(token_starts, token_ends, timestamp_spans)
+
+        turn_of_token = _span_index_of_tokens(token_starts, token_ends, learnt_spans)
+        loss_mask = is_written & (turn_of_token >= 0)
+        if set(turn_weights) <= {1.0}:
+            return loss_mask
+        return np.where(loss_mask, np.array(turn_weights, np.float32)[turn_of_token], np.float32(0))
+
+    def _repeat_counts(self, token_ids: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.
 
         Repeated ids equal the ids of the repeated text, because special tokens are split off before merging.
         """
-        repeat_counts = np.ones(len(is_media), dtype=np.int64)
+        repeat_counts = np.ones(len(token_ids), dtype=np.int64)
         merge_size = self.spec.vision.spatial_merge_size
         run_grids = placeholder_runs(media_grids, self.spec)
-        repeat_counts[is_media] = [grid.num_tokens(merge_size) for grid in run_grids]
+        repeat_counts[self._is_media(token_ids)] = [grid.num_tokens(merge_size) for grid in run_grids]
         return repeat_counts
 
     def _insert_timestamps(
@@ -467,8 +488,11 @@ class ChatEncoder:
             )
 
 
-def _without_loss_weight(message: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name != "loss_weight"}
+def _without_loss_weights(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    unweighted_messages = [dict(message) for message in messages]
+    for message in unweighted_messages:
+        message.pop("loss_weight", None)
+    return unweighted_messages
 
 
 def _span_index_of_tokens(
@@ -548,7 +572,7 @@ def _place_answers(
 
 def _absent_word(rendered_text: str) -> str:
     """A word that is not in ``rendered_text``, and does not arise where it is joined to other text."""
-    longest_suffix = max((len(suffix) for suffix in re.findall("answer(x*)", rendered_text)), default=-1)
+    longest_suffix = max(map(len, re.findall("answer(x*)", rendered_text)), default=-1)
     return "answer" + "x" * (longest_suffix + 1)
 
 
