@@ -120,7 +120,8 @@ class WeightReader:
             if self.lora.rank and not takes_adapters:
                 raise WeightsError(
                     f"{self.path} holds LoRA adapters and no whole model; give it as --adapter (lora.adapter"
-                    " of a run), and the model that it was trained on as --checkpoint (model.checkpoint)"
+                    " of a run), and the model that it was trained on as --checkpoint (model.checkpoint), or"
+                    " write a whole model with `megatron-vl export --merge`"
                 )
             self.tensor_infos = trained_table(self.spec, self.lora)
             self._file_by_shard = self._locate_shards()
