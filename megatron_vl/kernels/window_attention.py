@@ -32,6 +32,14 @@ MAX_WINDOW_PATCHES = 128
 
 
 @triton.jit
+def _load_halves(pointers, tile_mask, HALF: tl.constexpr):
+    """Both halves of vectors, of which ``pointers`` are to the first."""
+    first_half = tl.load(pointers, mask=tile_mask, other=0.0)
+    second_half = tl.load(pointers + HALF, mask=tile_mask, other=0.0)
+    return first_half, second_half
+
+
+@triton.jit
 def _rotate_halves(first_half, second_half, cos, sin):
     """Rotates a vector given as its two halves (rotate-half convention), and rounds to its type."""
     first_fp32 = first_half.to(tl.float32)
@@ -89,18 +97,9 @@ def _forward_kernel(
         qkv_pointers = (
             qkv + patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
         )
-        q1, q2 = (
-            tl.load(qkv_pointers, mask=tile_mask, other=0.0),
-            tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
-        )
-        k1, k2 = (
-            tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
-            tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
-        )
-        v1, v2 = (
-            tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
-            tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
-        )
+        q1, q2 = _load_halves(qkv_pointers, tile_mask, HALF)
+        k1, k2 = _load_halves(qkv_pointers + 2 * HALF, tile_mask, HALF)
+        v1, v2 = _load_halves(qkv_pointers + 4 * HALF, tile_mask, HALF)
 
         q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
         k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
@@ -152,14 +151,8 @@ def _backward_kernel(
             patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
         )
         qkv_pointers, grad_pointers = qkv + qkv_offsets, dqkv + qkv_offsets
-        q1, q2 = (
-            tl.load(qkv_pointers, mask=tile_mask, other=0.0),
-            tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
-        )
-        k1, k2 = (
-            tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
-            tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
-        )
+        q1, q2 = _load_halves(qkv_pointers, tile_mask, HALF)
+        k1, k2 = _load_halves(qkv_pointers + 2 * HALF, tile_mask, HALF)
 
         q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
         k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
@@ -172,19 +165,13 @@ def _backward_kernel(
             + head_index * 2 * HALF
             + column_index[None, :]
         )
-        o1, o2 = (
-            tl.load(output_grad_pointers, mask=tile_mask, other=0.0),
-            tl.load(output_grad_pointers + HALF, mask=tile_mask, other=0.0),
-        )
+        o1, o2 = _load_halves(output_grad_pointers, tile_mask, HALF)
         transposed_probabilities = tl.trans(probabilities.to(o1.dtype))
         tl.store(grad_pointers + 4 * HALF, tl.dot(transposed_probabilities, o1).to(o1.dtype), mask=tile_mask)
         tl.store(grad_pointers + 5 * HALF, tl.dot(transposed_probabilities, o2).to(o1.dtype), mask=tile_mask)
 
         # The gradient of the scores.
-        v1, v2 = (
-            tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
-            tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
-        )
+        v1, v2 = _load_halves(qkv_pointers + 4 * HALF, tile_mask, HALF)
         probability_grads = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
         score_grads = (
             probabilities

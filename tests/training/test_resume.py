@@ -151,7 +151,7 @@ def test_a_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny
 
 
 def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -> None:
-    def told(family: str, old: str, new: str) -> str:
+    def notes_text(family: str, old: str, new: str) -> str:
         hf = tiny_checkpoint(family)
         config, fields = recorded(hf, *new.split())
         return " ".join(field_change_notes(config, fields, recorded(hf, *old.split())[1], 2))
@@ -166,18 +166,18 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
         ("", "--lora.dropout 0.1"),
         ("--lora.rank 4 --model.checkpoint a", "--lora.rank 4 --model.checkpoint b"),
     ):
-        assert told(dense, old, new) == "", new
+        assert notes_text(dense, old, new) == "", new
 
     vision_note = "optimizer.vision_lr was 0.001, is 0.0005"
-    assert vision_note in told(dense, "", "--optimizer.vision_lr 5e-4")
+    assert vision_note in notes_text(dense, "", "--optimizer.vision_lr 5e-4")
     lora = "--lora.rank 4 --lora.dropout 0.1"
-    assert "have changed since the checkpoint: seed was" in told(dense, lora, f"{lora} --seed 1")
+    assert "have changed since the checkpoint: seed was" in notes_text(dense, lora, f"{lora} --seed 1")
 
     # It is what the model's config says, unless a field says something else.
-    assert told(experts, "", "--model.moe_aux_loss 0") == ""
+    assert notes_text(experts, "", "--model.moe_aux_loss 0") == ""
     loss = "--model.moe_aux_loss 0.01"
-    assert "model.moe_aux_loss was 0.0, is 0.01" in told(experts, "", loss)
-    assert "model.moe_aux_loss was 0.01, is 0.0" in told(experts, loss, "")
+    assert "model.moe_aux_loss was 0.0, is 0.01" in notes_text(experts, "", loss)
+    assert "model.moe_aux_loss was 0.01, is 0.0" in notes_text(experts, loss, "")
 
 
 def test_a_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoint, tmp_path: Path) -> None:
