@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -55,6 +55,8 @@ class ConversionRule:
 
 HfNames = tuple[str, ...]
 """Names of the HF tensors that a canonical tensor consists of."""
+PADDING = ""
+"""Stands for the name of a HF tensor where the canonical tensor has rows of zeros."""
 
 
 # --- Rules of all structures that occur
@@ -84,23 +86,14 @@ def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) ->
     For each key/value head, the canonical tensor has its query heads, its key and its value.
     """
     language = spec.language
-    num_groups, head_dim = language.num_kv_heads, language.head_dim
-    col_count = matrix_shape(tensor_info.shape)[1]
-    query_rows = language.num_heads // num_groups * head_dim
-    group_rows = dict(zip(hf_names, (query_rows, head_dim, head_dim), strict=True))
+    query_rows = language.num_heads // language.num_kv_heads * language.head_dim
+    group_rows = (query_rows, language.head_dim, language.head_dim)
 
-    blocks = []
-    first_row = 0
-    for group_index in range(num_groups):
-        for hf_name, rows in group_rows.items():
-            hf_row = group_index * rows
-            blocks.append(MatrixBlock(hf_name, rows, col_count, row=first_row, part_row=hf_row))
-            first_row += rows
-
-    hf_rows = {}
-    for hf_name, rows in group_rows.items():
-        hf_rows[hf_name] = num_groups * rows
-    return _rule_with_same_columns(tensor_info, hf_rows, blocks)
+    row_runs = []
+    for group_index in range(language.num_kv_heads):
+        for hf_name, row_count in zip(hf_names, group_rows, strict=True):
+            row_runs.append((hf_name, group_index * row_count, row_count))
+    return _rule_of_rows(tensor_info, row_runs)
 
 
 def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -110,42 +103,19 @@ def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNam
     has all queries, all gates, the key and the value.
     """
     query_name, key_name, value_name = hf_names
-    num_heads, num_groups = spec.language.num_heads, spec.language.num_kv_heads
     head_dim = spec.language.head_dim
-    heads_per_group = num_heads // num_groups
+    heads_per_group = spec.language.num_heads // spec.language.num_kv_heads
 
-    # (HF name, number of the head in the HF tensor), in the canonical order.
-    head_order = []
-    for group_index in range(num_groups):
+    row_runs = []
+    for group_index in range(spec.language.num_kv_heads):
         group_heads = range(group_index * heads_per_group, (group_index + 1) * heads_per_group)
         for is_gate in (0, 1):
             for head_index in group_heads:
                 # HF alternates between the query and the gate of each head.
-                head_order.append((query_name, 2 * head_index + is_gate))
-        head_order.append((key_name, group_index))
-        head_order.append((value_name, group_index))
-
-    col_count = matrix_shape(tensor_info.shape)[1]
-    blocks = []
-    first_row = 0
-    for hf_name, hf_head_index in head_order:
-        blocks.append(
-            MatrixBlock(
-                hf_name,
-                head_dim,
-                col_count,
-                row=first_row,
-                part_row=hf_head_index * head_dim,
-            )
-        )
-        first_row += head_dim
-    key_rows = num_groups * head_dim
-    hf_rows = {
-        query_name: 2 * num_heads * head_dim,
-        key_name: key_rows,
-        value_name: key_rows,
-    }
-    return _rule_with_same_columns(tensor_info, hf_rows, blocks)
+                row_runs.append((query_name, (2 * head_index + is_gate) * head_dim, head_dim))
+        row_runs.append((key_name, group_index * head_dim, head_dim))
+        row_runs.append((value_name, group_index * head_dim, head_dim))
+    return _rule_of_rows(tensor_info, row_runs)
 
 
 def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -153,21 +123,9 @@ def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: H
     linear_attention = spec.language.linear_attention
     assert linear_attention is not None
     value_heads = linear_attention.value_heads
-    row_counts = (
-        linear_attention.conv_channels,
-        value_heads * linear_attention.value_dim,
-        value_heads,
-        value_heads,
-    )
-
-    col_count = matrix_shape(tensor_info.shape)[1]
-    hf_rows = dict(zip(hf_names, row_counts, strict=True))
-    blocks = []
-    first_row = 0
-    for hf_name, row_count in hf_rows.items():
-        blocks.append(MatrixBlock(hf_name, row_count, col_count, row=first_row))
-        first_row += row_count
-    return _rule_with_same_columns(tensor_info, hf_rows, blocks)
+    gate_rows = value_heads * linear_attention.value_dim
+    row_counts = (linear_attention.conv_channels, gate_rows, value_heads, value_heads)
+    return _rule_of_rows(tensor_info, zip(hf_names, (0, 0, 0, 0), row_counts, strict=True))
 
 
 def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -193,33 +151,21 @@ def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> C
     """
     (hf_name,) = hf_names
     num_heads, head_dim = spec.vision.num_heads, spec.vision.head_dim
-    col_count = matrix_shape(tensor_info.shape)[1]
 
-    blocks = []
+    row_runs = []
     for head_index in range(num_heads):
         for qkv_index in range(3):
-            blocks.append(
-                MatrixBlock(
-                    hf_name,
-                    head_dim,
-                    col_count,
-                    row=(3 * head_index + qkv_index) * head_dim,
-                    part_row=(qkv_index * num_heads + head_index) * head_dim,
-                )
-            )
-    return _rule_with_same_columns(tensor_info, {hf_name: 3 * num_heads * head_dim}, blocks)
+            row_runs.append((hf_name, (qkv_index * num_heads + head_index) * head_dim, head_dim))
+    return _rule_of_rows(tensor_info, row_runs)
 
 
 def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
     (hf_name,) = hf_names
     real_rows = spec.vision.ffn_hidden_size
-    rows, col_count = matrix_shape(tensor_info.shape)
-    blocks = [MatrixBlock(hf_name, real_rows, col_count)]
-    padding_regions = []
-    if rows > real_rows:
-        padding_regions.append(MatrixRegion(real_rows, rows, 0, col_count))
-    return _rule_with_same_columns(tensor_info, {hf_name: real_rows}, blocks, padding_regions)
+    return _rule_of_rows(
+        tensor_info, [(hf_name, 0, real_rows), (PADDING, 0, tensor_info.shape[0] - real_rows)]
+    )
 
 
 def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -280,32 +226,37 @@ def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, 
 
 def _gated_rule(tensor_info: TensorInfo, hf_names: HfNames, real_rows: int) -> ConversionRule:
     """The rule of a gated ``linear_fc1``: ``real_rows`` rows of the gate, zero rows, then the same for up."""
-    rows, col_count = matrix_shape(tensor_info.shape)
-    half_rows = rows // 2
+    padding_rows = tensor_info.shape[0] // 2 - real_rows
+    row_runs = []
+    for hf_name in hf_names:
+        row_runs.append((hf_name, 0, real_rows))
+        row_runs.append((PADDING, 0, padding_rows))
+    return _rule_of_rows(tensor_info, row_runs)
 
+
+def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, int]]) -> ConversionRule:
+    """The rule of a tensor that consists of rows of HF tensors, which have its columns.
+
+    Args:
+        row_runs: (HF name or :data:`PADDING`, first row in the HF tensor, number of rows) of each run of rows
+            of the canonical tensor, in order.
+    """
+    col_count = matrix_shape(tensor_info.shape)[1]
     blocks = []
     padding_regions = []
-    for hf_name, first_row in zip(hf_names, (0, half_rows), strict=True):
-        blocks.append(MatrixBlock(hf_name, real_rows, col_count, row=first_row))
-        if half_rows > real_rows:
-            padding_regions.append(MatrixRegion(first_row + real_rows, first_row + half_rows, 0, col_count))
+    hf_rows: Counter[str] = Counter()
+    first_row = 0
+    for hf_name, hf_row, row_count in row_runs:
+        end_row = first_row + row_count
+        if hf_name != PADDING:
+            blocks.append(MatrixBlock(hf_name, row_count, col_count, row=first_row, part_row=hf_row))
+            hf_rows[hf_name] += row_count
+        elif row_count:
+            padding_regions.append(MatrixRegion(first_row, end_row, 0, col_count))
+        first_row = end_row
 
-    return _rule_with_same_columns(tensor_info, dict.fromkeys(hf_names, real_rows), blocks, padding_regions)
-
-
-def _rule_with_same_columns(
-    tensor_info: TensorInfo,
-    rows_by_name: dict[str, int],
-    blocks: Sequence[MatrixBlock],
-    padding_regions: Sequence[MatrixRegion] = (),
-) -> ConversionRule:
-    """Makes a rule whose HF tensors have the canonical tensor's columns."""
-    return ConversionRule(
-        tensor_info.name,
-        {hf_name: (row_count, *tensor_info.shape[1:]) for hf_name, row_count in rows_by_name.items()},
-        tuple(blocks),
-        tuple(padding_regions),
-    )
+    hf_shapes = {hf_name: (row_count, *tensor_info.shape[1:]) for hf_name, row_count in hf_rows.items()}
+    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks), tuple(padding_regions))
 
 
 # --- Tables of names
