@@ -6,7 +6,6 @@ too, which has the same rows. ``lora_A`` has the factors of the released matrice
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Container, Mapping
 from functools import lru_cache
@@ -32,11 +31,10 @@ from megatron_vl.weights.tensor_files import (
     WeightsError,
     make_safetensors_header,
     matrix_shape,
-    read_safetensors_header,
     whole_matrix_region,
 )
 
-from .hf_checkpoint import HfCheckpoint, long_tensor_name
+from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
 from .peft_folder import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -227,13 +225,9 @@ class PeftAdapters(PeftFolder):
 
     def fingerprint(self) -> dict[str, str]:
         """The settings, and the weights' header, size and modification time."""
-        weights_path = self.path / ADAPTER_FILE
-        file_stat = weights_path.stat()
-        header_bytes = read_safetensors_header(weights_path)
-        header = hashlib.sha256(header_bytes).hexdigest()
         return {
             ADAPTER_CONFIG_FILE: json.dumps(self.config, sort_keys=True),
-            ADAPTER_FILE: f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, header {header[:16]}",
+            ADAPTER_FILE: weights_file_facts(self.path / ADAPTER_FILE),
         }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -30,7 +30,6 @@ from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gath
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
-    TensorWriter,
     WeightsError,
     dtype_name,
     make_safetensors_header,
@@ -165,14 +164,7 @@ def _write_weights(
     tensor_infos = trained_table(source.spec, source.lora)
     file_plan = _plan_files(source, tensor_infos, layout)
 
-    # Names, types and shapes are known in advance, so each file gets its final size and header before any
-    # tensor is read, and threads fill it in any order.
-    header_by_file = {}
-    for file, names in file_plan.tensors_by_file.items():
-        header_by_file[file] = make_safetensors_header(
-            {name: file_plan.stored_types[name] for name in names}, {"format": "pt"}
-        )
-
+    header_by_file = file_plan.make_headers()
     conversion_facts = _describe_conversion(
         command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
     )
@@ -185,31 +177,33 @@ def _write_weights(
         conversion_facts,
         force_overwrite=force_overwrite,
         worker_count=worker_count,
-        print_line=_print_to_stderr,
     ) as conversion_output:
-        write_seconds = _run_copy_jobs(
-            command_name,
-            source,
-            _shard_jobs(source, tensor_infos, file_plan, conversion_output),
-            conversion_output,
-            worker_count,
-        )
+        copy_jobs = _shard_jobs(source, tensor_infos, file_plan, conversion_output)
+        write_seconds = _run_copy_jobs(command_name, source, copy_jobs, conversion_output, worker_count)
 
         # The manifest comes last: a folder without one does not count as weights.
         conversion_output.commit_files()
         file_entries = _file_entries(file_plan, conversion_output)
         write_manifest(output_dir, source.spec, layout, file_entries, weights_origin, source.lora)
 
-    # A replicated tensor counts once for each file that holds it.
-    total_bytes = 0
-    for names in file_plan.tensors_by_file.values():
-        total_bytes += sum(CopyJob.tensor_bytes(*file_plan.stored_types[name]) for name in names)
+    return _make_report(output_dir, conversion_output, write_seconds, layout)
+
+
+def _make_report(
+    output_dir: Path, conversion_output: ConversionOutput, seconds: float, layout: Layout | None = None
+) -> WeightsReport:
+    """The report about the files that were written."""
+    file_writers = conversion_output.writer_by_file.values()
+    # A tensor may be in several files, as shards or replicated.
+    tensor_names: set[str] = set()
+    for writer in file_writers:
+        tensor_names.update(writer.tensor_names())
     return WeightsReport(
         output_dir,
-        len(file_plan.stored_types),
-        len(file_plan.tensors_by_file),
-        total_bytes,
-        write_seconds,
+        len(tensor_names),
+        len(file_writers),
+        sum(writer.file_size_bytes for writer in file_writers),
+        seconds,
         layout,
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
@@ -246,16 +240,12 @@ def _shard_jobs(
             if kind != "pp":
                 shard_ranks[f"{kind}_rank"] = rank
 
+        dtype, shard_shape = file_plan.stored_types[name]
         shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
-        jobs_by_tensor.setdefault(name, []).append(
-            _shard_job(
-                source,
-                tensor_infos[name],
-                shard_index,
-                file_plan.sharding,
-                conversion_output.writer_by_file[file],
-            )
-        )
+        source_blocks = blocks_of_shard(tensor_infos[name], shard_index, file_plan.sharding)
+        read_region = _gather_from(source, source_blocks, dtype)
+        copy_job = CopyJob(conversion_output.writer_by_file[file], name, shard_shape, dtype, read_region)
+        jobs_by_tensor.setdefault(name, []).append(copy_job)
     return jobs_by_tensor
 
 
@@ -278,10 +268,6 @@ def _describe_conversion(
     }
 
 
-def _print_to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def _run_copy_jobs(
     command_name: str,
     source: WeightSource,
@@ -302,28 +288,21 @@ def _run_copy_jobs(
             source.verify_tensor(tensor_name)
 
     total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
-    progress_bar = ProgressBar(command_name, total_bytes)
-    try:
+    with ProgressBar(command_name, total_bytes) as progress_bar:
         run_copy_tasks(
             order_with_checks(jobs_by_tensor, check, worker_count),
             worker_count,
             progress_bar,
             conversion_output.record_tensor,
         )
-    finally:
-        progress_bar.clear_line()
 
-    _check_unchanged(source, fingerprint_before)
-    return progress_bar.elapsed_seconds
-
-
-def _check_unchanged(source: WeightSource, fingerprint_before: dict[str, Any]) -> None:
     # A source that was replaced while it was read would give a mixture of two models.
     for source_file, current_fact in source.fingerprint().items():
         if fingerprint_before[source_file] != current_fact:
             raise WeightsError(
                 f"{source_file} changed while it was read. The output was removed; start again"
             )
+    return progress_bar.elapsed_seconds
 
 
 @dataclass
@@ -337,6 +316,18 @@ class _FilePlan:
     ranks_by_file: dict[str, dict[str, int]]
     """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
     sharding: Sharding = UNSHARDED
+
+    def make_headers(self) -> dict[str, bytes]:
+        """File -> its header.
+
+        Names, types and shapes are known in advance, so each file gets its final size and header before any
+        tensor is read, and threads fill it in any order.
+        """
+        header_by_file = {}
+        for file, names in self.tensors_by_file.items():
+            file_types = {name: self.stored_types[name] for name in names}
+            header_by_file[file] = make_safetensors_header(file_types, {"format": "pt"})
+        return header_by_file
 
     def model_order(self) -> list[tuple[str, str]]:
         """(tensor, file) in model order. A tensor's shards are adjacent, so that it is read only once."""
@@ -364,7 +355,7 @@ def _plan_files(
     file_groups: list[list[str]] = [[]]
     group_bytes = 0
     for tensor_name, (dtype, shape) in stored_types.items():
-        tensor_bytes = CopyJob.tensor_bytes(dtype, shape)
+        tensor_bytes = math.prod(shape) * dtype.itemsize
         group_bytes += tensor_bytes
         if file_groups[-1] and group_bytes > MAX_FILE_BYTES:
             file_groups.append([])
@@ -406,17 +397,6 @@ def _shard_files(
                 ranks_by_file[file_name] = {"ep": expert_rank, "etp": tensor_rank, "pp": pipeline_rank}
 
     return tensors_by_file, ranks_by_file
-
-
-def _shard_job(
-    source: WeightSource, tensor_info: TensorInfo, shard_index: int, sharding: Sharding, writer: TensorWriter
-) -> CopyJob:
-    """The job that writes one part of a canonical tensor."""
-    dtype = source.dtype(tensor_info.name)
-    source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
-
-    read_region = _gather_from(source, source_blocks, dtype)
-    return CopyJob(writer, tensor_info.name, tensor_info.shard_shape(sharding), dtype, read_region)
 
 
 def _gather_from(
@@ -500,7 +480,6 @@ def _write_hf_folder(
         force_overwrite=force_overwrite,
         worker_count=worker_count,
         is_hf_export=True,
-        print_line=_print_to_stderr,
     ) as conversion_output:
         export_jobs = _export_jobs(source, hf_checkpoint, conversion_output)
         write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
@@ -513,37 +492,11 @@ def _write_hf_folder(
         for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
             durable_files.fsync_path(synced_path)
 
-    export_report = _export_report(source, hf_checkpoint, conversion_output, output_dir, write_seconds)
+    export_report = _make_report(output_dir, conversion_output, write_seconds)
+    export_report.cast = _count_casts(source, hf_checkpoint)
+    export_report.carried = len(hf_checkpoint.carried_names)
     export_report.skipped = [str(skipped_path) for skipped_path in skipped_files]
     return export_report
-
-
-def _export_report(
-    source: WeightReader | MergedWeights,
-    hf_checkpoint: HfCheckpoint,
-    conversion_output: ConversionOutput,
-    output_dir: Path,
-    write_seconds: float,
-) -> WeightsReport:
-    """The report about a Hugging Face folder that was written."""
-    released_names = hf_checkpoint.names_in_order()
-    written_tensors = [hf_checkpoint.stored_name_by_released[name] for name in released_names]
-    written_tensors += hf_checkpoint.carried_names
-    total_bytes = 0
-    for name in written_tensors:
-        tensor_folder = hf_checkpoint.tensor_folder
-        total_bytes += CopyJob.tensor_bytes(tensor_folder.dtype(name), tensor_folder.shape(name))
-    return WeightsReport(
-        output_dir,
-        len(written_tensors),
-        len(hf_checkpoint.tensor_folder.reader_by_file),
-        total_bytes,
-        write_seconds,
-        cast=_count_casts(source, hf_checkpoint),
-        carried=len(hf_checkpoint.carried_names),
-        kept_files=conversion_output.count_kept_files(),
-        kept_tensors=len(conversion_output.kept_tensors),
-    )
 
 
 def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) -> list[Path]:
@@ -565,22 +518,24 @@ def _export_jobs(
     They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
     page cache.
     """
+    tensor_folder = hf_checkpoint.tensor_folder
     jobs_by_tensor: dict[str, list[CopyJob]] = {}
-    for hf_name in hf_checkpoint.names_in_order():
-        stored_name = hf_checkpoint.stored_name_by_released[hf_name]
-        file_name = hf_checkpoint.tensor_folder.file_by_tensor[stored_name]
-        if (file_name, stored_name) not in conversion_output.kept_tensors:
-            canonical_name = str(hf_checkpoint.hf_blocks(hf_name)[0].part_id)
-            jobs_by_tensor.setdefault(canonical_name, []).append(
-                _hf_job(source, hf_checkpoint, conversion_output.writer_by_file[file_name], hf_name)
-            )
 
+    def add_job(source_name: str, stored_name: str, read_region: Callable[[MatrixRegion], Tensor]) -> None:
+        file_name = tensor_folder.file_by_tensor[stored_name]
+        if (file_name, stored_name) not in conversion_output.kept_tensors:
+            shape, dtype = tensor_folder.shape(stored_name), tensor_folder.dtype(stored_name)
+            writer = conversion_output.writer_by_file[file_name]
+            copy_job = CopyJob(writer, stored_name, shape, dtype, read_region)
+            jobs_by_tensor.setdefault(source_name, []).append(copy_job)
+
+    for hf_name in hf_checkpoint.names_in_order():
+        canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
+        read_region = _gather_from(source, canonical_blocks, hf_checkpoint.hf_dtype(hf_name))
+        canonical_name = str(canonical_blocks[0].part_id)
+        add_job(canonical_name, hf_checkpoint.stored_name_by_released[hf_name], read_region)
     for carried_name in hf_checkpoint.carried_names:
-        file_name = hf_checkpoint.tensor_folder.file_by_tensor[carried_name]
-        if (file_name, carried_name) not in conversion_output.kept_tensors:
-            jobs_by_tensor[carried_name] = [
-                _carried_job(hf_checkpoint, conversion_output.writer_by_file[file_name], carried_name)
-            ]
+        add_job(carried_name, carried_name, partial(tensor_folder.read_region, carried_name))
     return jobs_by_tensor
 
 
@@ -617,23 +572,6 @@ def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
         write_json(output_dir / EXPORT_FACTS_FILE, video_rule_entry(trained_rule))
     else:
         (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
-
-
-def _hf_job(source: WeightSource, hf_checkpoint: HfCheckpoint, writer: TensorWriter, hf_name: str) -> CopyJob:
-    """The job that writes one HF tensor from canonical tensors."""
-    canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
-    dtype = hf_checkpoint.hf_dtype(hf_name)
-    stored_name = hf_checkpoint.stored_name_by_released[hf_name]
-
-    stored_shape = hf_checkpoint.tensor_folder.shape(stored_name)
-    return CopyJob(writer, stored_name, stored_shape, dtype, _gather_from(source, canonical_blocks, dtype))
-
-
-def _carried_job(hf_checkpoint: HfCheckpoint, writer: TensorWriter, stored_name: str) -> CopyJob:
-    """The job that copies a tensor which is not part of the model from the original folder."""
-    folder = hf_checkpoint.tensor_folder
-    shape, dtype = folder.shape(stored_name), folder.dtype(stored_name)
-    return CopyJob(writer, stored_name, shape, dtype, partial(folder.read_region, stored_name))
 
 
 def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:
@@ -750,7 +688,6 @@ def export_adapter(
         force_overwrite=force,
         worker_count=1,
         is_hf_export=True,
-        print_line=_print_to_stderr,
     ) as conversion_output:
         _write_adapter_tensors(source, conversion_output)
         conversion_output.commit_files()
@@ -758,16 +695,7 @@ def export_adapter(
         _write_video_rule(trained_rule, output_dir)
         durable_files.fsync_path(output_dir)
 
-    writer = conversion_output.writer_by_file[ADAPTER_FILE]
-    return WeightsReport(
-        output_dir,
-        len(writer.tensor_names()),
-        1,
-        writer.file_size_bytes,
-        time.monotonic() - start_time,
-        kept_files=conversion_output.count_kept_files(),
-        kept_tensors=len(conversion_output.kept_tensors),
-    )
+    return _make_report(output_dir, conversion_output, time.monotonic() - start_time)
 
 
 def _write_adapter_tensors(source: WeightSource, conversion_output: ConversionOutput) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -29,18 +28,25 @@ from megatron_vl.weights.tensor_files import MatrixRegion, TensorWriter, row_reg
 class ProgressBar:
     """Shows bytes, rate and time left on stderr.
 
-    On a terminal, the line is redrawn. Otherwise, a line is printed every 30 seconds.
+    On a terminal, the line is redrawn, and removed at the end of the context. Otherwise, a line is printed
+    every 30 seconds.
     """
 
-    def __init__(self, task_name: str, total_bytes: int, output_stream: TextIO | None = None) -> None:
+    def __init__(self, task_name: str, total_bytes: int) -> None:
         self._task_name = task_name
         self._total_bytes = total_bytes
         self._done_bytes = 0
-        self._output_stream = output_stream or sys.stderr
-        self._is_terminal = self._output_stream.isatty()
+        self._is_terminal = sys.stderr.isatty()
         self._print_interval = 0.2 if self._is_terminal else 30.0
         self._start_time = self._last_shown = time.monotonic()
         self._update_lock = threading.Lock()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -62,13 +68,8 @@ class ProgressBar:
             f"({100 * self._done_bytes / max(1, self._total_bytes):.0f} %), "
             f"{bytes_per_second / 1e9:.2f} GB/s, {seconds_left:.0f} s left"
         )
-        self._output_stream.write(f"\r{text}\033[K" if self._is_terminal else text + "\n")
-        self._output_stream.flush()
-
-    def clear_line(self) -> None:
-        if self._is_terminal:
-            self._output_stream.write("\r\033[K")
-            self._output_stream.flush()
+        shown_line = f"\r{text}\033[K" if self._is_terminal else f"{text}\n"
+        print(shown_line, end="", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,7 @@ class CopyJob:
 
     @property
     def byte_count(self) -> int:
-        return self.tensor_bytes(self.dtype, self.shape)
-
-    @staticmethod
-    def tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Size of a tensor in bytes."""
-        return math.prod(shape) * dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def default_worker_count() -> int:

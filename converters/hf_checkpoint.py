@@ -427,13 +427,10 @@ class HfCheckpoint:
     def fingerprint(self) -> dict[str, str]:
         """The config, and each file's header, size and modification time, which are known without reading the
         weights."""
-        file_facts = {"config.json": _sha256((self.path / "config.json").read_bytes())}
+        config_bytes = (self.path / "config.json").read_bytes()
+        file_facts = {"config.json": hashlib.sha256(config_bytes).hexdigest()}
         for name in self.tensor_folder.reader_by_file:
-            file_stat = (self.path / name).stat()
-            file_facts[name] = (
-                f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, "
-                f"header {_sha256(read_safetensors_header(self.path / name))[:16]}"
-            )
+            file_facts[name] = weights_file_facts(self.path / name)
         return file_facts
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
@@ -461,8 +458,11 @@ class HfCheckpoint:
         return blocks_by_hf_name
 
 
-def _sha256(hashed_bytes: bytes) -> str:
-    return hashlib.sha256(hashed_bytes).hexdigest()
+def weights_file_facts(weights_path: Path) -> str:
+    """The header, size and modification time of a safetensors file, which change when others write it."""
+    file_stat = weights_path.stat()
+    header_digest = hashlib.sha256(read_safetensors_header(weights_path)).hexdigest()
+    return f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, header {header_digest[:16]}"
 
 
 def _read_spec(config_path: Path) -> ModelSpec:

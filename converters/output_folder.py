@@ -17,7 +17,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,12 +82,12 @@ def open_output(
     force_overwrite: bool,
     worker_count: int,
     is_hf_export: bool = False,
-    print_line: Callable[[str], None] = lambda text: None,
 ) -> Iterator[ConversionOutput]:
     """A context that locks ``output_dir`` and opens a file for each header.
 
     The caller writes the tensors, commits the files and completes the folder. After a disk error or an
-    interruption, written files stay for the next attempt. If the weights are at fault, all files are removed.
+    interruption, written files stay for the next attempt, which prints how many it kept. If the weights are
+    at fault, all files are removed.
 
     Args:
         input_dirs: the folders that are read.
@@ -97,17 +98,13 @@ def open_output(
             ``is_hf_export``), or another unfinished conversion there.
         worker_count: number of threads that read back the tensors of an earlier attempt.
         is_hf_export: whether ``output_dir`` becomes a Hugging Face folder.
-        print_line: receives a line about the files and tensors that were kept.
 
     Raises:
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
         WeightsError: ``output_dir`` is one of ``input_dirs``.
         DiskFullError: the disk has too little space.
     """
-    # In the types that JSON gives back, so that equal descriptions compare equal.
-    conversion_facts = json.loads(
-        json.dumps({"kind": "Hugging Face" if is_hf_export else "Megatron"} | conversion_facts)
-    )
+    conversion_facts = {"kind": "Hugging Face" if is_hf_export else "Megatron"} | conversion_facts
     journal, recorded_sha256 = _claim_output_dir(
         output_dir, input_dirs, conversion_facts, force_overwrite, is_hf_export
     )
@@ -117,15 +114,11 @@ def open_output(
         _prepare_partial_files(output_dir, header_by_file, bool(recorded_sha256), is_hf_export)
         for file_name, header in header_by_file.items():
             writer_by_file[file_name] = TensorWriter(output_dir / file_name, header, keep_partial=True)
-        conversion_output = ConversionOutput(
-            writer_by_file,
-            _verify_kept_tensors(recorded_sha256, writer_by_file, worker_count),
-            recorded_sha256,
-            journal,
-        )
+        kept_tensors = _verify_kept_tensors(recorded_sha256, writer_by_file, worker_count)
+        conversion_output = ConversionOutput(writer_by_file, kept_tensors, recorded_sha256, journal)
         _check_disk_space(output_dir, writer_by_file)
         if recorded_sha256:
-            print_line(_continue_message(conversion_output))
+            print(_continue_message(conversion_output), file=sys.stderr, flush=True)
 
         yield conversion_output
 
@@ -172,6 +165,8 @@ def _claim_output_dir(
         _check_replaceable(output_dir, force_overwrite, is_hf_export)
     output_dir.mkdir(parents=True, exist_ok=True)
     journal = JsonLinesJournal(output_dir / JOURNAL_FILE, _check_journal_entry, is_exclusive=True)
+    # In the types that JSON gives back, so that equal descriptions compare equal.
+    conversion_facts = json.loads(json.dumps(conversion_facts))
     earlier_facts, *recorded_tensors = [*journal.known_entries()] or [None]
     if not isinstance(earlier_facts, dict):  # damaged
         earlier_facts, recorded_tensors = None, []
@@ -253,13 +248,15 @@ def _is_manifest(file_path: Path) -> bool:
 
 
 def _weight_files(output_dir: Path, is_hf_export: bool) -> list[Path]:
+    """The files of weights. The manifest comes first: once it is removed, the others do not count as
+    complete."""
     names = re.compile(HF_FILE_PATTERN if is_hf_export else MEGATRON_FILE_PATTERN)
-    return [path for path in output_dir.iterdir() if names.fullmatch(path.name)]
+    weight_files = [path for path in output_dir.iterdir() if names.fullmatch(path.name)]
+    return sorted(weight_files, key=lambda path: path.name != MANIFEST_FILE)
 
 
 def _remove_weights(output_dir: Path, is_hf_export: bool) -> None:
-    """Removes the weights, the manifest first, so that the remaining files do not count as complete."""
-    for path in sorted(_weight_files(output_dir, is_hf_export), key=lambda path: path.name != MANIFEST_FILE):
+    for path in _weight_files(output_dir, is_hf_export):
         path.unlink()
 
 
@@ -281,11 +278,8 @@ def _value_text(field_value: Any) -> str:
 def _prepare_partial_files(
     output_dir: Path, header_by_file: dict[str, bytes], is_continuing: bool, is_hf_export: bool
 ) -> None:
-    """Gives all files their partial names again, and removes those that are not needed.
-
-    The manifest is removed first, so that the remaining files do not count as complete.
-    """
-    for path in sorted(_weight_files(output_dir, is_hf_export), key=lambda path: path.name != MANIFEST_FILE):
+    """Gives all files their partial names again, and removes those that are not needed."""
+    for path in _weight_files(output_dir, is_hf_export):
         if path.name in header_by_file and is_continuing and not partial_path(path).exists():
             os.replace(path, partial_path(path))
         elif path.name.removesuffix(".partial") not in header_by_file or not path.name.endswith(".partial"):

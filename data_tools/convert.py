@@ -50,7 +50,7 @@ from .resume import (
     parse_verdicts,
 )
 from .shards import WORK_FOLDER, ConvertedSample, IndexWriter, WrittenShard, finish_shard
-from .work_parts import PartVerdicts, WorkPart, describe_missing_parts, journal_line, part_journal
+from .work_parts import PartVerdicts, WorkPart, describe_missing_parts, part_journal
 
 RECORDS_PER_BATCH = 16
 MAX_IGNORED_KEYS = 100
@@ -310,7 +310,7 @@ def _verify_part(
 
     with _WorkerPool(options.workers) as pool:
         for outcomes in pool.results_in_order(_verify_batch, pending_tasks()):
-            journal.append_entry(journal_line(pending_batches.popleft(), _batch_verdicts(outcomes)))
+            journal.append_entry({"batch": pending_batches.popleft(), "verdicts": _batch_verdicts(outcomes)})
             for outcome in outcomes:
                 if isinstance(outcome, ConvertedSample):
                     report.records += 1
@@ -320,7 +320,7 @@ def _verify_part(
             meter.finish_batch(report)
     meter.show_final_progress(report)
     if -1 not in finished_batches:  # batch -1 marks the part as complete
-        journal.append_entry(journal_line(-1, []))
+        journal.append_entry({"batch": -1, "verdicts": []})
     journal.close(sync_to_disk=True)
     return report
 

@@ -13,13 +13,14 @@ again.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +29,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.json_files import check_format_version
 
 from .media import MediaInfo
-from .shards import WORK_FOLDER
+from .shards import WORK_FOLDER, file_sha256
 
 PLAN_VERSION = 1
 """The version of a plan, and of the rules by which records are read."""
@@ -76,14 +77,14 @@ HASHED_PIECES = 256
 def _file_digest(file_path: Path) -> dict[str, str]:
     """The SHA-256 of a file, or of evenly spaced pieces of a MiB if it is large."""
     size = file_path.stat().st_size
+    if size <= FULL_HASH_LIMIT:
+        return {"sha256": file_sha256(file_path)}
+    pieces_digest = hashlib.sha256()
     with file_path.open("rb") as file:
-        if size <= FULL_HASH_LIMIT:
-            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-        pieces_digest = hashlib.sha256()
         for i in range(HASHED_PIECES):
             file.seek((size - (1 << 20)) * i // (HASHED_PIECES - 1))
             pieces_digest.update(file.read(1 << 20))
-        return {"sha256_of_pieces": pieces_digest.hexdigest()}
+    return {"sha256_of_pieces": pieces_digest.hexdigest()}
 
 
 def public_plan(full_plan: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +124,15 @@ def describe_differences(old_plan: dict[str, Any], new_plan: dict[str, Any]) -> 
     return "; ".join(difference_texts) or ("" if old_plan == new_plan else "the plan")
 
 
+@contextmanager
+def exclusive_access(lock_path: Path) -> Iterator[None]:
+    """Lets one process after the other into the context. A file system without locks lets in all of them."""
+    with lock_path.open("ab") as lock_file:
+        with suppress(OSError):
+            fcntl.lockf(lock_file, fcntl.LOCK_EX)
+        yield
+
+
 class ConversionWorkspace:
     """The output folder of one conversion, which one process locks at a time.
 
@@ -159,7 +169,8 @@ class ConversionWorkspace:
         self.is_complete = False
         self._take_locks()
         try:
-            with self._exclusive_access():
+            # One part after the other reads and writes what they share.
+            with exclusive_access(self.work_dir / "shared.lock"):
                 self._open_folder(discard_existing)
         except BaseException:
             # A complete data set has no work folder, so closing removes the one that the locks made.
@@ -167,18 +178,9 @@ class ConversionWorkspace:
             self.close()
             raise
 
-    @contextmanager
-    def _exclusive_access(self) -> Iterator[None]:
-        """Lets one part after the other read and write what they share."""
-        import fcntl
-
-        with (self.work_dir / "shared.lock").open("ab") as lock_file:
-            fcntl.lockf(lock_file, fcntl.LOCK_EX)
-            yield
-
     def write_once(self, file_name: str, file_bytes: bytes) -> None:
         """Writes a file of the work folder, unless another part did."""
-        with self._exclusive_access():
+        with exclusive_access(self.work_dir / "shared.lock"):
             if not (self.work_dir / file_name).exists():
                 durable_files.write_file(self.work_dir / file_name, file_bytes)
 
@@ -244,8 +246,6 @@ class ConversionWorkspace:
                 _remove_path(entry_path)
 
     def _take_locks(self) -> None:
-        import fcntl
-
         self.work_dir.mkdir(exist_ok=True)
         lock_modes = {"lock": fcntl.LOCK_SH if self.part_name else fcntl.LOCK_EX}
         if self.part_name:

@@ -7,7 +7,6 @@ that :mod:`megatron_vl.data.source.sample_sizes` describes.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.processes import end_with_parent
 from megatron_vl.spec.families import ModelSpec
 
+from .resume import exclusive_access
 from .sample_sources import SampleReader, SampleSource
 from .work_parts import WorkPart
 
@@ -144,7 +144,9 @@ def _index_dataset(
         if shards_left and not has_stored_sizes(dataset, sizes_name):
             return IndexResult(dataset.path, round(time.monotonic() - start_time, 3), shards_left)
 
-        with _exclusive_access(work_dir):
+        # Two that finish at once would otherwise remove each other's results as those of an earlier content.
+        # The lock file goes with the folder: whoever waits for it then finds the sizes.
+        with exclusive_access(work_dir / "lock"):
             if not has_stored_sizes(dataset, sizes_name):
                 _publish_sizes(sizes_dir, work_dir, tasks, dataset.content_id)
         # After the lock file is closed: NFS keeps an open file, and its folder, under another name.
@@ -178,19 +180,6 @@ def _open_work_dir(dataset: DatasetDescription, sizes_name: str) -> Iterator[Pat
                 f"{sizes_dir} cannot be written ({error}); nothing is lost: fix this and start again"
             ) from error
         shutil.rmtree(work_dir, ignore_errors=True)
-
-
-@contextmanager
-def _exclusive_access(work_dir: Path) -> Iterator[None]:
-    """Lets one process after the other look whether there are sizes, and publish them.
-
-    Two that finish at once would otherwise remove each other's results as those of an earlier content. The
-    lock file goes with the folder: whoever waits for it then finds the sizes.
-    """
-    with (work_dir / "lock").open("ab") as lock_file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.lockf(lock_file, fcntl.LOCK_EX)
-        yield
 
 
 def _publish_sizes(sizes_dir: Path, work_dir: Path, tasks: Sequence[_ShardTask], content_id: str) -> None:

@@ -124,7 +124,7 @@ def _is_finished(manifest_path: Path, content_digest: str, tar_path: Path) -> bo
         is_same = (
             manifest_fields["plan"] == content_digest and tar_path.stat().st_size == manifest_fields["bytes"]
         )
-        return is_same and _file_sha256(tar_path) == manifest_fields["sha256"]
+        return is_same and file_sha256(tar_path) == manifest_fields["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -186,7 +186,7 @@ def _index_shard(
         shard_name,
         len(shard_samples),
         (shard_dir / shard_name).stat().st_size,
-        _file_sha256(shard_dir / shard_name),
+        file_sha256(shard_dir / shard_name),
         index_rows + _media_rows(shard_samples),
     )
 
@@ -263,7 +263,8 @@ def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
     return metadata_rows
 
 
-def _file_sha256(file_path: Path) -> str:
+def file_sha256(file_path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
     with file_path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

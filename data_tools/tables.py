@@ -55,9 +55,7 @@ def _read_parquet(table_path: Path, is_wanted: Callable[[int, int], bool]) -> It
                 row_start += num_rows
                 continue
 
-            rows_per_batch = max(
-                1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES * num_rows // max(group_metadata.total_byte_size, 1))
-            )
+            rows_per_batch = _rows_per_batch(num_rows, group_metadata.total_byte_size)
             for record_batch in parquet_file.iter_batches(
                 rows_per_batch, row_groups=[row_group], use_threads=False
             ):
@@ -77,13 +75,15 @@ def _read_arrow(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iter
             record_batches = (arrow_file.get_batch(i) for i in range(arrow_file.num_record_batches))
         row_start = 0
         for record_batch in record_batches:
-            rows_per_batch = max(
-                1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES * record_batch.num_rows // max(record_batch.nbytes, 1))
-            )
+            rows_per_batch = _rows_per_batch(record_batch.num_rows, record_batch.nbytes)
             for i in range(0, record_batch.num_rows, rows_per_batch):
                 batch_slice = record_batch.slice(i, rows_per_batch)
                 yield _batch_records(batch_slice, row_start, is_wanted), 0
                 row_start += batch_slice.num_rows
+
+
+def _rows_per_batch(num_rows: int, num_bytes: int) -> int:
+    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
 def _batch_records(record_batch: Any, row_start: int, is_wanted: Callable[[int, int], bool]) -> list[Any]:

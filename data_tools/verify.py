@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from megatron_vl.errors import UserError
 
 from .resume import CONVERSION_FILE
+from .shards import file_sha256
 
 
 class VerifyError(UserError, ValueError):
@@ -62,9 +62,7 @@ def _shard_problems(tar_path: Path, expected_bytes: int, expected_sha256: str) -
         if actual_bytes != expected_bytes:
             return [*problems, f"{tar_path} has {actual_bytes} bytes, but {expected_bytes} were written"]
 
-        with tar_path.open("rb") as tar_file:
-            actual_sha256 = hashlib.file_digest(tar_file, "sha256").hexdigest()
-        if actual_sha256 != expected_sha256:
+        if file_sha256(tar_path) != expected_sha256:
             problems.append(f"{tar_path}: its SHA-256 differs from the recorded one")
         return problems
     except OSError as error:

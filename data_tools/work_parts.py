@@ -56,11 +56,6 @@ def part_journal(work_dir: Path, work_part: WorkPart) -> JsonLinesJournal:
     return JsonLinesJournal(work_dir / f"{work_part.name}.jsonl", _parse_entry)
 
 
-def journal_line(batch_number: int, verdicts: list[Any]) -> dict[str, Any]:
-    """A line of a part's journal."""
-    return {"batch": batch_number, "verdicts": verdicts}
-
-
 class PartVerdicts:
     """The verdicts that parts left in a folder, asked for in the order of the batches."""
 

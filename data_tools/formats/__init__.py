@@ -26,8 +26,7 @@ from .conversation import (
     shorten_value,
 )
 from .loss_weights import apply_record_weight
-from .record_format import RecordFormat
-from .record_reader import EMPTY_VALUES
+from .record_reader import EMPTY_VALUES, RecordFormat, RecordReader
 from .tool_calls import drop_null_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation", "read_prompt"]
@@ -37,15 +36,12 @@ FORMATS: dict[str, RecordFormat] = {
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+BOXES = "boxes beside the text; write them into the text as the model's family does"
+PREFERENCES = "preferences, which supervised training cannot learn"
 UNSUPERVISED_FIELDS = {
-    "objects": "boxes beside the text; write them into the text as the model's family does",
-    "bbox": "boxes beside the text; write them into the text as the model's family does",
-    "bboxes": "boxes beside the text; write them into the text as the model's family does",
-    "chosen": "preferences, which supervised training cannot learn",
-    "rejected": "preferences, which supervised training cannot learn",
-    "rejected_response": "preferences, which supervised training cannot learn",
-    "rejected_messages": "preferences, which supervised training cannot learn",
-    "chosen_messages": "preferences, which supervised training cannot learn",
+    **dict.fromkeys(("objects", "bbox", "bboxes"), BOXES),
+    **dict.fromkeys(("chosen", "rejected", "rejected_response"), PREFERENCES),
+    **dict.fromkeys(("rejected_messages", "chosen_messages"), PREFERENCES),
     "kto_tag": "judgements of answers, which supervised training cannot learn",
 }
 """Fields that belong to the task and have no place in a supervised sample."""
@@ -75,7 +71,7 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     refuse_listed_audio(record, "")
     record_format = FORMATS[format_name] if format_name else detect_format(record)
     _refuse_unsupervised_fields(record)
-    reader = record_format.open_reader(record)
+    reader = RecordReader(record, record_format)
     messages = record_format.read_messages(record, reader)
     # Media are known to belong to their markers only after all turns are read.
     reader.check_media_counts()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .conversation import Message, RecordError, shorten_value
-from .record_format import RecordFormat
-from .record_reader import RecordReader
+from .record_reader import RecordFormat, RecordReader
 
 QUESTION_FIELDS = ("instruction", "query", "prompt")
 ANSWER_FIELDS = ("output", "response")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .record_format import RecordFormat
+from .record_reader import RecordFormat
 
 
 def _matches_record(record: dict[str, Any]) -> bool:

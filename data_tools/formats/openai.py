@@ -6,7 +6,7 @@ media are content parts, ``<image>`` in the text is text.
 
 from __future__ import annotations
 
-from .record_format import RecordFormat
+from .record_reader import RecordFormat
 
 FORMAT = RecordFormat(
     "openai",

@@ -6,7 +6,7 @@ tells the format from ShareGPT, so a file without it is read by this rule if ``-
 
 from __future__ import annotations
 
-from .record_format import RecordFormat
+from .record_reader import RecordFormat
 
 FORMAT = RecordFormat(
     "qwen",

@@ -1,9 +1,14 @@
-"""Reads turns and content, and assigns the listed media, in order, to markers and to parts without a
-medium."""
+"""What a format is, and how its records are read.
+
+The turns and their content are read, and the listed media are assigned, in order, to markers and to parts
+without a medium.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .. import audio
@@ -19,7 +24,7 @@ from .conversation import (
     unsupported_audio_error,
 )
 from .frame_sequence import FrameSequence, may_be_frame_folder, read_frame_rate
-from .loss_weights import TURN_WEIGHT_KEYS, apply_turn_weight
+from .loss_weights import RECORD_WEIGHT_KEYS, TURN_WEIGHT_KEYS, apply_turn_weight
 
 ROLE_SPELLINGS = {
     "human": "user",
@@ -61,30 +66,58 @@ MAX_SHOWN_KEY = 60
 """Characters of an ignored key that are shown; keys come from untrusted input."""
 
 
-class RecordReader:
-    """Reads the turns of one record.
+COMMON_FIELDS = ("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions")
 
-    Args:
-        record: the record.
-        turns_field: the field of the record that holds the turns.
-        read_keys: fields of the record that have an effect.
-        strip_user_text: whether to remove white space around the user's texts, as Qwen's fine-tuning code
-            does.
-        media_folder: folder of the record's media.
+
+def listed_turns(record: dict[str, Any], turns_field: str) -> list[Any]:
+    """The list of turns in a field. Raises RecordError if it is something else."""
+    turns = record.get(turns_field)
+    if not isinstance(turns, list) or not turns:
+        raise RecordError(
+            "no conversation", f"'{turns_field}' is not a list with at least one turn", turns_field
+        )
+    return turns
+
+
+def read_listed_turns(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    """Reads the list of turns in the format's field."""
+    return reader.read_turns(listed_turns(record, reader.turns_field))
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """One way to write a conversation.
+
+    A format is recognised by its fields alone, so that every record of a file is judged by itself.
     """
 
-    def __init__(
-        self,
-        record: dict[str, Any],
-        turns_field: str,
-        read_keys: tuple[str, ...],
-        *,
-        strip_user_text: bool = False,
-        media_folder: str = "",
-    ) -> None:
-        self.turns_field = turns_field
-        self.strip_user_text = strip_user_text
-        self.media_folder = media_folder
+    name: str
+    turns_field: str
+    """The field with the turns, or the one that says that there is a conversation."""
+    description: str
+    matches_record: Callable[[dict[str, Any]], bool]
+    read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = read_listed_turns
+    """Raises RecordError if the turns are something else."""
+    read_fields: tuple[str, ...] = ()
+    """Fields of the record that it reads, beside those of every format."""
+    strip_user_text: bool = False
+    """Whether white space around the user's texts, also between media, is removed."""
+    media_folder_field: str = ""
+    """The field that holds the folder of the record's media."""
+
+
+class RecordReader:
+    """Reads the turns of one record."""
+
+    def __init__(self, record: dict[str, Any], record_format: RecordFormat) -> None:
+        self.turns_field = record_format.turns_field
+        self.strip_user_text = record_format.strip_user_text
+        folder_field = record_format.media_folder_field
+        media_folder = record.get(folder_field) if folder_field else None
+        if not isinstance(media_folder, str | None):
+            raise RecordError("bad media reference", f"{folder_field!r} must be a folder", folder_field)
+        self.media_folder = media_folder or ""
+
         self.ignored_keys: list[tuple[str, str]] = []
         self.frame_rate_keys: set[str] = set()
         """Keys of the record that give the frame rate of a video."""
@@ -94,6 +127,7 @@ class RecordReader:
             self.unplaced_media[kind] += self.listed_references(record, f"{kind}s")
 
         # The record's own keys come first, but which of them have an effect is known only now.
+        read_keys = (*COMMON_FIELDS, *RECORD_WEIGHT_KEYS, self.turns_field, *record_format.read_fields)
         self.ignored_keys[:0] = unread_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):

@@ -6,7 +6,7 @@ or a list. LLaVA's own code moves a picture to the beginning of its turn; here i
 
 from __future__ import annotations
 
-from .record_format import RecordFormat
+from .record_reader import RecordFormat
 
 FORMAT = RecordFormat(
     "sharegpt",

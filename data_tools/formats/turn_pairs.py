@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .conversation import Message, RecordError, shorten_value
-from .record_format import RecordFormat, listed_turns
-from .record_reader import RecordReader
+from .record_reader import RecordFormat, RecordReader, listed_turns
 
 QUESTION_KEYS = ("human", "user")
 ANSWER_KEYS = ("assistant", "gpt", "bot")

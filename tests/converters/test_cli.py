@@ -164,11 +164,11 @@ def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None
     log = io.StringIO()
     for stream in (terminal, log):
         now[0] = 0.0
-        progress = ProgressBar("convert", 4_000_000_000, stream)
-        for _ in range(40):
-            now[0] += 1.0
-            progress.add_bytes(50_000_000)
-        progress.clear_line()
+        monkeypatch.setattr("sys.stderr", stream)
+        with ProgressBar("convert", 4_000_000_000) as progress:
+            for _ in range(40):
+                now[0] += 1.0
+                progress.add_bytes(50_000_000)
     assert log.getvalue() == "convert: 1.50 of 4.00 GB (38 %), 0.05 GB/s, 50 s left\n"
     drawn = re.findall(r"\r(convert: [^\033]*)\033\[K", terminal.getvalue())
     assert len(drawn) == 40 and drawn[-1] == "convert: 2.00 of 4.00 GB (50 %), 0.05 GB/s, 40 s left"
