@@ -36,7 +36,7 @@ from megatron_vl.weights.tensor_files import (
     read_safetensors_header,
 )
 from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry, weights_video_rule
-from megatron_vl.weights.weight_reader import WeightReader
+from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 
 from .adapters import (
     MergedWeights,
@@ -621,9 +621,7 @@ def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightRea
     """
     if is_peft_folder(adapter):
         return PeftAdapters(adapter, hf_checkpoint.spec)
-    weight_reader = WeightReader(adapter, takes_adapters=True)
-    if not weight_reader.lora.rank:
-        raise WeightsError(f"{weight_reader.path} holds a whole model and no adapters")
+    weight_reader = read_adapters(adapter)
     _check_same_model(weight_reader, hf_checkpoint)
     return weight_reader
 

@@ -17,7 +17,6 @@ NOT_SHOWN = {
     "PositionError": "of one sample: the loader counts it as unusable",
     "UnusableSampleError": "of one sample: the loader goes on with the next",
     "_StateNotSaved": "the caller names what a checkpoint lacks",
-    "FrameArchiveError": "of one sample: who reads pictures raises PixelError in its place",
     "SampleTimeoutError": "of one sample: the loader counts it as unusable",
     "StalledReadError": "of one sample: the loader counts it as unusable",
     "_SeekMismatchError": "of a seek in a video: the video is decoded as a whole",

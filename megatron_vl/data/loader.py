@@ -65,22 +65,10 @@ from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
-from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
 log = logging.getLogger(__name__)
-
-__all__ = [
-    "BadSampleMeter",
-    "DroppedSample",
-    "LoaderError",
-    "RowLoader",
-    "LoaderStateError",
-    "build_loader",
-    "pack_first_fit",
-    "validation_rows",
-]
 
 MAX_CONSECUTIVE_REFUSALS = 1000
 """Number of consecutive unusable samples at which a worker stops, so that it does not search forever. It is

@@ -704,10 +704,6 @@ def read_planned_row(
     return row_encoder.make_row(encoded_samples, samples[0].source if samples else 0)
 
 
-def _identity_collate(value: Any) -> Any:
-    return value
-
-
 def start_worker_iterators(datasets: Sequence[IterableDataset]) -> list[Any]:
     """Starts one process for each data set. Returns an iterator over the rows of each."""
     worker_iterators = []
@@ -720,7 +716,7 @@ def start_worker_iterators(datasets: Sequence[IterableDataset]) -> list[Any]:
             prefetch_factor=PREFETCHED_ROWS,
             multiprocessing_context="fork",
             worker_init_fn=gc_init_worker,
-            collate_fn=_identity_collate,
+            collate_fn=lambda row: row,
             generator=torch.Generator(),  # torch would draw from this process's random numbers
         )
         worker_iterators.append(iter(worker_loader))

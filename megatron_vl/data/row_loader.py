@@ -112,6 +112,11 @@ class RowLoader:
         return {name: settings[name] for name in names if name in settings}
 
     @property
+    def chat_template_digest(self) -> str:
+        """The CRC-32 of the chat template's text, for messages."""
+        return f"CRC-32 {self._identity['chat_template']:08x}"
+
+    @property
     def start_notes(self) -> list[str]:
         """Lines to print once at the start of a run."""
         return [*summarize_blend(tuple(self._planning_context.blend_sources)), *self._change_lines]

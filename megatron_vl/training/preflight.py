@@ -357,15 +357,15 @@ def with_start_adapter(
             settings of those in ``lora.adapter`` are not read.
 
     Raises:
-        RunConfigError: there are no adapters, they belong to another model, or another field of ``lora`` says
-            something else. The message names the field.
-        WeightsError: they cannot be read.
+        RunConfigError: there are no weights, the adapters belong to another model, or another field of
+            ``lora`` says something else. The message names the field.
+        WeightsError: the weights are those of a whole model, or cannot be read.
     """
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return config
 
-    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+    from megatron_vl.weights.weight_reader import WeightReader, read_adapters  # it imports torch
 
     if source_checkpoint is None and (Path(adapter_dir) / "adapter_config.json").is_file():
         raise RunConfigError(
@@ -378,19 +378,17 @@ def with_start_adapter(
 
         with suggest_remedy(source_checkpoint.path):
             weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
+        if not weight_reader.lora.rank:
+            return config  # check_same_adapters refuses it
     else:
         try:
-            weight_reader = WeightReader(adapter_dir, takes_adapters=True)
+            weight_reader = read_adapters(adapter_dir)
         except FileNotFoundError as error:
             raise RunConfigError(
                 f"lora.adapter: {error}; give a run with LoRA or a folder of adapters, or, to continue a run,"
                 " its checkpoint.dir"
             ) from error
     holder = f"checkpoint {source_checkpoint.path}" if source_checkpoint else f"lora.adapter {adapter_dir}"
-    if not weight_reader.lora.rank:
-        if source_checkpoint is not None:
-            return config  # check_same_adapters refuses it
-        raise RunConfigError(f"{holder} holds a whole model; model.checkpoint takes that")
     check_same_model(holder, weight_reader.spec, config, spec)
     return with_stored_lora(config, weight_reader.lora, holder)
 

@@ -129,7 +129,11 @@ def _run_fields(training_run: TrainingRun) -> dict[str, Any]:
     """The fields of a run to record. They are complete on ranks that own a loader, of which rank 0 is one."""
     data_loader = training_run.data_loader
     row_settings = data_loader.row_settings if data_loader is not None else {}
-    return recorded_fields(training_run.config, training_run.spec, row_settings)
+    run_fields = recorded_fields(training_run.config, training_run.spec, row_settings)
+    if data_loader is not None:
+        # It comes from the folder of the model. Only a run that restarts its data may have another one.
+        run_fields["chat template"] = data_loader.chat_template_digest
+    return run_fields
 
 
 def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,22 @@ def _no_weights_text(given_path: Path) -> str:
     )
 
 
+def read_adapters(path: str | Path) -> WeightReader:
+    """Opens the weights of adapters in any layout.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        WeightsError: they are those of a whole model, or cannot be read.
+    """
+    weight_reader = WeightReader(path, takes_adapters=True)
+    if not weight_reader.lora.rank:
+        raise WeightsError(
+            f"{weight_reader.path} holds a whole model and no adapters; --checkpoint takes that"
+            " (model.checkpoint of a run)"
+        )
+    return weight_reader
+
+
 class WeightReader:
     """Reads weights of any layout as if they had any other layout.
 

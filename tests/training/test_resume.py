@@ -17,6 +17,7 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.data.sample.chat import read_chat_template
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resume import field_change_notes, recorded_fields
 from megatron_vl.weights.run_folder import step_dir_path
@@ -346,13 +347,16 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     [said] = trainings(prepared, (run, [*DROPPING, *unsaved, "--data.max_bad_share", "0"]))
     assert "raise data.max_bad_share; a run with checkpoint.dir lists them" in said
 
-    other = prepare(tmp_path / "other", prepared["hf"], samples=20)
-    moved = {**prepared, "data": other["data"]}
+    shutil.copytree(prepared["hf"], other_hf := tmp_path / "hf")
+    (other_hf / "chat_template.jinja").write_text(read_chat_template(other_hf) + "{# another #}")
+    other = prepare(tmp_path / "other", other_hf, samples=20)
+    moved = {**prepared, "data": other["data"], "hf": other_hf}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
     assert said.count("--checkpoint.restart_data true --checkpoint.attempt 2") == 1
     assert said.count("--checkpoint.restart_data") == 1, "the same advice twice"
     [said] = trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
     assert f"NOTE: fields have changed since the checkpoint: data.path was '{prepared['data']}', is " in said
+    assert "; chat template was 'CRC-32 " in said
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
 
 

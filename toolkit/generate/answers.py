@@ -23,7 +23,7 @@ from megatron_vl.data.sample.thinking import split_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
-from megatron_vl.weights.weight_reader import WeightReader
+from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 from toolkit.launch import last_output_lines, run_group
 from toolkit.sample_encoder import SampleEncoder, write_samples
 from toolkit.trained_video_rules import resolve_video_rules
@@ -108,12 +108,7 @@ def _make_encoder(request: GenerateRequest, print_line: Callable[[str], None]) -
     spec = weight_reader.spec
     if request.adapter_dir is not None and not is_peft_folder(request.adapter_dir):
         # The adapters know better than their base how videos were presented.
-        weight_reader = WeightReader(request.adapter_dir, takes_adapters=True)
-        if not weight_reader.lora.rank:
-            raise UserError(
-                f"--adapter {request.adapter_dir} holds a whole model and no adapters; --checkpoint takes"
-                " that"
-            )
+        weight_reader = read_adapters(request.adapter_dir)
     # Videos must be presented as in the training of these weights.
     video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
     sample_encoder = SampleEncoder(request.hf_dir, dataclasses.replace(request.data_config, **video_rules))

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from megatron_vl.errors import UserError
+
 ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 FRAME_ARCHIVE_FORMAT = "megatron-vl frames"
 MAX_NAME_LENGTH = 60
@@ -25,8 +27,8 @@ Sampling = Literal["as a file", "whole"]
 chosen already."""
 
 
-class FrameArchiveError(ValueError):
-    """An archive that :func:`pack_frames` did not write, or that is damaged."""
+class PixelError(UserError, ValueError):
+    """Processor settings, an image or a video cannot be used. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class FrameArchive:
     """Reads an archive.
 
     Raises:
-        FrameArchiveError: :func:`pack_frames` did not write it, or it is damaged.
+        PixelError: :func:`pack_frames` did not write it, or it is damaged.
     """
 
     def __init__(self, archive_bytes: bytes) -> None:
@@ -82,12 +84,12 @@ class FrameArchive:
             self._zip_archive = zipfile.ZipFile(io.BytesIO(archive_bytes))
             self.archive_info = _read_archive_comment(self._zip_archive.comment)
         except Exception as error:  # the reader of zip archives raises all kinds of errors
-            raise FrameArchiveError(f"not an archive of frames ({type(error).__name__}: {error})") from error
+            raise PixelError(f"not an archive of frames ({type(error).__name__}: {error})") from error
         self._zip_entries = self._zip_archive.infolist()
         for i, entry in enumerate(self._zip_entries):
             # An uncompressed entry cannot grow when it is read.
             if entry.compress_type != zipfile.ZIP_STORED or entry.filename[:9] != f"{i:09d}":
-                raise FrameArchiveError("not an archive of frames (its entries are others)")
+                raise PixelError("not an archive of frames (its entries are others)")
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -98,14 +100,12 @@ class FrameArchive:
         return self._zip_entries[picture_number].filename[10:] or f"frame {picture_number + 1}"
 
     def read_picture(self, picture_number: int) -> bytes:
-        """The file of a picture, counted from 0. Raises FrameArchiveError."""
+        """The file of a picture, counted from 0. Raises PixelError if it is damaged."""
         try:
             return self._zip_archive.read(self._zip_entries[picture_number])
         except Exception as error:
-            error_text = f"{type(error).__name__}: {error}"
-            raise FrameArchiveError(
-                f"{self.picture_name(picture_number)} is damaged ({error_text})"
-            ) from error
+            picture_name = self.picture_name(picture_number)
+            raise PixelError(f"{picture_name} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:

@@ -34,6 +34,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import batched
@@ -46,9 +47,8 @@ from torch import Tensor
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
-from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveError, Sampling, is_frame_archive
+from megatron_vl.data.sample.frame_archive import FrameArchive, PixelError, Sampling, is_frame_archive
 from megatron_vl.data.sample.video_decoding import FrameTable, decode_frames_at, list_frames
-from megatron_vl.errors import UserError
 from megatron_vl.spec.positions import GridTHW
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -60,10 +60,6 @@ because a file of some kilobytes can claim to hold gigabytes."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF", "TGA")
 """The formats of Pillow that are allowed. JPEG's reader also reads MPO. EPS, for example, is not allowed: it
 is a program that Pillow passes to Ghostscript."""
-
-
-class PixelError(UserError, ValueError):
-    """Processor settings, an image or a video cannot be used. The message says why."""
 
 
 class PictureTooLargeError(PixelError):
@@ -464,6 +460,17 @@ def frame_indices(video_info: VideoInfo, pixel_settings: PixelSettings) -> list[
 # --- Pixels
 
 
+@contextmanager
+def _pixel_errors(media_kind: str) -> Iterator[None]:
+    """Raises PixelError for errors of Pillow, PyAV and others, whose readers of formats raise all kinds."""
+    try:
+        yield
+    except (PixelError, SampleTimeoutError):
+        raise
+    except Exception as error:
+        raise PixelError(f"not a readable {media_kind} ({type(error).__name__}: {error})") from error
+
+
 def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Tensor:
     """Decodes an image file into uint8 [3, height, width], in RGB and upright.
 
@@ -474,16 +481,11 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
     from PIL import ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    try:
-        with open_image(image_bytes, max_pixels) as opened_image:
-            jpeg_pixels = _decode_plain_jpeg(image_bytes, opened_image)
-            if jpeg_pixels is not None:
-                return jpeg_pixels
-            return pil_to_tensor(ImageOps.exif_transpose(opened_image).convert("RGB"))
-    except PixelError:
-        raise
-    except Exception as error:  # Pillow's format readers raise all kinds of errors
-        raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
+    with _pixel_errors("image"), open_image(image_bytes, max_pixels) as opened_image:
+        jpeg_pixels = _decode_plain_jpeg(image_bytes, opened_image)
+        if jpeg_pixels is not None:
+            return jpeg_pixels
+        return pil_to_tensor(ImageOps.exif_transpose(opened_image).convert("RGB"))
 
 
 def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
@@ -492,14 +494,14 @@ def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
 
     # Pillow warns at a limit of its own and raises at twice that. Only ``max_pixels`` should decide.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    with _pixel_errors("image"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
             opened_image = Image.open(io.BytesIO(image_bytes), formats=_image_formats())
-    except Image.DecompressionBombError as error:
-        raise PictureTooLargeError(f"more than the {max_pixels} pixels that are allowed: {error}") from error
-    except Exception as error:
-        raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
+        except Image.DecompressionBombError as error:
+            raise PictureTooLargeError(
+                f"more than the {max_pixels} pixels that are allowed: {error}"
+            ) from error
     if opened_image.width * opened_image.height > max_pixels:
         raise PictureTooLargeError(
             f"{opened_image.height} x {opened_image.width} pixels, more than the {max_pixels} that are"
@@ -523,16 +525,11 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
     Raises:
         PixelError: the image cannot be read.
     """
-    try:
-        with open_image(image_bytes) as opened_image:
-            width, height = opened_image.size
-            # Orientations 5 to 8 turn the picture by 90 degrees.
-            is_turned = opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-            return (width, height) if is_turned else (height, width)
-    except PixelError:
-        raise
-    except Exception as error:
-        raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
+    with _pixel_errors("image"), open_image(image_bytes) as opened_image:
+        width, height = opened_image.size
+        # Orientations 5 to 8 turn the picture by 90 degrees.
+        is_turned = opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        return (width, height) if is_turned else (height, width)
 
 
 def _decode_plain_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
@@ -613,22 +610,15 @@ def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Vid
     """
     if is_frame_archive(video_bytes):
         return _probe_frame_archive(video_bytes, max_pixels)
-    try:
-        with _open_video(video_bytes, max_pixels) as video_container:
-            video_stream = video_container.streams.video[0]
-            listed_frames = None
-            if video_stream.frames > LONG_VIDEO_FRAMES:
-                with _open_video(video_bytes, max_pixels) as listed_container:
-                    listed_frames = list_frames(listed_container)
-            frame_count = _count_frames(video_container, listed_frames)
-            frame_rate = video_stream.average_rate or video_stream.guessed_rate
-            video_info = VideoInfo(
-                frame_count, float(frame_rate or 0), video_stream.height, video_stream.width
-            )
-    except PixelError:
-        raise
-    except Exception as error:
-        raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
+    with _pixel_errors("video"), _open_video(video_bytes, max_pixels) as video_container:
+        video_stream = video_container.streams.video[0]
+        listed_frames = None
+        if video_stream.frames > LONG_VIDEO_FRAMES:
+            with _open_video(video_bytes, max_pixels) as listed_container:
+                listed_frames = list_frames(listed_container)
+        frame_count = _count_frames(video_container, listed_frames)
+        frame_rate = video_stream.average_rate or video_stream.guessed_rate
+        video_info = VideoInfo(frame_count, float(frame_rate or 0), video_stream.height, video_stream.width)
 
     if not frame_count or not video_info.fps:
         raise PixelError(f"a video of {frame_count} frames at {video_info.fps} frames a second is empty")
@@ -647,7 +637,7 @@ def _count_frames(video_container: Any, listed_frames: FrameTable | None) -> int
 
 def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
     """Decodes all pictures of an archive of frames, which must have one size."""
-    frame_archive = _open_frame_archive(archive_bytes)
+    frame_archive = FrameArchive(archive_bytes)
     if not len(frame_archive):
         raise PixelError("a video of 0 frames is empty")
     frame_height, frame_width = _decode_archive_frame(frame_archive, 0, max_pixels).shape[1:]
@@ -668,19 +658,11 @@ def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
     )
 
 
-def _open_frame_archive(archive_bytes: bytes) -> FrameArchive:
-    try:
-        return FrameArchive(archive_bytes)
-    except FrameArchiveError as error:
-        raise PixelError(str(error)) from error
-
-
 def _decode_archive_frame(frame_archive: FrameArchive, frame_number: int, max_pixels: int) -> Tensor:
     """A picture of an archive of frames, uint8 [3, height, width]."""
+    picture_bytes = frame_archive.read_picture(frame_number)
     try:
-        return decode_image(frame_archive.read_picture(frame_number), max_pixels)
-    except FrameArchiveError as error:
-        raise PixelError(str(error)) from error
+        return decode_image(picture_bytes, max_pixels)
     except PixelError as error:
         raise type(error)(f"{frame_archive.picture_name(frame_number)}: {error}") from error
 
@@ -750,17 +732,13 @@ def _decode_frames(
     # Coded frames are larger than displayed ones, because sides are rounded up to whole blocks.
     max_pixels = (video_info.height + 256) * (video_info.width + 256)
     decoded_count = 0
-    try:
+    with _pixel_errors("video"):
         for video_frame in decode_frames_at(
             lambda: _open_video(video_bytes, max_pixels), video_info.frame_count, frame_numbers, deadline
         ):
             rgb_array = frame_converter.reformat(video_frame, format="rgb24", threads=1).to_ndarray()
             decoded_count += 1
             yield torch.from_numpy(rgb_array).permute(2, 0, 1)
-    except (PixelError, SampleTimeoutError):
-        raise
-    except Exception as error:
-        raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
 
     if decoded_count < len(frame_numbers):
         raise PixelError(f"frame {frame_numbers[decoded_count]} of the video is missing")
@@ -770,7 +748,7 @@ def _archive_frames(
     archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int], deadline: SampleDeadline
 ) -> Iterator[Tensor]:
     """:func:`_decode_frames` of an archive of frames."""
-    frame_archive = _open_frame_archive(archive_bytes)
+    frame_archive = FrameArchive(archive_bytes)
     max_pixels = video_info.height * video_info.width
     for frame_number in frame_numbers:
         deadline.check_time()
