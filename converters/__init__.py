@@ -13,7 +13,7 @@ from collections.abc import Callable
 from megatron_vl.spec.families import ModelSpec
 
 from . import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from .rules import RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle, check_rule_coverage
+from .rules import RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle
 
 RULES_BY_FAMILY: dict[str, Callable[..., list[ConversionRule]]] = {
     "qwen2_vl": qwen2_vl.make_rules,
@@ -33,10 +33,6 @@ def make_conversion_rules(spec: ModelSpec, expert_style: ExpertStyle | None = No
         expert_style: how the HF folder stores experts, if the model has any; None: as released.
     """
     make_family_rules = RULES_BY_FAMILY[spec.family]
-    family_rules = (
-        make_family_rules(spec, expert_style or RELEASED_EXPERT_STYLE[spec.family])
-        if spec.language.moe
-        else make_family_rules(spec)
-    )
-    check_rule_coverage(spec, family_rules)
-    return family_rules
+    if spec.language.moe:
+        return make_family_rules(spec, expert_style or RELEASED_EXPERT_STYLE[spec.family])
+    return make_family_rules(spec)

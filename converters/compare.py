@@ -76,7 +76,8 @@ def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], b
         weight_reader = WeightReader(checkpoint_path, should_verify=False)
         for name, info in weight_reader.tensor_infos.items():
             dtype_code = CODE_BY_DTYPE[weight_reader.dtype(name)]
-            tensors[name] = _StoredTensor(info.shape, dtype_code, partial(weight_reader.read_region, name))
+            read_region = partial(weight_reader.read_region, name)
+            tensors[name] = _StoredTensor(info.shape, dtype_code, read_region)
         return tensors, False
 
     folder = TensorFolder(checkpoint_path)
@@ -94,7 +95,9 @@ def _match_renamed_tensors(first_tensors: Iterable[str], second_tensors: Iterabl
     names_by_short: dict[str, tuple[list[str], list[str]]] = {}
     for folder_index, tensor_names in enumerate((first_tensors, second_tensors)):
         for name in tensor_names:
-            names_by_short.setdefault(short_tensor_name(name), ([], []))[folder_index].append(name)
+            short_name = short_tensor_name(name)
+            names_in_folders = names_by_short.setdefault(short_name, ([], []))
+            names_in_folders[folder_index].append(name)
 
     renamed_tensors: dict[str, str] = {}
     for first_names, second_names in names_by_short.values():
@@ -140,14 +143,16 @@ def compare_weights(
     # Tensors that only one folder has are reported without being read.
     compared_bytes = 0
     for name in first_tensors.keys() & second_tensors.keys():
-        compared_bytes += math.prod(first_tensors[name].shape) * _element_bytes(
-            first_tensors[name].dtype_code
-        )
+        tensor = first_tensors[name]
+        element_count = math.prod(tensor.shape)
+        compared_bytes += element_count * _element_bytes(tensor.dtype_code)
 
     with ProgressBar("verify", compared_bytes) as progress_bar:
 
         def compare_tensor(name: str) -> TensorDifference | None:
-            how = _describe_difference(first_tensors.get(name), second_tensors.get(name), progress_bar)
+            first_tensor = first_tensors.get(name)
+            second_tensor = second_tensors.get(name)
+            how = _describe_difference(first_tensor, second_tensor, progress_bar)
             return TensorDifference(name, how) if how else None
 
         tensor_differences = _find_differences(compare_tensor, tensor_names, worker_count)
@@ -165,8 +170,12 @@ def _find_differences[Item](
     find_difference: Callable[[Item], TensorDifference | None], items: Sequence[Item], worker_count: int
 ) -> list[TensorDifference]:
     """The differences that threads find, in the order of the items."""
+    differences = []
     with ThreadPoolExecutor(worker_count or default_worker_count()) as thread_pool:
-        return [difference for difference in thread_pool.map(find_difference, items) if difference]
+        for difference in thread_pool.map(find_difference, items):
+            if difference:
+                differences.append(difference)
+    return differences
 
 
 def _describe_difference(
@@ -183,19 +192,23 @@ def _describe_difference(
     differing_elements = 0
     first_difference = -1
     largest_difference = 0.0
-    for region in row_regions(first.shape, _element_bytes(first.dtype_code)):
+    element_bytes = _element_bytes(first.dtype_code)
+    for region in row_regions(first.shape, element_bytes):
         first_values = first.read_region(region).contiguous()
         second_values = second.read_region(region).contiguous()
         integer_dtype = INTEGER_DTYPE_BY_SIZE[first_values.element_size()]
         # As integers, two NaNs with the same bits are equal, and 0.0 and -0.0 are not.
-        differs_mask = (first_values.view(integer_dtype) != second_values.view(integer_dtype)).flatten()
+        first_bits = first_values.view(integer_dtype)
+        second_bits = second_values.view(integer_dtype)
+        differs_mask = (first_bits != second_bits).flatten()
         if differs_mask.any():
             differing_elements += int(differs_mask.sum())
             if first_difference < 0:
-                col_count = matrix_shape(first.shape)[1]
-                first_difference = region.row * col_count + int(differs_mask.nonzero()[0])
-            distances = (first_values.double() - second_values.double()).abs().nan_to_num(float("inf"))
-            largest_difference = max(largest_difference, float(distances.max()))
+                first_element = region.row * matrix_shape(first.shape)[1]
+                first_difference = first_element + int(differs_mask.nonzero()[0])
+            distances = (first_values.double() - second_values.double()).abs()
+            largest_distance = float(distances.nan_to_num(float("inf")).max())
+            largest_difference = max(largest_difference, largest_distance)
         progress_bar.add_bytes(first_values.nbytes)
 
     if not differing_elements:
@@ -215,13 +228,15 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
     for file_name, tensor_reader in reader_by_file.items():
         for name, digest in weight_reader.manifest["files"][file_name]["tensors"].items():
             stored_tensors.append((file_name, name, digest))
-            total_bytes += math.prod(tensor_reader.shape(name)) * tensor_reader.dtype(name).itemsize
+            element_count = math.prod(tensor_reader.shape(name))
+            total_bytes += element_count * tensor_reader.dtype(name).itemsize
 
     with ProgressBar("verify", total_bytes) as progress_bar:
 
         def check_hash(stored_tensor: tuple[str, str, str]) -> TensorDifference | None:
             file_name, name, expected_digest = stored_tensor
-            if reader_by_file[file_name].sha256(name, progress_bar.add_bytes) == expected_digest:
+            tensor_reader = reader_by_file[file_name]
+            if tensor_reader.sha256(name, progress_bar.add_bytes) == expected_digest:
                 return None
             return TensorDifference(name, f"differs in {file_name} from the manifest")
 

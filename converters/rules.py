@@ -86,13 +86,15 @@ def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) ->
     For each key/value head, the canonical tensor has its query heads, its key and its value.
     """
     language = spec.language
-    query_rows = language.num_heads // language.num_kv_heads * language.head_dim
-    group_rows = (query_rows, language.head_dim, language.head_dim)
+    head_dim = language.head_dim
+    heads_per_group = language.num_heads // language.num_kv_heads
+    rows_per_group = (heads_per_group * head_dim, head_dim, head_dim)
 
     row_runs = []
     for group_index in range(language.num_kv_heads):
-        for hf_name, row_count in zip(hf_names, group_rows, strict=True):
-            row_runs.append((hf_name, group_index * row_count, row_count))
+        for hf_name, row_count in zip(hf_names, rows_per_group, strict=True):
+            hf_row = group_index * row_count
+            row_runs.append((hf_name, hf_row, row_count))
     return _rule_of_rows(tensor_info, row_runs)
 
 
@@ -108,13 +110,16 @@ def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNam
 
     row_runs = []
     for group_index in range(spec.language.num_kv_heads):
-        group_heads = range(group_index * heads_per_group, (group_index + 1) * heads_per_group)
+        first_head = group_index * heads_per_group
+        end_head = first_head + heads_per_group
         for is_gate in (0, 1):
-            for head_index in group_heads:
+            for head_index in range(first_head, end_head):
                 # HF alternates between the query and the gate of each head.
-                row_runs.append((query_name, (2 * head_index + is_gate) * head_dim, head_dim))
-        row_runs.append((key_name, group_index * head_dim, head_dim))
-        row_runs.append((value_name, group_index * head_dim, head_dim))
+                hf_head = 2 * head_index + is_gate
+                row_runs.append((query_name, hf_head * head_dim, head_dim))
+        key_row = group_index * head_dim
+        row_runs.append((key_name, key_row, head_dim))
+        row_runs.append((value_name, key_row, head_dim))
     return _rule_of_rows(tensor_info, row_runs)
 
 
@@ -123,9 +128,17 @@ def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: H
     linear_attention = spec.language.linear_attention
     assert linear_attention is not None
     value_heads = linear_attention.value_heads
-    gate_rows = value_heads * linear_attention.value_dim
-    row_counts = (linear_attention.conv_channels, gate_rows, value_heads, value_heads)
-    return _rule_of_rows(tensor_info, zip(hf_names, (0, 0, 0, 0), row_counts, strict=True))
+    row_counts = (
+        linear_attention.conv_channels,
+        value_heads * linear_attention.value_dim,
+        value_heads,
+        value_heads,
+    )
+
+    row_runs = []
+    for hf_name, row_count in zip(hf_names, row_counts, strict=True):
+        row_runs.append((hf_name, 0, row_count))
+    return _rule_of_rows(tensor_info, row_runs)
 
 
 def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -155,7 +168,8 @@ def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> C
     row_runs = []
     for head_index in range(num_heads):
         for qkv_index in range(3):
-            row_runs.append((hf_name, (qkv_index * num_heads + head_index) * head_dim, head_dim))
+            hf_head = qkv_index * num_heads + head_index
+            row_runs.append((hf_name, hf_head * head_dim, head_dim))
     return _rule_of_rows(tensor_info, row_runs)
 
 
@@ -163,9 +177,12 @@ def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> 
     """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
     (hf_name,) = hf_names
     real_rows = spec.vision.ffn_hidden_size
-    return _rule_of_rows(
-        tensor_info, [(hf_name, 0, real_rows), (PADDING, 0, tensor_info.shape[0] - real_rows)]
-    )
+    padding_rows = tensor_info.shape[0] - real_rows
+    row_runs = [
+        (hf_name, 0, real_rows),
+        (PADDING, 0, padding_rows),
+    ]
+    return _rule_of_rows(tensor_info, row_runs)
 
 
 def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -177,8 +194,13 @@ def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) 
     padding_regions = []
     if col_count > real_columns:
         padding_regions.append(MatrixRegion(0, rows, real_columns, col_count))
-    hf_shapes: dict[str, tuple[int, ...]] = {hf_name: (rows, real_columns)}
-    return ConversionRule(tensor_info.name, hf_shapes, (block,), tuple(padding_regions))
+    hf_shape = (rows, real_columns)
+    return ConversionRule(
+        tensor_info.name,
+        {hf_name: hf_shape},
+        (block,),
+        tuple(padding_regions),
+    )
 
 
 def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -226,7 +248,8 @@ def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, 
 
 def _gated_rule(tensor_info: TensorInfo, hf_names: HfNames, real_rows: int) -> ConversionRule:
     """The rule of a gated ``linear_fc1``: ``real_rows`` rows of the gate, zero rows, then the same for up."""
-    padding_rows = tensor_info.shape[0] // 2 - real_rows
+    half_rows = tensor_info.shape[0] // 2
+    padding_rows = half_rows - real_rows
     row_runs = []
     for hf_name in hf_names:
         row_runs.append((hf_name, 0, real_rows))
@@ -249,14 +272,22 @@ def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, in
     for hf_name, hf_row, row_count in row_runs:
         end_row = first_row + row_count
         if hf_name != PADDING:
-            blocks.append(MatrixBlock(hf_name, row_count, col_count, row=first_row, part_row=hf_row))
+            block = MatrixBlock(hf_name, row_count, col_count, row=first_row, part_row=hf_row)
+            blocks.append(block)
             hf_rows[hf_name] += row_count
         elif row_count:
             padding_regions.append(MatrixRegion(first_row, end_row, 0, col_count))
         first_row = end_row
 
-    hf_shapes = {hf_name: (row_count, *tensor_info.shape[1:]) for hf_name, row_count in hf_rows.items()}
-    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks), tuple(padding_regions))
+    hf_shapes: dict[str, tuple[int, ...]] = {}
+    for hf_name, row_count in hf_rows.items():
+        hf_shapes[hf_name] = (row_count, *tensor_info.shape[1:])
+    return ConversionRule(
+        tensor_info.name,
+        hf_shapes,
+        tuple(blocks),
+        tuple(padding_regions),
+    )
 
 
 # --- Tables of names
@@ -316,12 +347,3 @@ def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[Co
             hf_names = tuple(name.replace("*", number_match[1], 1) for name in hf_names)
         rules.append(name_entry.make_rule(spec, tensor_info, hf_names))
     return rules
-
-
-def check_rule_coverage(spec: ModelSpec, rules: Sequence[ConversionRule]) -> None:
-    """Raises :class:`ValueError` unless every tensor of the model has exactly one rule."""
-    model_tensors = tensor_table(spec)
-    rule_counts = Counter(rule.name for rule in rules)
-    for name in sorted(model_tensors.keys() | rule_counts.keys()):
-        if name not in model_tensors or rule_counts[name] != 1:
-            raise ValueError(f"{spec.family}: no rule, or more than one, for tensor {name!r}")

@@ -106,11 +106,12 @@ class DataReport:
 
     def count_sample(self, sample: ConvertedSample) -> None:
         """Counts the keys without effect in a sample."""
-        for key_location, key in sample.ignored_keys:
+        for key_location, written_key in sample.conversation.ignored_keys:
+            key = _escape_invalid_unicode(written_key)
             counts = self.ignored.setdefault(key_location, {})
             key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
-        self.answer_media += sample.answer_media
+        self.answer_media += sample.conversation.answer_media
         self.assumed_fps += sum(info.assumed_fps for info in sample.media_infos)
 
     def count_outcome(self, outcome: ConvertedSample | dict[str, Any]) -> None:
@@ -338,7 +339,7 @@ def _convert_records(
     with (
         _WorkerPool(options.workers) as pool,
         quarantine_partial.open("w", encoding="utf-8") as quarantine_file,
-        closing(_DuplicateFilter(options.duplicate_ids, workspace.work_dir / "ids.sqlite")) as duplicates,
+        closing(RecordIdTable(workspace.work_dir / "ids.sqlite")) as seen_ids,
     ):
         embedded_media = EmbeddedMediaFolder(workspace.work_dir / "media")
         shard_writer = _ShardWriter(pool, options, report, workspace, embedded_media)
@@ -346,7 +347,9 @@ def _convert_records(
             # References are held here until the shard writer has counted those it waits for.
             samples = [outcome for outcome in outcomes if isinstance(outcome, ConvertedSample)]
             embedded_media.add_references(samples)
-            for outcome in map(duplicates.first_or_refusal, outcomes):
+            for outcome in outcomes:
+                if options.duplicate_ids == "refuse":
+                    outcome = _first_or_refusal(outcome, seen_ids)
                 report.count_outcome(outcome)
                 if isinstance(outcome, ConvertedSample):
                     shard_writer.add_sample(outcome)
@@ -472,41 +475,20 @@ def _numbered_records(
             record_index += 1
 
 
-class _DuplicateFilter:
-    """Refuses records whose id occurred in an earlier usable record, if that is requested.
+def _first_or_refusal(
+    outcome: ConvertedSample | dict[str, Any], seen_ids: RecordIdTable
+) -> ConvertedSample | dict[str, Any]:
+    """Returns ``outcome``, or the line of the quarantine file for a sample whose id occurred before."""
+    if not isinstance(outcome, ConvertedSample) or not outcome.conversation.record_identity:
+        return outcome
 
-    Args:
-        duplicate_ids: :attr:`ConversionOptions.duplicate_ids`.
-        table_path: a file that grows by about 30 bytes per record during the conversion.
-    """
-
-    def __init__(self, duplicate_ids: str, table_path: Path) -> None:
-        self.refuses_duplicates = duplicate_ids == "refuse"
-        self.path = table_path
-        self.seen_ids: RecordIdTable | None = None
-
-    def close(self) -> None:
-        if self.seen_ids is not None:
-            self.seen_ids.close()
-
-    def first_or_refusal(self, outcome: ConvertedSample | dict[str, Any]) -> ConvertedSample | dict[str, Any]:
-        """Returns ``outcome``, or the line of the quarantine file that replaces it."""
-        if not isinstance(outcome, ConvertedSample):
-            return outcome
-        if not self.refuses_duplicates or not outcome.record_identity:
-            return outcome
-
-        if self.seen_ids is None:
-            # Opened late, because forked worker processes must not share the open table.
-            self.seen_ids = RecordIdTable(self.path)
-
-        current_location = (outcome.record_source["file"], outcome.record_source["record"])
-        first_file, first_record = self.seen_ids.first_occurrence(outcome.record_identity, *current_location)
-        if (first_file, first_record) == current_location:
-            return outcome
-
-        error = duplicate_id_error(outcome.record_identity, first_file, first_record)
-        return _quarantine_entry(outcome.record_source, outcome.record_identity, error)
+    record_identity = outcome.conversation.record_identity
+    current_location = (outcome.record_source["file"], outcome.record_source["record"])
+    first_location = seen_ids.first_occurrence(record_identity, *current_location)
+    if first_location == current_location:
+        return outcome
+    error = duplicate_id_error(record_identity, *first_location)
+    return _quarantine_entry(outcome.record_source, record_identity, error)
 
 
 def duplicate_id_error(record_identity: str, first_file: str, first_record: int) -> RecordError:
@@ -545,16 +527,19 @@ def _verify_batch(
         if isinstance(verdict, dict):
             outcomes.append(verdict)
             continue
-        _, file_name, record_number, record, record_format = numbered_record
+        record_index, file_name, record_number, record, record_format = numbered_record
+        record_source = {"file": file_name, "record": record_number}
         try:
             conversation, media_infos = read_record(record, options, record_format, verdict)
         except RecordError as error:
             id_value = record.get("id") if isinstance(record, dict) else None
-            record_source = {"file": file_name, "record": record_number}
             outcomes.append(_quarantine_entry(record_source, record_identity(id_value), error))
         else:
             references = _stored_references(conversation, embedded_media_file, options.root)
-            outcomes.append(_make_sample(numbered_record, conversation, references, media_infos))
+            stored_conversation = replace(conversation, media_references=references)
+            outcomes.append(
+                ConvertedSample(f"{record_index:09d}", stored_conversation, media_infos, record_source)
+            )
     return outcomes
 
 
@@ -586,30 +571,6 @@ def _stored_references(
             reference = embedded_media_file.append_medium(read_media(media_kind, reference, media_root))
         references.append((media_kind, reference))
     return references
-
-
-def _make_sample(
-    numbered_record: tuple[int, str, int, Any, str],
-    conversation: Conversation,
-    references: list[tuple[str, Any]],
-    media_infos: list[MediaInfo],
-) -> ConvertedSample:
-    """The sample of a usable record."""
-    record_index, file_name, record_number, _, _ = numbered_record
-    ignored_keys = []
-    for key_location, key in conversation.ignored_keys:
-        ignored_keys.append((key_location, _escape_invalid_unicode(key)))
-    return ConvertedSample(
-        f"{record_index:09d}",
-        conversation.messages,
-        references,
-        media_infos,
-        {"file": file_name, "record": record_number},
-        conversation.record_identity,
-        ignored_keys,
-        conversation.answer_media,
-        conversation.tool_definitions,
-    )
 
 
 def _quarantine_entry(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .formats import Conversation
 from .formats.frame_sequence import FrameSequence
 
 
@@ -34,8 +35,10 @@ class StoredMedium:
         return media_bytes
 
 
-class HasReferences(Protocol):
-    references: list[tuple[str, Any]]
+class HasConversation(Protocol):
+    """A sample that waits for its shard."""
+
+    conversation: Conversation
 
 
 def is_embedded(reference: Any) -> bool:
@@ -74,11 +77,11 @@ class EmbeddedMediaFolder:
         """The file of a batch."""
         return self.media_dir / str(batch_number)
 
-    def add_references(self, waiting_samples: Iterable[HasReferences]) -> None:
+    def add_references(self, waiting_samples: Iterable[HasConversation]) -> None:
         """Counts the references of samples that wait for their shard."""
         self.reference_counts.update(_embedded_media_paths(waiting_samples))
 
-    def release_references(self, written_samples: Iterable[HasReferences]) -> None:
+    def release_references(self, written_samples: Iterable[HasConversation]) -> None:
         """Takes back what :meth:`add_references` counted, and removes files that nothing refers to."""
         for path, count in Counter(_embedded_media_paths(written_samples)).items():
             self.reference_counts[path] -= count
@@ -87,10 +90,10 @@ class EmbeddedMediaFolder:
                 path.unlink(missing_ok=True)
 
 
-def _embedded_media_paths(samples: Iterable[HasReferences]) -> list[Path]:
+def _embedded_media_paths(samples: Iterable[HasConversation]) -> list[Path]:
     media_paths = []
     for sample in samples:
-        for _, reference in sample.references:
+        for _, reference in sample.conversation.media_references:
             if isinstance(reference, StoredMedium):
                 media_paths.append(reference.path)
     return media_paths

@@ -7,6 +7,7 @@ import binascii
 import itertools
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -198,16 +199,13 @@ def _read_frames(frame_sequence: FrameSequence, media_root: Path | None) -> byte
     frame_file_info = FrameArchiveInfo(
         frame_sequence.fps or ASSUMED_FPS, sampling, assumed_fps=frame_sequence.fps is None
     )
-    named_pictures = (
-        (_picture_name(picture), read_media("image", picture, media_root))
-        for picture in list_pictures(frame_sequence, media_root)
-    )
-    return pack_frames(named_pictures, frame_file_info)
 
+    def read_pictures() -> Iterator[tuple[str, bytes]]:
+        for picture in list_pictures(frame_sequence, media_root):
+            file_name = "" if is_embedded(picture) else PurePosixPath(picture).name
+            yield file_name, read_media("image", picture, media_root)
 
-def _picture_name(picture_reference: Any) -> str:
-    """The file name of a picture; empty if it has none."""
-    return PurePosixPath(picture_reference).name if not is_embedded(picture_reference) else ""
+    return pack_frames(read_pictures(), frame_file_info)
 
 
 def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> list[Any]:

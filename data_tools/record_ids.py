@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+from functools import cached_property
 from pathlib import Path
 
 CACHE_SIZE_KB = 64 << 10
@@ -22,19 +23,24 @@ class RecordIdTable:
     """
 
     def __init__(self, table_path: Path) -> None:
-        table_path.unlink(missing_ok=True)
+        self.path = table_path
         self.file_names: list[str] = []
         """Names of the input files; the table stores indices into this list."""
-        self.connection = sqlite3.connect(table_path, isolation_level=None)
 
+    @cached_property
+    def _connection(self) -> sqlite3.Connection:
+        """Opened late, because forked worker processes must not share it."""
+        self.path.unlink(missing_ok=True)
+        connection = sqlite3.connect(self.path, isolation_level=None)
         without_journal = ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE")
         for pragma_setting in (*without_journal, f"cache_size=-{CACHE_SIZE_KB}"):
-            self.connection.execute(f"PRAGMA {pragma_setting}")
+            connection.execute(f"PRAGMA {pragma_setting}")
         column_definitions = "id BLOB PRIMARY KEY, file INTEGER, record INTEGER"
-        self.connection.execute(f"CREATE TABLE ids ({column_definitions}) WITHOUT ROWID")
+        connection.execute(f"CREATE TABLE ids ({column_definitions}) WITHOUT ROWID")
 
         # One transaction that never ends: pages go to the file only when the memory is full.
-        self.connection.execute("BEGIN")
+        connection.execute("BEGIN")
+        return connection
 
     def first_occurrence(self, record_identity: str, file_name: str, record_number: int) -> tuple[str, int]:
         """Returns the file and number of the first record with this id: the given record if the id is new.
@@ -48,14 +54,15 @@ class RecordIdTable:
             self.file_names.append(file_name)
 
         table_row = (id_digest, len(self.file_names) - 1, record_number)
-        insert_cursor = self.connection.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", table_row)
+        insert_cursor = self._connection.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", table_row)
         if insert_cursor.rowcount:
             return file_name, record_number
 
-        file_index, first_record = self.connection.execute(
+        file_index, first_record = self._connection.execute(
             "SELECT file, record FROM ids WHERE id = ?", (id_digest,)
         ).fetchone()
         return self.file_names[file_index], first_record
 
     def close(self) -> None:
-        self.connection.close()
+        if "_connection" in self.__dict__:
+            self._connection.close()

@@ -28,6 +28,7 @@ from megatron_vl.data.source.dataset_description import MAX_SHARDS
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.errors import UserError
 
+from .formats import Conversation
 from .media import MediaInfo, describe_reference, read_media
 
 WORK_FOLDER = ".convert"
@@ -39,15 +40,10 @@ class ConvertedSample:
     """One sample on its way into a shard."""
 
     key: str
-    messages: list[dict[str, Any]]
-    references: list[tuple[str, Any]]
+    conversation: Conversation
+    """Media that are written in the record are on the disk by now, and references lead there."""
     media_infos: list[MediaInfo]
     record_source: dict[str, Any]
-    record_identity: str = ""
-    """The record's id, see :class:`~data_tools.formats.Conversation`, which also has the next two fields."""
-    ignored_keys: list[tuple[str, str]] = field(default_factory=list)
-    answer_media: int = 0
-    tool_definitions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def media_bytes(self) -> int:
@@ -108,7 +104,10 @@ def _content_digest(shard_samples: list[ConvertedSample]) -> str:
     sample_contents = []
     for sample in shard_samples:
         media_checksums = [media_info.crc32 for media_info in sample.media_infos]
-        sample_contents.append([sample.key, sample.messages, sample.tool_definitions, media_checksums])
+        conversation = sample.conversation
+        sample_contents.append(
+            [sample.key, conversation.messages, conversation.tool_definitions, media_checksums]
+        )
     return hashlib.sha256(json.dumps(sample_contents).encode()).hexdigest()
 
 
@@ -136,7 +135,7 @@ def _write_tar(tar_path: Path, shard_samples: list[ConvertedSample], media_root:
             keys = [f"{i}.{media_info.suffix}" for i, media_info in enumerate(sample.media_infos)]
             _add_member(tar_file, f"{sample.key}.json", _sample_json(sample, keys))
             for key, media_info, (media_kind, reference) in zip(
-                keys, sample.media_infos, sample.references, strict=True
+                keys, sample.media_infos, sample.conversation.media_references, strict=True
             ):
                 try:
                     media_bytes = read_media(media_kind, reference, media_root)
@@ -205,13 +204,14 @@ def _sample_json(sample: ConvertedSample, keys: list[str]) -> bytes:
         return {"type": part["type"], part["type"]: next(member_iterator)}
 
     messages = []
-    for message in sample.messages:
+    for message in sample.conversation.messages:
         if not isinstance(message["content"], str):
             message = {**message, "content": [named_part(part) for part in message["content"]]}
         messages.append(message)
 
     media_records = [info.loader_record(key) for key, info in zip(keys, sample.media_infos, strict=True)]
-    tools_field = {"tools": sample.tool_definitions} if sample.tool_definitions else {}
+    tool_definitions = sample.conversation.tool_definitions
+    tools_field = {"tools": tool_definitions} if tool_definitions else {}
     sample_fields = {
         "messages": messages,
         **tools_field,

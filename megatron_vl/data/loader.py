@@ -342,8 +342,9 @@ class RowEncoder:
 
         taken_indices = choose_row_samples(sample_sizes, *row_limits)
         taken_samples = [usable_samples[i] for i in taken_indices]
-        waiting_indices = sorted(set(range(len(usable_samples))) - set(taken_indices))
-        return [taken_samples], [usable_samples[i] for i in waiting_indices]
+        for i in reversed(taken_indices):
+            del usable_samples[i]
+        return [taken_samples], usable_samples
 
     def postencode_sample(self, encoded_sample: EncodedSample) -> assemble_row.TokenizedSample:
         """Decodes the media of a sample, which must not be refused."""
