@@ -101,7 +101,8 @@ def _match_renamed_tensors(first_tensors: Iterable[str], second_tensors: Iterabl
 
     renamed_tensors: dict[str, str] = {}
     for first_names, second_names in names_by_short.values():
-        if len(first_names) == len(second_names) == 1 and first_names != second_names:
+        is_unambiguous = len(first_names) == len(second_names) == 1
+        if is_unambiguous and first_names != second_names:
             renamed_tensors[first_names[0]] = second_names[0]
     return renamed_tensors
 
@@ -207,14 +208,16 @@ def _describe_difference(
                 first_element = region.row * matrix_shape(first.shape)[1]
                 first_difference = first_element + int(differs_mask.nonzero()[0])
             distances = (first_values.double() - second_values.double()).abs()
-            largest_distance = float(distances.nan_to_num(float("inf")).max())
+            distances = distances.nan_to_num(float("inf"))
+            largest_distance = float(distances.max())
             largest_difference = max(largest_difference, largest_distance)
         progress_bar.add_bytes(first_values.nbytes)
 
     if not differing_elements:
         return ""
+    element_count = math.prod(first.shape)
     return (
-        f"{differing_elements} of {math.prod(first.shape)} elements differ, "
+        f"{differing_elements} of {element_count} elements differ, "
         f"the first at {first_difference}, by at most {largest_difference:.3g}"
     )
 

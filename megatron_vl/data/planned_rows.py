@@ -122,7 +122,6 @@ class SizedSource:
 
         self._first_numbers = self.stored_sizes.first_sample_numbers(self.shard_counts)
         self._shard_starts = np.cumsum([0, *(count for _, count in self.shard_counts)])
-        self._dataset = dataset
 
     def __len__(self) -> int:
         return int(self._shard_starts[-1])
@@ -142,10 +141,6 @@ class SizedSource:
         subset_starts = np.clip(self._shard_starts, first_sample, first_sample + sample_count)
         shard_sizes = np.diff(subset_starts)
         return shard_sizes[shard_sizes > 0]
-
-    def open_reader(self, timeout_seconds: float, take: Callable[[int], bytes]) -> TolerantReader:
-        """Reads samples by index. Each process has its own."""
-        return open_sample_reader(self._dataset, timeout_seconds, take)
 
 
 def open_sample_reader(dataset: Any, timeout_seconds: float, take: Callable[[int], bytes]) -> TolerantReader:
@@ -457,15 +452,15 @@ class PlanningContext:
         return ReadAhead(datasets, data_config.shuffle_block, blocks_in_use, rank_count)
 
     def sample_readers(self, take: Callable[[int, int], bytes]) -> list[TolerantReader]:
-        """A reader of each source.
+        """A reader of each source. Each process has its own.
 
         Args:
             take: returns the bytes of a sample in an object store, by source and index.
         """
         timeout_seconds = self.row_encoder.data_config.sample_timeout_s
         return [
-            source.open_reader(timeout_seconds, partial(take, source_index))
-            for source_index, source in enumerate(self.sized_sources)
+            open_sample_reader(loaded.dataset, timeout_seconds, partial(take, source_index))
+            for source_index, loaded in enumerate(self.loaded_datasets)
         ]
 
     def make_planner(self) -> BatchPlanner:

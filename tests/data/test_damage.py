@@ -20,6 +20,7 @@ import pytest
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import LoaderError, validation_rows
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
+from megatron_vl.data.planned_rows import open_sample_reader
 from megatron_vl.data.source.bad_samples import (
     MAX_LISTED_PER_ROW,
     BadSampleMeter,
@@ -455,7 +456,7 @@ def test_a_member_that_claims_more_than_its_shard_is_damage(dataset):
 
 
 def test_reading_leaves_nothing_in_memory(dataset):
-    reader = loader(dataset)._planning_context.sized_sources[0].open_reader(0.0, None)
+    reader = open_sample_reader(loader(dataset)._planning_context.loaded_datasets[0].dataset, 0.0, None)
     traced = []
     tracemalloc.start()
     try:

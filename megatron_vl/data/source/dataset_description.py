@@ -30,7 +30,6 @@ from megatron_vl.data.source.location import (
     Location,
     location_is_file,
     location_size_bytes,
-    location_suffix,
     read_text_file,
 )
 from megatron_vl.errors import UserError
@@ -336,7 +335,7 @@ def _read_description_file(file_path: Location) -> dict[str, Any]:
     file_text = ""
     try:
         file_text = read_text_file(file_path)
-        if location_suffix(file_path) != ".json":
+        if not file_path.name.endswith(".json"):
             _check_yaml(file_path, file_text)
             parsed_fields = load_yaml(file_text.encode())
         else:
@@ -455,7 +454,7 @@ def _symlinked_names(shard_folder: Path, shard_names: list[str]) -> list[str]:
 def _read_metadataset(
     metadataset_path: Location, nesting_depth: int, read_descriptions: dict[Location, Description]
 ) -> MetadatasetDescription:
-    if location_suffix(metadataset_path) != ".yaml":
+    if not metadataset_path.name.endswith(".yaml"):
         raise DescriptionError(f"{metadataset_path} is neither a data set's folder nor a metadataset (.yaml)")
     if nesting_depth > MAX_METADATASET_DEPTH:
         raise DescriptionError(

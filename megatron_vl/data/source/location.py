@@ -81,11 +81,6 @@ def location_size_bytes(file_location: Location) -> int:
     return int(file_location.size())
 
 
-def location_suffix(file_location: Location) -> str:
-    """The suffix of a file name with its dot, such as ``.yaml``."""
-    return Path(file_location.name).suffix
-
-
 def read_text_file(file_location: Location, **decode_arguments: Any) -> str:
     """The text of a file in UTF-8.
 

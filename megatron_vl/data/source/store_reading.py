@@ -4,7 +4,7 @@ Energon 7.4.1 copies a shard of up to 512 MB into memory to read one sample of i
 twice each time. Here a request names the bytes of one sample, or of a block of samples that are drawn at
 about the same time (:class:`megatron_vl.data.source.sample_order.BlockOrder`). One process of a rank reads
 what the rows of the next steps need (:class:`ReadAhead`), so that no block is read twice, and gives the
-rank's loader processes their samples (:func:`serve`, :class:`ServedSamples`).
+rank's loader processes their samples (:func:`serve_samples`, :class:`ServedSamples`).
 """
 
 from __future__ import annotations
@@ -298,13 +298,7 @@ class StoreReader(ShardInfosITarReader):
 
 
 def serve_samples(read_ahead: ReadAhead, connection: Connection) -> None:
-    """Sends another process its samples, in a thread, until that process ends."""
-    threading.Thread(
-        target=_serve_requests, args=(read_ahead, connection), daemon=True, name="give samples"
-    ).start()
-
-
-def _serve_requests(read_ahead: ReadAhead, connection: Connection) -> None:
+    """Sends another process its samples, in threads, until that process ends."""
     send_lock = threading.Lock()
 
     def answer_request(request_number: int, source: int, index: int) -> None:
@@ -316,10 +310,13 @@ def _serve_requests(read_ahead: ReadAhead, connection: Connection) -> None:
         with send_lock, suppress(OSError):
             connection.send((request_number, content))
 
-    with suppress(EOFError, OSError):
-        while True:
-            # Each request has a thread, so that a store that does not answer delays no other sample.
-            threading.Thread(target=answer_request, args=connection.recv(), daemon=True).start()
+    def receive_requests() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                # Each request has a thread, so that a store that does not answer delays no other sample.
+                threading.Thread(target=answer_request, args=connection.recv(), daemon=True).start()
+
+    threading.Thread(target=receive_requests, daemon=True, name="give samples").start()
 
 
 class ServedSamples:
