@@ -546,7 +546,7 @@ def build_loader(
         rows_per_step or dp_size,
     )
     loader_identity = _loader_identity(data_config, row_encoder, split_facts)
-    return RowLoader(planning_context, loader_identity, split_facts, dp_rank, dp_size, data_config)
+    return RowLoader(planning_context, loader_identity, dp_rank, dp_size, data_config)
 
 
 def _loader_identity(

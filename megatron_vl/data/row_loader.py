@@ -18,7 +18,7 @@ from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.source.blend import summarize_blend
 from megatron_vl.data.source.blend_change import BlendChange, read_saved_sources
-from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts
+from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.json_files import check_format_version
 
@@ -62,7 +62,6 @@ class RowLoader:
         self,
         planning_context: PlanningContext,
         loader_identity: dict[str, Any],
-        split_facts: SplitFacts,
         dp_rank: int,
         dp_size: int,
         data_config: DataConfig,
@@ -71,8 +70,6 @@ class RowLoader:
         self._identity = loader_identity
         self._data_config = data_config
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self.sample_count = split_facts.sample_count
-        """Number of samples in the split, over all ranks; None for a metadataset."""
         self._change_lines: list[str] = []
         self._known_source_keys = {source.source_key for source in planning_context.blend_sources}
         """Keys of all sources that were ever in the run's blend."""

@@ -249,7 +249,8 @@ def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
         facts = read_description(path).split_facts("train")
         calls.append(looked["count"])
         sizes.append(len(pickle.dumps(facts)))
-        assert facts.sample_count == 10 * len(list(path.glob("*.tar"))) and facts.largest_shard == 10
+        assert facts.dataset_identity["samples"] == 10 * len(list(path.glob("*.tar")))
+        assert facts.largest_shard == 10
     assert abs(calls[0] - calls[1]) < 8, calls  # sizes of at most 16 shards are asked for
     assert abs(sizes[0] - sizes[1]) < 16 and max(sizes) < 1000
 
@@ -258,7 +259,8 @@ def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tm
     assert shards.MAX_SHARDS is dataset_description.MAX_SHARDS
     monkeypatch.setattr(shards, "MAX_SHARDS", 5)
     monkeypatch.setattr(dataset_description, "MAX_SHARDS", 5)
-    assert read_description(empty_shards(tmp_path / "five", 5)).split_facts("train").sample_count == 50
+    facts = read_description(empty_shards(tmp_path / "five", 5)).split_facts("train")
+    assert facts.dataset_identity["samples"] == 50
     with pytest.raises(
         ShardError, match=r"train-000005.tar is one more than the 5 shards .*--samples-per-shard"
     ):

@@ -85,8 +85,6 @@ class SplitFacts:
     dataset_identity: dict[str, Any]
     """Determines the order of samples, as JSON values.
     :class:`~megatron_vl.data.source.blend_change.BlendChange` compares two of them."""
-    sample_count: int | None
-    """Number of samples over all ranks; None for a metadataset, whose parts start over at different times."""
     largest_shard: int
     """Number of samples in the largest shard."""
     datasets_without_sizes: tuple[str, ...] = ()
@@ -125,9 +123,8 @@ class DatasetDescription:
     def split_facts(self, split_name: str) -> SplitFacts:
         """The facts of a split. Raises :class:`LoaderError` if it is empty."""
         names = self._split_shards(split_name)
-        dataset_identity = self.split_identity(split_name)
         largest_shard = max(self.samples_by_shard.get(name, 0) for name in names)
-        return SplitFacts(dataset_identity, self._split_sample_count(split_name), largest_shard)
+        return SplitFacts(self.split_identity(split_name), largest_shard)
 
     def _split_shards(self, split_name: str) -> list[str]:
         names = self.shards_by_split.get(split_name) or []
@@ -176,7 +173,7 @@ class MetadatasetDescription:
         dataset_identity = self.split_identity(split_name)
         # This refuses impossible weights before Energon reads them.
         read_blend_sources(dataset_identity, description_path=str(self.path))
-        return SplitFacts(dataset_identity, None, largest_shard)
+        return SplitFacts(dataset_identity, largest_shard)
 
     def split_parts(self, split_name: str) -> list[tuple[DatasetDescription | MetadatasetDescription, str]]:
         """The data sets and metadatasets that a split names, each with the split that is read of it."""
