@@ -155,8 +155,7 @@ def _write_weights(
 
     Args:
         input_dirs: the folders that are read; none of them may be ``output_dir``.
-        layout_arguments: arguments of :func:`make_layout` for shards; None: unsplit weights.
-        worker_count: number of threads; 0: as many as the machine can use.
+        layout_arguments, worker_count: ``layout`` and ``workers`` of :func:`convert_weights`.
         weights_origin: facts about the origin of the weights, for the manifest.
     """
     output_dir = Path(output_dir)

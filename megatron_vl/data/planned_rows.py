@@ -110,7 +110,7 @@ class SizedSource:
 
     def __init__(self, loaded_dataset: LoadedDataset, tokenization_id: str, content_id: str) -> None:
         dataset = loaded_dataset.dataset
-        self.shard_counts = [(shard.name, shard.count) for shard in dataset.shards]
+        shard_counts = [(shard.name, shard.count) for shard in dataset.shards]
         metadata_dir = resolve_location(str(dataset.path)) / METADATA_DIR
         self.stored_sizes: StoredSizes = open_stored_sizes(metadata_dir, tokenization_id)
         if self.stored_sizes.content_id != content_id:
@@ -120,8 +120,8 @@ class SizedSource:
                 " same data set, or run `megatron-vl data index` again"
             )
 
-        self._first_numbers = self.stored_sizes.first_sample_numbers(self.shard_counts)
-        self._shard_starts = np.cumsum([0, *(count for _, count in self.shard_counts)])
+        self._first_numbers = self.stored_sizes.first_sample_numbers(shard_counts)
+        self._shard_starts = np.cumsum([0, *(count for _, count in shard_counts)])
 
     def __len__(self) -> int:
         return int(self._shard_starts[-1])

@@ -324,9 +324,6 @@ def test_no_bad_sample_or_any_number():
     assert none.stop_reason() and not any_.stop_reason()
     any_.add_counts(0, {"x": 100})
     assert not any_.stop_reason()
-    for share, minimum in ((-0.1, 1), (1.1, 1), (0.5, 0)):
-        with pytest.raises(ValueError, match="max_bad_share"):
-            BadSampleMeter(share, minimum)
 
 
 # --- Packing ------------------------------------------------------------------------------------------------

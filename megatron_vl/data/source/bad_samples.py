@@ -71,17 +71,9 @@ class BadSampleMeter:
         max_share: largest accepted share, from 0 (none) to 1 (any).
         minimum_samples: divisor of the share while fewer samples were seen. To tolerate a missing shard that
             is a small part of the data, give the number of samples of the data set.
-
-    Raises:
-        ValueError: the limits are impossible.
     """
 
     def __init__(self, max_share: float, minimum_samples: int = 1000) -> None:
-        if not 0 <= max_share <= 1 or minimum_samples < 1:
-            raise ValueError(
-                f"data.max_bad_share {max_share} must be from 0 to 1, and {minimum_samples} samples at least"
-                " 1"
-            )
         self.max_share, self.minimum_samples = max_share, minimum_samples
         self.used_count = 0
         self.reason_counts: Counter[str] = Counter()

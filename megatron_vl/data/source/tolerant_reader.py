@@ -71,9 +71,6 @@ class TolerantReader:
         self.stalled_threads: dict[str, _ReadingThread] = {}
         """The threads that still wait for a shard."""
 
-    def __len__(self) -> int:
-        return len(self.shard_reader)
-
     def __getitem__(self, sample_index: int) -> dict[str, Any] | None:
         try:
             return self._read_freeing_files(sample_index)
