@@ -158,8 +158,8 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
         "model.checkpoint": not config.lora.rank,
         "lora.dropout": config.lora.rank,
         "fp8.vision": config.fp8.recipe != "none",
-        "optimizer.vision_lr": not config.model.freeze_vision,
-        "optimizer.merger_lr": not config.model.freeze_merger,
+        "optimizer.vision_lr": part_rates["vision"] is not None,
+        "optimizer.merger_lr": part_rates["merger"] is not None,
         "optimizer.min_lr_ratio": config.optimizer.schedule != "constant",
     }
     return {name: value for name, value in fields.items() if is_used.get(name, True)}
@@ -201,19 +201,25 @@ def field_change_notes(
 
 
 def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
-    """A note if the next step has another learning rate than under the saved fields; otherwise empty."""
-    rate_fields = {}
-    for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps"):
+    """A note if the next step has another learning rate than under the saved fields; otherwise empty.
+
+    It is the rate of the first part of the model that is trained: language, vision or merger.
+    """
+    schedule_fields = {}
+    for name in ("min_lr_ratio", "schedule", "warmup_steps"):
         current_value = getattr(config.optimizer, name)
-        rate_fields[name] = saved_fields.get(f"optimizer.{name}", current_value)
+        schedule_fields[name] = saved_fields.get(f"optimizer.{name}", current_value)
     saved_config = dataclasses.replace(
         config,
         steps=saved_fields.get("steps", config.steps),
-        optimizer=dataclasses.replace(config.optimizer, **rate_fields),
+        optimizer=dataclasses.replace(config.optimizer, **schedule_fields),
     )
 
-    saved_rate = scheduled_rate(saved_config, step, saved_config.optimizer.lr)
-    current_rate = scheduled_rate(config, step, config.optimizer.lr)
+    trained_rates = {part: rate for part, rate in peak_learning_rates(config).items() if rate is not None}
+    part, peak_rate = next(iter(trained_rates.items()))
+    peak_field = "optimizer.lr" if part == "language" else f"optimizer.{part}_lr"
+    saved_rate = scheduled_rate(saved_config, step, saved_fields.get(peak_field, peak_rate))
+    current_rate = scheduled_rate(config, step, peak_rate)
     if saved_rate == current_rate:
         return []
     return [f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"]
