@@ -343,7 +343,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/core_fixes/test_register.py::test_cores_packed_rotary_waits_for_the_host",
     ),
     DependencyFix(
-        fix_location="megatron_vl.models.build:_build_language_model",
+        fix_location="megatron_vl.models.build:_ModelBuilder",
         touched_names=("megatron.core.models.gpt.gpt_model.GPTModel.rotary_pos_emb",),
         fix_reason=(
             "Core has no interleaved M-RoPE, and computes the angles with a matrix product, which TF32"

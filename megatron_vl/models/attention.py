@@ -49,8 +49,12 @@ K is S, or more if ranks gather keys. Then a sequence's queries are the last of 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The description of a packed row that core passes to every layer."""
+    """The description of a packed row that core passes to every layer. Give its fields by name.
 
+    In the format ``sbhd``, core neither squeezes the batch axis nor applies its own packed RoPE.
+    """
+
+    qkv_format: str = "sbhd"
     full_segments: Segments | None = None
     """The segments of full attention."""
     window_segments: Segments | None = None
@@ -61,27 +65,6 @@ class PackedRow(PackedSeqParams):
     """The stored keys and values during generation; otherwise None."""
     shard: RowShard | None = None
     """This rank's part of the row under context parallelism; otherwise None."""
-
-
-def packed_row(
-    full_segments: Segments,
-    window_segments: Segments | None = None,
-    cos_sin: tuple[Tensor, Tensor] | None = None,
-    cache: CacheAccess | None = None,
-    shard: RowShard | None = None,
-) -> PackedRow:
-    """A :class:`PackedRow` in the format ``sbhd``.
-
-    With this format, core neither squeezes the batch axis nor applies its own packed RoPE.
-    """
-    return PackedRow(
-        qkv_format="sbhd",
-        full_segments=full_segments,
-        window_segments=window_segments,
-        cos_sin=cos_sin,
-        cache=cache,
-        shard=shard,
-    )
 
 
 class PackedAttention(nn.Module):
