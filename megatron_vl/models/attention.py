@@ -1,9 +1,9 @@
 """Packed attention: one interface with several backends.
 
 A packed row holds several sequences one after another; ``cu_seqlens`` gives their bounds. Megatron-core's own
-packed path (``thd``) restarts the rotary frequencies at each sequence, so it does not work with M-RoPE. Here
-core gets ``sbhd`` with a batch of one, applies RoPE from the given position ids, and calls
-:class:`PackedAttention`.
+packed path (``thd``) restarts the rotary frequencies at each sequence, so it does not work with M-RoPE, or,
+without its fused kernel, reads the lengths of sequences on the host in each layer. Here core gets ``sbhd``
+with a batch of one, applies RoPE from the given position ids, and calls :class:`PackedAttention`.
 
 The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), ``torch_varlen``
 (FlashAttention-2 in torch), ``flash_attn`` (FlashAttention-4, :mod:`megatron_vl.kernels.flash_attention`, for

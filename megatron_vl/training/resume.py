@@ -19,7 +19,7 @@ from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
 from megatron_vl.training.preflight import BASE_DIGEST_KEY, START_ADAPTER_KEY, data_order_metadata
 from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
-from megatron_vl.weights.run_folder import saved_checkpoints
+from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
 
 _SKIPPED_STEPS_KEY = "skipped_steps"
 _FIELDS_KEY = "fields"
@@ -46,8 +46,8 @@ def restore_run(training_run: TrainingRun) -> None:
         CheckpointError: the checkpoint cannot be used. The message says what to do.
         SystemExit: a signal asked a rank to stop, see :func:`exit_if_stop_requested`.
     """
-    for start_note in training_run.resolved_run.run_start.start_notes:
-        log_rank_0(training_run.grid, start_note)
+    for user_message in training_run.resolved_run.run_start.user_messages:
+        log_rank_0(training_run.grid, user_message)
     if training_run.resolved_run.is_resumed:
         _restore_checkpoint(training_run)
     exit_if_stop_requested(training_run.platform)  # building and loading take minutes with large models
@@ -98,7 +98,7 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         )
     except (KeyError, TypeError, ValueError) as error:
         error_text = f"{type(error).__name__}: {error}"
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
         ) from error
 
@@ -249,8 +249,8 @@ def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.Load
             else restart_option
         )
         if restart_option in str(error):
-            raise checkpoint.CheckpointError(str(error).replace(restart_option, restart_options)) from error
-        raise checkpoint.CheckpointError(
+            raise CheckpointError(str(error).replace(restart_option, restart_options)) from error
+        raise CheckpointError(
             f"{error}. Or keep weights and optimizer and read the data set from its start: {restart_options}"
         ) from error
 

@@ -342,11 +342,13 @@ class StartPoint:
     """Where a run begins."""
 
     source_checkpoint: SavedCheckpoint | None
-    """The checkpoint that it resumes from; None: it starts from step 0."""
+    """The checkpoint that it resumes from; None: it starts from ``model.checkpoint`` or random weights."""
     lineage: Lineage
     """The lineage of the checkpoints that it will save."""
     user_messages: tuple[str, ...] = ()
     """Lines to print for the user."""
+    restarts_data: bool = False
+    """Whether the data set is read from its start, although the run resumes from a checkpoint."""
 
 
 def choose_start_point(
