@@ -186,7 +186,7 @@ def transformer_block_spec(
 
     Args:
         num_layers: number of layers in this block, which belong to one pipeline chunk.
-        attention_backend: one of :data:`megatron_vl.models.attention.BACKENDS`.
+        attention_backend: a result of :func:`megatron_vl.models.attention.choose_backend`.
         is_windowed_layer: says whether a zero-based global layer attends within windows.
         causal: whether tokens attend only to themselves and earlier ones, as in the language model.
         num_deepstack_levels: number of levels of visual features that the model's first layers add to their
@@ -213,7 +213,7 @@ def transformer_block_spec(
             layer_specs,
             layers_with_experts,
             pre_mlp_layernorm=layer_modules.expert_norm,
-            mlp=moe_layer(platform),
+            mlp=moe_layer(platform, *linear_classes(platform)),
         )
     if any(layers_with_linear_attention):
         layer_specs = _replace_in_layers(

@@ -206,9 +206,11 @@ def check_wandb_installed(wandb_project: str) -> None:
     Raises:
         RunConfigError: it is not. The message names the extra to install.
     """
-    package_spec = find_spec("wandb") if wandb_project else None
+    if not wandb_project:
+        return
     # W&B keeps its files in a folder wandb/, which Python considers an empty package.
-    if wandb_project and (package_spec is None or package_spec.origin is None):
+    package_spec = find_spec("wandb")
+    if package_spec is None or package_spec.origin is None:
         raise RunConfigError(
             f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the"
             " extra wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or"
@@ -293,16 +295,13 @@ def check_own_checkpoint(
 
 def read_start_adapter(config: TrainConfig) -> dict[str, str]:
     """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any."""
+    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return {"path": "", "digest": ""}
-    return {"path": str(Path(adapter_dir).resolve()), "digest": _read_adapter_digest(adapter_dir)}
-
-
-def _read_adapter_digest(adapter_dir: str) -> str:
-    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
-
-    return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
+    weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
+    return {"path": str(Path(adapter_dir).resolve()), "digest": weight_reader.model_digest()}
 
 
 def check_start_adapter(
@@ -339,10 +338,10 @@ def check_start_adapter(
 
 def _adapter_digest(adapter_dir: str) -> str | None:
     """The digest of the adapters in a folder; None if it holds no weights of ours."""
-    from megatron_vl.weights.weight_reader import WeightsError
+    from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
     try:
-        return _read_adapter_digest(adapter_dir)
+        return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
     except (OSError, WeightsError):
         return None
 
@@ -459,15 +458,20 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path
     Raises:
         RunConfigError: the rules differ. The message names the field, both rules, and what to do.
     """
-    trained_rules = trained_video_rule(checkpoint_path, spec)
-    for field_name, current_rule in video_rule(config.data, spec.vision.video_timestamps).items():
-        trained_rule = trained_rules.get(field_name, current_rule)
-        if trained_rule != current_rule:
-            raise RunConfigError(
-                f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under"
-                f" {trained_rule!r}: set data.{field_name} to {trained_rule!r} to continue this run, or start"
-                f" a new one from its weights (model.checkpoint) under {current_rule!r}"
-            )
+    field_name, current_rule = _video_rule_of_run(config, spec)
+    trained_rule = trained_video_rule(checkpoint_path, spec).get(field_name, current_rule)
+    if trained_rule != current_rule:
+        raise RunConfigError(
+            f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under"
+            f" {trained_rule!r}: set data.{field_name} to {trained_rule!r} to continue this run, or start"
+            f" a new one from its weights (model.checkpoint) under {current_rule!r}"
+        )
+
+
+def _video_rule_of_run(config: TrainConfig, spec: ModelSpec) -> tuple[str, str]:
+    """The field of ``data`` that decides how the model's videos are presented, and its value."""
+    [rule] = video_rule(config.data, spec.vision.video_timestamps).items()
+    return rule
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
@@ -490,15 +494,15 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
     weight_reader = WeightReader(weights_path)
     check_same_model(f"model.checkpoint {weights_path}", weight_reader.spec, config, spec)
 
+    field_name, current_rule = _video_rule_of_run(config, spec)
     trained_rules = weights_video_rule(weight_reader.path, weight_reader.manifest, spec)
-    for field_name, current_rule in video_rule(config.data, spec.vision.video_timestamps).items():
-        trained_rule = trained_rules.get(field_name, current_rule)
-        if trained_rule != current_rule:
-            return (
-                f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run"
-                f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
-            )
-    return ""
+    trained_rule = trained_rules.get(field_name, current_rule)
+    if trained_rule == current_rule:
+        return ""
+    return (
+        f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run"
+        f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
+    )
 
 
 def read_base_digest(config: TrainConfig) -> str:
@@ -559,8 +563,18 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
         )
     if not config.model.checkpoint and not is_resumed:
         remark_texts.append("model.checkpoint is empty: weights are random")
-    remark_texts += _rate_remarks("vision", config.optimizer.vision_lr, config.model.freeze_vision)
-    remark_texts += _rate_remarks("merger", config.optimizer.merger_lr, config.model.freeze_merger)
+    for model_part in ("vision", "merger"):
+        part_rate = getattr(config.optimizer, f"{model_part}_lr")
+        if getattr(config.model, f"freeze_{model_part}") and part_rate is not None:
+            remark_texts.append(
+                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
+                " keeps those weights unchanged"
+            )
+        elif part_rate == 0:
+            remark_texts.append(
+                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
+                f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
+            )
     has_adapters = config.lora.rank or config.lora.adapter
     if not has_adapters and config.lora != LoraConfig():
         remark_texts.append(
@@ -569,18 +583,3 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
     if on_cpu and config.dtype == "bfloat16":
         remark_texts.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return remark_texts
-
-
-def _rate_remarks(model_part: str, part_rate: float | None, is_frozen: bool) -> list[str]:
-    """Notes on the learning rate of a part of the model."""
-    if is_frozen and part_rate is not None:
-        return [
-            f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
-            " keeps those weights unchanged"
-        ]
-    if part_rate == 0:
-        return [
-            f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
-            f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
-        ]
-    return []
