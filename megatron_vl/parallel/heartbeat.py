@@ -126,21 +126,11 @@ class Heartbeat:
     """When the line arrived, by this process's monotonic clock in seconds."""
 
     def to_line(self) -> bytes:
-        return (
-            json.dumps(
-                {
-                    "rank": self.rank,
-                    "process": asdict(self.rank_process),
-                    "progress": asdict(self.rank_progress),
-                }
-                | {"debugged": self.is_debugged}
-            ).encode()
-            + b"\n"
-        )
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
     def from_line(heartbeat_line: bytes) -> Heartbeat:
-        """The inverse of :meth:`to_line`.
+        """The inverse of :meth:`to_line`, for a line that has just arrived.
 
         Raises:
             ValueError, KeyError, TypeError: ``heartbeat_line`` is not such a line.
@@ -148,9 +138,9 @@ class Heartbeat:
         fields = json.loads(heartbeat_line)
         return Heartbeat(
             int(fields["rank"]),
-            RankProcess(**fields["process"]),
-            RankProgress(**fields["progress"]),
-            bool(fields["debugged"]),
+            RankProcess(**fields["rank_process"]),
+            RankProgress(**fields["rank_progress"]),
+            bool(fields["is_debugged"]),
         )
 
 

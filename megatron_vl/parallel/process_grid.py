@@ -81,6 +81,19 @@ class ProcessGrid:
         """Whether this rank is the first of the ranks that hold the same parts of the dense tensors."""
         return self.dp_rank == 0 and self.cp_rank == 0
 
+    def from_loader_owner[T](self, owned_value: T) -> T:
+        """The value of the rank that owns the replica's loader. Collective over the replica.
+
+        Args:
+            owned_value: what to send, as far as this rank knows it.
+        """
+        shared_values = [owned_value]
+        if self.replica_ranks > 1:
+            dist.broadcast_object_list(
+                shared_values, src=self.replica_source_rank, group=self.replica_gloo_group
+            )
+        return shared_values[0]
+
     @property
     def replica_ranks(self) -> int:
         """Number of ranks of a replica."""
