@@ -346,11 +346,7 @@ def chunk_tensors(
 def check_live_tensors(
     spec: ModelSpec, layout: Layout, live_tensors: list[LiveTensor], lora: LoraConfig
 ) -> None:
-    """Checks that live parameters have the shapes of the tables of the model and its adapters.
-
-    Raises:
-        RuntimeError: the table does not match the modules: a live parameter has no entry or another shape.
-    """
+    """Raises RuntimeError unless live parameters have the shapes of the model's and adapters' tables."""
     table = tensor_table(spec) | adapter_table(spec, lora)
     for tensor_name, parameter, expert_index in live_tensors:
         if tensor_name not in table:

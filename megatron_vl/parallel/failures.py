@@ -85,11 +85,7 @@ class _FailureWatcher:
         return first_failure
 
     def wait_for_failure(self, store: Any, wait_s: float) -> RunFailure | None:
-        """Waits for the first failure. Returns None after ``wait_s`` seconds.
-
-        Raises:
-            RuntimeError: the store has ended.
-        """
+        """The first failure; None after ``wait_s`` seconds. Raises RuntimeError if the store has ended."""
         import torch.distributed as dist
 
         try:

@@ -132,8 +132,7 @@ class Heartbeat:
     def from_line(heartbeat_line: bytes) -> Heartbeat:
         """The inverse of :meth:`to_line`, for a line that has just arrived.
 
-        Raises:
-            ValueError, KeyError, TypeError: ``heartbeat_line`` is not such a line.
+        Raises ValueError, KeyError or TypeError for any other line.
         """
         fields = json.loads(heartbeat_line)
         return Heartbeat(

@@ -282,8 +282,7 @@ class CheckpointSaver:
     def wait_until_saved(self) -> None:
         """Waits until this rank's part (on rank 0: the whole checkpoint) is on disk.
 
-        Raises:
-            CheckpointError: the save failed.
+        Raises CheckpointError if the save failed.
         """
         if self._writer_thread is not None:
             self._writer_thread.join()
@@ -523,10 +522,7 @@ def state_file_name(rank: int) -> str:
 def lock_run_dir(run_dir: Path) -> Any:
     """Keeps other runs from writing to ``run_dir`` until :func:`unlock_run_dir`, or until the process ends.
 
-    Returns the open lock file.
-
-    Raises:
-        CheckpointError: another run holds the lock.
+    Returns the open lock file. Raises CheckpointError if another run holds the lock.
     """
     lock_file = (run_dir / ".lock").open("w")
     try:
@@ -548,11 +544,7 @@ def unlock_run_dir(lock_file: Any) -> None:
 
 
 def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
-    """Reads ``run.json`` of a step folder.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or of another format.
-    """
+    """Reads ``run.json`` of a step folder. Raises CheckpointError if it cannot be used."""
     metadata_path = checkpoint_path / "run.json"
     if not metadata_path.is_file():
         raise CheckpointError(
@@ -698,10 +690,9 @@ def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any
 
 @contextlib.contextmanager
 def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
-    """A context that completes the message about a damaged checkpoint with one that a run can resume from.
+    """A context that raises CheckpointError in place of any error about files of a checkpoint.
 
-    Raises:
-        CheckpointError: in place of any error about files of ``checkpoint_path``.
+    The message adds another checkpoint that the run can resume from.
     """
     try:
         yield
@@ -793,11 +784,7 @@ def load_weights(weight_reader: WeightReader, live_tensors: list[LiveTensor], gr
 
 
 def verify_files(checkpoint_path: Path) -> list[str]:
-    """Lists the problems of the optimizer, loader and lineage files of a step folder.
-
-    Raises:
-        CheckpointError: ``run.json`` cannot be used.
-    """
+    """Lists problems of a step folder's files but weights. Raises CheckpointError without ``run.json``."""
     problems, saved_metadata = [], read_run_metadata(checkpoint_path)
     for file_name, file_record in sorted(saved_metadata["files"].items()):
         try:

@@ -224,11 +224,7 @@ def describe_checkpoints(run_dir: Path) -> str:
 def _stop_if_unrecoverable(
     training_run: TrainingRun, step_result: StepResult, consecutive_skips: list[str]
 ) -> None:
-    """Stops a run whose data, weights or checkpoints are of no use, on all ranks at the same step.
-
-    Raises:
-        TrainingStopped: the message says why.
-    """
+    """Raises TrainingStopped, on all ranks at once, if data, weights or checkpoints are of no use."""
     assert training_run.metrics_log is not None
     # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
     if bad_sample_problem := training_run.metrics_log.bad_sample_meter.stop_reason():

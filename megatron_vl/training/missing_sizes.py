@@ -129,8 +129,7 @@ class IndexingProcess:
     def is_running(self) -> bool:
         """Waits a little for the process, reports its last line if it is new, and says whether it still runs.
 
-        Raises:
-            LoaderError: the process failed.
+        Raises LoaderError if the process failed.
         """
         try:
             exit_code = self._process.wait(POLL_INTERVAL_S)

@@ -281,11 +281,7 @@ def write_slice_index(
 
 
 def read_slice_index(optimizer_dir: Path, file_records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The index that was written with the checkpoint.
-
-    Raises:
-        CheckpointError: the index is missing or damaged.
-    """
+    """The index that was written with the checkpoint. Raises CheckpointError if it is missing or damaged."""
     if INDEX_FILE not in file_records:
         raise CheckpointError(f"{optimizer_dir}: run.json names no {INDEX_FILE}; the checkpoint is not whole")
     check_file_hash(optimizer_dir / INDEX_FILE, file_records[INDEX_FILE])

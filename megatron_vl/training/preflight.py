@@ -76,8 +76,7 @@ def _check_input_memory(
 ) -> float:
     """GiB of host memory that a rank needs for the inputs of its layers (``recompute.offload_inputs``).
 
-    Raises:
-        RunConfigError: a node has less.
+    Raises RunConfigError if a node has less.
     """
     if not config.recompute.offload_inputs:
         return 0.0
@@ -123,11 +122,7 @@ def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
 
 
 def check_outputs(config: TrainConfig) -> None:
-    """Refuses folders that cannot be written to, and exports and reports that cannot be made.
-
-    Raises:
-        RunConfigError: names the field and says what to give.
-    """
+    """Raises RunConfigError for folders that cannot be written to and exports that cannot be made."""
     check_output_dir("checkpoint.dir", config.checkpoint.dir)
     check_output_dir("log.tensorboard", config.log.tensorboard)
     check_output_dir("profile.dir", config.profile.dir)
@@ -137,12 +132,9 @@ def check_outputs(config: TrainConfig) -> None:
 
 
 def check_data_path(dataset_path: str) -> None:
-    """Checks that ``dataset_path`` is a data set's folder or a metadataset.
+    """Raises RunConfigError unless ``dataset_path`` is a data set's folder or a metadataset.
 
     Only the existence of files is checked, because importing Energon takes seconds.
-
-    Raises:
-        RunConfigError: it is neither. The message says what is missing.
     """
     remedy_text = "give a folder written by `megatron-vl data convert`"
     if not dataset_path:
@@ -201,11 +193,7 @@ def check_output_dir(field_name: str, output_path: str) -> None:
 
 
 def check_wandb_installed(wandb_project: str) -> None:
-    """Checks that the package of W&B is installed, if the run uses it.
-
-    Raises:
-        RunConfigError: it is not. The message names the extra to install.
-    """
+    """Raises RunConfigError if the run uses W&B and its package is not installed."""
     if not wandb_project:
         return
     # W&B keeps its files in a folder wandb/, which Python considers an empty package.
@@ -219,11 +207,7 @@ def check_wandb_installed(wandb_project: str) -> None:
 
 
 def check_export_weights(config: TrainConfig) -> None:
-    """Checks that ``model.hf`` has weights, because exports use their names and types of tensors.
-
-    Raises:
-        RunConfigError: it has none. The message names the missing file.
-    """
+    """Raises RunConfigError if exports, which use types of tensors, find no weights in ``model.hf``."""
     if not config.checkpoint.export_hf:
         return
 
@@ -419,11 +403,7 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
 def check_same_adapters(
     checkpoint_path: Path, saved: LoraConfig, config: TrainConfig, spec: ModelSpec
 ) -> None:
-    """Checks that a checkpoint holds what the run trains: the model, or the same adapters.
-
-    Raises:
-        RunConfigError: it does not. The message names a field that differs.
-    """
+    """Raises RunConfigError unless a checkpoint holds what the run trains: a model, or the same adapters."""
     if bool(saved.rank) != bool(config.lora.rank):
         held = f"adapters of rank {saved.rank}" if saved.rank else "a whole model"
         raise RunConfigError(
@@ -451,12 +431,9 @@ def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
 
 
 def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path) -> None:
-    """Checks that the rule for videos is that of the step folder ``checkpoint_path``.
+    """Raises RunConfigError unless the rule for videos is that of the step folder ``checkpoint_path``.
 
     Restarting the data does not allow another rule.
-
-    Raises:
-        RunConfigError: the rules differ. The message names the field, both rules, and what to do.
     """
     field_name, current_rule = _video_rule_of_run(config, spec)
     trained_rule = trained_video_rule(checkpoint_path, spec).get(field_name, current_rule)

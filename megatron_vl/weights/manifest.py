@@ -319,11 +319,7 @@ def _common_dtype(tensor_info: TensorInfo, part_entries: Sequence[dict[str, Any]
 
 
 def read_manifest(manifest_path: Path) -> dict[str, Any]:
-    """Reads a manifest.
-
-    Raises:
-        WeightsError: the file is not a manifest, has another version, or was changed.
-    """
+    """Reads a manifest. Raises WeightsError if it is no manifest, has another version, or was changed."""
     try:
         manifest = json.loads(manifest_path.read_text())
     except ValueError as error:

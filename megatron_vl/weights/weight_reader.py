@@ -221,11 +221,7 @@ class WeightReader:
         return tensor_reader
 
     def verify_tensor(self, tensor_name: str) -> None:
-        """Verifies now all parts of this tensor that :meth:`read_region` reads.
-
-        Raises:
-            WeightsError: the tensor is damaged.
-        """
+        """Raises WeightsError unless all parts of this tensor that :meth:`read_region` reads are whole."""
         for shard_index in {
             int(block.part_id) for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
         }:

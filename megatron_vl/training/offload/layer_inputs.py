@@ -104,11 +104,7 @@ class LayerInputOffload:
         return packed_tensor.to_device()
 
     def take_pieces(self, count: int) -> list[Tensor]:
-        """Pieces of host memory for one input.
-
-        Raises:
-            MemoryError: the host has too little memory that can be pinned.
-        """
+        """Pieces of host memory for one input. Raises MemoryError if too little can be pinned."""
         while len(self.free_pieces) < count:
             refusal = (
                 "host memory could not be pinned for recompute.offload_inputs, after"
