@@ -185,12 +185,9 @@ def add_to_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 def seed_dropout(seed: int, step: int) -> None:
-    """Seeds the dropout of a step, so that a step has the same masks after a resume.
+    """Seeds the dropout of the zero-based ``step``, so that it has the same masks after a resume.
 
     Ranks with other tokens draw other masks.
-
-    Args:
-        step: zero-based.
     """
     data_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
     pipeline_rank = mpu.get_pipeline_model_parallel_rank()

@@ -93,13 +93,10 @@ def _check_input_memory(
 
 
 def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
-    """Refuses a run whose model or data set does not exist. No file is read.
+    """Raises RunConfigError for a run whose model or data set does not exist. No file is read.
 
     Args:
         model_only: whether to check only ``model.hf``, which may then be a ``config.json`` too.
-
-    Raises:
-        RunConfigError: names the field and says what to give.
     """
     hf_dir = config.model.hf
     if not hf_dir:
@@ -164,16 +161,9 @@ def check_data_path(dataset_path: str) -> None:
 
 
 def check_output_dir(field_name: str, output_path: str) -> None:
-    """Checks that neither an output folder nor any folder above it is a file.
+    """Raises RunConfigError if an output folder or any folder above it is a file.
 
-    The folder of checkpoints must be writable, too.
-
-    Args:
-        field_name: the field that names the folder, for the message.
-        output_path: the folder; empty: there is none.
-
-    Raises:
-        RunConfigError: it cannot be used. The message names the field and the folder or file.
+    The folder of checkpoints must be writable, too. An empty path stands for no folder.
     """
     output_dir = Path(output_path)
     blocking_file = next(
@@ -291,16 +281,13 @@ def read_start_adapter(config: TrainConfig) -> dict[str, str]:
 def check_start_adapter(
     checkpoint_path: Path, start_adapter: dict[str, str] | None, config: TrainConfig
 ) -> None:
-    """Checks that ``lora.adapter`` of a resumed run does not name other adapters than the run began with.
+    """Raises RunConfigError if ``lora.adapter`` of a resumed run names others than the run began with.
 
     The adapters continue from the checkpoint in any case. So nothing is refused if the folder that the run
     began with has moved, is gone, or belongs to a run that went on, or if the given folder has no weights.
 
     Args:
         start_adapter: the result of :func:`read_start_adapter` at the run's first start; None: not recorded.
-
-    Raises:
-        RunConfigError: they are others. The message says how to continue the run.
     """
     adapter_dir = config.lora.adapter
     if start_adapter is None or not adapter_dir:
@@ -379,13 +366,9 @@ def with_start_adapter(
 
 
 def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) -> TrainConfig:
-    """The config of a run with the settings of stored adapters.
+    """The config of a run with the settings of the adapters in ``holder``.
 
-    Args:
-        holder: names the adapters' folder in the message.
-
-    Raises:
-        RunConfigError: a field of ``lora`` says something else.
+    Raises RunConfigError if a field of ``lora`` says something else.
     """
     # Dropout is no property of the adapters: each run chooses its own.
     run_fields = {"adapter": config.lora.adapter, "dropout": config.lora.dropout}
@@ -494,15 +477,7 @@ def read_base_digest(config: TrainConfig) -> str:
 def check_same_model(
     weights_name: str, weights_spec: ModelSpec, config: TrainConfig, spec: ModelSpec
 ) -> None:
-    """Checks that weights are of the model that ``model.hf`` describes.
-
-    Args:
-        weights_name: names the weights in the message.
-        weights_spec: the model of the weights.
-
-    Raises:
-        RunConfigError: they are of another model.
-    """
+    """Raises RunConfigError unless weights, which the message names, are of the model in ``model.hf``."""
     if weights_spec.different_fields(spec):
         weights_family, config_family = weights_spec.family, spec.family
         difference_text = (

@@ -198,14 +198,7 @@ def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
 
 
 def _find_run_start(config: TrainConfig, dp: int) -> StartPoint:
-    """Decides from which checkpoint a run begins, and whether it reads its data from the start.
-
-    Args:
-        dp: data-parallel size.
-
-    Raises:
-        The errors of :func:`find_start_point`.
-    """
+    """Decides from which checkpoint a run begins, and whether it reads its data from the start."""
     start_point = find_start_point(config)
     # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that overrides
     # it does not make the next start restart the data again.

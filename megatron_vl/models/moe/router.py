@@ -99,12 +99,8 @@ class CountingRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Core's routing, except that padding has no expert.
 
-        Args:
-            logits: [S, 1, experts], where T = S.
-            padding_mask: bool [S, 1], true for padding; None: there is no padding.
-
-        Returns:
-            Probabilities and the routing map (bool), [T, experts] each.
+        From logits [S, 1, experts] and padding_mask bool [S, 1] (true for padding; None: there is none) to
+        probabilities and the routing map (bool), [T, experts] each, where T = S.
         """
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is not None:
