@@ -130,16 +130,9 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     column_linear, row_linear = linear_classes(platform)
     if not platform.has_transformer_engine:
         norm_class = local_norm_class(config)
-        return _LayerModules(
-            column_linear,
-            row_linear,
-            norm_class,
-            norm_class,
-            norm_class if config.qk_layernorm else None,
-            norm_class,
-            get_bias_dropout_add,
-            get_bias_dropout_add,
-        )
+        head_norm = norm_class if config.qk_layernorm else None
+        norms, additions = (norm_class, norm_class, head_norm, norm_class), (get_bias_dropout_add,) * 2
+        return _LayerModules(column_linear, row_linear, *norms, *additions)
 
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
@@ -216,10 +209,15 @@ def transformer_block_spec(
             mlp=moe_layer(platform, *linear_classes(platform)),
         )
     if any(layers_with_linear_attention):
+        linear_params = {
+            "spec": linear_attention,
+            "column": layer_modules.column_linear,
+            "row": layer_modules.row_linear,
+        }
         layer_specs = _replace_in_layers(
             layer_specs,
             layers_with_linear_attention,
-            self_attention=_linear_attention_spec(layer_modules, linear_attention),
+            self_attention=ModuleSpec(module=GatedDeltaNet, params=linear_params),
         )
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
 
@@ -275,17 +273,6 @@ def _self_attention_spec(
         k_layernorm=layer_modules.head_norm,
     )
     return ModuleSpec(module=module, params=params, submodules=submodules)
-
-
-def _linear_attention_spec(
-    layer_modules: _LayerModules, linear_attention: LinearAttentionSpec | None
-) -> ModuleSpec:
-    module_params = {
-        "spec": linear_attention,
-        "column": layer_modules.column_linear,
-        "row": layer_modules.row_linear,
-    }
-    return ModuleSpec(module=GatedDeltaNet, params=module_params)
 
 
 def _replace_in_layers(
