@@ -186,10 +186,8 @@ def transformer_block_spec(
             output.
         fused_windows: whether window layers use the fused kernel (CUDA).
         recompute_activation: whether activations of the MLP are recomputed in the backward pass.
-        layers_with_experts: for each layer of this block, whether it has experts instead of an MLP; empty if
-            no layer has.
-        layers_with_linear_attention: for each layer of this block, whether it has linear attention; empty if
-            no layer has.
+        layers_with_experts, layers_with_linear_attention: for each layer of this block, whether it has
+            experts instead of an MLP, and linear attention; empty if no layer has.
         linear_attention: the sizes of linear attention, for models that have it.
     """
     layer_modules = _layer_modules(platform, config)
@@ -209,15 +207,12 @@ def transformer_block_spec(
             mlp=moe_layer(platform, *linear_classes(platform)),
         )
     if any(layers_with_linear_attention):
-        linear_params = {
-            "spec": linear_attention,
-            "column": layer_modules.column_linear,
-            "row": layer_modules.row_linear,
-        }
+        linear_classes_of_layer = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
+        linear_attention_spec = ModuleSpec(
+            module=GatedDeltaNet, params={"spec": linear_attention, **linear_classes_of_layer}
+        )
         layer_specs = _replace_in_layers(
-            layer_specs,
-            layers_with_linear_attention,
-            self_attention=ModuleSpec(module=GatedDeltaNet, params=linear_params),
+            layer_specs, layers_with_linear_attention, self_attention=linear_attention_spec
         )
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
 

@@ -308,11 +308,8 @@ def report_failure(error: Exception) -> RunFailure:
 
 def lost_ranks() -> tuple[int, ...]:
     """The ranks that are known to be dead or stopped."""
-    return (
-        _failure_watcher.first_failure.silent
-        if _failure_watcher is not None and _failure_watcher.first_failure is not None
-        else ()
-    )
+    first_failure = _failure_watcher.first_failure if _failure_watcher is not None else None
+    return first_failure.silent if first_failure is not None else ()
 
 
 def first_failure_message(wait_s: float = _ALL_SEEN_TIMEOUT_S) -> str | None:

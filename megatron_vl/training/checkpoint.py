@@ -155,10 +155,8 @@ def take_snapshot(
         for live_tensor in live_tensors:
             tensor_info = tensor_infos[live_tensor.tensor_name]
             # A tied embedding is on two stages, and each tensor is written by one of them.
-            if (
-                live_tensor.expert_index is not None
-                or layout.owning_pipeline_rank(tensor_info) != grid.pp_rank
-            ):
+            is_elsewhere = layout.owning_pipeline_rank(tensor_info) != grid.pp_rank
+            if is_elsewhere or live_tensor.expert_index is not None:
                 continue
             weight = host_copy(live_tensor.parameter)
             if sharding.is_on_every_rank(tensor_info):

@@ -171,14 +171,11 @@ def save_checkpoint(training_run: TrainingRun) -> None:
 
 def evaluate_if_due(training_run: TrainingRun) -> None:
     """Evaluates the current weights if an evaluation is due. Collective."""
-    if training_run.evaluator is not None and training_run.evaluator.is_due(
-        training_run.completed_steps, training_run.resolved_run.last_step
-    ):
+    evaluator, step = training_run.evaluator, training_run.completed_steps
+    if evaluator is not None and evaluator.is_due(step, training_run.resolved_run.last_step):
         assert training_run.metrics_log is not None
         progress.enter_phase(progress.RUNNING_EVALUATION)
-        training_run.metrics_log.log_evaluation(
-            training_run.completed_steps, training_run.evaluator.evaluate(training_run.model_chunks)
-        )
+        training_run.metrics_log.log_evaluation(step, evaluator.evaluate(training_run.model_chunks))
 
 
 def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
@@ -211,11 +208,8 @@ def describe_checkpoints(run_dir: Path) -> str:
         )
     except (checkpoint.CheckpointError, OSError) as error:
         return str(error)
-    return (
-        f"{current_steps}; of abandoned branches: {abandoned_steps}"
-        if abandoned_steps
-        else f"{current_steps}"
-    )
+    abandoned_text = f"; of abandoned branches: {abandoned_steps}" if abandoned_steps else ""
+    return f"{current_steps}{abandoned_text}"
 
 
 # --- Why a run cannot continue ------------------------------------------------------------------------------
