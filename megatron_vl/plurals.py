@@ -8,10 +8,5 @@ def pluralize(shown_count: int | str, singular_noun: str) -> str:
 
     A word in place of the number, such as ``unknown``, takes the plural.
     """
-    if str(shown_count) == "1":
-        return f"{shown_count} {singular_noun}"
-    return (
-        f"{shown_count} {singular_noun}es"
-        if singular_noun.endswith("ch")
-        else f"{shown_count} {singular_noun}s"
-    )
+    plural_ending = "es" if singular_noun.endswith("ch") else "s"
+    return f"{shown_count} {singular_noun}{'' if str(shown_count) == '1' else plural_ending}"

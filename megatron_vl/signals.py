@@ -92,11 +92,10 @@ def _peer_is_gone() -> bool:
     """
     sibling_commands = list_children(os.getppid())
     own_command = sibling_commands.get(os.getpid())
-    return (
-        list(sibling_commands.values()).count(own_command) < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if own_command
-        else False
-    )
+    if not own_command:
+        return False
+    living_ranks = list(sibling_commands.values()).count(own_command)
+    return living_ranks < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def shield_loader_worker(grace_s: int = 30) -> None:

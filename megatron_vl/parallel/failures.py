@@ -295,11 +295,9 @@ def report_failure(error: Exception) -> RunFailure:
     try:
         first_failure = _failure_watcher.publish_failure(default_store(), own_failure)
     except RuntimeError:
-        first_failure = (
-            own_failure
-            if _failure_watcher.heartbeat_monitor.diagnosis is None
-            else _failure_watcher._failure_without_store()
-        )
+        first_failure = own_failure
+        if _failure_watcher.heartbeat_monitor.diagnosis is not None:
+            first_failure = _failure_watcher._failure_without_store()
         _failure_watcher.first_failure = first_failure
     # The first message is empty if other ranks have reached the orderly end.
     _failure_watcher.reported_failure = first_failure if first_failure.message else own_failure
@@ -342,11 +340,9 @@ def print_failure_once(run_failure: RunFailure) -> None:
     position_text = f" ({run_failure.position_text})" if run_failure.position_text else ""
     is_local = any(process.is_local() for process in run_failure.processes)
     memory_text = f". {host_memory.explain_kill(is_local)}" if run_failure.has_died else ""
-    traceback_hint = (
-        f"\n({TRACEBACK_VARIABLE}=1 shows where)"
-        if run_failure.has_traceback_hint and not os.environ.get(TRACEBACK_VARIABLE)
-        else ""
-    )
+    traceback_hint = ""
+    if run_failure.has_traceback_hint and not os.environ.get(TRACEBACK_VARIABLE):
+        traceback_hint = f"\n({TRACEBACK_VARIABLE}=1 shows where)"
     print(
         f"megatron_vl.train: rank {run_failure.rank}{position_text}:"
         f" {run_failure.message}{memory_text}{traceback_hint}",

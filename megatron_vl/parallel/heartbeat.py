@@ -577,12 +577,10 @@ def _waiting_text(blamed_ranks: list[int], num_ranks: int, idle_s: float) -> str
 
 def _phase_advice(rank_progress: RankProgress) -> str:
     """What to look at if a rank hangs in this phase: sentences with a space after them, or nothing."""
-    disk_text = (
-        f"The disk has not confirmed {rank_progress.syncing_file} (fsync). "
-        if rank_progress.syncing_file
-        else ""
-    )
-    return disk_text + _ADVICE_BY_PHASE.get(rank_progress.phase, "")
+    phase_advice = _ADVICE_BY_PHASE.get(rank_progress.phase, "")
+    if rank_progress.syncing_file:
+        return f"The disk has not confirmed {rank_progress.syncing_file} (fsync). {phase_advice}"
+    return phase_advice
 
 
 def _diagnose_silent_ranks(

@@ -157,7 +157,9 @@ def make_grid(layout: Layout) -> ProcessGrid:
 
     _initialize_core_groups(layout)
     # Core has no group of a whole replica under context parallelism.
-    replica_group = _replica_group(layout) if layout.cp > 1 else mpu.get_model_parallel_group()
+    replica_group, stage_group = mpu.get_model_parallel_group(), mpu.get_tensor_model_parallel_group()
+    if layout.cp > 1:
+        replica_group, stage_group = _replica_group(layout), mpu.get_tensor_and_context_parallel_group()
     keep_groups(replica_group, _nested_context_groups(layout))
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
@@ -179,9 +181,7 @@ def make_grid(layout: Layout) -> ProcessGrid:
         replica_group=replica_group,
         replica_source_rank=min(dist.get_process_group_ranks(replica_group)),
         replica_gloo_group=_replica_gloo_group(layout) or replica_group,
-        stage_group=mpu.get_tensor_and_context_parallel_group()
-        if layout.cp > 1
-        else mpu.get_tensor_model_parallel_group(),
+        stage_group=stage_group,
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
     )

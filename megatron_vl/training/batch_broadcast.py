@@ -184,11 +184,9 @@ class BatchBroadcast:
         self.tower_is_decoupled = grid.sharding.is_tower_replicated
         if (self.tower_is_decoupled or grid.cp > 1) and vision_spec is None:
             raise ValueError("a tower on several ranks needs its sizes, to spread the pictures")
-        self.row_sharding = (
-            RowSharding(grid.cp, grid.key_ranks, vision_spec, self.tower_is_decoupled)
-            if grid.cp > 1 and vision_spec
-            else None
-        )
+        self.row_sharding: RowSharding | None = None
+        if grid.cp > 1 and vision_spec is not None:
+            self.row_sharding = RowSharding(grid.cp, grid.key_ranks, vision_spec, self.tower_is_decoupled)
 
     def next_batch(self) -> StepBatch:
         """The rows of the next step. Collective over the replica.

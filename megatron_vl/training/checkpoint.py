@@ -717,12 +717,9 @@ def _remedy_text(checkpoint_path: Path) -> str:
     for saved_checkpoint in other_checkpoints:
         if _has_all_files(saved_checkpoint.path):
             rollback_record = lineage.rollback
-            attempt_option = (
-                f" --checkpoint.attempt {rollback_record.attempt + 1}"
-                if rollback_record and rollback_record.step == saved_checkpoint.step
-                else ""
-            )
-            step_option = f"--checkpoint.step {saved_checkpoint.step}{attempt_option}"
+            step_option = f"--checkpoint.step {saved_checkpoint.step}"
+            if rollback_record and rollback_record.step == saved_checkpoint.step:
+                step_option += f" --checkpoint.attempt {rollback_record.attempt + 1}"
             return f"Resume with {step_option}, the last one whose files are all there"
     return f"{run_dir} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
 

@@ -75,7 +75,11 @@ def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> Ste
     training_run.step_profiler.begin_step(training_run.completed_steps + 1)
     step_batch = batch_broadcast.next_batch()
     learning_rates = set_learning_rates(training_run.optimizer, config, training_run.completed_steps)
-    num_sources = len(training_run.blend_sources)
+    local_source_counts = None
+    if training_run.blend_sources:
+        local_source_counts = SourceCounts.from_rows(
+            step_batch.source_loss_tokens, len(training_run.blend_sources)
+        )
     if config.lora.dropout:
         seed_dropout(config.seed, training_run.completed_steps)
 
@@ -88,9 +92,7 @@ def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> Ste
         config.data.seq_len,
         has_failed=checkpoint_saver is not None and checkpoint_saver.save_error() is not None,
         stop_requested=bool(requested_stop_signal()),
-        local_source_counts=SourceCounts.from_rows(step_batch.source_loss_tokens, num_sources)
-        if num_sources
-        else None,
+        local_source_counts=local_source_counts,
     )
     _count_step(training_run, step_batch, step_result, learning_rates)
     return step_result

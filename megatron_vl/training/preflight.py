@@ -479,12 +479,9 @@ def check_same_model(
 ) -> None:
     """Raises RunConfigError unless weights, which the message names, are of the model in ``model.hf``."""
     if weights_spec.different_fields(spec):
-        weights_family, config_family = weights_spec.family, spec.family
-        difference_text = (
-            f"both {config_family}, other sizes"
-            if weights_family == config_family
-            else f"{weights_family}, {config_family}"
-        )
+        difference_text = f"{weights_spec.family}, {spec.family}"
+        if weights_spec.family == spec.family:
+            difference_text = f"both {spec.family}, other sizes"
         raise RunConfigError(
             f"{weights_name} holds another model than model.hf {config.model.hf} ({difference_text})"
         )

@@ -242,12 +242,9 @@ def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.Load
     except ValueError as error:
         source_checkpoint = training_run.resolved_run.run_start.source_checkpoint
         earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
-        restart_option = "--checkpoint.restart_data true"
-        restart_options = (
-            f"{restart_option} --checkpoint.attempt {earlier_restart.attempt + 1}"
-            if earlier_restart
-            else restart_option
-        )
+        restart_options = restart_option = "--checkpoint.restart_data true"
+        if earlier_restart:
+            restart_options += f" --checkpoint.attempt {earlier_restart.attempt + 1}"
         if restart_option in str(error):
             raise CheckpointError(str(error).replace(restart_option, restart_options)) from error
         raise CheckpointError(
