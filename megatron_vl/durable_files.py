@@ -8,11 +8,14 @@ has either its old content or its new content.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_vl import progress
 
@@ -91,16 +94,28 @@ def publish_file(partial_path: Path, final_path: Path) -> None:
     rename_path(partial_path, final_path)
 
 
+@contextlib.contextmanager
+def open_new_file(final_path: Path) -> Iterator[BinaryIO]:
+    """A context with the open file ``NAME.partial``, which gets its final name ``NAME`` at the end.
+
+    If the context ends with an error, the file is removed.
+    """
+    partial_path = final_path.with_name(final_path.name + PARTIAL_SUFFIX)
+    try:
+        with partial_path.open("wb") as file:
+            yield file
+            file.flush()
+            fsync_file(file.fileno(), partial_path)
+    except BaseException:
+        partial_path.unlink(missing_ok=True)
+        raise
+    rename_path(partial_path, final_path)
+
+
 def write_file(final_path: Path, file_content: bytes) -> None:
     """Writes a file as ``NAME.partial``, then gives it its final name ``NAME``."""
-    partial_path = final_path.with_name(final_path.name + PARTIAL_SUFFIX)
-
-    with partial_path.open("wb") as file:
+    with open_new_file(final_path) as file:
         file.write(file_content)
-        file.flush()
-        fsync_file(file.fileno(), partial_path)
-
-    rename_path(partial_path, final_path)
 
 
 def make_dirs(dir_path: Path) -> None:

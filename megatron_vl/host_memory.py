@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from pathlib import Path
@@ -56,11 +57,17 @@ def explain_kill(was_local: bool = True) -> str:
 
 def available_bytes() -> int:
     """Bytes that this node has left, or fewer if the job's control group may use fewer."""
-    byte_limits = [psutil.virtual_memory().available]
+    return min([psutil.virtual_memory().available, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> list[int]:
+    """The limits in bytes of this process's control groups (versions 2 and 1), as far as they are known."""
+    byte_limits = []
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        cgroup_limits = (_read_number(path) for path in (*_own_cgroup_files(name), _CGROUP_ROOT / name))
-        byte_limits += [limit for limit in cgroup_limits if limit is not None]
-    return min(byte_limits)
+        for limit_path in (*_own_cgroup_files(name), _CGROUP_ROOT / name):
+            with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
+                byte_limits.append(int(limit_path.read_text()))
+    return byte_limits
 
 
 def num_ranks_on_node() -> int:
@@ -83,18 +90,14 @@ def memory_limits_text() -> str:
         limit_texts.append(
             f"its address space {process_memory.vms / GIB:.1f} of {address_space / GIB:.1f} GiB (ulimit -v)"
         )
-    for file_name in ("memory.max", "memory/memory.limit_in_bytes"):
-        for limit_path in (*_own_cgroup_files(file_name), _CGROUP_ROOT / file_name):
-            cgroup_limit = _read_number(limit_path)
-            if cgroup_limit is not None and cgroup_limit < psutil.virtual_memory().total:
-                limit_texts.append(f"the job's control group may use {cgroup_limit / GIB:.1f} GiB")
-                break
-
     virtual_memory = psutil.virtual_memory()
+    cgroup_limit = min(_cgroup_limits(), default=virtual_memory.total)
+    if cgroup_limit < virtual_memory.total:
+        limit_texts.append(f"the job's control group may use {cgroup_limit / GIB:.1f} GiB")
     limit_texts.append(
         f"the host has {virtual_memory.available / GIB:.1f} of {virtual_memory.total / GIB:.1f} GiB left"
     )
-    return ", ".join(dict.fromkeys(limit_texts))
+    return ", ".join(limit_texts)
 
 
 def _own_cgroup_files(file_name: str) -> list[Path]:
@@ -116,13 +119,6 @@ def _read_oom_kills(file_path: Path) -> int | None:
         entries = dict(line.split()[:2] for line in file_path.read_text().splitlines())
         return int(entries["oom_kill"])
     except (OSError, ValueError, KeyError):
-        return None
-
-
-def _read_number(file_path: Path) -> int | None:
-    try:
-        return int(file_path.read_text())
-    except (OSError, ValueError):
         return None
 
 

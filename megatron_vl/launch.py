@@ -230,8 +230,7 @@ def _is_stopped_process(pid: int) -> bool:
 def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:
     """Passes the request to stop on to the ranks. The main program keeps waiting for them.
 
-    Raises:
-        SignalException: there are no ranks yet, or a second Ctrl-C has ended them.
+    Raises SignalException if there are no ranks yet, or a second Ctrl-C has ended them.
     """
     if os.getpid() != _launcher_pid:  # a fork that does not run its program yet
         note_stop_request(signal_number)

@@ -6,14 +6,7 @@ from __future__ import annotations
 def pluralize(shown_count: int | str, singular_noun: str) -> str:
     """``1 file`` or ``3 files``; ``1 micro-batch`` or ``2 micro-batches``.
 
-    Args:
-        shown_count: the number, or a word such as ``unknown``, which takes the plural.
-        singular_noun: the noun in the singular.
+    A word in place of the number, such as ``unknown``, takes the plural.
     """
-    if str(shown_count) == "1":
-        return f"{shown_count} {singular_noun}"
-    return (
-        f"{shown_count} {singular_noun}es"
-        if singular_noun.endswith("ch")
-        else f"{shown_count} {singular_noun}s"
-    )
+    plural_ending = "es" if singular_noun.endswith("ch") else "s"
+    return f"{shown_count} {singular_noun}{'' if str(shown_count) == '1' else plural_ending}"

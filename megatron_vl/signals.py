@@ -92,22 +92,18 @@ def _peer_is_gone() -> bool:
     """
     sibling_commands = list_children(os.getppid())
     own_command = sibling_commands.get(os.getpid())
-    return (
-        list(sibling_commands.values()).count(own_command) < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if own_command
-        else False
-    )
+    if not own_command:
+        return False
+    living_ranks = list(sibling_commands.values()).count(own_command)
+    return living_ranks < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def shield_loader_worker(grace_s: int = 30) -> None:
-    """Keeps a loader's worker process alive for a while after a signal that asks its rank to stop.
+    """Keeps a loader's worker alive for ``grace_s`` seconds after a signal that asks its rank to stop.
 
     torchrun sends SIGTERM to the workers too, and a terminal sends SIGINT and SIGHUP. The rank needs its
     workers until it has saved the loader's state. When the rank has died, they end with it; otherwise a
     stopped one would stay. Call it in a fork, which has the handlers of its rank.
-
-    Args:
-        grace_s: seconds from SIGTERM to the end of the worker.
     """
     end_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(grace_s) and None)

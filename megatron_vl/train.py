@@ -23,13 +23,10 @@ from megatron_vl.training.preflight import check_inputs
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses the options, then trains.
+    """Parses the options, then trains. Returns the exit code: 0 if the run is done.
 
     If one of several ranks fails, all of them end with its message (see
     :mod:`megatron_vl.parallel.failures`).
-
-    Returns:
-        The exit code: 0 if the run is done, 1 if it stopped with a message.
     """
     survive_closed_outputs()
     handle_stop_signals()

@@ -12,10 +12,9 @@ from megatron_vl.plurals import pluralize
 
 
 def validate_config(config: TrainConfig, world_size: int) -> int:
-    """Checks everything that needs no model and no files. Returns the data-parallel size.
+    """Raises RunConfigError for values that are impossible whatever the model and the files are.
 
-    Raises:
-        RunConfigError: a value is impossible. The message names the field and valid values.
+    Returns the data-parallel size.
     """
     _check_field_ranges(config)
     data_parallel_size = _check_parallel_sizes(config, world_size)

@@ -509,11 +509,7 @@ def describe_type(type_hint: Any) -> str:
     """A field's type in a user's words."""
     if typing.get_origin(type_hint) is Literal:
         literal_values = typing.get_args(type_hint)
-        return (
-            f"one of {', '.join(map(repr, literal_values))}"
-            if len(literal_values) > 1
-            else repr(literal_values[0])
-        )
+        return f"{'one of ' if len(literal_values) > 1 else ''}{', '.join(map(repr, literal_values))}"
     if type_hint in _TYPE_DESCRIPTIONS:
         return _TYPE_DESCRIPTIONS[type_hint]
     return " or ".join(describe_type(part) for part in typing.get_args(type_hint))

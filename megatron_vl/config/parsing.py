@@ -90,11 +90,9 @@ def _bracket_layer_lists(argv: Sequence[str]) -> list[str]:
     for argument in argv:
         name, equals_sign, value = argument.rpartition("=")
         is_layers_option = name == LAYERS_OPTION or arguments[-1:] == [LAYERS_OPTION]
-        arguments.append(
-            f"{name}{equals_sign}[{value}]"
-            if is_layers_option and BARE_LIST_PATTERN.fullmatch(value)
-            else argument
-        )
+        if is_layers_option and BARE_LIST_PATTERN.fullmatch(value):
+            argument = f"{name}{equals_sign}[{value}]"
+        arguments.append(argument)
     return arguments
 
 
@@ -175,11 +173,9 @@ def yaml_error_message(file_path: object, yaml_text: str, error: yaml.MarkedYAML
     """One line that says where the YAML ``yaml_text`` of a file is broken. It explains tabs."""
     error_mark = error.problem_mark or error.context_mark
     position_text = f", line {error_mark.line + 1}, column {error_mark.column + 1}" if error_mark else ""
-    context_text = (
-        f" ({error.context}, from line {error.context_mark.line + 1})"
-        if error.context and error.context_mark
-        else ""
-    )
+    context_text = ""
+    if error.context and error.context_mark:
+        context_text = f" ({error.context}, from line {error.context_mark.line + 1})"
     line = yaml_text.splitlines()[error_mark.line : error_mark.line + 1] if error_mark else []
     tab_advice = "; indent with spaces instead of tabs" if line and "\t" in line[0] else ""
     return f"{file_path}{position_text}: broken YAML: {error.problem}{context_text}{tab_advice}"
@@ -317,12 +313,10 @@ def _suggest_fields(unknown_name: str) -> str:
         field_by_leaf[close]
         for close in difflib.get_close_matches(unknown_name.split(".")[-1], field_by_leaf, 3)
     ]
+    if near_names:
+        return f"did you mean {', '.join(near_names)}?"
     section_fields = [field for field in known_fields if field.startswith(unknown_name.split(".")[0] + ".")]
-    return (
-        f"did you mean {', '.join(near_names)}?"
-        if near_names
-        else f"valid: {', '.join(section_fields or known_fields)}"
-    )
+    return f"valid: {', '.join(section_fields or known_fields)}"
 
 
 def _section_message(section_name: str) -> str:

@@ -10,11 +10,7 @@ from typing import Any
 
 
 def default_store() -> Any:
-    """The ``torch.distributed.Store`` of the default process group.
-
-    Raises:
-        ValueError: there is no default process group.
-    """
+    """The ``torch.distributed.Store`` of the default process group, which must exist."""
     # Ranks that fail early import this module before torch is imported.
     from torch.distributed.distributed_c10d import _get_default_store
 

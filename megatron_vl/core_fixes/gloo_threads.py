@@ -24,7 +24,9 @@ def use_one_gloo_worker() -> None:
     Megatron-core and torch make groups themselves, and torch accepts no options for gloo. The constructor is
     all that these groups have in common, so it is replaced.
     """
-    gloo_class = _gloo_class()
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    gloo_class: Any = ProcessGroupGloo
     original_init = gloo_class.__init__
     if getattr(original_init, "one_worker", False):
         return
@@ -42,29 +44,19 @@ def use_one_gloo_worker() -> None:
     gloo_class.__init__ = __init__
 
 
-def _gloo_class() -> Any:
-    from torch.distributed.distributed_c10d import ProcessGroupGloo
-
-    return ProcessGroupGloo
-
-
 def _gloo_options(timeout: timedelta | None) -> Any:
-    """The options that torch's own constructor uses, except for the number of threads."""
-    from torch.distributed.distributed_c10d import default_pg_timeout
+    """The options that torch's own constructor uses, except for the number of threads.
 
-    options = _gloo_class()._Options()
+    They have a device for each network interface in ``GLOO_SOCKET_IFNAME`` (names separated by commas), or
+    one for the interface that the host's name resolves to.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupGloo, default_pg_timeout
+
+    gloo_class: Any = ProcessGroupGloo
+    interface_names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    devices = [gloo_class.create_device(interface=name) for name in interface_names]
+    options = gloo_class._Options()
     options._timeout = timeout or default_pg_timeout
-    options._devices = _gloo_devices()
+    options._devices = devices or [gloo_class.create_default_device()]
     options._threads = 1
     return options
-
-
-def _gloo_devices() -> list[Any]:
-    """A device for each network interface in ``GLOO_SOCKET_IFNAME`` (names separated by commas).
-
-    If the variable is empty, the interface that the host's name resolves to is used.
-    """
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not names:
-        return [_gloo_class().create_default_device()]
-    return [_gloo_class().create_device(interface=name) for name in names]

@@ -1,8 +1,8 @@
 """Lists all code of this project that replaces or uses internals of its dependencies.
 
 Each entry says what is touched, why, for which version it was written, when it can go, and which test fails
-if it is removed or no longer needed. ``tests/core_fixes/test_register.py`` checks that the entries are true
-and that none is missing.
+if it is removed or no longer needed. The code that it names gives the reason in full.
+``tests/core_fixes/test_register.py`` checks that the entries are true and that none is missing.
 
 A new version of Megatron-core may silently break any of these fixes, so unknown versions are refused at the
 start (:func:`check_core_version`). ``make test-next`` runs the tests with the newest released version.
@@ -29,11 +29,9 @@ class CoreVersionError(UserError):
 
 
 def check_core_version() -> None:
-    """Refuses a version of Megatron-core for which the fixes below were not written.
+    """Raises CoreVersionError for a version of Megatron-core for which the fixes below were not written.
 
-    Raises:
-        CoreVersionError: core is not installed, or its version was not tested and
-            ``MEGATRON_VL_UNTESTED_CORE=1`` is not set.
+    ``MEGATRON_VL_UNTESTED_CORE=1`` lets it through.
     """
     try:
         installed_version = version(CORE_PACKAGE)
@@ -60,6 +58,14 @@ _TORCH = "torch 2.11.0"
 _ENERGON = "megatron-energon 7.4.1"
 _TRANSFORMERS = "transformers 5.17.0"
 _PARITY = "tests/distributed/test_parity.py::test_parity"
+_WEIGHT_COPY = (
+    "tests/training/test_optimizer.py::test_weights_copied_together_are_those_that_core_copies_one_by_one"
+)
+_TE_BASE = "transformer_engine.pytorch.module.base"
+_BUCKET_GROUP = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_FLOAT16_OPTIMIZER = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
+_EXPERTS = "megatron.core.transformer.moe"
 
 
 @dataclass(frozen=True)
@@ -87,20 +93,14 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.core_fixes.compile_on_cpu:install_finders",
         touched_names=("torch.compile",),
-        fix_reason=(
-            "Core wraps some forty small functions in torch.compile while it is imported, which takes two"
-            " seconds of every start on CPU."
-        ),
+        fix_reason="Core calls torch.compile while it is imported: two seconds of every start on CPU.",
         removal_condition="core compiles when a function is first called",
         guarding_test="tests/test_start.py::test_core_is_imported_without_inductor",
     ),
     DependencyFix(
         fix_location="megatron_vl.core_fixes.compile_on_cpu:_NoSklearnLoader",
         touched_names=("transformers.utils.is_sklearn_available",),
-        fix_reason=(
-            "transformers imports scikit-learn wherever it is installed, for speculative decoding, which is"
-            " not used here: two seconds of every process that reads a tokenizer."
-        ),
+        fix_reason="transformers imports scikit-learn, which is not used here: two seconds of a process.",
         written_for=_TRANSFORMERS,
         removal_condition="transformers imports it when it is used",
         guarding_test="tests/test_start.py::test_transformers_is_imported_without_scikit_learn",
@@ -108,21 +108,15 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.core_fixes.default_store:default_store",
         touched_names=("torch.distributed.distributed_c10d._get_default_store",),
-        fix_reason=(
-            "Failures, messages to rank 0 and the start of a layout are sent without a collective; a separate"
-            " store would be one more connection to every rank."
-        ),
+        fix_reason="Failures and messages to rank 0 are sent without a collective or another connection.",
         written_for=_TORCH,
         removal_condition="torch has a public function for the default store",
         guarding_test="tests/parallel/test_groups.py::test_ranks_begin_a_layout_together",
     ),
     DependencyFix(
         fix_location="megatron_vl.core_fixes.expert_swiglu:use_fused_swiglu",
-        touched_names=("megatron.core.transformer.moe.experts.weighted_bias_swiglu_impl",),
-        fix_reason=(
-            "The backward pass of core's jitted SwiGLU of experts is several times slower than memory"
-            " bandwidth allows."
-        ),
+        touched_names=(f"{_EXPERTS}.experts.weighted_bias_swiglu_impl",),
+        fix_reason="The backward pass of core's jitted SwiGLU is far slower than memory bandwidth allows.",
         removal_condition="core has its own kernel on this path",
         guarding_test="tests/core_fixes/test_register.py::test_experts_take_our_swiglu",
     ),
@@ -135,10 +129,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._devices",
             "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._timeout",
         ),
-        fix_reason=(
-            "Two worker threads of a gloo group write one string without a lock, and the rank dies of a"
-            " corrupted heap."
-        ),
+        fix_reason="Two threads of a gloo group write one string without a lock, and the rank dies.",
         written_for=_TORCH,
         removal_condition="torch assigns the name under a lock, or no longer keeps it",
         guarding_test="tests/parallel/test_groups.py::test_gloo_groups_have_one_worker",
@@ -150,34 +141,22 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.distributed.distributed_data_parallel",
             "torch.utils.cpp_extension",
         ),
-        fix_reason=(
-            "Every rank would print these lines at every start, and real problems would be overlooked."
-        ),
+        fix_reason="Every rank would print these lines, and real problems would be overlooked.",
         removal_condition="a run starts without these lines",
         guarding_test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
     ),
     DependencyFix(
         fix_location="megatron_vl.core_fixes.bias_gradients:use_column_sums",
-        touched_names=(
-            "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.grad_output_preprocess",
-        ),
-        fix_reason=(
-            "cuBLASLt computes a bias gradient in a kernel of its own, which reads the output's gradient at"
-            " 1.7 of an H200's 4.8 TB/s."
-        ),
+        touched_names=(f"{_TE_BASE}.TransformerEngineBaseModule.grad_output_preprocess",),
+        fix_reason="cuBLASLt reads the output's gradient once more for a bias gradient, and slowly.",
         written_for=_TE,
         removal_condition="the weight gradient's product takes no longer with a bias gradient",
         guarding_test="tests/kernels/test_triton_kernels.py::test_kernels_on_a_gpu",
     ),
     DependencyFix(
         fix_location="megatron_vl.core_fixes.wgrad_fusion:fuse_weight_gradients",
-        touched_names=(
-            "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
-        ),
-        fix_reason=(
-            "Core's switch applies to all linears at once, and its own output layer then needs a CUDA"
-            " extension of APEX."
-        ),
+        touched_names=(f"{_TE_BASE}.TransformerEngineBaseModule.fuse_wgrad_accumulation",),
+        fix_reason="Core's switch is for all linears, and its own output layer then needs APEX.",
         removal_condition="GPTModel takes a Transformer Engine output layer",
         guarding_test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
     ),
@@ -187,10 +166,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda",
             "megatron.core.tensor_parallel.layers.get_dummy_wgrad",
         ),
-        fix_reason=(
-            "Without APEX, core's output layer writes a gradient as large as its weight for each row, and DDP"
-            " adds it."
-        ),
+        fix_reason="Without APEX, core's output layer writes a gradient as large as its weight per row.",
         removal_condition="GPTModel takes a Transformer Engine output layer",
         guarding_test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
     ),
@@ -201,10 +177,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.tensor_parallel.random._get_cuda_rng_state",
             "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         ),
-        fix_reason=(
-            "Even on CPU, core asks torch.cuda for devices, streams and generators, and makes tensors on"
-            " device 'cuda'."
-        ),
+        fix_reason="Even on CPU, core asks torch.cuda for devices, streams and generators.",
         removal_condition="core runs without a GPU",
         guarding_test=_PARITY,
     ),
@@ -219,12 +192,9 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.optimizer.clip_grads.multi_tensor_scale_tensor_impl",
             "megatron.core.optimizer.optimizer.multi_tensor_applier",
             "megatron.core.optimizer.optimizer.multi_tensor_scale_impl",
-            "megatron.core.transformer.moe.moe_utils.te_general_gemm",
+            f"{_EXPERTS}.moe_utils.te_general_gemm",
         ),
-        fix_reason=(
-            "If Transformer Engine is installed, core's optimizer and router take its kernels, also for"
-            " tensors on the CPU, which they refuse."
-        ),
+        fix_reason="If Transformer Engine is installed, core takes its kernels for CPU tensors too.",
         removal_condition="core chooses these functions by the device of the tensors",
         guarding_test="tests/test_start.py::test_a_run_on_cpu_calls_no_kernel_of_transformer_engine",
     ),
@@ -235,10 +205,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "torch.distributed.elastic",
             "torch.multiprocessing.spawn",
         ),
-        fix_reason=(
-            "torchrun kills ranks 30 seconds after SIGTERM and prints its own report after a run's message;"
-            " its signals are replaced and its log is silenced."
-        ),
+        fix_reason="torchrun kills ranks 30 s after SIGTERM and prints its own report after ours.",
         written_for=_TORCH,
         upstream_issue="pytorch/pytorch#119856",
         removal_condition="torchrun can wait for ranks that save",
@@ -248,10 +215,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.parallel.process_groups:cache_core_groups",
         touched_names=("megatron.core.parallel_state.create_group",),
-        fix_reason=(
-            "Successive layouts in one process share their groups; core makes some thirty for each layout and"
-            " keeps them."
-        ),
+        fix_reason="Core makes some thirty groups for each layout and keeps them; here layouts share them.",
         upstream_issue="NVIDIA/Megatron-LM#6897",
         removal_condition="core ends the groups of a layout when the layout ends",
         guarding_test="tests/parallel/test_groups.py::test_layouts_share_groups",
@@ -262,10 +226,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.parallel_state",
             "megatron.core.parallel_state.destroy_model_parallel",
         ),
-        fix_reason=(
-            "Core drops only some of its groups; a gloo group that is still held when Python exits can abort"
-            " the process."
-        ),
+        fix_reason="Core keeps some groups, and a gloo group held at Python's exit can abort the process.",
         upstream_issue="NVIDIA/Megatron-LM#6897",
         removal_condition="core's destroy_model_parallel drops every group that it made",
         guarding_test="tests/parallel/test_groups.py::test_nothing_holds_a_group_after_the_end",
@@ -282,26 +243,18 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     ),
     DependencyFix(
         fix_location="megatron_vl.parallel.ddp:_OrderedGradSync",
-        touched_names=(
-            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
-        ),
-        fix_reason=(
-            "Ranks that run different graphs (a row without pictures skips the tower) would start"
-            " reductions in different orders and wait for each other."
-        ),
+        touched_names=(f"{_BUCKET_GROUP}.start_grad_sync",),
+        fix_reason="Ranks that run different graphs would start reductions in different orders.",
         removal_condition="core starts reductions in a fixed order",
         guarding_test=_PARITY,
     ),
     DependencyFix(
         fix_location="megatron_vl.parallel.ddp:AbsentTower",
         touched_names=(
-            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.param_gather_dispatched",
-            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready",
+            f"{_BUCKET_GROUP}.param_gather_dispatched",
+            f"{_BUCKET_GROUP}.register_grad_ready",
         ),
-        fix_reason=(
-            "A row without pictures skips the tower, but takes part in the tower's collectives; core warns of"
-            " gathers that were started ahead."
-        ),
+        fix_reason="A row without pictures skips the tower, but takes part in the tower's collectives.",
         upstream_issue="NVIDIA/Megatron-LM#1150",
         removal_condition="core lets a rank report parameters that its graph does not reach",
         guarding_test=_PARITY,
@@ -309,10 +262,10 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.parallel.tp_overlap:start_overlap",
         touched_names=(
-            "transformer_engine.pytorch.module.base.initialize_ub",
-            "transformer_engine.pytorch.module.base.destroy_ub",
+            f"{_TE_BASE}.initialize_ub",
+            f"{_TE_BASE}.destroy_ub",
         ),
-        fix_reason="Core starts userbuffers only in its own training program, which is not used here.",
+        fix_reason="Core starts userbuffers only in its own training program.",
         written_for=_TE,
         removal_condition="core starts them with its modules",
         guarding_test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
@@ -333,22 +286,14 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.models.attention:PackedRow",
         touched_names=("megatron.core.packed_seq_params.PackedSeqParams.qkv_format",),
-        fix_reason=(
-            "With its fused kernel, core's packed path ('thd') restarts rotary frequencies at each sequence."
-            " Without it, the host reads the lengths of sequences for each query, key and layer. A packed row"
-            " is therefore passed as 'sbhd' with a batch of one; its segments reach our core_attention in"
-            " additional fields."
-        ),
+        fix_reason="Core's packed path restarts rotary angles at each sequence, or makes the host wait.",
         removal_condition="core's packed path takes rotary angles by token, without the host",
         guarding_test="tests/core_fixes/test_register.py::test_cores_packed_rotary_waits_for_the_host",
     ),
     DependencyFix(
-        fix_location="megatron_vl.models.build:_build_language_model",
+        fix_location="megatron_vl.models.build:_ModelBuilder",
         touched_names=("megatron.core.models.gpt.gpt_model.GPTModel.rotary_pos_emb",),
-        fix_reason=(
-            "Core has no interleaved M-RoPE, and computes the angles with a matrix product, which TF32"
-            " settings affect."
-        ),
+        fix_reason="Core has no interleaved M-RoPE, and TF32 settings affect its angles.",
         upstream_issue="NVIDIA/Megatron-LM#4853",
         removal_condition="core's MultimodalRotaryEmbedding interleaves and is exact in fp32",
         guarding_test="tests/models/test_qwen3_vl.py::test_frequencies_take_turns_as_in_transformers",
@@ -356,10 +301,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.models.deepstack:DeepStackLayer",
         touched_names=("megatron.core.transformer.transformer_layer.TransformerLayer.forward",),
-        fix_reason=(
-            "Levels of visual features are passed on with the hidden state, and the first layers add them;"
-            " core supports only one hidden state."
-        ),
+        fix_reason="Levels of visual features travel with the hidden state, of which core knows only one.",
         removal_condition="core's decoder takes features to add after a layer, on any pipeline stage",
         guarding_test=_PARITY,
     ),
@@ -381,22 +323,14 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.transformer.mlp.MLP.linear_fc1",
             "megatron.core.transformer.mlp.MLP.linear_fc2",
         ),
-        fix_reason=(
-            "The activation, including the bias before it and that bias's gradient, is one kernel in each"
-            " direction, and its output can be recomputed in the backward pass; core recomputes only the"
-            " activation of experts."
-        ),
+        fix_reason="Bias and activation are one kernel here, which dense layers can recompute.",
         removal_condition="core recomputes the activation of a dense MLP with fused activations",
         guarding_test="tests/kernels/test_triton_kernels.py::test_fused_layers_train_as_plain_ones",
     ),
     DependencyFix(
         fix_location="megatron_vl.models.fused_layers:postpone_addition",
         touched_names=("megatron.core.transformer.transformer_layer.TransformerLayer.forward",),
-        fix_reason=(
-            "Core adds attention's output to the residual in a kernel of its own, before the norm that reads"
-            " the sum. Here the norm's kernel forms it. What stands for the sum is not a tensor; core's layer"
-            " hands it on, because all between is the identity in layers without cross-attention."
-        ),
+        fix_reason="Core adds attention's output to the residual in a kernel before that of the norm.",
         removal_condition="core's layer has one place for the sum after attention and the norm of it",
         guarding_test="tests/kernels/test_triton_kernels.py::test_fused_layers_train_as_plain_ones",
     ),
@@ -414,10 +348,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.tensor_parallel.ColumnParallelLinear.sequence_parallel",
             "megatron.core.tensor_parallel.ColumnParallelLinear.allreduce_dgrad",
         ),
-        fix_reason=(
-            "Logits are computed only for loss tokens, which are not distributed evenly over"
-            " sequence-parallel ranks; the output layer therefore takes inputs of the whole row."
-        ),
+        fix_reason="Logits are computed for loss tokens only, which are not spread evenly over ranks.",
         removal_condition="core's output layer takes a selection of tokens under sequence parallelism",
         guarding_test=_PARITY,
     ),
@@ -425,13 +356,10 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.models.moe.router:CountingRouter",
         touched_names=(
-            "megatron.core.transformer.moe.router.TopKRouter.routing",
-            "megatron.core.transformer.moe.router.TopKRouter._apply_aux_loss",
+            f"{_EXPERTS}.router.TopKRouter.routing",
+            f"{_EXPERTS}.router.TopKRouter._apply_aux_loss",
         ),
-        fix_reason=(
-            "Padding goes to no expert, tokens are counted by expert, and the load-balancing loss is divided"
-            " by the same number as gradients; core divides it by all tokens of the batch."
-        ),
+        fix_reason="Padding goes to no expert, and the balancing loss is divided as gradients are.",
         upstream_issue="NVIDIA/Megatron-LM#5542",
         removal_condition="core's load-balancing loss supports loss masks and uneven padding",
         guarding_test="tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers",
@@ -442,10 +370,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear",
             "megatron.core.extensions.transformer_engine.TERowParallelGroupedLinear",
         ),
-        fix_reason=(
-            "Transformer Engine's grouped linears launch one product per expert, and wait for row counts on"
-            " the host."
-        ),
+        fix_reason="Transformer Engine launches one product per expert, and waits for counts on the host.",
         written_for=_TE,
         upstream_issue="NVIDIA/TransformerEngine#2360",
         removal_condition="Transformer Engine's grouped linears take row counts on the device",
@@ -454,8 +379,8 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.models.moe.experts:GroupedExperts",
         touched_names=(
-            "megatron.core.transformer.moe.experts.TEGroupedMLP.forward",
-            "megatron.core.transformer.moe.experts.TEGroupedMLP.activation_recompute",
+            f"{_EXPERTS}.experts.TEGroupedMLP.forward",
+            f"{_EXPERTS}.experts.TEGroupedMLP.activation_recompute",
         ),
         fix_reason="Row counts stay on the device, and DDP is notified of all weights of a layer at once.",
         removal_condition="core's grouped experts take counts on the device and report gradients together",
@@ -464,30 +389,25 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.models.moe.dispatch:ExpertsLayer",
         touched_names=(
-            "megatron.core.transformer.moe.moe_layer.MoELayer.token_dispatcher",
-            "megatron.core.transformer.moe.moe_layer.MoELayer.route",
+            f"{_EXPERTS}.moe_layer.MoELayer.token_dispatcher",
+            f"{_EXPERTS}.moe_layer.MoELayer.route",
         ),
-        fix_reason=(
-            "Core chooses a dispatcher by name; ours depend on what the experts support and on whether a row"
-            " has padding."
-        ),
+        fix_reason="Ours depends on the experts' support and on padding; core chooses one by name.",
         removal_condition="core takes the class of a dispatcher in its spec",
         guarding_test=_PARITY,
     ),
     DependencyFix(
         fix_location="megatron_vl.models.moe.dispatch:OncePerRankDispatcher",
-        touched_names=("megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher",),
-        fix_reason=(
-            "Core's alltoall sends a token once for each of its experts; here, each rank gets it once."
-        ),
+        touched_names=(f"{_EXPERTS}.token_dispatcher.MoETokenDispatcher",),
+        fix_reason="Core's alltoall sends a token once for each of its experts; here, once to each rank.",
         removal_condition="core has a dispatcher without DeepEP that sends a token to each rank once",
         guarding_test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
     DependencyFix(
         fix_location="megatron_vl.models.moe.dispatch:PaddingDispatcher",
         touched_names=(
-            "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
-            "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
+            f"{_EXPERTS}.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
+            f"{_EXPERTS}.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
         ),
         fix_reason="Core assumes that every token has experts; padding has none.",
         upstream_issue="NVIDIA/Megatron-LM#5542",
@@ -497,7 +417,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.models.moe.dispatch:DeviceCountsDispatcher",
         touched_names=(
-            "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+            f"{_EXPERTS}.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
         ),
         fix_reason="Core copies the experts' token counts to the host, where our products do not need them.",
         removal_condition="core can leave them on the device",
@@ -510,10 +430,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.optimizer.optimizer.ChainedOptimizer.prepare_grads",
             "megatron.core.optimizer.optimizer.ChainedOptimizer.step_with_ready_grads",
         ),
-        fix_reason=(
-            "Core's step updates weights even if the gradient norm is NaN; its parts are called one by one,"
-            " so that the norm is checked first."
-        ),
+        fix_reason="Core's step updates weights even if the gradient norm is NaN.",
         removal_condition="core's step skips a norm that is not finite",
         guarding_test="tests/training/test_optimizer.py::test_non_finite_step_is_skipped_and_the_next_one_taken",
     ),
@@ -531,15 +448,12 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.training.weight_copy:copy_weights_together",
         touched_names=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
+            f"{_DISTRIBUTED_OPTIMIZER}._copy_main_params_to_model_params",
+            f"{_DISTRIBUTED_OPTIMIZER}._get_model_param_range_map",
         ),
         fix_reason="Core copies each parameter's weights in a separate launch: 1,650 per step with experts.",
         removal_condition="core copies them together",
-        guarding_test=(
-            "tests/training/test_optimizer.py::"
-            "test_weights_copied_together_are_those_that_core_copies_one_by_one"
-        ),
+        guarding_test=_WEIGHT_COPY,
     ),
     DependencyFix(
         fix_location="megatron_vl.training.weight_copy:_BatchedWeightCopy",
@@ -548,20 +462,12 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for=_TORCH,
         upstream_issue="pytorch/pytorch#145355",
         removal_condition="torch has a public name for it",
-        guarding_test=(
-            "tests/training/test_optimizer.py::"
-            "test_weights_copied_together_are_those_that_core_copies_one_by_one"
-        ),
+        guarding_test=_WEIGHT_COPY,
     ),
     DependencyFix(
         fix_location="megatron_vl.core_fixes.mixed_dtype_groups:renumber_mixed_groups",
-        touched_names=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
-        ),
-        fix_reason=(
-            "In a group of float32 and bfloat16 parameters, core saves optimizer state under the names of"
-            " other parameters."
-        ),
+        touched_names=(f"{_DISTRIBUTED_OPTIMIZER}.model_param_group_index_map",),
+        fix_reason="In groups of two types, core saves optimizer state under other parameters' names.",
         upstream_issue="NVIDIA/Megatron-LM#2777",
         removal_condition="core numbers the parameters of a group in the order in which it lists them",
         guarding_test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
@@ -570,13 +476,10 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_location="megatron_vl.training.offload.build:move_state_to_chunks",
         touched_names=(
             "torch.optim.Optimizer.step",
-            "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.float16_groups",
-            "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.fp32_from_float16_groups",
+            f"{_FLOAT16_OPTIMIZER}.float16_groups",
+            f"{_FLOAT16_OPTIMIZER}.fp32_from_float16_groups",
         ),
-        fix_reason=(
-            "Core's HybridDeviceOptimizer updates on the CPU, which made a step 1.9 times as long, and its"
-            " moments are not saved in checkpoints."
-        ),
+        fix_reason="Core updates offloaded state on the CPU, which is slow, and does not save its moments.",
         upstream_issue="NVIDIA/Megatron-LM#2811",
         removal_condition="core streams offloaded state through the GPU and saves it",
         guarding_test="tests/training/test_offload.py::test_all_shares_give_the_same_bits",
@@ -584,8 +487,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.training.offload.build:DeferredMasterWeights",
         touched_names=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
-            "_build_model_and_main_param_groups",
+            f"{_DISTRIBUTED_OPTIMIZER}._build_model_and_main_param_groups",
             "torch.Tensor.float",
         ),
         fix_reason="Core makes all master weights on the device before any of them can be moved.",
@@ -594,10 +496,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     ),
     DependencyFix(
         fix_location="megatron_vl.training.offload.build:_skip_in_core_copy",
-        touched_names=(
-            "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params."
-            "_get_model_and_main_params_data_float16",
-        ),
+        touched_names=(f"{_FLOAT16_OPTIMIZER}._get_model_and_main_params_data_float16",),
         fix_reason="Core would copy master weights that are not on the device into the model.",
         upstream_issue="NVIDIA/Megatron-LM#2811",
         removal_condition="core streams offloaded state through the GPU and saves it",
@@ -606,27 +505,21 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.training.weight_copy:shard_destinations",
         touched_names=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
+            f"{_DISTRIBUTED_OPTIMIZER}._get_model_param_range_map",
+            f"{_DISTRIBUTED_OPTIMIZER}.model_param_gbuf_map",
         ),
         fix_reason="Only core's optimizer knows which part of the model's buffers a shard belongs to.",
         removal_condition="core has a public function for this",
-        guarding_test=(
-            "tests/training/test_optimizer.py::"
-            "test_weights_copied_together_are_those_that_core_copies_one_by_one"
-        ),
+        guarding_test=_WEIGHT_COPY,
     ),
     DependencyFix(
         fix_location="megatron_vl.training.optimizer_state:optimizer_slices",
         touched_names=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
+            f"{_DISTRIBUTED_OPTIMIZER}._get_model_param_range_map",
+            f"{_DISTRIBUTED_OPTIMIZER}.model_param_gbuf_map",
+            f"{_DISTRIBUTED_OPTIMIZER}.model_param_group_index_map",
         ),
-        fix_reason=(
-            "Core writes optimizer state without bucket padding but slices it with padding, so moments end up"
-            " at wrong offsets without a message; its files are pickled."
-        ),
+        fix_reason="Core's checkpoints hold moments at wrong offsets without a message, and pickles.",
         upstream_issue="NVIDIA/Megatron-LM#5077",
         removal_condition="core's checkpoints hold every moment and need no pickle",
         guarding_test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",
@@ -661,9 +554,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
             "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._get_item_by_sample_pointer",
         ),
-        fix_reason=(
-            "Energon reads each sample with requests of its own; planned batches let us read blocks ahead."
-        ),
+        fix_reason="Energon reads each sample with requests of its own; here blocks are read ahead.",
         written_for=_ENERGON,
         removal_condition="Energon's reader takes the bytes of a sample from its caller",
         guarding_test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
@@ -672,9 +563,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="toolkit.plan.dry_build:_build_rank",
         touched_names=("torch.testing._internal.distributed.fake_pg.FakeStore",),
-        fix_reason=(
-            "One process acts as every rank of a run in turn; torch has fake groups only for its own tests."
-        ),
+        fix_reason="One process acts as every rank in turn; torch has fake groups for its tests only.",
         written_for=_TORCH,
         removal_condition="torch has a public fake process group",
         guarding_test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
@@ -691,9 +580,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="data_tools.shards:_index_shard",
         touched_names=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
-        fix_reason=(
-            "Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written."
-        ),
+        fix_reason="Energon prepares a whole folder at once; here each shard when it is written.",
         written_for=_ENERGON,
         removal_condition="Energon can prepare one shard",
         guarding_test=(

@@ -45,13 +45,7 @@ class WeightGradientProducts:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, output_grads: Tensor, main_grad: Tensor) -> None:
-        """Adds the gradient of a linear's weight.
-
-        Args:
-            inputs: [N, in].
-            output_grads: [N, out].
-            main_grad: float32 [out, in].
-        """
+        """Adds the product of output_grads [N, out] and inputs [N, in] to main_grad, float32 [out, in]."""
         if inputs.dtype == main_grad.dtype or not main_grad.is_cuda:
             # In float32, Transformer Engine would multiply in TF32.
             main_grad.add_(output_grads.t().matmul(inputs))

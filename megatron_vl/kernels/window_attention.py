@@ -268,14 +268,9 @@ def window_attention(
         qkv: [P, heads * 3 * head_dim] with query, key and value for each head.
         cos, sin: fp32 [P, head_dim / 2], of each patch's angles.
         cu_seqlens: int32 [windows + 1], covering all P patches.
-        max_seqlen: number of patches in the longest window, at most :data:`MAX_WINDOW_PATCHES`.
+        max_seqlen: number of patches in the longest window, which :func:`supports_windows` accepts.
 
     Returns:
         [P, heads * head_dim].
-
-    Raises:
-        ValueError: ``max_seqlen`` is larger than :data:`MAX_WINDOW_PATCHES`.
     """
-    if max_seqlen > MAX_WINDOW_PATCHES:
-        raise ValueError(f"a window of {max_seqlen} patches; the kernel takes at most {MAX_WINDOW_PATCHES}")
     return _WindowAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, max_seqlen, head_dim)

@@ -1,9 +1,9 @@
 """Packed attention: one interface with several backends.
 
 A packed row holds several sequences one after another; ``cu_seqlens`` gives their bounds. Megatron-core's own
-packed path (``thd``) restarts the rotary frequencies at each sequence, so it does not work with M-RoPE. Here
-core gets ``sbhd`` with a batch of one, applies RoPE from the given position ids, and calls
-:class:`PackedAttention`.
+packed path (``thd``) restarts the rotary frequencies at each sequence, so it does not work with M-RoPE, or,
+without its fused kernel, reads the lengths of sequences on the host in each layer. Here core gets ``sbhd``
+with a batch of one, applies RoPE from the given position ids, and calls :class:`PackedAttention`.
 
 The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), ``torch_varlen``
 (FlashAttention-2 in torch), ``flash_attn`` (FlashAttention-4, :mod:`megatron_vl.kernels.flash_attention`, for
@@ -36,8 +36,6 @@ from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_vl.models.kv_cache import CacheAccess
 
-BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
-
 LARGEST_GRADIENT_ERROR = 0.02
 """Largest relative error of gradients with which a backend may be used."""
 
@@ -49,8 +47,12 @@ K is S, or more if ranks gather keys. Then a sequence's queries are the last of 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The description of a packed row that core passes to every layer."""
+    """The description of a packed row that core passes to every layer. Give its fields by name.
 
+    In the format ``sbhd``, core neither squeezes the batch axis nor applies its own packed RoPE.
+    """
+
+    qkv_format: str = "sbhd"
     full_segments: Segments | None = None
     """The segments of full attention."""
     window_segments: Segments | None = None
@@ -63,27 +65,6 @@ class PackedRow(PackedSeqParams):
     """This rank's part of the row under context parallelism; otherwise None."""
 
 
-def packed_row(
-    full_segments: Segments,
-    window_segments: Segments | None = None,
-    cos_sin: tuple[Tensor, Tensor] | None = None,
-    cache: CacheAccess | None = None,
-    shard: RowShard | None = None,
-) -> PackedRow:
-    """A :class:`PackedRow` in the format ``sbhd``.
-
-    With this format, core neither squeezes the batch axis nor applies its own packed RoPE.
-    """
-    return PackedRow(
-        qkv_format="sbhd",
-        full_segments=full_segments,
-        window_segments=window_segments,
-        cos_sin=cos_sin,
-        cache=cache,
-        shard=shard,
-    )
-
-
 class PackedAttention(nn.Module):
     """The ``core_attention`` of a Megatron-core layer, for packed rows.
 
@@ -91,7 +72,7 @@ class PackedAttention(nn.Module):
     divide among all ranks (``pg_collection.hcp``), ranks also gather keys and values.
 
     Args:
-        backend: one of :data:`BACKENDS`.
+        backend: a result of :func:`choose_backend`.
         causal: whether to use a causal mask, as in the language model; the vision tower has none.
         windowed: says whether a zero-based layer attends within windows.
 
@@ -192,51 +173,38 @@ def choose_backend(
     parallelism).
 
     Raises:
-        RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
+        RunConfigError: the backend cannot run on this platform or this attention.
     """
-    tower_kernels_apply = not causal and dtype == torch.bfloat16
+    tower_kernels_apply = not causal and dtype == torch.bfloat16 and has_kernels(head_dim)
     flash_attention_applies = causal and dtype == torch.bfloat16 and has_flash_attention()
     if backend_name == "auto":
-        if platform == "cpu":
-            return "sdpa"
-        if head_dim % 8:
-            return "sdpa"  # no fused kernel supports such heads
-        if tower_kernels_apply and has_kernels(head_dim):
+        if platform == "cpu" or head_dim % 8:
+            return "sdpa"  # no fused kernel supports other heads
+        if tower_kernels_apply:
             return "triton"
         if flash_attention_applies and head_dim in FLASH_ATTENTION_HEAD_DIMS:
             return "flash_attn"
         return "te" if causal and head_dim in TE_HEAD_DIMS and not gathers_keys else "torch_varlen"
 
-    if backend_name not in BACKENDS:
-        raise RunConfigError(
-            f"attention backend {backend_name!r} is unknown; valid: auto, {', '.join(BACKENDS)}"
-        )
+    refusal = ""
     if platform == "cpu" and backend_name != "sdpa":
-        raise RunConfigError(f"attention backend {backend_name!r} has no CPU kernel; use sdpa or auto")
-    if backend_name == "triton" and not (tower_kernels_apply and has_kernels(head_dim)):
-        raise RunConfigError(
-            "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
-            " auto"
+        refusal = " has no CPU kernel; use sdpa or auto"
+    elif backend_name == "triton" and not tower_kernels_apply:
+        refusal = " is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto"
+    elif backend_name == "te" and causal and head_dim > max(TE_HEAD_DIMS):
+        refusal = (
+            f": cuDNN computes wrong gradients for packed rows with heads of {head_dim}; use auto or"
+            " torch_varlen"
         )
-
-    if backend_name == "te" and causal and head_dim > max(TE_HEAD_DIMS):
-        raise RunConfigError(
-            f"attention backend te: cuDNN computes wrong gradients for packed rows with heads of {head_dim};"
-            " use auto or torch_varlen"
+    elif backend_name == "te" and gathers_keys:
+        refusal = " does not support more context-parallel ranks than heads; use auto or torch_varlen"
+    elif backend_name == "flash_attn" and not flash_attention_applies:
+        refusal = (
+            " is for language models in bfloat16, on GPUs from Hopper on, with the package flash-attn-4 (pip"
+            " install -e .[gpu]); use auto"
         )
-
-    if backend_name == "te" and gathers_keys:
-        raise RunConfigError(
-            f"attention backend {backend_name} does not support more context-parallel ranks than heads; use"
-            " auto or torch_varlen"
-        )
-
-    if backend_name == "flash_attn" and not flash_attention_applies:
-        raise RunConfigError(
-            "attention backend flash_attn is for language models in bfloat16, on GPUs from Hopper on, with"
-            " the package flash-attn-4 (pip install -e .[gpu]); use auto"
-        )
-
+    if refusal:
+        raise RunConfigError(f"attention backend {backend_name}{refusal}")
     return backend_name
 
 
@@ -328,7 +296,6 @@ def _attend_with_torch_varlen(
 def _attend_with_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
-    assert causal, "for language models only"
     return packed_causal_attention(query, key, value, *segments.varlen_arguments)
 
 
@@ -337,7 +304,6 @@ def _attend_with_triton(
 ) -> Tensor:
     from megatron_vl.kernels.tower_attention import segment_attention
 
-    assert not causal, "for towers only"
     return segment_attention(query, key, value, segments.cu_seqlens)
 
 
@@ -367,12 +333,10 @@ class _TransformerEngineBackend:
             query,
             key,
             value,
-            qkv_format="thd",
             cu_seqlens_q=segments.cu_seqlens,
             cu_seqlens_kv=segments.cu_seqlens,
             max_seqlen_q=segments.max_seqlen,
             max_seqlen_kv=segments.max_seqlen,
-            attn_mask_type="padding_causal" if causal else "padding",
         )
 
-        return attention_output.view(attention_output.shape[0], query.shape[1], query.shape[2])
+        return attention_output.view_as(query)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
@@ -56,24 +56,15 @@ def build_chunks(
     Raises:
         RunConfigError: the platform or the model does not support a field of ``config``.
     """
-    from megatron.core import parallel_state as mpu
-
     config = freeze_unadapted_parts(config, spec)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
-    core_config = _core_language_config(platform, spec, layout, config)
-
-    chunks: list[VisionLanguageModel] = []
-    for virtual_stage in range(layout.vpp):
-        vision_tower = None
-        if mpu.get_pipeline_model_parallel_rank() == 0 and virtual_stage == 0 and not layout.decoupled:
-            vision_tower = _build_tower(platform, spec, layout, config, pixel_mean, pixel_std)
-        chunk = _build_chunk(platform, spec, layout, config, core_config, vision_tower, virtual_stage)
-        chunks.append(chunk)
+    model_builder = _ModelBuilder(platform, spec, layout, config, pixel_mean, pixel_std)
+    chunks = [model_builder.build_chunk(virtual_stage) for virtual_stage in range(layout.vpp)]
 
     modules: list[torch.nn.Module] = [*chunks]
     if layout.decoupled:
-        tower_everywhere = _build_tower_everywhere(platform, spec, layout, config, pixel_mean, pixel_std)
+        tower_everywhere = model_builder.build_tower_everywhere()
         chunks[0].decoupled = DecoupledTower(tower_everywhere, spec.vision, config.vision)
         modules.append(tower_everywhere)
 
@@ -88,67 +79,156 @@ def build_chunks(
     return chunks
 
 
-def _build_chunk(
-    platform: Platform,
-    spec: ModelSpec,
-    layout: Layout,
-    config: TrainConfig,
-    core_config: TransformerConfig,
-    vision_tower: VisionTower | None,
-    virtual_stage: int,
-) -> VisionLanguageModel:
-    """This rank's part of the language model on a virtual stage, with the tower if it stands there."""
-    from megatron.core import parallel_state as mpu
+class _ModelBuilder:
+    """Builds the parts of this rank's model; the arguments are those of :func:`build_chunks`."""
 
-    pipeline_rank = mpu.get_pipeline_model_parallel_rank()
-    language_model = _build_language_model(
-        platform, spec, layout, config, core_config, pipeline_rank, virtual_stage
-    )
-
-    num_deepstack_levels = len(spec.vision.deepstack_layers)
-    # The number of levels only decreases, so the first boundary between chunks has the most.
-    message_levels = (
-        remaining_deepstack_levels(layout.layers_per_chunk[0], num_deepstack_levels)
-        if len(layout.layers_per_chunk) > 1
-        else 0
-    )
-    chunk = VisionLanguageModel(
-        core_config,
-        language_model,
-        vision_tower,
-        num_deepstack_levels=num_deepstack_levels,
-        layer_range=layout.chunk_layers(pipeline_rank, virtual_stage),
-        message_levels=message_levels,
-    )
-    return _move_to_device(chunk, platform.device, getattr(torch, config.dtype))
-
-
-def _core_language_config(
-    platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig
-) -> TransformerConfig:
-    """Core's config of the language model. Starts the overlap of collectives if it asks for that."""
-    dtype = getattr(torch, config.dtype)
-    core_config = language_config(
-        platform,
-        spec,
-        layout,
-        dtype=dtype,
-        sequence_parallel=config.parallel.sequence_parallel,
-        recompute=config.recompute,
-        fp8=config.fp8,
-        aux_loss_coefficient=aux_loss_coefficient(spec, config.model),
-        tp_comm_overlap=config.parallel.tp_comm_overlap,
-    )
-
-    if core_config.tp_comm_overlap:
-        tp_overlap.start_overlap(
-            config.data.seq_len // layout.cp,
-            spec.language.hidden_size,
-            layout.tp,
-            dtype,
-            fp8=core_config.fp8 is not None,
+    def __init__(
+        self,
+        platform: Platform,
+        spec: ModelSpec,
+        layout: Layout,
+        config: TrainConfig,
+        pixel_mean: tuple[float, ...],
+        pixel_std: tuple[float, ...],
+    ) -> None:
+        self.platform, self.spec, self.layout, self.config = platform, spec, layout, config
+        self.pixel_mean, self.pixel_std = pixel_mean, pixel_std
+        self.dtype = getattr(torch, config.dtype)
+        self.pipeline_rank = mpu.get_pipeline_model_parallel_rank()
+        self.core_config = language_config(
+            platform,
+            spec,
+            layout,
+            config,
+            aux_loss_coefficient=aux_loss_coefficient(spec, config.model),
         )
-    return core_config
+        if self.core_config.tp_comm_overlap:
+            tp_overlap.start_overlap(
+                config.data.seq_len // layout.cp,
+                spec.language.hidden_size,
+                layout.tp,
+                self.dtype,
+                fp8=self.core_config.fp8 is not None,
+            )
+
+    def build_chunk(self, virtual_stage: int) -> VisionLanguageModel:
+        """This rank's part of the language model on a virtual stage, with the tower if it stands there."""
+        layout = self.layout
+        vision_tower = None
+        if self.pipeline_rank == 0 and virtual_stage == 0 and not layout.decoupled:
+            vision_tower = self._build_tower(layout)
+        layer_range = layout.chunk_layers(self.pipeline_rank, virtual_stage)
+        language_model = self._build_language_model(virtual_stage, layer_range)
+
+        # The number of levels only decreases, so the first boundary between chunks has the most.
+        num_deepstack_levels = len(self.spec.vision.deepstack_layers)
+        message_levels = 0
+        if len(layout.layers_per_chunk) > 1:
+            message_levels = remaining_deepstack_levels(layout.layers_per_chunk[0], num_deepstack_levels)
+        chunk = VisionLanguageModel(
+            self.core_config,
+            language_model,
+            vision_tower,
+            num_deepstack_levels=num_deepstack_levels,
+            layer_range=layer_range,
+            message_levels=message_levels,
+        )
+        return _move_to_device(chunk, self.platform.device, self.dtype)
+
+    def build_tower_everywhere(self) -> TowerEverywhere:
+        """A whole tower with the same weights on all ranks of the run. Collective over these ranks."""
+        vision_tower = self._build_tower(dataclasses.replace(self.layout, tp=1), group_of_this_rank())
+        tower_everywhere = TowerEverywhere(vision_tower.decoder.config, vision_tower)
+        tower_everywhere = tower_everywhere.to(device=self.platform.device, dtype=self.dtype)
+        # Initial weights depend on the rank's random numbers, so all ranks take those of rank 0.
+        for parameter in tower_everywhere.parameters():
+            dist.broadcast(parameter.data, src=0)
+        return tower_everywhere
+
+    def _build_tower(self, layout: Layout, tp_group: dist.ProcessGroup | None = None) -> VisionTower:
+        """The vision tower on the ranks of ``tp_group``; None: the language model's tensor-parallel group."""
+        config, vision_spec = self.config, self.spec.vision
+        # The tower has no pipeline, and its rows are never shared.
+        tower_groups = ProcessGroupCollection()
+        tower_groups.tp = tp_group or mpu.get_tensor_model_parallel_group()
+        tower_groups.cp = group_of_this_rank()
+        tower_groups.pp = None
+        return VisionTower(
+            self.platform,
+            vision_spec,
+            vision_config(self.platform, self.spec, layout, config),
+            tower_groups,
+            pixel_mean=self.pixel_mean,
+            pixel_std=self.pixel_std,
+            attention_backend=choose_backend(
+                config.model.vision_attention,
+                platform=self.platform.name,
+                head_dim=vision_spec.head_dim,
+                causal=False,
+                dtype=self.dtype,
+            ),
+            is_frozen=config.model.freeze_vision,
+            fused_windows=self._fuses_windows(),
+            recompute_activation=config.recompute.vision == "activation",
+        )
+
+    def _fuses_windows(self) -> bool:
+        # With float32 inputs, the kernel's products would be TF32.
+        is_possible = self.platform.name == "cuda" and self.config.dtype == "bfloat16"
+        if self.config.model.window_attention == "fused" and not is_possible:
+            raise RunConfigError(
+                "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
+            )
+        return is_possible and self.config.model.window_attention != "backend"
+
+    def _build_language_model(self, virtual_stage: int, layer_range: range) -> GPTModel:
+        """The language model's part on a virtual stage, whose layers are ``layer_range``."""
+        language_spec, layout = self.spec.language, self.layout
+        process_groups = ProcessGroupCollection.use_mpu_process_groups()
+        process_groups.hcp = nested_context_groups()
+        language_model = GPTModel(
+            self.core_config,
+            self._language_block_spec(layer_range),
+            vocab_size=language_spec.vocab_size,
+            max_sequence_length=self.config.data.seq_len,
+            pre_process=self.pipeline_rank == 0 and virtual_stage == 0,
+            post_process=self.pipeline_rank == layout.pp - 1 and virtual_stage == layout.vpp - 1,
+            share_embeddings_and_output_weights=language_spec.tied_embeddings,
+            position_embedding_type="mrope",
+            rotary_base=int(language_spec.rope_theta),
+            scatter_embedding_sequence_parallel=False,
+            pg_collection=process_groups,
+            vp_stage=virtual_stage if layout.vpp > 1 else None,
+        )
+
+        language_model.rotary_pos_emb = MultimodalRope(language_spec)
+        return language_model
+
+    def _language_block_spec(self, layer_range: range) -> TransformerBlockSubmodules:
+        language_spec, gathers_keys = self.spec.language, self.layout.key_ranks > 1
+        attention_backend = choose_backend(
+            self.config.model.language_attention,
+            platform=self.platform.name,
+            head_dim=language_spec.head_dim,
+            causal=True,
+            dtype=self.dtype,
+            gathers_keys=gathers_keys,
+        )
+        heads_per_group = language_spec.num_heads // language_spec.num_kv_heads
+        check_gradients(attention_backend, heads_per_group, language_spec.head_dim, gathers_keys)
+
+        return transformer_block_spec(
+            self.platform,
+            self.core_config,
+            len(layer_range),
+            attention_backend=attention_backend,
+            causal=True,
+            num_deepstack_levels=len(self.spec.vision.deepstack_layers),
+            recompute_activation="activation" in self.config.recompute.selected_modules,
+            layers_with_experts=[language_spec.has_experts(layer) for layer in layer_range],
+            layers_with_linear_attention=[language_spec.has_linear_attention(layer) for layer in layer_range],
+            linear_attention=language_spec.linear_attention,
+        )
 
 
 def _move_to_device(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLanguageModel:
@@ -162,138 +242,6 @@ def _move_to_device(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype)
     for parameter, value in float32_values.items():
         parameter.data = value.to(device)
     return chunk
-
-
-def _build_tower_everywhere(
-    platform: Platform,
-    spec: ModelSpec,
-    layout: Layout,
-    config: TrainConfig,
-    pixel_mean: tuple[float, ...],
-    pixel_std: tuple[float, ...],
-) -> TowerEverywhere:
-    """A whole tower with the same weights on all ranks of the run. Collective over these ranks."""
-    single_tp_layout = dataclasses.replace(layout, tp=1)
-    vision_tower = _build_tower(
-        platform, spec, single_tp_layout, config, pixel_mean, pixel_std, group_of_this_rank()
-    )
-    tower_everywhere = TowerEverywhere(vision_tower.decoder.config, vision_tower)
-    tower_everywhere = tower_everywhere.to(device=platform.device, dtype=getattr(torch, config.dtype))
-    # Initial weights depend on the rank's random numbers, so all ranks take those of rank 0.
-    for parameter in tower_everywhere.parameters():
-        dist.broadcast(parameter.data, src=0)
-    return tower_everywhere
-
-
-def _build_tower(
-    platform: Platform,
-    spec: ModelSpec,
-    layout: Layout,
-    config: TrainConfig,
-    pixel_mean: tuple[float, ...],
-    pixel_std: tuple[float, ...],
-    tp_group: dist.ProcessGroup | None = None,
-) -> VisionTower:
-    """The vision tower on the ranks of ``tp_group`` (None: the language model's tensor-parallel group)."""
-    model_config = config.model
-    dtype = getattr(torch, config.dtype)
-    return VisionTower(
-        platform,
-        spec.vision,
-        vision_config(platform, spec, layout, dtype=dtype, recompute=config.recompute, fp8=config.fp8),
-        _tower_process_groups(ProcessGroupCollection.use_mpu_process_groups(), tp_group),
-        pixel_mean=pixel_mean,
-        pixel_std=pixel_std,
-        attention_backend=choose_backend(
-            model_config.vision_attention,
-            platform=platform.name,
-            head_dim=spec.vision.head_dim,
-            causal=False,
-            dtype=dtype,
-        ),
-        is_frozen=model_config.freeze_vision,
-        fused_windows=_fuses_windows(platform, config),
-        recompute_activation=config.recompute.vision == "activation",
-    )
-
-
-def _fuses_windows(platform: Platform, config: TrainConfig) -> bool:
-    # With float32 inputs, the kernel's products would be TF32.
-    is_possible = platform.name == "cuda" and config.dtype == "bfloat16"
-    if config.model.window_attention == "fused" and not is_possible:
-        raise RunConfigError(
-            "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
-        )
-    return is_possible and config.model.window_attention != "backend"
-
-
-def _build_language_model(
-    platform: Platform,
-    spec: ModelSpec,
-    layout: Layout,
-    config: TrainConfig,
-    core_config: TransformerConfig,
-    pipeline_rank: int,
-    virtual_stage: int,
-) -> GPTModel:
-    """The language model's part on virtual stage ``virtual_stage`` of pipeline rank ``pipeline_rank``."""
-    language_spec = spec.language
-    layer_range = layout.chunk_layers(pipeline_rank, virtual_stage)
-    language_model = GPTModel(
-        core_config,
-        _language_block_spec(platform, spec, layout, config, core_config, layer_range),
-        vocab_size=language_spec.vocab_size,
-        max_sequence_length=config.data.seq_len,
-        pre_process=pipeline_rank == 0 and virtual_stage == 0,
-        post_process=pipeline_rank == layout.pp - 1 and virtual_stage == layout.vpp - 1,
-        share_embeddings_and_output_weights=language_spec.tied_embeddings,
-        position_embedding_type="mrope",
-        rotary_base=int(language_spec.rope_theta),
-        scatter_embedding_sequence_parallel=False,
-        pg_collection=_language_process_groups(),
-        vp_stage=virtual_stage if layout.vpp > 1 else None,
-    )
-
-    language_model.rotary_pos_emb = MultimodalRope(language_spec)
-    return language_model
-
-
-def _language_block_spec(
-    platform: Platform,
-    spec: ModelSpec,
-    layout: Layout,
-    config: TrainConfig,
-    core_config: TransformerConfig,
-    layer_range: range,
-) -> TransformerBlockSubmodules:
-    language_spec, recompute = spec.language, config.recompute
-    attention_backend = choose_backend(
-        config.model.language_attention,
-        platform=platform.name,
-        head_dim=language_spec.head_dim,
-        causal=True,
-        dtype=getattr(torch, config.dtype),
-        gathers_keys=layout.key_ranks > 1,
-    )
-    check_gradients(
-        attention_backend,
-        language_spec.num_heads // language_spec.num_kv_heads,
-        language_spec.head_dim,
-        gathers_keys=layout.key_ranks > 1,
-    )
-
-    return transformer_block_spec(
-        platform,
-        core_config,
-        len(layer_range),
-        attention_backend=attention_backend,
-        causal=True,
-        num_deepstack_levels=len(spec.vision.deepstack_layers),
-        recompute_activation="activation" in recompute.selected_modules,
-        layers_with_experts=[language_spec.has_experts(layer) for layer in layer_range],
-        layers_with_linear_attention=[language_spec.has_linear_attention(layer) for layer in layer_range],
-        linear_attention=language_spec.linear_attention,
-    )
 
 
 def aux_loss_coefficient(spec: ModelSpec, model_config: ModelConfig) -> float:
@@ -329,28 +277,6 @@ def aux_loss_reason(spec: ModelSpec, model_config: ModelConfig) -> str:
     return f"{coefficient_text} (output_router_logits is not true in model.hf's config.json; {advice})"
 
 
-def _language_process_groups() -> ProcessGroupCollection:
-    language_groups = ProcessGroupCollection.use_mpu_process_groups()
-    language_groups.hcp = nested_context_groups()
-    return language_groups
-
-
-def _tower_process_groups(
-    pg_collection: ProcessGroupCollection, tp_group: dist.ProcessGroup | None
-) -> ProcessGroupCollection:
-    """The tower's process groups, without a pipeline.
-
-    Args:
-        pg_collection: the language model's process groups.
-        tp_group: the tower's tensor-parallel group; None: that of the language model.
-    """
-    tower_groups = ProcessGroupCollection()
-    tower_groups.tp = tp_group or pg_collection.tp
-    tower_groups.cp = group_of_this_rank()
-    tower_groups.pp = None
-    return tower_groups
-
-
 @torch.no_grad()
 def _zero_ffn_padding(
     modules: Iterable[torch.nn.Module], spec: ModelSpec, tp_size: int, tp_rank: int
@@ -381,8 +307,6 @@ def _choose_trained_parameters(
     chunks: list[VisionLanguageModel], spec: ModelSpec, layout: Layout, config: TrainConfig
 ) -> None:
     """Freezes what the run does not train, and attaches its adapters."""
-    from megatron.core import parallel_state as mpu
-
     pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     live_tensors = chunk_tensors(chunks, layout, pp_rank, ep_rank)
     trained_names = trained_tensors(spec, config.lora, config.model)
@@ -422,11 +346,7 @@ def chunk_tensors(
 def check_live_tensors(
     spec: ModelSpec, layout: Layout, live_tensors: list[LiveTensor], lora: LoraConfig
 ) -> None:
-    """Checks that live parameters have the shapes of the tables of the model and its adapters.
-
-    Raises:
-        RuntimeError: the table does not match the modules: a live parameter has no entry or another shape.
-    """
+    """Raises RuntimeError unless live parameters have the shapes of the model's and adapters' tables."""
     table = tensor_table(spec) | adapter_table(spec, lora)
     for tensor_name, parameter, expert_index in live_tensors:
         if tensor_name not in table:

@@ -44,13 +44,10 @@ class FeatureRoute:
 
 
 def exchange_features(features: Tensor, route: FeatureRoute, group: dist.ProcessGroup) -> Tensor:
-    """Returns the features of this rank's placeholders. Collective over ``group``, backwards too.
+    """Sends features to the ranks that need them. Collective over ``group``, backwards too.
 
-    Args:
-        features: [n, levels, H], those that this rank encoded, in the order of the tower.
-
-    Returns:
-        [m, levels, H], in the order of the tower.
+    From [n, levels, H], those that this rank encoded, to [m, levels, H], those of its placeholders.
+    Both are in the order of the tower.
     """
     return all_to_all(group, features.index_select(0, route.send_order), route.received, route.sent)
 

@@ -19,13 +19,10 @@ from megatron_vl.core_fixes.wgrad_fusion import fuse_output_layer
 
 
 def fuse_vocabulary_gradients(language_model: GPTModel) -> None:
-    """Makes the embedding and the output layer of a chunk add their gradients to ``main_grad``.
+    """Makes embedding and output layer of a chunk that DDP wraps add their gradients to ``main_grad``.
 
     Both have a row for each word of the vocabulary. Otherwise, each of them writes a gradient of its own for
     each row of tokens, and DDP adds it: 16 bytes a parameter, where the output layer needs 8.
-
-    Args:
-        language_model: a chunk that is wrapped in DDP, so that ``main_grad`` exists.
     """
     if language_model.pre_process:
         word_embeddings = language_model.embedding.word_embeddings
@@ -37,14 +34,9 @@ def fuse_vocabulary_gradients(language_model: GPTModel) -> None:
 
 
 def embed_tokens(embedding: VocabParallelEmbedding, token_ids: Tensor) -> Tensor:
-    """Does what the forward pass of core's embedding does.
+    """Does what the forward pass of core's embedding does, without scattering to sequence parallelism.
 
-    Args:
-        embedding: this rank's part of the vocabulary. It does not scatter to sequence parallelism.
-        token_ids: int64, any shape.
-
-    Returns:
-        The shape of ``token_ids`` and the width of the embedding; equal on all tensor-parallel ranks.
+    From ids, int64 of any shape, to vectors [..., H], which are equal on all tensor-parallel ranks.
     """
     if embedding.tp_group.size() == 1:
         return _EmbeddingLookup.apply(embedding.weight, token_ids)

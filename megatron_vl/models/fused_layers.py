@@ -42,11 +42,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class TowerSelfAttention(SelfAttention):
     """Core's SelfAttention with our kernels where they apply.
 
-    They are :mod:`megatron_vl.kernels.window_attention` and :mod:`megatron_vl.kernels.tower_attention`.
-
-    Args:
-        fused_windows: whether layers with small windows use the window kernel. Layers with full attention use
-            the other one if the backend is ``triton``.
+    With ``fused_windows``, layers with small windows use :mod:`megatron_vl.kernels.window_attention`.
+    Layers with full attention use :mod:`megatron_vl.kernels.tower_attention` if the backend is ``triton``.
     """
 
     def __init__(self, *args: Any, fused_windows: bool, **kwargs: Any) -> None:

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 class KVCache:
     """The keys and values of some prompts in this rank's decoder layers.
 
-    Args:
-        prompt_lengths: number of tokens of each prompt.
-        max_new_tokens: largest number of tokens that may follow each prompt.
+    There is room for ``prompt_lengths`` tokens of each prompt, and ``max_new_tokens`` more.
     """
 
     def __init__(self, prompt_lengths: list[int], max_new_tokens: int) -> None:

@@ -130,16 +130,9 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     column_linear, row_linear = linear_classes(platform)
     if not platform.has_transformer_engine:
         norm_class = local_norm_class(config)
-        return _LayerModules(
-            column_linear,
-            row_linear,
-            norm_class,
-            norm_class,
-            norm_class if config.qk_layernorm else None,
-            norm_class,
-            get_bias_dropout_add,
-            get_bias_dropout_add,
-        )
+        head_norm = norm_class if config.qk_layernorm else None
+        norms, additions = (norm_class, norm_class, head_norm, norm_class), (get_bias_dropout_add,) * 2
+        return _LayerModules(column_linear, row_linear, *norms, *additions)
 
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
@@ -186,17 +179,15 @@ def transformer_block_spec(
 
     Args:
         num_layers: number of layers in this block, which belong to one pipeline chunk.
-        attention_backend: one of :data:`megatron_vl.models.attention.BACKENDS`.
+        attention_backend: a result of :func:`megatron_vl.models.attention.choose_backend`.
         is_windowed_layer: says whether a zero-based global layer attends within windows.
         causal: whether tokens attend only to themselves and earlier ones, as in the language model.
         num_deepstack_levels: number of levels of visual features that the model's first layers add to their
             output.
         fused_windows: whether window layers use the fused kernel (CUDA).
         recompute_activation: whether activations of the MLP are recomputed in the backward pass.
-        layers_with_experts: for each layer of this block, whether it has experts instead of an MLP; empty if
-            no layer has.
-        layers_with_linear_attention: for each layer of this block, whether it has linear attention; empty if
-            no layer has.
+        layers_with_experts, layers_with_linear_attention: for each layer of this block, whether it has
+            experts instead of an MLP, and linear attention; empty if no layer has.
         linear_attention: the sizes of linear attention, for models that have it.
     """
     layer_modules = _layer_modules(platform, config)
@@ -213,13 +204,15 @@ def transformer_block_spec(
             layer_specs,
             layers_with_experts,
             pre_mlp_layernorm=layer_modules.expert_norm,
-            mlp=moe_layer(platform),
+            mlp=moe_layer(platform, *linear_classes(platform)),
         )
     if any(layers_with_linear_attention):
+        linear_classes_of_layer = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
+        linear_attention_spec = ModuleSpec(
+            module=GatedDeltaNet, params={"spec": linear_attention, **linear_classes_of_layer}
+        )
         layer_specs = _replace_in_layers(
-            layer_specs,
-            layers_with_linear_attention,
-            self_attention=_linear_attention_spec(layer_modules, linear_attention),
+            layer_specs, layers_with_linear_attention, self_attention=linear_attention_spec
         )
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
 
@@ -275,17 +268,6 @@ def _self_attention_spec(
         k_layernorm=layer_modules.head_norm,
     )
     return ModuleSpec(module=module, params=params, submodules=submodules)
-
-
-def _linear_attention_spec(
-    layer_modules: _LayerModules, linear_attention: LinearAttentionSpec | None
-) -> ModuleSpec:
-    module_params = {
-        "spec": linear_attention,
-        "column": layer_modules.column_linear,
-        "row": layer_modules.row_linear,
-    }
-    return ModuleSpec(module=GatedDeltaNet, params=module_params)
 
 
 def _replace_in_layers(

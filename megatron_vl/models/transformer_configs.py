@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vl.config import Fp8Config, RecomputeConfig, RunConfigError
+from megatron_vl.config import Fp8Config, RunConfigError, TrainConfig
 from megatron_vl.models.fused_layers import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_core_settings
 from megatron_vl.platform import Platform
-from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families import LanguageSpec, ModelSpec
 from megatron_vl.spec.layout import Layout
 
 
 def _common_settings(
-    platform: Platform, layout: Layout, dtype: torch.dtype, init_std: float
+    platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig
 ) -> dict[str, Any]:
     """The settings that the language model and the vision tower have in common."""
-    is_cuda = platform.name == "cuda"
-
+    is_cuda, dtype = platform.name == "cuda", getattr(torch, config.dtype)
     return {
         "tensor_model_parallel_size": layout.tp,
         "params_dtype": dtype,
@@ -28,7 +27,7 @@ def _common_settings(
         "bf16": dtype == torch.bfloat16,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "init_method_std": init_std,
+        "init_method_std": spec.initializer_range,
         # Fusions are CUDA kernels, or torch.compile, which only makes the CPU path slower.
         "apply_rope_fusion": is_cuda,
         "masked_softmax_fusion": False,
@@ -49,50 +48,33 @@ def language_config(
     platform: Platform,
     spec: ModelSpec,
     layout: Layout,
+    config: TrainConfig,
     *,
-    dtype: torch.dtype,
-    sequence_parallel: bool,
-    recompute: RecomputeConfig,
-    fp8: Fp8Config,
-    aux_loss_coefficient: float = 0.0,
-    tp_comm_overlap: bool = False,
+    aux_loss_coefficient: float,
 ) -> TransformerConfig:
     """The language model's config, which also controls the pipeline schedules and gradient finalisation.
 
     Args:
         aux_loss_coefficient: coefficient of the experts' load-balancing loss; 0: none.
-        tp_comm_overlap: whether to overlap tensor-parallel collectives with matrix products
-            (:mod:`megatron_vl.parallel.tp_overlap`).
 
     Raises:
         RunConfigError: the platform or the model does not support a setting.
     """
+    tp_comm_overlap = config.parallel.tp_comm_overlap
     if tp_comm_overlap and not platform.has_transformer_engine:
         raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
-    language_spec = spec.language
+    language_spec, recompute = spec.language, config.recompute
     if language_spec.linear_attention is not None:
-        check_linear_attention(spec, fp8, tp_comm_overlap)
+        check_linear_attention(spec, config.fp8, tp_comm_overlap)
 
+    expert_settings: dict[str, Any] = {}
+    if language_spec.moe:
+        expert_settings = moe_core_settings(
+            platform, language_spec, layout, aux_loss_coefficient=aux_loss_coefficient
+        )
     transformer_config = TransformerConfig(
-        num_layers=language_spec.num_layers,
-        hidden_size=language_spec.hidden_size,
-        # Core needs a width even if there are no dense layers.
-        ffn_hidden_size=language_spec.ffn_hidden_size or language_spec.moe_ffn_hidden_size,
-        num_attention_heads=language_spec.num_heads,
-        num_query_groups=language_spec.num_kv_heads,
-        kv_channels=language_spec.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=language_spec.norm_eps,
-        add_bias_linear=False,
-        add_qkv_bias=language_spec.qkv_bias,
-        qk_layernorm=language_spec.qk_norm,
-        attention_output_gate=language_spec.output_gate,
-        layernorm_zero_centered_gamma=language_spec.zero_centered_norms,
-        gated_linear_unit=True,
-        activation_func=ACTIVATIONS["silu"],
         bias_activation_fusion=platform.name == "cuda",
-        mrope_section=list(language_spec.mrope_section),
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=config.parallel.sequence_parallel,
         tp_comm_overlap=tp_comm_overlap,
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
@@ -100,19 +82,13 @@ def language_config(
         pipeline_model_parallel_layout=layout.megatron_layout_string() if layout.pp > 1 else None,
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
-        **(
-            moe_core_settings(platform, language_spec, layout, aux_loss_coefficient=aux_loss_coefficient)
-            if language_spec.moe
-            else {}
-        ),
+        **_language_sizes(language_spec),
+        **expert_settings,
         **_recompute_settings(
-            platform,
-            recompute.language,
-            recompute.language_modules,
-            has_experts=language_spec.moe is not None,
+            platform, recompute.language, recompute.language_modules, has_experts=bool(expert_settings)
         ),
-        **_fp8_settings(platform, fp8, dtype),
-        **_common_settings(platform, layout, dtype, spec.initializer_range),
+        **_fp8_settings(platform, config),
+        **_common_settings(platform, spec, layout, config),
     )
 
     # The interleaved schedule's overlapped p2p needs unbatched sends. On CUDA, 1F1B uses batched ones.
@@ -121,6 +97,29 @@ def language_config(
         transformer_config.overlap_p2p_comm = platform.name == "cuda"
 
     return transformer_config
+
+
+def _language_sizes(language_spec: LanguageSpec) -> dict[str, Any]:
+    """The settings of the language model that its spec alone decides."""
+    return {
+        "num_layers": language_spec.num_layers,
+        "hidden_size": language_spec.hidden_size,
+        # Core needs a width even if there are no dense layers.
+        "ffn_hidden_size": language_spec.ffn_hidden_size or language_spec.moe_ffn_hidden_size,
+        "num_attention_heads": language_spec.num_heads,
+        "num_query_groups": language_spec.num_kv_heads,
+        "kv_channels": language_spec.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": language_spec.norm_eps,
+        "add_bias_linear": False,
+        "add_qkv_bias": language_spec.qkv_bias,
+        "qk_layernorm": language_spec.qk_norm,
+        "attention_output_gate": language_spec.output_gate,
+        "layernorm_zero_centered_gamma": language_spec.zero_centered_norms,
+        "gated_linear_unit": True,
+        "activation_func": ACTIVATIONS["silu"],
+        "mrope_section": list(language_spec.mrope_section),
+    }
 
 
 def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
@@ -135,13 +134,7 @@ def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: boo
 
 
 def vision_config(
-    platform: Platform,
-    spec: ModelSpec,
-    layout: Layout,
-    *,
-    dtype: torch.dtype,
-    recompute: RecomputeConfig,
-    fp8: Fp8Config,
+    platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig
 ) -> TransformerConfig:
     """The vision tower's config: one pipeline stage and no sequence parallelism.
 
@@ -164,20 +157,21 @@ def vision_config(
         activation_func=ACTIVATIONS[vision_spec.activation],
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
-        **_recompute_settings(platform, recompute.vision, []),
-        **(_fp8_settings(platform, fp8, dtype) if fp8.vision else {}),
-        **_common_settings(platform, layout, dtype, spec.initializer_range),
+        **_recompute_settings(platform, config.recompute.vision, []),
+        **(_fp8_settings(platform, config) if config.fp8.vision else {}),
+        **_common_settings(platform, spec, layout, config),
     )
 
 
-def _fp8_settings(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, Any]:
-    if fp8.recipe == "none":
+def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
+    fp8_recipe = config.fp8.recipe
+    if fp8_recipe == "none":
         return {}
-    if not platform.has_transformer_engine or dtype != torch.bfloat16:
+    if not platform.has_transformer_engine or config.dtype != "bfloat16":
         raise RunConfigError(
-            f"fp8.recipe {fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none"
+            f"fp8.recipe {fp8_recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none"
         )
-    return {"fp8": "hybrid", "fp8_recipe": fp8.recipe}
+    return {"fp8": "hybrid", "fp8_recipe": fp8_recipe}
 
 
 def _recompute_settings(

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vl.models.attention import packed_row
+from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.batch import VisionInput
 from megatron_vl.models.layer_specs import linear_classes, make_norm, transformer_block_spec
 from megatron_vl.models.rotary_embedding import vision_rope_angles
@@ -253,7 +253,9 @@ class VisionTower(nn.Module):
                 hidden_states=hidden_states[:, None],
                 attention_mask=None,
                 rotary_pos_emb=rotary_angles,
-                packed_seq_params=packed_row(full_segments, window_segments, cos_sin),
+                packed_seq_params=PackedRow(
+                    full_segments=full_segments, window_segments=window_segments, cos_sin=cos_sin
+                ),
                 extract_layer_indices=set(self.vision_spec.deepstack_layers),
             )
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.models.attention import packed_row
+from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.context_parallel import exchange_features
 from megatron_vl.models.deepstack import remaining_deepstack_levels
@@ -108,7 +108,7 @@ class VisionLanguageModel(MegatronModule):
             attention_mask=None,
             decoder_input=decoder_input,
             labels=row.labels[None] if labels else None,
-            packed_seq_params=packed_row(row.segments, cache=row.cache, shard=row.shard),
+            packed_seq_params=PackedRow(full_segments=row.segments, cache=row.cache, shard=row.shard),
             padding_mask=self._padding_mask(row),
             output_processor=loss_token_losses if selects_loss_tokens else None,
             output_processor_context=row.loss_index,

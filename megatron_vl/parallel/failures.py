@@ -85,11 +85,7 @@ class _FailureWatcher:
         return first_failure
 
     def wait_for_failure(self, store: Any, wait_s: float) -> RunFailure | None:
-        """Waits for the first failure. Returns None after ``wait_s`` seconds.
-
-        Raises:
-            RuntimeError: the store has ended.
-        """
+        """The first failure; None after ``wait_s`` seconds. Raises RuntimeError if the store has ended."""
         import torch.distributed as dist
 
         try:
@@ -299,11 +295,9 @@ def report_failure(error: Exception) -> RunFailure:
     try:
         first_failure = _failure_watcher.publish_failure(default_store(), own_failure)
     except RuntimeError:
-        first_failure = (
-            own_failure
-            if _failure_watcher.heartbeat_monitor.diagnosis is None
-            else _failure_watcher._failure_without_store()
-        )
+        first_failure = own_failure
+        if _failure_watcher.heartbeat_monitor.diagnosis is not None:
+            first_failure = _failure_watcher._failure_without_store()
         _failure_watcher.first_failure = first_failure
     # The first message is empty if other ranks have reached the orderly end.
     _failure_watcher.reported_failure = first_failure if first_failure.message else own_failure
@@ -312,11 +306,8 @@ def report_failure(error: Exception) -> RunFailure:
 
 def lost_ranks() -> tuple[int, ...]:
     """The ranks that are known to be dead or stopped."""
-    return (
-        _failure_watcher.first_failure.silent
-        if _failure_watcher is not None and _failure_watcher.first_failure is not None
-        else ()
-    )
+    first_failure = _failure_watcher.first_failure if _failure_watcher is not None else None
+    return first_failure.silent if first_failure is not None else ()
 
 
 def first_failure_message(wait_s: float = _ALL_SEEN_TIMEOUT_S) -> str | None:
@@ -349,11 +340,9 @@ def print_failure_once(run_failure: RunFailure) -> None:
     position_text = f" ({run_failure.position_text})" if run_failure.position_text else ""
     is_local = any(process.is_local() for process in run_failure.processes)
     memory_text = f". {host_memory.explain_kill(is_local)}" if run_failure.has_died else ""
-    traceback_hint = (
-        f"\n({TRACEBACK_VARIABLE}=1 shows where)"
-        if run_failure.has_traceback_hint and not os.environ.get(TRACEBACK_VARIABLE)
-        else ""
-    )
+    traceback_hint = ""
+    if run_failure.has_traceback_hint and not os.environ.get(TRACEBACK_VARIABLE):
+        traceback_hint = f"\n({TRACEBACK_VARIABLE}=1 shows where)"
     print(
         f"megatron_vl.train: rank {run_failure.rank}{position_text}:"
         f" {run_failure.message}{memory_text}{traceback_hint}",

@@ -126,31 +126,20 @@ class Heartbeat:
     """When the line arrived, by this process's monotonic clock in seconds."""
 
     def to_line(self) -> bytes:
-        return (
-            json.dumps(
-                {
-                    "rank": self.rank,
-                    "process": asdict(self.rank_process),
-                    "progress": asdict(self.rank_progress),
-                }
-                | {"debugged": self.is_debugged}
-            ).encode()
-            + b"\n"
-        )
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
     def from_line(heartbeat_line: bytes) -> Heartbeat:
-        """The inverse of :meth:`to_line`.
+        """The inverse of :meth:`to_line`, for a line that has just arrived.
 
-        Raises:
-            ValueError, KeyError, TypeError: ``heartbeat_line`` is not such a line.
+        Raises ValueError, KeyError or TypeError for any other line.
         """
         fields = json.loads(heartbeat_line)
         return Heartbeat(
             int(fields["rank"]),
-            RankProcess(**fields["process"]),
-            RankProgress(**fields["progress"]),
-            bool(fields["debugged"]),
+            RankProcess(**fields["rank_process"]),
+            RankProgress(**fields["rank_progress"]),
+            bool(fields["is_debugged"]),
         )
 
 
@@ -588,12 +577,10 @@ def _waiting_text(blamed_ranks: list[int], num_ranks: int, idle_s: float) -> str
 
 def _phase_advice(rank_progress: RankProgress) -> str:
     """What to look at if a rank hangs in this phase: sentences with a space after them, or nothing."""
-    disk_text = (
-        f"The disk has not confirmed {rank_progress.syncing_file} (fsync). "
-        if rank_progress.syncing_file
-        else ""
-    )
-    return disk_text + _ADVICE_BY_PHASE.get(rank_progress.phase, "")
+    phase_advice = _ADVICE_BY_PHASE.get(rank_progress.phase, "")
+    if rank_progress.syncing_file:
+        return f"The disk has not confirmed {rank_progress.syncing_file} (fsync). {phase_advice}"
+    return phase_advice
 
 
 def _diagnose_silent_ranks(

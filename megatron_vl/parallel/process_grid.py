@@ -81,6 +81,19 @@ class ProcessGrid:
         """Whether this rank is the first of the ranks that hold the same parts of the dense tensors."""
         return self.dp_rank == 0 and self.cp_rank == 0
 
+    def from_loader_owner[T](self, owned_value: T) -> T:
+        """The value of the rank that owns the replica's loader. Collective over the replica.
+
+        Args:
+            owned_value: what to send, as far as this rank knows it.
+        """
+        shared_values = [owned_value]
+        if self.replica_ranks > 1:
+            dist.broadcast_object_list(
+                shared_values, src=self.replica_source_rank, group=self.replica_gloo_group
+            )
+        return shared_values[0]
+
     @property
     def replica_ranks(self) -> int:
         """Number of ranks of a replica."""
@@ -144,7 +157,9 @@ def make_grid(layout: Layout) -> ProcessGrid:
 
     _initialize_core_groups(layout)
     # Core has no group of a whole replica under context parallelism.
-    replica_group = _replica_group(layout) if layout.cp > 1 else mpu.get_model_parallel_group()
+    replica_group, stage_group = mpu.get_model_parallel_group(), mpu.get_tensor_model_parallel_group()
+    if layout.cp > 1:
+        replica_group, stage_group = _replica_group(layout), mpu.get_tensor_and_context_parallel_group()
     keep_groups(replica_group, _nested_context_groups(layout))
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
@@ -166,9 +181,7 @@ def make_grid(layout: Layout) -> ProcessGrid:
         replica_group=replica_group,
         replica_source_rank=min(dist.get_process_group_ranks(replica_group)),
         replica_gloo_group=_replica_gloo_group(layout) or replica_group,
-        stage_group=mpu.get_tensor_and_context_parallel_group()
-        if layout.cp > 1
-        else mpu.get_tensor_model_parallel_group(),
+        stage_group=stage_group,
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
     )

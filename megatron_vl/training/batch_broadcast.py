@@ -184,11 +184,9 @@ class BatchBroadcast:
         self.tower_is_decoupled = grid.sharding.is_tower_replicated
         if (self.tower_is_decoupled or grid.cp > 1) and vision_spec is None:
             raise ValueError("a tower on several ranks needs its sizes, to spread the pictures")
-        self.row_sharding = (
-            RowSharding(grid.cp, grid.key_ranks, vision_spec, self.tower_is_decoupled)
-            if grid.cp > 1 and vision_spec
-            else None
-        )
+        self.row_sharding: RowSharding | None = None
+        if grid.cp > 1 and vision_spec is not None:
+            self.row_sharding = RowSharding(grid.cp, grid.key_ranks, vision_spec, self.tower_is_decoupled)
 
     def next_batch(self) -> StepBatch:
         """The rows of the next step. Collective over the replica.
@@ -250,14 +248,12 @@ class BatchBroadcast:
 
         # The header goes first: it says how large the buffers are, or that the loader failed.
         row_headers = [row.row_header for row in serialized_rows]
-        batch_header: list[Any] = [loader_error or row_headers, plane_bounds_by_row]
-        if self.grid.replica_ranks > 1:
-            dist.broadcast_object_list(
-                batch_header, src=self.grid.replica_source_rank, group=self.grid.replica_gloo_group
-            )
-        if isinstance(batch_header[0], str):
-            raise ReplicaLoaderError(batch_header[0])
-        return batch_header[0], batch_header[1]
+        loader_error, row_headers, plane_bounds_by_row = self.grid.from_loader_owner(
+            (loader_error, row_headers, plane_bounds_by_row)
+        )
+        if loader_error:
+            raise ReplicaLoaderError(loader_error)
+        return row_headers, plane_bounds_by_row
 
     def _whole_row(self, row_header: dict[str, Any], row_tensors: dict[str, Tensor]) -> DeviceRow:
         row = _device_row(row_header, row_tensors)

@@ -87,16 +87,6 @@ from megatron_vl.weights.run_folder import (
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointSaver",
-    "RestoredState",
-    "CheckpointSnapshot",
-    "load_checkpoint",
-    "load_weights",
-    "take_snapshot",
-]
-
 _FORMAT_VERSION = 1
 """The version of ``run.json``."""
 
@@ -165,10 +155,8 @@ def take_snapshot(
         for live_tensor in live_tensors:
             tensor_info = tensor_infos[live_tensor.tensor_name]
             # A tied embedding is on two stages, and each tensor is written by one of them.
-            if (
-                live_tensor.expert_index is not None
-                or layout.owning_pipeline_rank(tensor_info) != grid.pp_rank
-            ):
+            is_elsewhere = layout.owning_pipeline_rank(tensor_info) != grid.pp_rank
+            if is_elsewhere or live_tensor.expert_index is not None:
                 continue
             weight = host_copy(live_tensor.parameter)
             if sharding.is_on_every_rank(tensor_info):
@@ -199,17 +187,17 @@ def stack_experts(live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
     Args:
         live_tensors: the rank's expert tensors alone.
     """
-    expert_indices: dict[str, list[int]] = {}
-    for name, _, expert in live_tensors:
-        expert_indices.setdefault(name, []).append(expert)  # type: ignore[arg-type]
+    experts_by_name: dict[str, dict[Any, Tensor]] = {}
+    for tensor_name, parameter, expert_index in live_tensors:
+        experts_by_name.setdefault(tensor_name, {})[expert_index] = parameter
 
     expert_stacks: dict[str, Tensor] = {}
-    for name, parameter, expert in live_tensors:
-        if name not in expert_stacks:
-            expert_stacks[name] = torch.empty(
-                len(expert_indices[name]), *parameter.shape, dtype=parameter.dtype
-            )
-        expert_stacks[name][expert - min(expert_indices[name])].copy_(parameter)  # type: ignore[operator]
+    for tensor_name, experts in experts_by_name.items():
+        first_expert = next(iter(experts.values()))
+        stack = torch.empty(len(experts), *first_expert.shape, dtype=first_expert.dtype)
+        for stack_entry, expert_index in zip(stack, sorted(experts), strict=True):
+            stack_entry.copy_(experts[expert_index])
+        expert_stacks[tensor_name] = stack
     return expert_stacks
 
 
@@ -292,8 +280,7 @@ class CheckpointSaver:
     def wait_until_saved(self) -> None:
         """Waits until this rank's part (on rank 0: the whole checkpoint) is on disk.
 
-        Raises:
-            CheckpointError: the save failed.
+        Raises CheckpointError if the save failed.
         """
         if self._writer_thread is not None:
             self._writer_thread.join()
@@ -310,14 +297,13 @@ class CheckpointSaver:
             self._lock_file = None
 
     def _partial_dir(self, step: int) -> Path:
-        return self.run_dir / f"{step_dir_path(self.run_dir, step).name}.partial"
+        return step_dir_path(self.run_dir, step).with_suffix(".partial")
 
     def _write_snapshot(self, checkpoint_snapshot: CheckpointSnapshot) -> None:
         """Writes this rank's part in the background thread and, on rank 0, completes the checkpoint."""
-        partial_dir, rank = self._partial_dir(checkpoint_snapshot.step), self.grid.rank
+        grid, partial_dir = self.grid, self._partial_dir(checkpoint_snapshot.step)
         progress.set_background_task(progress.WRITING_CHECKPOINT)
         try:
-            grid = self.grid
             index_entries = list_index_entries(
                 checkpoint_snapshot.optimizer_state,
                 grid.tp_rank,
@@ -327,12 +313,12 @@ class CheckpointSaver:
             rank_marker = {
                 "weights": self._write_weights(partial_dir, checkpoint_snapshot),
                 "files": self._write_state(partial_dir, checkpoint_snapshot),
-                "slices": {state_file_name(rank): index_entries},
+                "slices": {state_file_name(grid.rank): index_entries},
                 "pending": checkpoint_snapshot.unlogged_counts,
             }
-            write_json(partial_dir / "done" / f"rank_{rank:05d}.json", rank_marker)
+            write_json(partial_dir / "done" / f"rank_{grid.rank:05d}.json", rank_marker)
             progress.set_background_task("")
-            if rank == 0:
+            if grid.rank == 0:
                 self._commit_checkpoint(partial_dir, checkpoint_snapshot)
 
         except BaseException as error:  # a thread's exception would be lost, so the loop asks save_error
@@ -346,13 +332,12 @@ class CheckpointSaver:
     def _mark_failed(self, partial_dir: Path, error: BaseException) -> None:
         """Writes a marker for rank 0, which says that this rank cannot write its part."""
         failure_marker = partial_dir / "done" / f"rank_{self.grid.rank:05d}.failed"
-        try:
+        # If not even an empty file can be made, rank 0 will see the missing marker when this rank stops.
+        with contextlib.suppress(OSError, MemoryError):
             try:
                 write_json(failure_marker, f"{type(error).__name__}: {error}")
             except (OSError, MemoryError):  # the message does not fit on the disk, or into memory
                 failure_marker.touch()
-        except (OSError, MemoryError):
-            pass  # rank 0 will see the missing marker when this rank stops
 
     def _write_weights(
         self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot
@@ -450,9 +435,11 @@ class CheckpointSaver:
         if final_dir.exists():
             # If the old checkpoint was the latest, it stays the latest until the new one has the name. A kill
             # between the two renames loses only the new one.
-            os.replace(
-                final_dir, aside_path(SavedCheckpoint(final_dir, step, lineage_or_empty(final_dir, step)))
-            )
+            try:
+                old_lineage = read_lineage(final_dir, step)
+            except CheckpointError:  # its file is damaged
+                old_lineage = Lineage()
+            os.replace(final_dir, aside_path(SavedCheckpoint(final_dir, step, old_lineage)))
         os.replace(partial_dir, final_dir)
         durable_files.fsync_path(self.run_dir)
 
@@ -526,14 +513,6 @@ def _delete_checkpoint(checkpoint_path: Path) -> None:
         )
 
 
-def lineage_or_empty(checkpoint_path: Path, step: int) -> Lineage:
-    """Reads the lineage of a checkpoint that gets another name; empty if its file is damaged."""
-    try:
-        return read_lineage(checkpoint_path, step)
-    except CheckpointError:
-        return Lineage()
-
-
 def state_file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
@@ -541,10 +520,7 @@ def state_file_name(rank: int) -> str:
 def lock_run_dir(run_dir: Path) -> Any:
     """Keeps other runs from writing to ``run_dir`` until :func:`unlock_run_dir`, or until the process ends.
 
-    Returns the open lock file.
-
-    Raises:
-        CheckpointError: another run holds the lock.
+    Returns the open lock file. Raises CheckpointError if another run holds the lock.
     """
     lock_file = (run_dir / ".lock").open("w")
     try:
@@ -566,11 +542,7 @@ def unlock_run_dir(lock_file: Any) -> None:
 
 
 def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
-    """Reads ``run.json`` of a step folder.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or of another format.
-    """
+    """Reads ``run.json`` of a step folder. Raises CheckpointError if it cannot be used."""
     metadata_path = checkpoint_path / "run.json"
     if not metadata_path.is_file():
         raise CheckpointError(
@@ -716,10 +688,9 @@ def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any
 
 @contextlib.contextmanager
 def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
-    """A context that completes the message about a damaged checkpoint with one that a run can resume from.
+    """A context that raises CheckpointError in place of any error about files of a checkpoint.
 
-    Raises:
-        CheckpointError: in place of any error about files of ``checkpoint_path``.
+    The message adds another checkpoint that the run can resume from.
     """
     try:
         yield
@@ -746,12 +717,9 @@ def _remedy_text(checkpoint_path: Path) -> str:
     for saved_checkpoint in other_checkpoints:
         if _has_all_files(saved_checkpoint.path):
             rollback_record = lineage.rollback
-            attempt_option = (
-                f" --checkpoint.attempt {rollback_record.attempt + 1}"
-                if rollback_record and rollback_record.step == saved_checkpoint.step
-                else ""
-            )
-            step_option = f"--checkpoint.step {saved_checkpoint.step}{attempt_option}"
+            step_option = f"--checkpoint.step {saved_checkpoint.step}"
+            if rollback_record and rollback_record.step == saved_checkpoint.step:
+                step_option += f" --checkpoint.attempt {rollback_record.attempt + 1}"
             return f"Resume with {step_option}, the last one whose files are all there"
     return f"{run_dir} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
 
@@ -811,11 +779,7 @@ def load_weights(weight_reader: WeightReader, live_tensors: list[LiveTensor], gr
 
 
 def verify_files(checkpoint_path: Path) -> list[str]:
-    """Lists the problems of the optimizer, loader and lineage files of a step folder.
-
-    Raises:
-        CheckpointError: ``run.json`` cannot be used.
-    """
+    """Lists problems of a step folder's files but weights. Raises CheckpointError without ``run.json``."""
     problems, saved_metadata = [], read_run_metadata(checkpoint_path)
     for file_name, file_record in sorted(saved_metadata["files"].items()):
         try:

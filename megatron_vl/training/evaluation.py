@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_vl.config import RunConfigError, TrainConfig
@@ -91,14 +90,9 @@ class Evaluator:
                 # All ranks must raise this error. Otherwise, the others would wait and report a lost peer.
                 failure_text, failure_cause = describe_error(error), error
 
-        shared_counts: list[Any] = [
-            (failure_text, len(self.eval_rows), len(self.eval_prompts), self.stop_token_ids)
-        ]
-        if grid.replica_ranks > 1:
-            dist.broadcast_object_list(
-                shared_counts, src=grid.replica_source_rank, group=grid.replica_gloo_group
-            )
-        failure_text, self.row_count, self.prompt_count, self.stop_token_ids = shared_counts[0]
+        owned_counts = (failure_text, len(self.eval_rows), len(self.eval_prompts), self.stop_token_ids)
+        shared_counts = grid.from_loader_owner(owned_counts)
+        failure_text, self.row_count, self.prompt_count, self.stop_token_ids = shared_counts
         if failure_text:
             raise RunConfigError(failure_text) from failure_cause
 

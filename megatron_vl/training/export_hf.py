@@ -88,8 +88,8 @@ class HfExporter:
         due_by_partial_dir: dict[Path, SavedCheckpoint] = {}
         for saved_checkpoint in ancestor_checkpoints:
             if self.is_due(saved_checkpoint.step):
-                partial_dir = _partial_export_dir(self.run_dir, saved_checkpoint.step)
-                due_by_partial_dir[partial_dir] = saved_checkpoint
+                export_dir = export_dir_path(self.run_dir, saved_checkpoint.step)
+                due_by_partial_dir[export_dir.with_suffix(".partial")] = saved_checkpoint
 
         for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):
             if partial_dir not in due_by_partial_dir:  # its checkpoint is gone
@@ -219,11 +219,6 @@ def _failure_reason(exit_code: int, stderr_text: str) -> str:
         return f"{name} ended it" + (f". {host_memory.explain_kill()}" if name == "SIGKILL" else "")
     lines = [line for line in stderr_text.splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else f"it ended with exit code {exit_code}"
-
-
-def _partial_export_dir(run_dir: Path, step: int) -> Path:
-    path = export_dir_path(run_dir, step)
-    return path.with_name(f"{path.name}.partial")
 
 
 def _dir_size_bytes(checkpoint_path: Path) -> int:

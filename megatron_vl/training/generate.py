@@ -124,19 +124,9 @@ def _share_prompt_lengths(
 
     Only the rank that owns the loader has the prompts, so it sends these numbers.
     """
-    shared_numbers: list[Any] = [None]
-    if prompt_rows is not None:
-        shared_numbers = [
-            (
-                [prompt.prompt_length for prompt in prompt_rows],
-                [prompt.next_position for prompt in prompt_rows],
-            )
-        ]
-    if grid.replica_ranks > 1:
-        dist.broadcast_object_list(
-            shared_numbers, src=grid.replica_source_rank, group=grid.replica_gloo_group
-        )
-    return shared_numbers[0]
+    prompt_lengths = [prompt.prompt_length for prompt in prompt_rows or []]
+    next_positions = [prompt.next_position for prompt in prompt_rows or []]
+    return grid.from_loader_owner((prompt_lengths, next_positions))
 
 
 def _prompt_requests(

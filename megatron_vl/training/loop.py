@@ -75,7 +75,11 @@ def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> Ste
     training_run.step_profiler.begin_step(training_run.completed_steps + 1)
     step_batch = batch_broadcast.next_batch()
     learning_rates = set_learning_rates(training_run.optimizer, config, training_run.completed_steps)
-    num_sources = len(training_run.blend_sources)
+    local_source_counts = None
+    if training_run.blend_sources:
+        local_source_counts = SourceCounts.from_rows(
+            step_batch.source_loss_tokens, len(training_run.blend_sources)
+        )
     if config.lora.dropout:
         seed_dropout(config.seed, training_run.completed_steps)
 
@@ -88,9 +92,7 @@ def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> Ste
         config.data.seq_len,
         has_failed=checkpoint_saver is not None and checkpoint_saver.save_error() is not None,
         stop_requested=bool(requested_stop_signal()),
-        local_source_counts=SourceCounts.from_rows(step_batch.source_loss_tokens, num_sources)
-        if num_sources
-        else None,
+        local_source_counts=local_source_counts,
     )
     _count_step(training_run, step_batch, step_result, learning_rates)
     return step_result
@@ -171,14 +173,11 @@ def save_checkpoint(training_run: TrainingRun) -> None:
 
 def evaluate_if_due(training_run: TrainingRun) -> None:
     """Evaluates the current weights if an evaluation is due. Collective."""
-    if training_run.evaluator is not None and training_run.evaluator.is_due(
-        training_run.completed_steps, training_run.resolved_run.last_step
-    ):
+    evaluator, step = training_run.evaluator, training_run.completed_steps
+    if evaluator is not None and evaluator.is_due(step, training_run.resolved_run.last_step):
         assert training_run.metrics_log is not None
         progress.enter_phase(progress.RUNNING_EVALUATION)
-        training_run.metrics_log.log_evaluation(
-            training_run.completed_steps, training_run.evaluator.evaluate(training_run.model_chunks)
-        )
+        training_run.metrics_log.log_evaluation(step, evaluator.evaluate(training_run.model_chunks))
 
 
 def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
@@ -211,11 +210,8 @@ def describe_checkpoints(run_dir: Path) -> str:
         )
     except (checkpoint.CheckpointError, OSError) as error:
         return str(error)
-    return (
-        f"{current_steps}; of abandoned branches: {abandoned_steps}"
-        if abandoned_steps
-        else f"{current_steps}"
-    )
+    abandoned_text = f"; of abandoned branches: {abandoned_steps}" if abandoned_steps else ""
+    return f"{current_steps}{abandoned_text}"
 
 
 # --- Why a run cannot continue ------------------------------------------------------------------------------
@@ -224,11 +220,7 @@ def describe_checkpoints(run_dir: Path) -> str:
 def _stop_if_unrecoverable(
     training_run: TrainingRun, step_result: StepResult, consecutive_skips: list[str]
 ) -> None:
-    """Stops a run whose data, weights or checkpoints are of no use, on all ranks at the same step.
-
-    Raises:
-        TrainingStopped: the message says why.
-    """
+    """Raises TrainingStopped, on all ranks at once, if data, weights or checkpoints are of no use."""
     assert training_run.metrics_log is not None
     # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
     if bad_sample_problem := training_run.metrics_log.bad_sample_meter.stop_reason():

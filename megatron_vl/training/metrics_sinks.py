@@ -249,11 +249,7 @@ def _remove_import_hooks() -> None:
 
 
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
-    """Id of the W&B run that this run continues; None if it starts a new one.
-
-    Raises:
-        UserError: the file with the id is damaged.
-    """
+    """Id of the W&B run that this run continues; None for a new one. Raises UserError if it is damaged."""
     run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
     if not (config.checkpoint.dir and config.checkpoint.resume and run_file.is_file()):
         return None

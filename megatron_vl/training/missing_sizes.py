@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -54,12 +54,10 @@ def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:
     if not unsized_datasets:
         return
 
-    config, is_first = resolved_run.config, dist.get_rank() == 0
-    process = (
-        closing(IndexingProcess(config.data, config.model.hf, unsized_datasets))
-        if is_first
-        else nullcontext()
-    )
+    config = resolved_run.config
+    process: AbstractContextManager[IndexingProcess | None] = nullcontext()
+    if dist.get_rank() == 0:
+        process = closing(IndexingProcess(config.data, config.model.hf, unsized_datasets))
     with process as indexing_process:
         while broadcast_from_rank_0(lambda: indexing_process is not None and indexing_process.is_running()):
             progress.note_progress()
@@ -129,8 +127,7 @@ class IndexingProcess:
     def is_running(self) -> bool:
         """Waits a little for the process, reports its last line if it is new, and says whether it still runs.
 
-        Raises:
-            LoaderError: the process failed.
+        Raises LoaderError if the process failed.
         """
         try:
             exit_code = self._process.wait(POLL_INTERVAL_S)

@@ -118,38 +118,22 @@ def _chained_core_optimizer(
     return ChainedOptimizer([part for chain in optimizer_chains for part in chain.chained_optimizers])
 
 
-def learning_rate(
-    step: int, *, peak_rate: float, final_rate: float, total_steps: int, warmup_steps: int, schedule: str
-) -> float:
-    """The rate of the zero-based ``step``: a linear warm-up, then constant or a cosine to ``final_rate``.
+def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
+    """The rate at the zero-based ``step`` of a part of the model whose highest rate is ``peak_rate``.
 
-    The first step of a warm-up of n steps has the rate ``peak_rate / n``, and the n-th has ``peak_rate``. The
-    last step of the run has almost ``final_rate``. The rate depends on the step alone, so a resumed run needs
-    no state of the schedule.
-
-    Args:
-        schedule: ``constant`` or ``cosine``.
+    After a linear warm-up, it is constant, or follows a cosine to ``min_lr_ratio`` of the peak. The first
+    step of a warm-up of n steps has the rate ``peak_rate / n``, and the n-th has ``peak_rate``. The last step
+    of the run has almost the final rate. The rate depends on the step alone, so a resumed run needs no state
+    of the schedule.
     """
+    schedule, warmup_steps = config.optimizer.schedule, config.optimizer.warmup_steps
     if step < warmup_steps:
         return peak_rate * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak_rate
-    decay_progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    final_rate = peak_rate * config.optimizer.min_lr_ratio
+    decay_progress = (step - warmup_steps) / max(1, config.steps - warmup_steps)
     return final_rate + (peak_rate - final_rate) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, decay_progress)))
-
-
-def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
-    """The rate at the zero-based ``step`` of a part whose highest rate is ``peak_rate``."""
-    optimizer_config = config.optimizer
-    final_rate = peak_rate * optimizer_config.min_lr_ratio
-    return learning_rate(
-        step,
-        peak_rate=peak_rate,
-        final_rate=final_rate,
-        total_steps=config.steps,
-        warmup_steps=optimizer_config.warmup_steps,
-        schedule=optimizer_config.schedule,
-    )
 
 
 def peak_learning_rates(config: TrainConfig) -> PartLearningRates:

@@ -21,11 +21,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -47,9 +46,6 @@ from megatron_vl.weights.tensor_files import MatrixRegion, make_safetensors_head
 
 INDEX_FILE = "index.json"
 STATE_KINDS = ("main", "exp_avg", "exp_avg_sq")
-_KEY_PATTERN = re.compile(
-    r"^(?P<name>.+)\[(?P<start>\d+):(?P<end>\d+)\]/(?P<kind>main|exp_avg|exp_avg_sq|step)$"
-)
 _CHUNK_BYTES = 16 << 20
 
 
@@ -133,7 +129,8 @@ def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]
         else:
             parameter_ranges = _whole_parameters(sub_optimizer, live_tensors)
         for live_tensor, start, end, main_param, param_group in parameter_ranges:
-            adam_state, chunked_parameter = _locate_moments(sub_optimizer, main_param, chunked_parameters)
+            chunked_parameter = chunked_parameters.get(id(main_param))
+            adam_state = {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]
             yield OptimizerSlice(
                 live_tensor, start, end, main_param, adam_state, param_group, chunked_parameter
             )
@@ -169,15 +166,6 @@ def _whole_parameters(sub_optimizer: Any, live_tensors: list[LiveTensor]) -> Ite
             yield live_tensor, 0, main_param.numel(), main_param, groups_by_id[id(main_param)]
 
 
-def _locate_moments(
-    sub_optimizer: Any, main_param: Tensor, chunked_parameters: Mapping[int, ChunkedParameter]
-) -> tuple[dict[str, Any], ChunkedParameter | None]:
-    """(the optimizer's entry for a parameter, its state in chunks); the entry is empty if it is in chunks."""
-    chunked_parameter = chunked_parameters.get(id(main_param))
-    adam_state = {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]
-    return adam_state, chunked_parameter
-
-
 def host_copy(tensor: Tensor) -> Tensor:
     """A host copy with its own storage, which the next step does not change. Shards are views of a buffer."""
     return tensor.detach().to("cpu", copy=True).contiguous()
@@ -206,37 +194,24 @@ def write_hashed_safetensors(
 
     Returns its size in bytes and the SHA-256 of its content.
     """
-    sha256_digest, partial_path = hashlib.sha256(), file_path.with_name(file_path.name + ".partial")
+    sha256_digest, file_size_bytes = hashlib.sha256(), 0
     file_header = make_safetensors_header(
         {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata
     )
     # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
-    ordered_tensors = sorted(tensors.values(), key=lambda tensor: -tensor.element_size())
+    data_views = [memoryview(file_header)]
+    for tensor in sorted(tensors.values(), key=lambda tensor: -tensor.element_size()):
+        data_views.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
-    file_size_bytes = 0
-    try:
-        with partial_path.open("wb") as file:
-            for data_view in (
-                memoryview(file_header),
-                *(_tensor_bytes(tensor) for tensor in ordered_tensors),
-            ):
-                for piece_start in range(0, len(data_view), _CHUNK_BYTES):
-                    data_piece = data_view[piece_start : piece_start + _CHUNK_BYTES]
-                    file.write(data_piece)
-                    sha256_digest.update(data_piece)
-                    progress.note_progress()
-                file_size_bytes += len(data_view)
-            file.flush()
-            durable_files.fsync_file(file.fileno(), partial_path)
-    except BaseException:
-        partial_path.unlink(missing_ok=True)
-        raise
-    durable_files.rename_path(partial_path, file_path)
+    with durable_files.open_new_file(file_path) as file:
+        for data_view in data_views:
+            for piece_start in range(0, len(data_view), _CHUNK_BYTES):
+                data_piece = data_view[piece_start : piece_start + _CHUNK_BYTES]
+                file.write(data_piece)
+                sha256_digest.update(data_piece)
+                progress.note_progress()
+            file_size_bytes += len(data_view)
     return {"bytes": file_size_bytes, "sha256": sha256_digest.hexdigest()}
-
-
-def _tensor_bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
@@ -247,11 +222,9 @@ def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{file_path} has {file_path.stat().st_size} bytes; {file_record['bytes']} were written"
         )
-    sha256_digest = hashlib.sha256()
     with file_path.open("rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            sha256_digest.update(data)
-    if sha256_digest.hexdigest() != file_record["sha256"]:
+        stored_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if stored_sha256 != file_record["sha256"]:
         raise CheckpointError(
             f"{file_path} is damaged: its content is not what was written (SHA-256 differs)"
         )
@@ -269,42 +242,24 @@ def list_index_entries(
         state_tensors: the result of :func:`snapshot_optimizer`.
         whole_vision: see :attr:`Sharding.is_tower_replicated`.
     """
-    index_entries = []
-    for slice_key, slice_location in _slice_locations(state_tensors, tp_rank, etp_rank, whole_vision).items():
-        index_entries.append([*slice_location, int(state_tensors[f"{slice_key}/step"])])
-    return index_entries
-
-
-def _slice_locations(
-    tensor_keys: Iterable[str], tp_rank: int, etp_rank: int, whole_vision: bool = False
-) -> dict[str, tuple[str, int, int, int, int]]:
-    """``NAME[START:END]`` -> (name, shard, start, end, kinds) for the keys of one file."""
     kind_bits: dict[str, int] = {}
-    key_matches: dict[str, re.Match[str]] = {}
-    for tensor_key in tensor_keys:
-        key_match = _KEY_PATTERN.match(tensor_key)
-        if key_match and key_match["kind"] in STATE_KINDS:
-            slice_key = tensor_key.rpartition("/")[0]
-            key_matches[slice_key] = key_match
-            kind_bits[slice_key] = kind_bits.get(slice_key, 0) | 1 << STATE_KINDS.index(key_match["kind"])
+    for tensor_key in state_tensors:
+        slice_key, _, state_kind = tensor_key.rpartition("/")
+        if state_kind in STATE_KINDS:
+            kind_bits[slice_key] = kind_bits.get(slice_key, 0) | 1 << STATE_KINDS.index(state_kind)
 
-    # Experts are cut by expert tensor parallelism, and a replicated tower is not cut at all.
-    def shard_of_state(state_name: str) -> int:
+    index_entries = []
+    for slice_key, slice_bits in kind_bits.items():
+        state_name, _, slice_bounds = slice_key.removesuffix("]").rpartition("[")
+        start, end = map(int, slice_bounds.split(":"))
+
+        # Experts are cut by expert tensor parallelism, and a replicated tower is not cut at all.
+        shard_index = etp_rank if "#" in state_name else tp_rank
         if whole_vision and model_part(state_name) != "language":
-            return 0
-        return etp_rank if "#" in state_name else tp_rank
-
-    return {
-        slice_key: (
-            slice_match["name"],
-            shard_of_state(slice_match["name"]),
-            int(slice_match["start"]),
-            int(slice_match["end"]),
-            kind_bits[slice_key],
-        )
-        for slice_key, slice_match in key_matches.items()
-        if kind_bits[slice_key] & 1  # a slice exists if its master weights do
-    }
+            shard_index = 0
+        step_count = int(state_tensors[f"{slice_key}/step"])
+        index_entries.append([state_name, shard_index, start, end, slice_bits, step_count])
+    return index_entries
 
 
 def write_slice_index(
@@ -326,11 +281,7 @@ def write_slice_index(
 
 
 def read_slice_index(optimizer_dir: Path, file_records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The index that was written with the checkpoint.
-
-    Raises:
-        CheckpointError: the index is missing or damaged.
-    """
+    """The index that was written with the checkpoint. Raises CheckpointError if it is missing or damaged."""
     if INDEX_FILE not in file_records:
         raise CheckpointError(f"{optimizer_dir}: run.json names no {INDEX_FILE}; the checkpoint is not whole")
     check_file_hash(optimizer_dir / INDEX_FILE, file_records[INDEX_FILE])
@@ -409,14 +360,10 @@ class OptimizerStateReader:
     def _open_verified(self, file_name: str) -> Any:
         if file_name not in self._open_files:
             check_file_hash(self.optimizer_dir / file_name, self.file_records[file_name])
-            self._open_files[file_name] = safe_open(
-                self.optimizer_dir / file_name, framework="pt"
-            ).__enter__()
+            self._open_files[file_name] = safe_open(self.optimizer_dir / file_name, framework="pt")
         return self._open_files[file_name]
 
     def close(self) -> None:
-        for file in self._open_files.values():
-            file.__exit__(None, None, None)
         self._open_files.clear()
 
     def _read_saved_range(
@@ -445,7 +392,11 @@ class OptimizerStateReader:
                 if saved_slice.start <= read_position < saved_slice.end
             ]
             if not covering_slices:
-                self._raise_missing_state(state_name, shard_index, read_position, end)
+                raise MissingOptimizerStateError(
+                    f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {read_position}"
+                    f" to {end} of tensor rank {shard_index}; were other parts frozen when it was saved?"
+                    " Start a new run from its weights instead (model.checkpoint)"
+                )
 
             saved_slice = min(
                 covering_slices,
@@ -476,15 +427,6 @@ class OptimizerStateReader:
                 f"{self.optimizer_dir / saved_slice.file_name} lacks {tensor_key}, which {INDEX_FILE} says it"
                 f" has: {error}"
             ) from error
-
-    def _raise_missing_state(
-        self, state_name: str, shard_index: int, missing_start: int, missing_end: int
-    ) -> NoReturn:
-        raise MissingOptimizerStateError(
-            f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {missing_start} to"
-            f" {missing_end} of tensor rank {shard_index}; were other parts frozen when it was saved? Start a"
-            " new run from its weights instead (model.checkpoint)"
-        )
 
     def read_range(
         self,

@@ -119,11 +119,9 @@ def _gpu_memory_message(error_text: str, resolved_run: ResolvedRun) -> str:
     if gpu_memory is None:
         return f"out of GPU memory: {_first_line(error_text)}"
 
-    request_text = (
-        f" when {gpu_memory.requested_gib:.2f} GiB more were wanted"
-        if gpu_memory.requested_gib is not None
-        else ""
-    )
+    request_text = ""
+    if gpu_memory.requested_gib is not None:
+        request_text = f" when {gpu_memory.requested_gib:.2f} GiB more were wanted"
     message_parts = [
         f"out of GPU memory: {gpu_memory.allocated_gib:.1f} GiB were allocated and"
         f" {gpu_memory.reserved_gib:.1f} reserved of {gpu_memory.total_gib:.1f} GiB{request_text}"

@@ -76,8 +76,7 @@ def _check_input_memory(
 ) -> float:
     """GiB of host memory that a rank needs for the inputs of its layers (``recompute.offload_inputs``).
 
-    Raises:
-        RunConfigError: a node has less.
+    Raises RunConfigError if a node has less.
     """
     if not config.recompute.offload_inputs:
         return 0.0
@@ -94,13 +93,10 @@ def _check_input_memory(
 
 
 def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
-    """Refuses a run whose model or data set does not exist. No file is read.
+    """Raises RunConfigError for a run whose model or data set does not exist. No file is read.
 
     Args:
         model_only: whether to check only ``model.hf``, which may then be a ``config.json`` too.
-
-    Raises:
-        RunConfigError: names the field and says what to give.
     """
     hf_dir = config.model.hf
     if not hf_dir:
@@ -123,11 +119,7 @@ def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
 
 
 def check_outputs(config: TrainConfig) -> None:
-    """Refuses folders that cannot be written to, and exports and reports that cannot be made.
-
-    Raises:
-        RunConfigError: names the field and says what to give.
-    """
+    """Raises RunConfigError for folders that cannot be written to and exports that cannot be made."""
     check_output_dir("checkpoint.dir", config.checkpoint.dir)
     check_output_dir("log.tensorboard", config.log.tensorboard)
     check_output_dir("profile.dir", config.profile.dir)
@@ -137,12 +129,9 @@ def check_outputs(config: TrainConfig) -> None:
 
 
 def check_data_path(dataset_path: str) -> None:
-    """Checks that ``dataset_path`` is a data set's folder or a metadataset.
+    """Raises RunConfigError unless ``dataset_path`` is a data set's folder or a metadataset.
 
     Only the existence of files is checked, because importing Energon takes seconds.
-
-    Raises:
-        RunConfigError: it is neither. The message says what is missing.
     """
     remedy_text = "give a folder written by `megatron-vl data convert`"
     if not dataset_path:
@@ -172,16 +161,9 @@ def check_data_path(dataset_path: str) -> None:
 
 
 def check_output_dir(field_name: str, output_path: str) -> None:
-    """Checks that neither an output folder nor any folder above it is a file.
+    """Raises RunConfigError if an output folder or any folder above it is a file.
 
-    The folder of checkpoints must be writable, too.
-
-    Args:
-        field_name: the field that names the folder, for the message.
-        output_path: the folder; empty: there is none.
-
-    Raises:
-        RunConfigError: it cannot be used. The message names the field and the folder or file.
+    The folder of checkpoints must be writable, too. An empty path stands for no folder.
     """
     output_dir = Path(output_path)
     blocking_file = next(
@@ -201,14 +183,12 @@ def check_output_dir(field_name: str, output_path: str) -> None:
 
 
 def check_wandb_installed(wandb_project: str) -> None:
-    """Checks that the package of W&B is installed, if the run uses it.
-
-    Raises:
-        RunConfigError: it is not. The message names the extra to install.
-    """
-    package_spec = find_spec("wandb") if wandb_project else None
+    """Raises RunConfigError if the run uses W&B and its package is not installed."""
+    if not wandb_project:
+        return
     # W&B keeps its files in a folder wandb/, which Python considers an empty package.
-    if wandb_project and (package_spec is None or package_spec.origin is None):
+    package_spec = find_spec("wandb")
+    if package_spec is None or package_spec.origin is None:
         raise RunConfigError(
             f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the"
             " extra wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or"
@@ -217,11 +197,7 @@ def check_wandb_installed(wandb_project: str) -> None:
 
 
 def check_export_weights(config: TrainConfig) -> None:
-    """Checks that ``model.hf`` has weights, because exports use their names and types of tensors.
-
-    Raises:
-        RunConfigError: it has none. The message names the missing file.
-    """
+    """Raises RunConfigError if exports, which use types of tensors, find no weights in ``model.hf``."""
     if not config.checkpoint.export_hf:
         return
 
@@ -293,31 +269,25 @@ def check_own_checkpoint(
 
 def read_start_adapter(config: TrainConfig) -> dict[str, str]:
     """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any."""
+    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return {"path": "", "digest": ""}
-    return {"path": str(Path(adapter_dir).resolve()), "digest": _read_adapter_digest(adapter_dir)}
-
-
-def _read_adapter_digest(adapter_dir: str) -> str:
-    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
-
-    return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
+    weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
+    return {"path": str(Path(adapter_dir).resolve()), "digest": weight_reader.model_digest()}
 
 
 def check_start_adapter(
     checkpoint_path: Path, start_adapter: dict[str, str] | None, config: TrainConfig
 ) -> None:
-    """Checks that ``lora.adapter`` of a resumed run does not name other adapters than the run began with.
+    """Raises RunConfigError if ``lora.adapter`` of a resumed run names others than the run began with.
 
     The adapters continue from the checkpoint in any case. So nothing is refused if the folder that the run
     began with has moved, is gone, or belongs to a run that went on, or if the given folder has no weights.
 
     Args:
         start_adapter: the result of :func:`read_start_adapter` at the run's first start; None: not recorded.
-
-    Raises:
-        RunConfigError: they are others. The message says how to continue the run.
     """
     adapter_dir = config.lora.adapter
     if start_adapter is None or not adapter_dir:
@@ -339,10 +309,10 @@ def check_start_adapter(
 
 def _adapter_digest(adapter_dir: str) -> str | None:
     """The digest of the adapters in a folder; None if it holds no weights of ours."""
-    from megatron_vl.weights.weight_reader import WeightsError
+    from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
     try:
-        return _read_adapter_digest(adapter_dir)
+        return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
     except (OSError, WeightsError):
         return None
 
@@ -394,13 +364,9 @@ def with_start_adapter(
 
 
 def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) -> TrainConfig:
-    """The config of a run with the settings of stored adapters.
+    """The config of a run with the settings of the adapters in ``holder``.
 
-    Args:
-        holder: names the adapters' folder in the message.
-
-    Raises:
-        RunConfigError: a field of ``lora`` says something else.
+    Raises RunConfigError if a field of ``lora`` says something else.
     """
     # Dropout is no property of the adapters: each run chooses its own.
     run_fields = {"adapter": config.lora.adapter, "dropout": config.lora.dropout}
@@ -418,11 +384,7 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
 def check_same_adapters(
     checkpoint_path: Path, saved: LoraConfig, config: TrainConfig, spec: ModelSpec
 ) -> None:
-    """Checks that a checkpoint holds what the run trains: the model, or the same adapters.
-
-    Raises:
-        RunConfigError: it does not. The message names a field that differs.
-    """
+    """Raises RunConfigError unless a checkpoint holds what the run trains: a model, or the same adapters."""
     if bool(saved.rank) != bool(config.lora.rank):
         held = f"adapters of rank {saved.rank}" if saved.rank else "a whole model"
         raise RunConfigError(
@@ -450,22 +412,24 @@ def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
 
 
 def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path) -> None:
-    """Checks that the rule for videos is that of the step folder ``checkpoint_path``.
+    """Raises RunConfigError unless the rule for videos is that of the step folder ``checkpoint_path``.
 
     Restarting the data does not allow another rule.
-
-    Raises:
-        RunConfigError: the rules differ. The message names the field, both rules, and what to do.
     """
-    trained_rules = trained_video_rule(checkpoint_path, spec)
-    for field_name, current_rule in video_rule(config.data, spec.vision.video_timestamps).items():
-        trained_rule = trained_rules.get(field_name, current_rule)
-        if trained_rule != current_rule:
-            raise RunConfigError(
-                f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under"
-                f" {trained_rule!r}: set data.{field_name} to {trained_rule!r} to continue this run, or start"
-                f" a new one from its weights (model.checkpoint) under {current_rule!r}"
-            )
+    field_name, current_rule = _video_rule_of_run(config, spec)
+    trained_rule = trained_video_rule(checkpoint_path, spec).get(field_name, current_rule)
+    if trained_rule != current_rule:
+        raise RunConfigError(
+            f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under"
+            f" {trained_rule!r}: set data.{field_name} to {trained_rule!r} to continue this run, or start"
+            f" a new one from its weights (model.checkpoint) under {current_rule!r}"
+        )
+
+
+def _video_rule_of_run(config: TrainConfig, spec: ModelSpec) -> tuple[str, str]:
+    """The field of ``data`` that decides how the model's videos are presented, and its value."""
+    [rule] = video_rule(config.data, spec.vision.video_timestamps).items()
+    return rule
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
@@ -488,15 +452,15 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
     weight_reader = WeightReader(weights_path)
     check_same_model(f"model.checkpoint {weights_path}", weight_reader.spec, config, spec)
 
+    field_name, current_rule = _video_rule_of_run(config, spec)
     trained_rules = weights_video_rule(weight_reader.path, weight_reader.manifest, spec)
-    for field_name, current_rule in video_rule(config.data, spec.vision.video_timestamps).items():
-        trained_rule = trained_rules.get(field_name, current_rule)
-        if trained_rule != current_rule:
-            return (
-                f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run"
-                f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
-            )
-    return ""
+    trained_rule = trained_rules.get(field_name, current_rule)
+    if trained_rule == current_rule:
+        return ""
+    return (
+        f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run"
+        f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
+    )
 
 
 def read_base_digest(config: TrainConfig) -> str:
@@ -511,22 +475,11 @@ def read_base_digest(config: TrainConfig) -> str:
 def check_same_model(
     weights_name: str, weights_spec: ModelSpec, config: TrainConfig, spec: ModelSpec
 ) -> None:
-    """Checks that weights are of the model that ``model.hf`` describes.
-
-    Args:
-        weights_name: names the weights in the message.
-        weights_spec: the model of the weights.
-
-    Raises:
-        RunConfigError: they are of another model.
-    """
+    """Raises RunConfigError unless weights, which the message names, are of the model in ``model.hf``."""
     if weights_spec.different_fields(spec):
-        weights_family, config_family = weights_spec.family, spec.family
-        difference_text = (
-            f"both {config_family}, other sizes"
-            if weights_family == config_family
-            else f"{weights_family}, {config_family}"
-        )
+        difference_text = f"{weights_spec.family}, {spec.family}"
+        if weights_spec.family == spec.family:
+            difference_text = f"both {spec.family}, other sizes"
         raise RunConfigError(
             f"{weights_name} holds another model than model.hf {config.model.hf} ({difference_text})"
         )
@@ -557,8 +510,18 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
         )
     if not config.model.checkpoint and not is_resumed:
         remark_texts.append("model.checkpoint is empty: weights are random")
-    remark_texts += _rate_remarks("vision", config.optimizer.vision_lr, config.model.freeze_vision)
-    remark_texts += _rate_remarks("merger", config.optimizer.merger_lr, config.model.freeze_merger)
+    for model_part in ("vision", "merger"):
+        part_rate = getattr(config.optimizer, f"{model_part}_lr")
+        if getattr(config.model, f"freeze_{model_part}") and part_rate is not None:
+            remark_texts.append(
+                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
+                " keeps those weights unchanged"
+            )
+        elif part_rate == 0:
+            remark_texts.append(
+                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
+                f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
+            )
     has_adapters = config.lora.rank or config.lora.adapter
     if not has_adapters and config.lora != LoraConfig():
         remark_texts.append(
@@ -567,18 +530,3 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
     if on_cpu and config.dtype == "bfloat16":
         remark_texts.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return remark_texts
-
-
-def _rate_remarks(model_part: str, part_rate: float | None, is_frozen: bool) -> list[str]:
-    """Notes on the learning rate of a part of the model."""
-    if is_frozen and part_rate is not None:
-        return [
-            f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
-            " keeps those weights unchanged"
-        ]
-    if part_rate == 0:
-        return [
-            f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
-            f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
-        ]
-    return []

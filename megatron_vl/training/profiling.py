@@ -17,14 +17,10 @@ PROFILE_DIR = "profile"
 
 
 class StepProfiler:
-    """Traces this rank from the beginning of one step to the end of another.
+    """Traces this rank from the beginning of one step to the end of another, as a validated config says.
 
     The file is a Chrome trace, which Perfetto and TensorBoard read. Its name has the steps that it covers.
     They are fewer than requested if the run began or ended within them.
-
-    Args:
-        config: a validated run, whose ``profile`` gives steps, ranks and folder.
-        rank: rank of this process.
     """
 
     def __init__(self, config: TrainConfig, rank: int) -> None:

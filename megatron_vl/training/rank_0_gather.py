@@ -20,9 +20,6 @@ class Rank0Gather:
     """Sends messages to rank 0 and its answer to all ranks, in rounds.
 
     Either every rank takes part in a round, or none does.
-
-    Args:
-        rank: the rank of this process.
     """
 
     def __init__(self, rank: int) -> None:

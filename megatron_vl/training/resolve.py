@@ -25,7 +25,7 @@ from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training import preflight
-from megatron_vl.training.resolved_run import ResolvedRun, RunStart
+from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import (
     DataRestart,
     SavedCheckpoint,
@@ -197,21 +197,12 @@ def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
 # --- The start of a run -------------------------------------------------------------------------------------
 
 
-def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
-    """Decides from which checkpoint a run begins, and whether it reads its data from the start.
-
-    Args:
-        dp: data-parallel size.
-
-    Raises:
-        The errors of :func:`find_start_point`.
-    """
+def _find_run_start(config: TrainConfig, dp: int) -> StartPoint:
+    """Decides from which checkpoint a run begins, and whether it reads its data from the start."""
     start_point = find_start_point(config)
     # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that overrides
     # it does not make the next start restart the data again.
-    if not config.checkpoint.restart_data:
-        return RunStart(start_point.source_checkpoint, start_point.lineage, False, start_point.user_messages)
-    return _restart_data(config, dp, start_point)
+    return _restart_data(config, dp, start_point) if config.checkpoint.restart_data else start_point
 
 
 def find_start_point(config: TrainConfig) -> StartPoint:
@@ -233,7 +224,7 @@ def find_start_point(config: TrainConfig) -> StartPoint:
         raise RunConfigError(str(error)) from error
 
 
-def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> RunStart:
+def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> StartPoint:
     """The start of a run with ``checkpoint.restart_data``."""
     source_checkpoint, attempt = start_point.source_checkpoint, config.checkpoint.attempt
     earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
@@ -248,19 +239,18 @@ def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> RunS
             f" step {earlier_restart.step}; the run continues in it. To read it from its start once more,"
             f" give --checkpoint.attempt {earlier_restart.attempt + 1}"
         )
-        return RunStart(
-            source_checkpoint, start_point.lineage, False, (*start_point.user_messages, restart_note)
-        )
+        return dataclasses.replace(start_point, user_messages=(*start_point.user_messages, restart_note))
 
     step = 0 if source_checkpoint is None else source_checkpoint.step
     lineage = dataclasses.replace(start_point.lineage, data_restart=DataRestart(step, attempt))
     if source_checkpoint is None:
-        return RunStart(None, lineage, False, start_point.user_messages)
+        return dataclasses.replace(start_point, lineage=lineage)
     restart_note = (
         f"checkpoint.restart_data: the data set is read from its start at step {step}; once"
         " this run has saved, a start with the same option continues in it"
     )
-    return RunStart(source_checkpoint, lineage, True, (*start_point.user_messages, restart_note))
+    user_messages = (*start_point.user_messages, restart_note)
+    return StartPoint(source_checkpoint, lineage, user_messages, restarts_data=True)
 
 
 def _reads_same_data(source_checkpoint: SavedCheckpoint, current_metadata: dict[str, Any]) -> bool:

@@ -9,21 +9,7 @@ from megatron_vl.config import TrainConfig
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.weights.run_folder import Lineage, SavedCheckpoint
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """The checkpoint and the data that a run begins with."""
-
-    source_checkpoint: SavedCheckpoint | None
-    """The checkpoint to resume from. None: the run starts from ``model.checkpoint`` or random weights."""
-    lineage: Lineage
-    """Lineage of the checkpoints that the run will save."""
-    restarts_data: bool
-    """Whether the data set is read from its start."""
-    start_notes: tuple[str, ...] = ()
-    """Lines to print for the user."""
+from megatron_vl.weights.run_folder import StartPoint
 
 
 @dataclass(frozen=True)
@@ -38,7 +24,7 @@ class ResolvedRun:
     """Data-parallel size."""
     layer_split_origin: Literal["given", "saved", "planned", "even"]
     """The origin of the split of the decoder layers."""
-    run_start: RunStart
+    run_start: StartPoint
     facts_by_split: dict[str, SplitFacts]
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
     run_notes: tuple[str, ...]

@@ -19,7 +19,7 @@ from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
 from megatron_vl.training.preflight import BASE_DIGEST_KEY, START_ADAPTER_KEY, data_order_metadata
 from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
-from megatron_vl.weights.run_folder import saved_checkpoints
+from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
 
 _SKIPPED_STEPS_KEY = "skipped_steps"
 _FIELDS_KEY = "fields"
@@ -46,8 +46,8 @@ def restore_run(training_run: TrainingRun) -> None:
         CheckpointError: the checkpoint cannot be used. The message says what to do.
         SystemExit: a signal asked a rank to stop, see :func:`exit_if_stop_requested`.
     """
-    for start_note in training_run.resolved_run.run_start.start_notes:
-        log_rank_0(training_run.grid, start_note)
+    for user_message in training_run.resolved_run.run_start.user_messages:
+        log_rank_0(training_run.grid, user_message)
     if training_run.resolved_run.is_resumed:
         _restore_checkpoint(training_run)
     exit_if_stop_requested(training_run.platform)  # building and loading take minutes with large models
@@ -98,7 +98,7 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         )
     except (KeyError, TypeError, ValueError) as error:
         error_text = f"{type(error).__name__}: {error}"
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
         ) from error
 
@@ -162,8 +162,8 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
         "model.checkpoint": not config.lora.rank,
         "lora.dropout": config.lora.rank,
         "fp8.vision": config.fp8.recipe != "none",
-        "optimizer.vision_lr": not config.model.freeze_vision,
-        "optimizer.merger_lr": not config.model.freeze_merger,
+        "optimizer.vision_lr": part_rates["vision"] is not None,
+        "optimizer.merger_lr": part_rates["merger"] is not None,
         "optimizer.min_lr_ratio": config.optimizer.schedule != "constant",
     }
     return {name: value for name, value in fields.items() if is_used.get(name, True)}
@@ -205,19 +205,25 @@ def field_change_notes(
 
 
 def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
-    """A note if the next step has another learning rate than under the saved fields; otherwise empty."""
-    rate_fields = {}
-    for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps"):
+    """A note if the next step has another learning rate than under the saved fields; otherwise empty.
+
+    It is the rate of the first part of the model that is trained: language, vision or merger.
+    """
+    schedule_fields = {}
+    for name in ("min_lr_ratio", "schedule", "warmup_steps"):
         current_value = getattr(config.optimizer, name)
-        rate_fields[name] = saved_fields.get(f"optimizer.{name}", current_value)
+        schedule_fields[name] = saved_fields.get(f"optimizer.{name}", current_value)
     saved_config = dataclasses.replace(
         config,
         steps=saved_fields.get("steps", config.steps),
-        optimizer=dataclasses.replace(config.optimizer, **rate_fields),
+        optimizer=dataclasses.replace(config.optimizer, **schedule_fields),
     )
 
-    saved_rate = scheduled_rate(saved_config, step, saved_config.optimizer.lr)
-    current_rate = scheduled_rate(config, step, config.optimizer.lr)
+    trained_rates = {part: rate for part, rate in peak_learning_rates(config).items() if rate is not None}
+    part, peak_rate = next(iter(trained_rates.items()))
+    peak_field = "optimizer.lr" if part == "language" else f"optimizer.{part}_lr"
+    saved_rate = scheduled_rate(saved_config, step, saved_fields.get(peak_field, peak_rate))
+    current_rate = scheduled_rate(config, step, peak_rate)
     if saved_rate == current_rate:
         return []
     return [f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"]
@@ -240,15 +246,12 @@ def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.Load
     except ValueError as error:
         source_checkpoint = training_run.resolved_run.run_start.source_checkpoint
         earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
-        restart_option = "--checkpoint.restart_data true"
-        restart_options = (
-            f"{restart_option} --checkpoint.attempt {earlier_restart.attempt + 1}"
-            if earlier_restart
-            else restart_option
-        )
+        restart_options = restart_option = "--checkpoint.restart_data true"
+        if earlier_restart:
+            restart_options += f" --checkpoint.attempt {earlier_restart.attempt + 1}"
         if restart_option in str(error):
-            raise checkpoint.CheckpointError(str(error).replace(restart_option, restart_options)) from error
-        raise checkpoint.CheckpointError(
+            raise CheckpointError(str(error).replace(restart_option, restart_options)) from error
+        raise CheckpointError(
             f"{error}. Or keep weights and optimizer and read the data set from its start: {restart_options}"
         ) from error
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,7 @@ def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
     )
 
     if config.checkpoint.dir:
-        training_run.hf_exporter = _build_exporter(resolved_run) if grid.rank == 0 else None
-        training_run.checkpoint_saver = _build_saver(training_run)
+        _open_run_dir(training_run)
 
     # The validation rows are planned here. If that fails, the loader and the lock of the folder are released.
     if config.eval.interval:
@@ -172,30 +171,23 @@ def _build_data_loader(resolved_run: ResolvedRun, grid: ProcessGrid) -> Any:
     )
 
 
-def _build_saver(training_run: TrainingRun) -> CheckpointSaver:
-    checkpoint_config = training_run.config.checkpoint
-    return CheckpointSaver(
-        Path(checkpoint_config.dir),
+def _open_run_dir(training_run: TrainingRun) -> None:
+    """Makes what saves checkpoints and, on rank 0, exports them if the run does so."""
+    config, run_dir = training_run.config, Path(training_run.config.checkpoint.dir)
+    if training_run.grid.rank == 0 and config.checkpoint.export_hf:
+        last_step = training_run.resolved_run.last_step
+        training_run.hf_exporter = HfExporter(
+            run_dir, Path(config.model.hf), config.checkpoint.export_hf, last_step
+        )
+    training_run.checkpoint_saver = CheckpointSaver(
+        run_dir,
         training_run.spec,
         training_run.layout,
         training_run.grid,
-        checkpoint_config.keep,
-        checkpoint_config.keep_every,
+        config.checkpoint.keep,
+        config.checkpoint.keep_every,
         training_run.resolved_run.run_start.lineage,
         training_run.hf_exporter,
-    )
-
-
-def _build_exporter(resolved_run: ResolvedRun) -> HfExporter | None:
-    """The exporter of saved steps, if the run exports them."""
-    checkpoint_config = resolved_run.config.checkpoint
-    if not checkpoint_config.export_hf:
-        return None
-    return HfExporter(
-        Path(checkpoint_config.dir),
-        Path(resolved_run.config.model.hf),
-        checkpoint_config.export_hf,
-        resolved_run.last_step,
     )
 
 
@@ -231,15 +223,12 @@ def print_run_summary(training_run: TrainingRun) -> None:
         log_rank_0(training_run.grid, run_note)
 
     # The loader's notes look at all ranks, so only the rank that prints them asks for them.
-    for run_note in (
-        training_run.data_loader.start_notes
-        if training_run.data_loader is not None and training_run.grid.rank == 0
-        else []
-    ):
-        log_rank_0(training_run.grid, run_note)
+    if training_run.grid.rank == 0:
+        for run_note in training_run.data_loader.start_notes:
+            print(run_note, flush=True)
 
-    if training_run.completed_steps >= training_run.resolved_run.last_step:
-        last_step = training_run.resolved_run.last_step
+    last_step = training_run.resolved_run.last_step
+    if training_run.completed_steps >= last_step:
         log_rank_0(
             training_run.grid,
             f"nothing to do: step {training_run.completed_steps} of {last_step} is done; raise steps (or"
@@ -284,13 +273,12 @@ def close_on_failure(training_run: TrainingRun) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Exception):
             failures.report_failure(error)
-        close_actions = [training_run.step_profiler.drop_trace]
-        close_actions += (
-            [training_run.hf_exporter.stop_exports] if training_run.hf_exporter is not None else []
-        )
-        close_actions += [lambda: close_log_and_data_loader(training_run, has_failed=True)]
-        # Other ranks may write their parts of a checkpoint until they end.
-        close_actions += [lambda: release_run_dir(training_run)] if training_run.grid.world_size == 1 else []
+        close_actions: list[Callable[[], None]] = [training_run.step_profiler.drop_trace]
+        if training_run.hf_exporter is not None:
+            close_actions.append(training_run.hf_exporter.stop_exports)
+        close_actions.append(lambda: close_log_and_data_loader(training_run, has_failed=True))
+        if training_run.grid.world_size == 1:  # other ranks may still write their parts of a checkpoint
+            close_actions.append(lambda: release_run_dir(training_run))
         for close_action in close_actions:
             with contextlib.suppress(Exception):
                 close_action()

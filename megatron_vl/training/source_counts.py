@@ -25,12 +25,7 @@ class SourceCounts:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[tuple[int, int]]], num_sources: int) -> SourceCounts:
-        """The counts of rows, without their losses.
-
-        Args:
-            rows: (source, loss tokens) of each row's samples.
-            num_sources: number of sources.
-        """
+        """The counts of rows, given as (source, loss tokens) of each row's samples, without their losses."""
         row_counts = cls.all_zero(num_sources)
         for row in rows:
             for source, tokens in row:

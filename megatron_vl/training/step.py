@@ -208,11 +208,8 @@ def run_schedule(
 def replicated_modules(model_chunks: list[ReplicaDDP]) -> list[ReplicaDDP]:
     """The DDP modules of this rank: its chunks, and the trained tower if every rank holds one."""
     decoupled_tower = model_chunks[0].module.decoupled
-    return (
-        [*model_chunks, decoupled_tower.ddp]
-        if decoupled_tower is not None and decoupled_tower.ddp is not None
-        else list(model_chunks)
-    )
+    tower_ddp = decoupled_tower.ddp if decoupled_tower is not None else None
+    return [*model_chunks, tower_ddp] if tower_ddp is not None else list(model_chunks)
 
 
 def train_step(
@@ -255,11 +252,9 @@ def train_step(
 
     # The routers have counted the tokens of each expert during the passes. This sums the counts over ranks.
     core_config = model_chunks[0].config
-    tokens_per_expert = (
-        expert_load(model_chunks, core_config.num_layers, core_config.num_moe_experts, device)
-        if core_config.num_moe_experts
-        else None
-    )
+    tokens_per_expert = None
+    if num_experts := core_config.num_moe_experts:
+        tokens_per_expert = expert_load(model_chunks, core_config.num_layers, num_experts, device)
     any_failed, any_stop = raised_flags
     return StepResult(
         mean_loss, loss_tokens, grad_norm, skip_reason, tokens_per_expert, any_failed, any_stop, source_counts
@@ -305,11 +300,9 @@ def reduce_losses(
 
     loss_sum, loss_tokens, *remaining_sums = local_sums.tolist()
     raised_flags = [count > 0 for count in remaining_sums[: len(local_flags)]]
-    global_source_counts = (
-        SourceCounts.from_flat(remaining_sums[len(local_flags) :])
-        if local_source_counts is not None
-        else None
-    )
+    global_source_counts = None
+    if local_source_counts is not None:
+        global_source_counts = SourceCounts.from_flat(remaining_sums[len(local_flags) :])
     return loss_sum, int(loss_tokens), raised_flags, global_source_counts
 
 

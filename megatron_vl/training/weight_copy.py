@@ -16,21 +16,15 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 
-def copy_weights_together(optimizer: ChainedOptimizer) -> int:
+def copy_weights_together(optimizer: ChainedOptimizer) -> None:
     """Makes each part of ``optimizer`` that copies float32 shards copy all of them in one call.
 
     Parts without parameters do not change, nor do parts whose weights reach the model in another way
     (precision-aware optimizers, FP8 weights). Offloaded shards are not copied here.
-
-    Returns:
-        The number of parts that were changed.
     """
-    changed_count = 0
     for sub_optimizer in optimizer.chained_optimizers:
         if _copies_float32_shards(sub_optimizer):
             sub_optimizer._copy_main_params_to_model_params = _BatchedWeightCopy(sub_optimizer)
-            changed_count += 1
-    return changed_count
 
 
 def _copies_float32_shards(sub_optimizer: object) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,18 +206,63 @@ def _file_digests(rank_entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
     return digests_by_file
 
 
-def shard_index_in_file(
-    tensor_info: TensorInfo | None, rank_entry: Mapping[str, Any], layout: Layout | None
+def locate_shards(
+    tensor_infos: Mapping[str, TensorInfo], layout: Layout | None, file_entries: Iterable[Mapping[str, Any]]
+) -> dict[tuple[int, str], str]:
+    """(part, tensor) -> file, after checking that the files hold every part of every tensor once.
+
+    Args:
+        file_entries: for each file its name, its ranks and its tensors, as :func:`file_entry` makes it.
+
+    Raises:
+        WeightsError: a tensor is missing, is there twice, or is in a file where it does not belong.
+    """
+    sharding = layout.sharding if layout else UNSHARDED
+    file_by_shard: dict[tuple[int, str], str] = {}
+    for entry in file_entries:
+        for tensor_name in entry["tensors"]:
+            tensor_info = tensor_infos.get(tensor_name)
+            shard_index = None
+            if tensor_info is not None:
+                shard_index = _shard_index_in_file(tensor_info, entry, layout)
+            if tensor_info is None or shard_index is None:
+                raise WeightsError(
+                    f"tensor {tensor_name!r} does not belong in {entry['file']}, pipeline rank {entry['pp']}"
+                )
+            if (shard_index, tensor_name) in file_by_shard:
+                rank_text = _describe_rank(tensor_info, shard_index, sharding)
+                raise WeightsError(f"tensor {tensor_name!r} of {rank_text} is in two files")
+            file_by_shard[shard_index, tensor_name] = entry["file"]
+
+    shard_count = 0
+    for tensor_name, tensor_info in tensor_infos.items():
+        for shard_index in range(sharding.num_shards(tensor_info)):
+            shard_count += 1
+            if (shard_index, tensor_name) not in file_by_shard:
+                rank_text = _describe_rank(tensor_info, shard_index, sharding)
+                pipeline_stage = layout.owning_pipeline_rank(tensor_info) if layout else 0
+                raise WeightsError(
+                    f"tensor {tensor_name!r} is missing on {rank_text}, pipeline rank {pipeline_stage}"
+                )
+    if len(file_by_shard) != shard_count:
+        raise WeightsError(f"there are files of more ranks than the layout {sharding} has")
+    return file_by_shard
+
+
+def _shard_index_in_file(
+    tensor_info: TensorInfo, entry: Mapping[str, Any], layout: Layout | None
 ) -> int | None:
-    """Which part of a tensor the file of ``rank_entry`` may hold; None: the tensor belongs elsewhere."""
-    if tensor_info is None or layout is None or not tensor_info.num_experts:
-        return rank_entry.get("tp")
-    if "ep" not in rank_entry:
+    """Which part of a tensor the file of ``entry`` may hold; None: the tensor belongs elsewhere."""
+    if (layout.owning_pipeline_rank(tensor_info) if layout else 0) != entry["pp"]:
         return None
-    return layout.sharding.shard_index(tensor_info, ep_rank=rank_entry["ep"], etp_rank=rank_entry["etp"])
+    if layout is None or not tensor_info.num_experts:
+        return entry.get("tp")
+    if "ep" not in entry:
+        return None
+    return layout.sharding.shard_index(tensor_info, ep_rank=entry["ep"], etp_rank=entry["etp"])
 
 
-def describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> str:
+def _describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> str:
     """The name of the rank that holds a part, for messages."""
     if not tensor_info.num_experts:
         return f"tensor rank {shard_index}"
@@ -233,70 +278,39 @@ def _check_entries(
     Returns:
         The manifest's tensor table.
     """
-    stored_entries = _entries_by_shard(tensor_infos, layout, rank_entries)
+    sharding = layout.sharding if layout else UNSHARDED
+    file_by_shard = locate_shards(tensor_infos, layout, rank_entries)
+    tensors_by_file = {entry["file"]: entry["tensors"] for entry in rank_entries}
     manifest_tensors = {}
     for tensor_name, tensor_info in tensor_infos.items():
+        part_entries = []
+        for shard_index in range(sharding.num_shards(tensor_info)):
+            file_name = file_by_shard[shard_index, tensor_name]
+            part_entries.append(tensors_by_file[file_name][tensor_name])
         manifest_tensors[tensor_name] = {
-            "dtype": _take_dtype(stored_entries, tensor_info, layout),
+            "dtype": _common_dtype(tensor_info, part_entries, sharding),
             "shape": list(tensor_info.shape),
             "split": tensor_info.parallel_style,
         }
-
-    if stored_entries:
-        shard_index, pipeline_stage, tensor_name = next(iter(stored_entries))
-        raise WeightsError(
-            f"tensor {tensor_name!r} does not belong on part {shard_index} of pipeline rank {pipeline_stage}"
-        )
     return manifest_tensors
 
 
-_StoredEntries = dict[tuple[int, int, str], dict[str, Any]]
-"""(part, pipeline rank, tensor) -> its entry."""
-
-
-def _entries_by_shard(
-    tensor_infos: Mapping[str, TensorInfo], layout: Layout | None, rank_entries: Sequence[dict]
-) -> _StoredEntries:
-    stored_entries: _StoredEntries = {}
-    for rank_entry in rank_entries:
-        for tensor_name, tensor_entry in rank_entry["tensors"].items():
-            shard_index = shard_index_in_file(tensor_infos.get(tensor_name), rank_entry, layout)
-            if shard_index is None:
-                raise WeightsError(f"tensor {tensor_name!r} does not belong in {rank_entry['file']}")
-            if (shard_index, rank_entry["pp"], tensor_name) in stored_entries:
-                raise WeightsError(
-                    f"tensor {tensor_name!r} exists twice, the second time in {rank_entry['file']}"
-                )
-            stored_entries[shard_index, rank_entry["pp"], tensor_name] = tensor_entry
-    return stored_entries
-
-
-def _take_dtype(stored_entries: _StoredEntries, tensor_info: TensorInfo, layout: Layout | None) -> str:
-    """Removes the entries of a tensor's parts, and returns the type that they have in common."""
-    sharding = layout.sharding if layout else UNSHARDED
-    pipeline_stage = layout.owning_pipeline_rank(tensor_info) if layout else 0
+def _common_dtype(tensor_info: TensorInfo, part_entries: Sequence[dict[str, Any]], sharding: Sharding) -> str:
+    """The type that the parts of a tensor have in common, after checking their shapes."""
     shard_shape = list(tensor_info.shard_shape(sharding))
-    dtypes, digests = set(), set()
-    for shard_index in range(sharding.num_shards(tensor_info)):
-        tensor_entry = stored_entries.pop((shard_index, pipeline_stage, tensor_info.name), None)
-        rank_text = describe_rank(tensor_info, shard_index, sharding)
-        if tensor_entry is None:
+    for shard_index, part_entry in enumerate(part_entries):
+        if part_entry["shape"] != shard_shape:
             raise WeightsError(
-                f"tensor {tensor_info.name!r} is missing on {rank_text}, pipeline rank {pipeline_stage}"
+                f"tensor {tensor_info.name!r} has shape {part_entry['shape']} "
+                f"on {_describe_rank(tensor_info, shard_index, sharding)}; it should be {shard_shape}"
             )
-        if tensor_entry["shape"] != shard_shape:
-            raise WeightsError(
-                f"tensor {tensor_info.name!r} has shape {tensor_entry['shape']} "
-                f"on {rank_text}; it should be {shard_shape}"
-            )
-        dtypes.add(tensor_entry["dtype"])
-        digests.add(tensor_entry["sha256"])
 
+    dtypes = {part_entry["dtype"] for part_entry in part_entries}
     if len(dtypes) > 1:
         raise WeightsError(f"tensor {tensor_info.name!r} has different types on its ranks")
     # Each expert-parallel rank has other experts.
     is_replicated = tensor_info.parallel_style == "replicated" and not tensor_info.num_experts
-    if is_replicated and len(digests) > 1:
+    if is_replicated and len({part_entry["sha256"] for part_entry in part_entries}) > 1:
         warnings.warn(
             f"replicated tensor {tensor_info.name!r} differs between tensor ranks; rank 0's is used",
             stacklevel=4,
@@ -305,11 +319,7 @@ def _take_dtype(stored_entries: _StoredEntries, tensor_info: TensorInfo, layout:
 
 
 def read_manifest(manifest_path: Path) -> dict[str, Any]:
-    """Reads a manifest.
-
-    Raises:
-        WeightsError: the file is not a manifest, has another version, or was changed.
-    """
+    """Reads a manifest. Raises WeightsError if it is no manifest, has another version, or was changed."""
     try:
         manifest = json.loads(manifest_path.read_text())
     except ValueError as error:

@@ -32,11 +32,10 @@ class MatrixBlock(NamedTuple):
 
     def inverse_block(self, whole_id: str | int) -> MatrixBlock:
         """The same rectangle with the roles swapped: ``whole_id`` becomes the part."""
-        if self.is_transposed:
-            return MatrixBlock(
-                whole_id, self.cols, self.rows, self.part_row, self.part_col, self.row, self.col, True
-            )
-        return MatrixBlock(whole_id, self.rows, self.cols, self.part_row, self.part_col, self.row, self.col)
+        rows, cols = (self.cols, self.rows) if self.is_transposed else (self.rows, self.cols)
+        return MatrixBlock(
+            whole_id, rows, cols, self.part_row, self.part_col, self.row, self.col, self.is_transposed
+        )
 
 
 def gather_region(
@@ -92,24 +91,14 @@ def _read_block(
     block: MatrixBlock, region: MatrixRegion, read_part: Callable[[str | int, MatrixRegion], Tensor]
 ) -> Tensor:
     """Reads a region, given in the whole matrix and within ``block``, from the part."""
+    row, row_end = region.row - block.row, region.row_end - block.row
+    col, col_end = region.col - block.col, region.col_end - block.col
     if block.is_transposed:
-        row_offset, col_offset = block.part_row - block.col, block.part_col - block.row
-        part_region = MatrixRegion(
-            region.col + row_offset,
-            region.col_end + row_offset,
-            region.row + col_offset,
-            region.row_end + col_offset,
-        )
-        return read_part(block.part_id, part_region).t()
-
-    row_offset, col_offset = block.part_row - block.row, block.part_col - block.col
-    part_region = MatrixRegion(
-        region.row + row_offset,
-        region.row_end + row_offset,
-        region.col + col_offset,
-        region.col_end + col_offset,
-    )
-    return read_part(block.part_id, part_region)
+        row, row_end, col, col_end = col, col_end, row, row_end
+    part_row, part_col = block.part_row, block.part_col
+    part_region = MatrixRegion(part_row + row, part_row + row_end, part_col + col, part_col + col_end)
+    part_data = read_part(block.part_id, part_region)
+    return part_data.t() if block.is_transposed else part_data
 
 
 @lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks

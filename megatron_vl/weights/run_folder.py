@@ -177,11 +177,7 @@ def write_lineage(step_dir: Path, step: int, lineage: Lineage) -> None:
 
 
 def lineage_from_json(json_fields: Any) -> Lineage:
-    """The inverse of :meth:`Lineage.as_json`.
-
-    Raises:
-        ValueError, KeyError, TypeError: ``json_fields`` is not a lineage.
-    """
+    """The inverse of :meth:`Lineage.as_json`. Raises ValueError, KeyError or TypeError for anything else."""
     parent, rollback, data_restart = (json_fields[name] for name in ("parent", "rollback", "data_restart"))
     return Lineage(
         _checked_count(json_fields["serial"]),
@@ -245,8 +241,7 @@ def read_lineage(step_dir: Path, step: int) -> Lineage:
 def read_signed_json(file_path: Path, step: int) -> dict[str, Any]:
     """Reads a file of a checkpoint that contains its own digest.
 
-    Raises:
-        OSError, ValueError, KeyError, TypeError: the file is missing, damaged or of another step.
+    Raises OSError, ValueError, KeyError or TypeError if it is missing, damaged or of another step.
     """
     json_fields = json.loads(file_path.read_text())
     if not isinstance(json_fields, dict) or json_fields["digest"] != manifest_digest(json_fields):
@@ -262,8 +257,7 @@ def read_signed_json(file_path: Path, step: int) -> dict[str, Any]:
 def saved_checkpoints(checkpoint_dir: Path) -> list[SavedCheckpoint]:
     """The complete checkpoints of a run, in the order in which they were saved.
 
-    Raises:
-        CheckpointError: the order is not known, because the files that record it are damaged.
+    Raises CheckpointError if the files that record the order are damaged.
     """
     checkpoints = []
     for path in sorted(checkpoint_dir.glob("step_*")):
@@ -342,11 +336,13 @@ class StartPoint:
     """Where a run begins."""
 
     source_checkpoint: SavedCheckpoint | None
-    """The checkpoint that it resumes from; None: it starts from step 0."""
+    """The checkpoint that it resumes from; None: it starts from ``model.checkpoint`` or random weights."""
     lineage: Lineage
     """The lineage of the checkpoints that it will save."""
     user_messages: tuple[str, ...] = ()
     """Lines to print for the user."""
+    restarts_data: bool = False
+    """Whether the data set is read from its start, although the run resumes from a checkpoint."""
 
 
 def choose_start_point(

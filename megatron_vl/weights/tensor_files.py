@@ -162,8 +162,7 @@ class TensorReader:
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region ``[rows, cols]`` of a tensor as a matrix. It is a view of the file: do not write to it.
 
-        Raises:
-            WeightsError: tensors of this type cannot be read.
+        Raises WeightsError if tensors of this type cannot be read.
         """
         dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE).get(self.dtype_code(tensor_name))
         if dtype is None:
@@ -241,11 +240,7 @@ def make_safetensors_header(
 
 
 def read_safetensors_header(file_path: Path) -> bytes:
-    """Reads the length field and JSON header of a safetensors file, as stored.
-
-    Raises:
-        WeightsError: the file is not a safetensors file.
-    """
+    """Reads length field and JSON header of a safetensors file. Raises WeightsError if it is no such file."""
     with open(file_path, "rb") as opened_file:
         length_field = opened_file.read(8)
         header_size = int.from_bytes(length_field, "little")
@@ -308,8 +303,7 @@ class TensorWriter:
     def write_tensor(self, tensor_name: str, tensor_chunks: Iterable[Tensor]) -> str:
         """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes.
 
-        Raises:
-            WeightsError: the pieces have another size than the header says.
+        Raises WeightsError if the pieces have another size than the header says.
         """
         hasher = hashlib.sha256()
         file_offset, end_offset = self._tensor_offsets[tensor_name]

@@ -46,9 +46,7 @@ def trained_video_rule(step_dir: Path, spec: ModelSpec) -> dict[str, str]:
 def weights_video_rule(weights_dir: Path, manifest: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
     """Reads the rule of a folder of weights; empty if it is not known.
 
-    Args:
-        weights_dir: the weights of a run's step, or stand-alone weights.
-        manifest: their manifest. Its ``origin`` names the rule of stand-alone weights.
+    The ``origin`` in their manifest names the rule of weights that are not in a step of a run.
     """
     step = weights_dir.parent
     # A step of a run whose run.json is missing has its loader states still.

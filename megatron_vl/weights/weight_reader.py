@@ -6,7 +6,6 @@ import hashlib
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,9 @@ from megatron_vl.weights.manifest import (
     JOURNAL_FILE,
     MANIFEST_FILE,
     check_tensor_table,
-    describe_rank,
+    locate_shards,
     read_manifest,
     read_manifest_layout,
-    shard_index_in_file,
 )
 from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region, shard_blocks
 from megatron_vl.weights.tensor_files import (
@@ -161,56 +159,18 @@ class WeightReader:
         """(part, tensor) -> file, after checking that the manifest describes the whole model."""
         manifest_path = self.path / MANIFEST_FILE
         check_tensor_table(manifest_path, self.manifest, self.tensor_infos)
-        file_by_shard: dict[tuple[int, str], str] = {}
-        for file_name, file_entry in self.manifest["files"].items():
+        for file_name in self.manifest["files"]:
             # A manifest may come from an untrusted source, so its names must stay inside its folder.
             if not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
                 raise WeightsError(f"{manifest_path}: {file_name!r} is not a file name of weights")
             if not (self.path / file_name).is_file():
                 raise WeightsError(f"{self.path / file_name} is missing, although {MANIFEST_FILE} names it")
 
-            for tensor_name in file_entry["tensors"]:
-                shard_index = self._shard_index(tensor_name, file_entry)
-                if shard_index is None:
-                    raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} does not "
-                        f"belong in {file_name}, pipeline rank {file_entry['pp']}"
-                    )
-                if file_by_shard.setdefault((shard_index, tensor_name), file_name) != file_name:
-                    rank_text = describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)
-                    raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} of {rank_text} is in two files"
-                    )
-
-        self._check_all_shards(file_by_shard)
-        return file_by_shard
-
-    def _shard_index(self, tensor_name: str, file_entry: dict[str, Any]) -> int | None:
-        """The part of a tensor that a file holds; None: the tensor does not belong there."""
-        tensor_info = self.tensor_infos.get(tensor_name)
-        if tensor_info is None:
-            return None
-        pipeline_stage = self.layout.owning_pipeline_rank(tensor_info) if self.layout else 0
-        if pipeline_stage != file_entry["pp"]:
-            return None
-        return shard_index_in_file(tensor_info, file_entry, self.layout)
-
-    def _check_all_shards(self, file_by_shard: dict[tuple[int, str], str]) -> None:
-        """Checks that every part has a file, and that all files belong to ranks of the layout."""
-        shard_count = 0
-        for tensor_name, tensor_info in self.tensor_infos.items():
-            for shard_index in range(self.sharding.num_shards(tensor_info)):
-                shard_count += 1
-                if (shard_index, tensor_name) not in file_by_shard:
-                    raise WeightsError(
-                        f"{self.path / MANIFEST_FILE}: no file holds tensor "
-                        f"{tensor_name!r} ({tensor_info.parallel_style}) of "
-                        f"{describe_rank(tensor_info, shard_index, self.sharding)}"
-                    )
-        if len(file_by_shard) != shard_count:
-            raise WeightsError(
-                f"{self.path / MANIFEST_FILE} names files of more ranks than its layout {self.sharding} has"
-            )
+        entries = [{"file": name, **entry} for name, entry in self.manifest["files"].items()]
+        try:
+            return locate_shards(self.tensor_infos, self.layout, entries)
+        except WeightsError as error:
+            raise WeightsError(f"{manifest_path}: {error}") from error
 
     def _check_step(self) -> None:
         """Checks that the step in the weights' origin, if there is one, is the step of their folder."""
@@ -277,11 +237,7 @@ class WeightReader:
         return tensor_reader
 
     def verify_tensor(self, tensor_name: str) -> None:
-        """Verifies now all parts of this tensor that :meth:`read_region` reads.
-
-        Raises:
-            WeightsError: the tensor is damaged.
-        """
+        """Raises WeightsError unless all parts of this tensor that :meth:`read_region` reads are whole."""
         for shard_index in {
             int(block.part_id) for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
         }:

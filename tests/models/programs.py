@@ -265,7 +265,7 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
     import torch.distributed as dist
 
     from megatron_vl.kernels.shard_exchange import shard_route
-    from megatron_vl.models.attention import packed_row
+    from megatron_vl.models.attention import PackedRow
     from megatron_vl.models.batch import RowShard, Segments
     from megatron_vl.parallel.process_grid import init_distributed
     from megatron_vl.platform import get_platform
@@ -284,7 +284,7 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
     def results(tokens: slice, shard: RowShard | None) -> dict[str, torch.Tensor]:
         made.zero_grad()
         inputs = projected[tokens].clone().requires_grad_()
-        out, _ = made(inputs, packed_seq_params=packed_row(segments, shard=shard))
+        out, _ = made(inputs, packed_seq_params=PackedRow(full_segments=segments, shard=shard))
         out.backward(dout[tokens])
         assert inputs.grad is not None
         gradients = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.models.attention import PackedAttention, packed_row
+from megatron_vl.models.attention import PackedAttention, PackedRow
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
 from megatron_vl.training.batch_broadcast import BatchBroadcast
@@ -185,7 +185,7 @@ def saved_by_attention(hf: str, weights: str) -> int:
     for heads in head_counts:
         inputs.append(torch.randn(len(row.tokens), 1, heads, language.head_dim, requires_grad=True))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        keep(attention(*inputs, packed_seq_params=packed_row(row.segments, shard=row.shard)))
+        keep(attention(*inputs, packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard)))
     return sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept_tensors.values())
 
 

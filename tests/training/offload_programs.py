@@ -370,6 +370,4 @@ def watch(moved: ChunkedOptimizerState) -> list[int]:
 
     moved.chunk_streamer._new_slot = filled  # type: ignore[method-assign]
     moved.chunk_streamer.fetch_chunks = watched  # type: ignore[method-assign]
-    for chunk in moved.followed_chunks:
-        chunk.on_bucket_ready = watched
     return ahead

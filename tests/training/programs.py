@@ -242,6 +242,7 @@ def failures_of_loaders() -> list[str]:
         yield
 
     grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, replica_ranks=1, cp=1, sharding=UNSHARDED)
+    grid.from_loader_owner = lambda value: value
     messages = []
     for loader in (iter(()), broken()):
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
-from megatron_vl.training.optimizer import learning_rate
+from megatron_vl.config import OptimizerConfig, TrainConfig
+from megatron_vl.training.optimizer import scheduled_rate
 from tests.support.ranks import call
 from tests.training.offload_programs import gradients_after_a_step
 from tests.training.programs import (
@@ -19,16 +21,15 @@ from tests.training.programs import (
     weights_copied_together,
 )
 
-SHAPE = {"peak_rate": 3e-4, "final_rate": 3e-5, "total_steps": 100, "warmup_steps": 10}
-
 
 def test_cosine_reaches_peak_and_final() -> None:
-    rates = [learning_rate(step, schedule="cosine", **SHAPE) for step in range(101)]
-    assert rates[0] == pytest.approx(3e-5)  # a tenth of the peak: never zero, or the first step would be lost
-    assert max(rates) == rates[9] == rates[10] == pytest.approx(3e-4)
+    config = TrainConfig(steps=100, optimizer=OptimizerConfig(warmup_steps=10))
+    rates = [scheduled_rate(config, step, 1.0) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)  # a tenth of the peak: never zero, or the first step would be lost
+    assert max(rates) == rates[9] == rates[10] == pytest.approx(1.0)
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
-    assert rates[100] == pytest.approx(3e-5)
-    assert rates[55] == pytest.approx((3e-4 + 3e-5) / 2)
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[55] == pytest.approx((1.0 + 0.1) / 2)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
@@ -39,11 +40,11 @@ def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
         reference = get_cosine_schedule_with_warmup(optimizer, 10, 100)
     else:
         reference = get_constant_schedule_with_warmup(optimizer, 10)
+    fields: dict[str, Any] = {"warmup_steps": 10, "min_lr_ratio": 0.0, "schedule": schedule}
+    config = TrainConfig(steps=100, optimizer=OptimizerConfig(**fields))
     for step in range(100):
         if step >= 10:
-            ours = learning_rate(
-                step, peak_rate=1.0, final_rate=0.0, total_steps=100, warmup_steps=10, schedule=schedule
-            )
+            ours = scheduled_rate(config, step, 1.0)
             assert ours == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         reference.step()

@@ -174,6 +174,12 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
     lora = "--lora.rank 4 --lora.dropout 0.1"
     assert "have changed since the checkpoint: seed was" in notes_text(dense, lora, f"{lora} --seed 1")
 
+    # The rate that goes on is that of a part that is trained.
+    tower_alone = "--model.freeze_language true --optimizer.vision_lr 2e-3 --steps 4"
+    assert "goes on at" not in notes_text(dense, tower_alone, f"{tower_alone} --optimizer.lr 5e-4")
+    tower_note = notes_text(dense, tower_alone, f"{tower_alone} --optimizer.vision_lr 4e-3")
+    assert tower_note.endswith("the learning rate goes on at 2.000e-03, and was to be 1.000e-03")
+
     # It is what the model's config says, unless a field says something else.
     assert notes_text(experts, "", "--model.moe_aux_loss 0") == ""
     loss = "--model.moe_aux_loss 0.01"

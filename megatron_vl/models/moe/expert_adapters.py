@@ -5,6 +5,8 @@ See :mod:`megatron_vl.models.adapters`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from megatron_vl.kernels.grouped_gemm import TilePlan
@@ -17,7 +19,7 @@ MIN_RANK_MULTIPLE = 8
 class _GroupedFactor(PlannedLinear, nn.Module):
     """One factor of all local experts, with parameters ``weight0``, ``weight1`` and so on."""
 
-    def __init__(self, initial_values: list[Tensor], is_expert_parallel: bool) -> None:
+    def __init__(self, initial_values: Sequence[Tensor], is_expert_parallel: bool) -> None:
         super().__init__()
         self.num_gemms = len(initial_values)
         # The kernel adds gradients to main_grad, as for the experts' own weights.
@@ -39,7 +41,7 @@ class GroupedAdapter(nn.Module):
     """
 
     def __init__(
-        self, factors_a: list[Tensor], factors_b: list[Tensor], scale: float, is_expert_parallel: bool
+        self, factors_a: Sequence[Tensor], factors_b: Sequence[Tensor], scale: float, is_expert_parallel: bool
     ) -> None:
         super().__init__()
         self.scale = scale

@@ -99,12 +99,8 @@ class CountingRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Core's routing, except that padding has no expert.
 
-        Args:
-            logits: [S, 1, experts], where T = S.
-            padding_mask: bool [S, 1], true for padding; None: there is no padding.
-
-        Returns:
-            Probabilities and the routing map (bool), [T, experts] each.
+        From logits [S, 1, experts] and padding_mask bool [S, 1] (true for padding; None: there is none) to
+        probabilities and the routing map (bool), [T, experts] each, where T = S.
         """
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is not None:
@@ -146,14 +142,18 @@ class CountingRouter(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, aux_loss * num_tokens * self.loss_scale)
 
 
-def moe_layer(platform: Platform) -> Any:
-    """The constructor of a decoder layer's mixture of experts, which replaces its MLP."""
+def moe_layer(platform: Platform, column_linear: Any, row_linear: Any) -> Any:
+    """The constructor of a decoder layer's mixture of experts, which replaces its MLP.
+
+    Args:
+        column_linear, row_linear: the classes of the platform's linear layers.
+    """
+    dense_submodules = MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
+    experts_builder: Any = partial(SequentialMLP, submodules=dense_submodules)
     if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import (
             TEColumnParallelGroupedLinear,
-            TEColumnParallelLinear,
             TERowParallelGroupedLinear,
-            TERowParallelLinear,
         )
         from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 
@@ -167,26 +167,16 @@ def moe_layer(platform: Platform) -> Any:
 
         use_fused_swiglu()
         grouped_submodules = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-        experts_builder: Any = partial(GroupedExperts, submodules=grouped_submodules)
-        shared_builder = shared_expert_builder(TEColumnParallelLinear, TERowParallelLinear)
-    else:
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        experts_builder = partial(GroupedExperts, submodules=grouped_submodules)
 
-        mlp_submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        experts_builder = partial(SequentialMLP, submodules=mlp_submodules)
-        shared_builder = shared_expert_builder(ColumnParallelLinear, RowParallelLinear)
-
+    # Core calls the constructor of the shared expert if the model has one.
+    shared_builder = partial(SharedExpertMLP, submodules=dense_submodules)
     return partial(
         ExpertsLayer,
         submodules=MoESubmodules(
             experts=experts_builder, router=CountingRouter, shared_experts=shared_builder
         ),
     )
-
-
-def shared_expert_builder(column_linear: Any, row_linear: Any) -> Any:
-    """The constructor of the shared expert, which core calls if the model has one."""
-    return partial(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear))
 
 
 def iterate_routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:

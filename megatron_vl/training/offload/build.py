@@ -36,26 +36,18 @@ class ChunkedOptimizerState:
     def host_bytes(self) -> int:
         return sum(chunk.size_bytes for chunk in self.chunk_streamer.state_chunks)
 
-    followed_chunks: list[ReplicaDDP] = field(default_factory=list)
-    """Chunks of the model whose passes hide copies."""
-    hook_handles: list[Any] = field(default_factory=list)
-    """Handles of the hooks on their modules."""
-
     def overlap_with_passes(self, model_chunks: list[ReplicaDDP]) -> None:
         """Lets copies run during the passes of the model.
 
         State is fetched while the last backward pass of a step frees memory. The next forward pass takes the
         memory of chunks that are being copied back.
         """
-        self.followed_chunks = list(model_chunks)
         self.chunk_streamer.overlaps_passes = True
         for chunk in model_chunks:
-            chunk.on_bucket_ready = self.chunk_streamer.fetch_chunks
+            chunk.on_bucket_ready = lambda: self.chunk_streamer.fetch_chunks()
             for module in chunk.module.modules():
                 if isinstance(module, TransformerLayer):
-                    self.hook_handles.append(
-                        module.register_forward_pre_hook(lambda *_: self.chunk_streamer.release_slots())
-                    )
+                    module.register_forward_pre_hook(lambda *_: self.chunk_streamer.release_slots())
 
 
 def chunked_state(optimizer: ChainedOptimizer) -> ChunkedOptimizerState | None:
@@ -101,6 +93,19 @@ def move_state_to_chunks(
             parameter.main_param.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
+    chunk_streamer = _chunk_optimizers(parameter_plans, chunk_bytes, moments_dtype, platform)
+    parameters_by_id: dict[int, ChunkedParameter] = {}
+    for parameter in chunked_parameters:
+        parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
+        parameters_by_id[id(parameter.main_param)] = parameter
+    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, chunk_streamer)
+    return optimizer.chunked_state
+
+
+def _chunk_optimizers(
+    parameter_plans: list[_ParameterPlan], chunk_bytes: int, moments_dtype: torch.dtype, platform: Platform
+) -> ChunkStreamer:
+    """Allocates the chunks, and lets each optimizer update its own. Returns the streamer of all of them."""
     # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
     streamed_chunks: list[StateChunk] = []
     numbers_by_plan: list[range] = []
@@ -119,13 +124,7 @@ def move_state_to_chunks(
             adam_optimizer, plan.all_parameters, device_chunks, chunk_streamer, chunk_numbers
         )
         _skip_in_core_copy(plan.sub_optimizer, plan.all_parameters)
-
-    parameters_by_id: dict[int, ChunkedParameter] = {}
-    for parameter in chunked_parameters:
-        parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
-        parameters_by_id[id(parameter.main_param)] = parameter
-    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, chunk_streamer)
-    return optimizer.chunked_state
+    return chunk_streamer
 
 
 @dataclass(frozen=True)

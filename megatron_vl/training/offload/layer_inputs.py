@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.pinned_memory import run_near_gpu
+from megatron_vl.training.offload.pinned_memory import allocate_host_bytes
 
 PIECE_BYTES = 16 * 2**20
 """Size of a piece of host memory. Pieces of one size suit inputs of any length, and the memory that torch
@@ -104,29 +104,18 @@ class LayerInputOffload:
         return packed_tensor.to_device()
 
     def take_pieces(self, count: int) -> list[Tensor]:
-        """Pieces of host memory for one input.
-
-        Raises:
-            MemoryError: the host has too little memory that can be pinned.
-        """
+        """Pieces of host memory for one input. Raises MemoryError if too little can be pinned."""
         while len(self.free_pieces) < count:
-            self.free_pieces.append(self._allocate_piece())
+            refusal = (
+                "host memory could not be pinned for recompute.offload_inputs, after"
+                f" {self.num_pieces * PIECE_BYTES / 2**30:.1f} GiB; set it to false"
+            )
+            self.free_pieces.append(allocate_host_bytes(PIECE_BYTES, self.is_pinned, refusal))
             self.num_pieces += 1
         first_taken = len(self.free_pieces) - count
         taken_pieces = self.free_pieces[first_taken:]
         del self.free_pieces[first_taken:]
         return taken_pieces
-
-    def _allocate_piece(self) -> Tensor:
-        with run_near_gpu() if self.is_pinned else contextlib.nullcontext():
-            try:
-                return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self.is_pinned)
-            except RuntimeError as error:
-                allocated_gib = self.num_pieces * PIECE_BYTES / 2**30
-                raise MemoryError(
-                    f"host memory could not be pinned for recompute.offload_inputs, after {allocated_gib:.1f}"
-                    f" GiB; set it to false: {error}"
-                ) from error
 
 
 def offload_layer_inputs(modules: Sequence[nn.Module], platform: Platform) -> LayerInputOffload:

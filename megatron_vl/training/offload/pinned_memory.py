@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_vl import progress
 from megatron_vl.training.offload.state_chunks import StateChunk
@@ -21,21 +22,25 @@ def allocate_device_chunks(state_chunks: list[StateChunk], device: torch.device)
 
 
 def allocate_host_chunks(state_chunks: list[StateChunk], is_pinned: bool) -> None:
-    """Allocates the chunks' host memory, all zero; on the GPU's own NUMA node if it is known."""
+    """Allocates the chunks' host memory, all zero (:func:`allocate_host_bytes`)."""
+    total_gib = sum(state_chunk.size_bytes for state_chunk in state_chunks) / 2**30
+    refusal = f"{total_gib:.1f} GiB of host memory could not be pinned for optimizer.offload_fraction"
+    for state_chunk in state_chunks:
+        state_chunk.home_buffer = allocate_host_bytes(state_chunk.size_bytes, is_pinned, refusal).zero_()
+        progress.note_progress()
+
+
+def allocate_host_bytes(num_bytes: int, is_pinned: bool, refusal: str) -> Tensor:
+    """Host memory, uint8 [num_bytes]; if it is pinned, on the GPU's own NUMA node if that is known.
+
+    Raises:
+        MemoryError: the host has too little memory that can be pinned. The message begins with ``refusal``.
+    """
     with run_near_gpu() if is_pinned else contextlib.nullcontext():
-        for state_chunk in state_chunks:
-            try:
-                state_chunk.home_buffer = torch.empty(
-                    state_chunk.size_bytes, dtype=torch.uint8, pin_memory=is_pinned
-                )
-            except RuntimeError as error:
-                total_gib = sum(state_chunk.size_bytes for state_chunk in state_chunks) / 2**30
-                raise MemoryError(
-                    f"{total_gib:.1f} GiB of host memory could not be pinned for optimizer.offload_fraction:"
-                    f" {error}"
-                ) from error
-            state_chunk.home_buffer.zero_()
-            progress.note_progress()
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        except RuntimeError as error:
+            raise MemoryError(f"{refusal}: {error}") from error
 
 
 @contextlib.contextmanager
