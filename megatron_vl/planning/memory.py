@@ -53,6 +53,7 @@ from megatron_vl.planning.layer_kinds import (
     layer_kinds,
     merger_adapters,
 )
+from megatron_vl.planning.schedule import in_flight_by_pass
 from megatron_vl.spec.adapters import (
     freeze_unadapted_parts,
     saved_modules,
@@ -921,59 +922,7 @@ def _sum_in_flight(in_flight_counts: tuple[int, ...], bytes_by_chunk: list[float
     )
 
 
-# --- Schedule -----------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=4096)
-def _in_flight_states(
-    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
-) -> tuple[tuple[int, ...], ...]:
-    """The different states of :func:`in_flight_by_pass`, in order."""
-    return tuple(
-        dict.fromkeys(
-            in_flight_by_pass(pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches)
-        )
-    )
-
-
-def warmup_forward_passes(
-    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
-) -> int:
-    """Number of forward passes of a stage before its first backward pass."""
-    pass_count = (
-        (pipeline_parallel_size - pipeline_stage - 1) * 2
-        + (virtual_pipeline_size - 1) * pipeline_parallel_size
-        if virtual_pipeline_size > 1
-        else pipeline_parallel_size - pipeline_stage - 1
-    )
-    return min(pass_count, micro_batches * virtual_pipeline_size)
-
-
-def in_flight_by_pass(
-    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
-) -> list[tuple[int, ...]]:
-    """The number of micro-batches in flight in each chunk of a stage, after every forward pass of a step.
-
-    The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up
-    forward passes, then alternating forward and backward passes, then the remaining backward passes. With
-    interleaving, the chunks take turns of ``pipeline_parallel_size`` micro-batches each. Backward passes go
-    from the last chunk to the first.
-    """
-    pass_count = micro_batches * virtual_pipeline_size
-    chunk_order = (
-        [(i // pipeline_parallel_size) % virtual_pipeline_size for i in range(pass_count)]
-        if virtual_pipeline_size > 1
-        else [0] * pass_count
-    )
-    warmup_passes = warmup_forward_passes(
-        pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches
-    )
-    in_flight_counts = [0] * virtual_pipeline_size
-    recorded_states = []
-    for forward_index, chunk_index in enumerate(chunk_order):
-        in_flight_counts[chunk_index] += 1
-        recorded_states.append(tuple(in_flight_counts))
-        backward_index = forward_index - warmup_passes
-        if backward_index >= 0:
-            in_flight_counts[virtual_pipeline_size - 1 - chunk_order[backward_index]] -= 1
-    return recorded_states
+def _in_flight_states(*schedule_sizes: int) -> tuple[tuple[int, ...], ...]:
+    """The different states of :func:`~megatron_vl.planning.schedule.in_flight_by_pass`, in order."""
+    return tuple(dict.fromkeys(in_flight_by_pass(*schedule_sizes)))
