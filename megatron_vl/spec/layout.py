@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vl.config import TrainConfig
 from megatron_vl.kernels.sizes import MAX_STATE_RANKS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import LayoutError, Sharding, TensorInfo, check_sharding
@@ -143,6 +144,12 @@ def make_layout(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {num_layers} decoder layers"
         )
     return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp, cp // exchange_ranks(spec, tp, cp))
+
+
+def configured_layout(config: TrainConfig, spec: ModelSpec, layers: Sequence[int] | None) -> Layout:
+    """:func:`make_layout` with the sizes of a run."""
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
+    return make_layout(spec, **sizes, layers=layers, decoupled=config.vision.placement == "decoupled")
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:

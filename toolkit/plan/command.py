@@ -29,8 +29,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.run_adapters import with_adapter_settings
 
 from .options import PlanOptions
-from .plan_result import PlanResult
-from .print_plan import print_plan
+from .print_plan import PlanResult, print_plan
 
 LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 
@@ -204,27 +203,22 @@ def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
     }
 
     if plan_result.search_result is not None:
-        other_predictions = zip(
-            plan_result.search_result.fitting_layouts[1:],
-            plan_result.search_result.slowdown_reasons,
-            strict=True,
-        )
         plan_facts["others"] = []
-        for other_prediction, slowdown_reason in other_predictions:
-            plan_facts["others"].append(
-                {**_prediction_facts(other_prediction, search_request), "why": slowdown_reason}
-            )
+        for other_prediction in plan_result.search_result.fitting_layouts[1:]:
+            plan_facts["others"].append(_compared_facts(other_prediction, plan_result))
         plan_facts["lost"] = list(map(dataclasses.asdict, plan_result.search_result.rejected_layouts))
         plan_facts["combinations"] = plan_result.search_result.combination_count
 
     if plan_result.own_prediction is not None:
-        plan_facts["own"] = {
-            **_prediction_facts(plan_result.own_prediction, search_request),
-            "why": explain_slowdown(plan_result.best_prediction, plan_result.own_prediction),
-        }
+        plan_facts["own"] = _compared_facts(plan_result.own_prediction, plan_result)
     if plan_result.fitting_alternative is not None:
         plan_facts["instead"] = _prediction_facts(plan_result.fitting_alternative, search_request)
     return plan_facts
+
+
+def _compared_facts(prediction: RunPrediction, plan_result: PlanResult) -> dict[str, Any]:
+    slowdown_reason = explain_slowdown(plan_result.best_prediction, prediction)
+    return {**_prediction_facts(prediction, plan_result.search_request), "why": slowdown_reason}
 
 
 def _prediction_facts(prediction: RunPrediction, search_request: SearchRequest) -> dict[str, Any]:
