@@ -132,7 +132,11 @@ def make_layout(
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
 
     check_sharding(spec, Sharding(tp, ep, etp))
-    check_context_parallel(spec, cp)
+    if spec.language.linear_attention is not None and cp > MAX_STATE_RANKS:
+        raise LayoutError(
+            f"cp={cp}: {spec.family} has linear attention, in which each rank receives the states of all"
+            f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
+        )
     num_layers = spec.language.num_layers
     layers = _even_layers(num_layers, pp, vpp, decoupled) if layers is None else layers
     if len(layers) != pp * vpp:
@@ -182,19 +186,6 @@ def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
     while cp % head_ranks or query_heads % math.lcm(key_value_heads, head_ranks):
         head_ranks -= 1
     return head_ranks
-
-
-def check_context_parallel(spec: ModelSpec, cp: int) -> None:
-    """Checks that the ranks which share a row can exchange what the model's linear attention needs.
-
-    Raises:
-        LayoutError: they cannot. The message says why, and which sizes are valid.
-    """
-    if spec.language.linear_attention is not None and cp > MAX_STATE_RANKS:
-        raise LayoutError(
-            f"cp={cp}: {spec.family} has linear attention, in which each rank receives the states of all"
-            f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
-        )
 
 
 def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
