@@ -21,6 +21,7 @@ import functools
 from dataclasses import dataclass
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.planning.layer_kinds import MatrixAdapter, block_adapters, layer_kinds, merger_adapters
 from megatron_vl.spec.adapters import saved_modules, trained_parts
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
@@ -455,12 +456,15 @@ def recompute_flops(
     return ModelFlops(language_recompute, vision_recompute)
 
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
-"""Dense bf16 peak of one accelerator in TFLOP/s, by a part of its name (vendor data sheets)."""
+EXPORT_VERSIONS = {"H800": "H100", "A800": "A100"}
+"""GPUs that differ from others in their links alone."""
 
 
 def peak_tflops(device_name: str, stated_tflops: float = 0.0) -> float:
     """Peak for MFU: ``stated_tflops`` if given, else by device name, else 0 (MFU is then not shown)."""
     if stated_tflops:
         return stated_tflops
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), 0.0)
+    for kind in (*DATA_SHEETS, *EXPORT_VERSIONS):
+        if kind in device_name:
+            return DATA_SHEETS[EXPORT_VERSIONS.get(kind, kind)].peak_tflops
+    return 0.0

@@ -60,10 +60,12 @@ def balanced_layers(step_costs: StepCosts) -> tuple[int, ...]:
     last_seconds = chunk_times(step_costs, empty_layout, layout.pp - 1)[-1].total_seconds
     # All entries have the overhead of their passes, so it does not matter for the split.
     pass_overhead = 2 * step_costs.calibration.pass_s
-    layer_seconds = [
-        step_costs.decoder_layers_time(range(layer_index, layer_index + 1)).total_seconds
-        for layer_index in range(step_costs.spec.language.num_layers)
-    ]
+    layer_seconds = []
+    num_layers = step_costs.spec.language.num_layers
+    for layer_index in range(num_layers):
+        single_layer = range(layer_index, layer_index + 1)
+        layer_time = step_costs.decoder_layers_time(single_layer)
+        layer_seconds.append(layer_time.total_seconds)
     return balance_layers(
         layer_seconds, first_seconds - pass_overhead, last_seconds - pass_overhead, entry_count
     )
@@ -151,15 +153,19 @@ class _SplitSearch:
         stage_memory_list = stage_memories(
             step_costs.config, step_costs.spec, layout, step_costs.data_parallel_size
         )
-        missing_gib = peak_stage_gib(stage_memory_list) + RESERVE_GIB - step_costs.calibration.memory_gib
+        needed_gib = peak_stage_gib(stage_memory_list) + RESERVE_GIB
+        missing_gib = max(0.0, needed_gib - step_costs.calibration.memory_gib)
 
-        pass_count = 2 * layout.pp * layout.vpp * min(step_costs.micro_batches, 8 * layout.pp)
-        is_simulated = not self.skip_timelines and pass_count <= MAX_SIMULATED_PASSES
-        estimate_seconds = pipeline_seconds if is_simulated else quick_pipeline_seconds
+        simulated_micro_batches = min(step_costs.micro_batches, 8 * layout.pp)
+        pass_count = 2 * layout.pp * layout.vpp * simulated_micro_batches
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
-        return max(0.0, missing_gib), estimate_seconds(
-            times_by_stage, step_costs.micro_batches, step_costs.stage_message_seconds()
-        )
+        micro_batches = step_costs.micro_batches
+        message_seconds = step_costs.stage_message_seconds()
+        if self.skip_timelines or pass_count > MAX_SIMULATED_PASSES:
+            step_seconds = quick_pipeline_seconds(times_by_stage, micro_batches, message_seconds)
+        else:
+            step_seconds = pipeline_seconds(times_by_stage, micro_batches, message_seconds)
+        return missing_gib, step_seconds
 
 
 def quick_pipeline_seconds(

@@ -510,18 +510,15 @@ def _refine_split(search_request: SearchRequest, original_prediction: RunPredict
 
 def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
     """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
-    dense_sizes = {
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-        "vpp": layout.vpp,
-        "dp": data_parallel_size,
-    }
-    dense_text = " ".join(f"{name}{size}" for name, size in dense_sizes.items() if size > 1) or "one GPU"
+
+    def sizes_text(*names: str) -> str:
+        sizes = {name: getattr(layout, name, data_parallel_size) for name in names}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+
+    dense_text = sizes_text("tp", "cp", "pp", "vpp", "dp") or "one GPU"
     if layout.key_ranks > 1:
         dense_text += f", {layout.key_ranks} ranks gather keys"
-    expert_sizes = {"ep": layout.ep, "etp": layout.etp}
-    further_parts = [" ".join(f"{name}{size}" for name, size in expert_sizes.items() if size > 1)]
+    further_parts = [sizes_text("ep", "etp")]
     recompute_config = config.recompute
     language_mode = (
         "activation"
@@ -560,15 +557,8 @@ def _mean_stage_seconds(
 ) -> float:
     """Seconds of the mean stage's passes in a step."""
     layout = prediction.layout
-    step_costs = StepCosts(
-        run_config,
-        prediction.spec,
-        layout,
-        prediction.data_parallel_size,
-        prediction.row_statistics,
-        calibration,
-        prediction.network,
-    )
+    facts = prediction.spec, layout, prediction.data_parallel_size, prediction.row_statistics
+    step_costs = StepCosts(run_config, *facts, calibration, prediction.network)
     times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
     row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
     return prediction.micro_batches * row_seconds / layout.pp

@@ -46,6 +46,7 @@ from megatron_vl.kernels.sizes import (
     STATE_CHUNKS_ON_GPU,
 )
 from megatron_vl.kernels.tower_heads import has_kernels
+from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
     MatrixAdapter,
@@ -65,7 +66,7 @@ from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
 GIB = 2**30
-GPU_MEMORY_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
+GPU_MEMORY_GIB = {f"{kind} ({sheet.marketed_gb} GB)": sheet.memory_gib for kind, sheet in DATA_SHEETS.items()}
 """The memory of a GPU that CUDA reports."""
 RESERVE_GIB = 8.0
 """GPU memory that an estimate must leave free."""
@@ -144,7 +145,11 @@ def stage_memories(
         patch_count = min(most_patches, config.data.max_patches or most_patches)
     micro_batches = config.global_batch_size // data_parallel_size
     estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, patch_count)
-    return [_stage_memory(estimator, stage, data_parallel_size, micro_batches) for stage in range(layout.pp)]
+    stages = []
+    for pipeline_stage in range(layout.pp):
+        stage_memory = _stage_memory(estimator, pipeline_stage, data_parallel_size, micro_batches)
+        stages.append(stage_memory)
+    return stages
 
 
 def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
@@ -155,12 +160,14 @@ def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
 def _stage_memory(
     estimator: _ActivationEstimator, pipeline_stage: int, data_parallel_size: int, micro_batches: int
 ) -> StageMemory:
-    config, spec, layout = estimator.config, estimator.spec, estimator.layout
-    parameter_counts = stage_parameters(config, spec, layout, pipeline_stage, data_parallel_size)
+    config = estimator.config
+    layout = estimator.layout
+    parameter_counts = stage_parameters(config, estimator.spec, layout, pipeline_stage, data_parallel_size)
+    owned_count = parameter_counts.owned_count
     offload_fraction = offloaded_fraction(config)
     gpu_state_bytes, host_state_bytes = optimizer_state_bytes(config)
-    offloaded_bytes = host_state_bytes * parameter_counts.owned_count * offload_fraction
-    optimizer_bytes = gpu_state_bytes * parameter_counts.owned_count * (1 - offload_fraction)
+    offloaded_bytes = host_state_bytes * owned_count * offload_fraction
+    optimizer_bytes = gpu_state_bytes * owned_count * (1 - offload_fraction)
 
     stage_activations = _StageActivations.at_peak(estimator, pipeline_stage, micro_batches)
     # A recomputed decoder layer, the logits and a recomputed vision layer never exist at the same time: the
@@ -462,7 +469,9 @@ class _ActivationEstimator:
 
     def chunk_bytes(self, pipeline_stage: int, chunk_index: int) -> _ActivationBytes:
         """The activations of one chunk of the language model for one micro-batch."""
-        language_spec, layout, recompute_config = self.spec.language, self.layout, self.config.recompute
+        language_spec = self.spec.language
+        layout = self.layout
+        recompute_config = self.config.recompute
         is_first_chunk = pipeline_stage + chunk_index == 0
         is_last_chunk = pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1
         bytes_per_feature = self.bytes_per_element * self.seq_len
@@ -498,9 +507,11 @@ class _ActivationEstimator:
     @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
         """Elements of one token in a decoder layer of each kind."""
-        return {
-            kind: self._decoder_layer_elements(kind) for kind in set(layer_kinds(self.spec, self.config.lora))
-        }
+        elements_by_kind = {}
+        for kind in layer_kinds(self.spec, self.config.lora):
+            if kind not in elements_by_kind:
+                elements_by_kind[kind] = self._decoder_layer_elements(kind)
+        return elements_by_kind
 
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
@@ -668,7 +679,8 @@ class _ActivationEstimator:
 
     def vision_tower_bytes(self) -> _ActivationBytes:
         """The activations of the tower for one row's patches. The tower has no sequence parallelism."""
-        vision_spec, model_config = self.spec.vision, self.config.model
+        vision_spec = self.spec.vision
+        model_config = self.config.model
         bytes_per_feature = self.bytes_per_element * self.patch_count
         layer_bytes = [
             bytes_per_feature * self._vision_layer_elements(vision_spec, layer)
@@ -729,7 +741,9 @@ class _ActivationEstimator:
             pipeline_bytes: bytes of the pipeline's activations.
             placed_patches: number of patches whose features and gradients this stage holds.
         """
-        vision_spec, vision_config, model_config = self.spec.vision, self.config.vision, self.config.model
+        vision_spec = self.spec.vision
+        vision_config = self.config.vision
+        model_config = self.config.model
         is_frozen = model_config.freeze_vision and model_config.freeze_merger
         frozen_model = dataclasses.replace(model_config, freeze_vision=True, freeze_merger=True)
         frozen_config = dataclasses.replace(self.config, model=frozen_model)
@@ -769,14 +783,17 @@ class _ActivationEstimator:
         # ``auto`` means ``triton`` on GPUs where megatron_vl.models.attention.choose_backend says so. That
         # module takes seconds to import.
         attention_backend = model.vision_attention
-        if attention_backend == "auto" and self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim):
+        takes_kernels = self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
+        if attention_backend == "auto" and takes_kernels:
             attention_backend = "triton"
         if not vision_spec.is_full_attention(layer_index) and model.window_attention != "backend":
             # One kernel from the fused QKV output to the attention's output.
             attention_elements = 4.0 * vision_spec.hidden_size
         else:
             # Our kernels keep rotated copies and the output. Others keep v, or all of the fused output, too.
-            kept_widths = 4.0 if attention_backend in ("triton", "te") else 6.0
+            kept_widths = 6.0
+            if attention_backend in ("triton", "te"):
+                kept_widths = 4.0
             log_sum_exp = vision_spec.num_heads * 4 / self.bytes_per_element
             attention_elements = kept_widths * vision_spec.hidden_size + log_sum_exp
         adapters = block_adapters(self.spec, self.config.lora, layer_index)

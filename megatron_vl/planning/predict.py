@@ -106,21 +106,28 @@ class RunPrediction:
 
     @property
     def mfu(self) -> float:
-        """FLOPs that training needs, as a share of the peak."""
-        model_flops = self.config.global_batch_size * mean_row_flops(
-            self.config, self.spec, self.row_statistics
+        """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
+        model_flops = self.config.global_batch_size * statistics.mean(
+            row_flops(
+                self.spec,
+                self.config.model,
+                list(row.document_lengths),
+                list(row.frame_lengths),
+                list(row.window_lengths),
+                row.loss_tokens,
+                self.config.lora,
+            ).total
+            for row in self.row_statistics.row_shapes
         )
         return model_flops / (self.step_seconds * self.world_size * self.calibration.peak_tflops * 1e12)
 
     @property
     def bubble_share(self) -> float:
         """Share of the pipeline's time in which its stages wait."""
+        if not self.timeline_seconds:
+            return 0.0
         busy_seconds = self.micro_batches * sum(stage.seconds_per_row for stage in self.stage_plans)
-        return (
-            max(0.0, 1 - busy_seconds / (self.layout.pp * self.timeline_seconds))
-            if self.timeline_seconds
-            else 0.0
-        )
+        return max(0.0, 1 - busy_seconds / (self.layout.pp * self.timeline_seconds))
 
     @property
     def hours_per_billion_tokens(self) -> float:
@@ -228,22 +235,6 @@ def predict_from_costs(step_costs: StepCosts, patch_count: int | None = None) ->
         decoupled_seconds,
         timeline_seconds,
         timeline_seconds + decoupled_seconds + step_end_seconds,
-    )
-
-
-def mean_row_flops(config: TrainConfig, spec: ModelSpec, row_statistics: RowStatistics) -> float:
-    """FLOPs that training needs for a row, as ``mfu`` of the trainer and of ``bench`` counts them."""
-    return statistics.mean(
-        row_flops(
-            spec,
-            config.model,
-            list(row.document_lengths),
-            list(row.frame_lengths),
-            list(row.window_lengths),
-            row.loss_tokens,
-            config.lora,
-        ).total
-        for row in row_statistics.row_shapes
     )
 
 

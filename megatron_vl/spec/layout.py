@@ -152,8 +152,18 @@ def make_layout(
 
 def configured_layout(config: TrainConfig, spec: ModelSpec, layers: Sequence[int] | None) -> Layout:
     """:func:`make_layout` with the sizes of a run."""
-    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
-    return make_layout(spec, **sizes, layers=layers, decoupled=config.vision.placement == "decoupled")
+    parallel_config = config.parallel
+    return make_layout(
+        spec,
+        parallel_config.tp,
+        parallel_config.pp,
+        parallel_config.vpp,
+        layers,
+        parallel_config.ep,
+        parallel_config.etp,
+        config.vision.placement == "decoupled",
+        parallel_config.cp,
+    )
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:

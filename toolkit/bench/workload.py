@@ -22,16 +22,25 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> TokenizedSample:
     """Draws one picture with a question and its answer."""
     vision_spec = spec.vision
     merged_patch_size = vision_spec.patch_size * vision_spec.spatial_merge_size
-    patch_columns, patch_rows = (
-        max(1, round(side / merged_patch_size)) * vision_spec.spatial_merge_size
-        for side in rng.choice(PICTURE_SIZES)
+    picture_width, picture_height = rng.choice(PICTURE_SIZES)
+    merged_columns = max(1, round(picture_width / merged_patch_size))
+    merged_rows = max(1, round(picture_height / merged_patch_size))
+    image_grid = (
+        1,
+        merged_rows * vision_spec.spatial_merge_size,
+        merged_columns * vision_spec.spatial_merge_size,
     )
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    picture_token_ids, media_item = random_medium(spec, "image", (1, patch_rows, patch_columns), generator)
+    picture_token_ids, media_item = random_medium(spec, "image", image_grid, generator)
     text_token_ids = random_text_ids(spec, rng.randint(40, 260), generator)
     loss_mask = torch.zeros(len(picture_token_ids) + len(text_token_ids), dtype=torch.bool)
     loss_mask[-len(text_token_ids) // 2 :] = True
-    return TokenizedSample(torch.cat([picture_token_ids, text_token_ids]), loss_mask, [media_item])
+
+    return TokenizedSample(
+        token_ids=torch.cat([picture_token_ids, text_token_ids]),
+        loss_mask=loss_mask,
+        media_items=[media_item],
+    )
 
 
 def text_sample(spec: ModelSpec, rng: random.Random, max_length: int) -> TokenizedSample:

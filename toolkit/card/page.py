@@ -79,8 +79,16 @@ def _loss_panel(loss_curves: dict[str, list[float]]) -> Panel:
     highest = max(map(max, loss_curves.values()))
     middle = (lowest + highest) / 2
 
-    tick_labels = {value: f"{value:.2f}" for value in (lowest, middle, highest)}
-    return Panel("loss per token (nats)", 44, 240, tick_labels, loss_curves)
+    tick_labels = {}
+    for tick_value in (lowest, middle, highest):
+        tick_labels[tick_value] = f"{tick_value:.2f}"
+    return Panel(
+        title="loss per token (nats)",
+        top=44,
+        height=240,
+        tick_labels=tick_labels,
+        curves=loss_curves,
+    )
 
 
 def _gap_panel(loss_curves: dict[str, list[float]]) -> Panel:
@@ -98,6 +106,13 @@ def _gap_panel(loss_curves: dict[str, list[float]]) -> Panel:
 
     lowest = min(map(min, gap_curves.values()))
     highest = max(map(max, gap_curves.values()))
-    exponent_ticks = range(math.floor(lowest), math.ceil(highest) + 1)
-    tick_labels: dict[float, str] = {exponent: f"1e{exponent}" for exponent in exponent_ticks}
-    return Panel("gap to transformers", 324, 150, tick_labels, gap_curves)
+    tick_labels: dict[float, str] = {}
+    for exponent in range(math.floor(lowest), math.ceil(highest) + 1):
+        tick_labels[exponent] = f"1e{exponent}"
+    return Panel(
+        title="gap to transformers",
+        top=324,
+        height=150,
+        tick_labels=tick_labels,
+        curves=gap_curves,
+    )

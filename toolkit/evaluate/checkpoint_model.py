@@ -51,10 +51,11 @@ class CheckpointModel:
 
         self.processor = load_hf_processor(hf_dir)
         processor_size = self.processor.image_processor.size
-        self.frame_limits = {"shortest_edge": settings["min_pixels"], "longest_edge": settings["max_pixels"]}
         self.processor.image_processor.size = {
-            name: limit or processor_size[name] for name, limit in self.frame_limits.items()
+            "shortest_edge": settings["min_pixels"] or processor_size["shortest_edge"],
+            "longest_edge": settings["max_pixels"] or processor_size["longest_edge"],
         }
+        self.frame_limits = (settings["min_pixels"], settings["max_pixels"])
         video_processor = self.processor.video_processor
         self.default_fps = settings.get("video_fps") or getattr(video_processor, "fps", None) or 2.0
         if settings.get("video_max_frames"):
@@ -168,7 +169,8 @@ class CheckpointModel:
         except PixelError as error:
             raise PixelError(f"{video_path}: {error}") from error
         temporal_patch_size = self.processor.video_processor.temporal_patch_size
-        if (num_missing := temporal_patch_size - len(frame_indices)) > 0:
+        num_missing = temporal_patch_size - len(frame_indices)
+        if num_missing > 0:
             frame_indices = frame_indices + frame_indices[-1:] * num_missing
             repeated_frames = sampled_frames[-1:].expand(num_missing, -1, -1, -1)
             sampled_frames = torch.cat([sampled_frames, repeated_frames])
@@ -210,11 +212,11 @@ class CheckpointModel:
         """
         video_processor = self.processor.video_processor
         frame_factor = num_frames if self.model.config.model_type.startswith("qwen3") else 1
-        new_size = {
-            name: limit * frame_factor if limit else video_processor.size[name]
-            for name, limit in self.frame_limits.items()
-        }
-        video_processor.size = new_size if any(self.frame_limits.values()) else video_processor.size
+        if any(self.frame_limits):
+            new_size = {}
+            for name, limit in zip(("shortest_edge", "longest_edge"), self.frame_limits, strict=True):
+                new_size[name] = limit * frame_factor if limit else video_processor.size[name]
+            video_processor.size = new_size
 
     @torch.no_grad()
     def logit_digests(self, prompt: EvaluationPrompt) -> dict[str, Any]:

@@ -70,10 +70,7 @@ def compare_logits(
             )
         elif original_line["logits"]["logits"] != converted_line["logits"]["logits"]:
             logits_file = f"logits_{original_line['number']}.safetensors"
-            original_logits, converted_logits = (
-                load_file(work_dir / logits_file)["last"] for work_dir in (original_work, converted_work)
-            )
-            max_difference = float((original_logits - converted_logits).abs().max())
+            max_difference = _largest_difference(original_work / logits_file, converted_work / logits_file)
             largest_difference = max(largest_difference, max_difference)
             details.append(
                 f"question {original_line['number'] + 1}: logits differ, "
@@ -89,6 +86,11 @@ def compare_logits(
     return ConversionGate(
         "logits", True, f"{len(original_lines)} prompts, {num_tokens} tokens, inputs and logits identical"
     )
+
+
+def _largest_difference(original_file: Path, converted_file: Path) -> float:
+    """The largest absolute difference between the logits in two files."""
+    return float((load_file(original_file)["last"] - load_file(converted_file)["last"]).abs().max())
 
 
 def _differing_keys(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

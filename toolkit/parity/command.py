@@ -19,7 +19,8 @@ def parity(options: ParityOptions) -> int:
 
     from .compare import run_parity
 
-    options = dataclasses.replace(options, platform=choose_platform(options.platform))
+    platform = choose_platform(options.platform)
+    options = dataclasses.replace(options, platform=platform)
     if options.reference_device.partition(":")[0] not in ("", "cpu", "cuda"):
         raise UserError(
             f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
@@ -88,7 +89,8 @@ def _report_table(parity_report: dict[str, Any]) -> Any:
         table.add_column(column_heading, overflow="fold")
 
     for layout_text, layout_result in parity_report["layouts"].items():
-        last_step = (layout_result.get("steps") or [{}])[-1]
+        layout_steps = layout_result.get("steps")
+        last_step = layout_steps[-1] if layout_steps else {}
         table_cells = ["", ""]
         if "loss" in last_step:
             table_cells = [f"{last_step['loss']:.6f}", f"{last_step['reference']:.6f}"]

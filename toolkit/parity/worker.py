@@ -170,7 +170,11 @@ def collect_gradients(built_case: BuiltCase, loss_tokens: int) -> CollectedGradi
             tensor_copies = gathered_gradients.setdefault(tensor_name, {})
             copy_parts = tensor_copies.setdefault(f"{pipeline_stage}/{copy_number}", {})
             copy_parts[int(part_number)] = partial(rank_gradients.__getitem__, gradient_key)
-    return {name: list(tensor_copies.values()) for name, tensor_copies in gathered_gradients.items()}
+
+    gradient_copies: CollectedGradients = {}
+    for tensor_name, tensor_copies in gathered_gradients.items():
+        gradient_copies[tensor_name] = list(tensor_copies.values())
+    return gradient_copies
 
 
 def _gather_slices(ddp_chunks: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -87,7 +88,10 @@ def make_plan(options: PlanOptions) -> PlanResult:
         return PlanResult(search_request, run_prediction, None, alternative)
 
     # The search chooses the split itself. The run's own layout is shown beside the results.
-    own_prediction = _own_prediction(search_request) if sets_layout else None
+    own_prediction = None
+    if sets_layout:
+        with contextlib.suppress(UserError):  # it needs another number of GPUs
+            own_prediction = _predict_run_layout(search_request)
     unsplit_config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
     search_result = search_layouts(dataclasses.replace(search_request, config=unsplit_config))
     if not search_result.fitting_layouts:
@@ -96,14 +100,6 @@ def make_plan(options: PlanOptions) -> PlanResult:
     return PlanResult(
         search_request, search_result.fitting_layouts[0], search_result, own_prediction=own_prediction
     )
-
-
-def _own_prediction(search_request: SearchRequest) -> RunPrediction | None:
-    """The prediction of the run's own layout, to compare with; None if it needs another number of GPUs."""
-    try:
-        return _predict_run_layout(search_request)
-    except UserError:
-        return None
 
 
 def _read_config(options: PlanOptions) -> TrainConfig:
@@ -116,14 +112,11 @@ def _read_config(options: PlanOptions) -> TrainConfig:
         raise UsageError(f"{error}; megatron-vl plan --help explains every field") from error
     if not config.model.hf:
         raise UsageError("no model is given: megatron-vl plan --hf HF_DIR, or model.hf of a run")
-    if not _sets_batch(options.fields) and config.global_batch_size < options.gpus:
+    sets_batch = any("global_batch_size" in word or word == "--config" for word in options.fields)
+    if not sets_batch and config.global_batch_size < options.gpus:
         # The field's default is for one GPU.
         return dataclasses.replace(config, global_batch_size=8 * options.gpus)
     return config
-
-
-def _sets_batch(run_words: list[str]) -> bool:
-    return any("global_batch_size" in word or word == "--config" for word in run_words)
 
 
 def _chosen_calibration(options: PlanOptions) -> Calibration:
