@@ -151,21 +151,24 @@ class _SplitSearch:
         step_costs = self.step_costs
         layout = dataclasses.replace(step_costs.layout, layers_per_chunk=layers)
         stage_memory_list = stage_memories(
-            step_costs.config, step_costs.spec, layout, step_costs.data_parallel_size
+            step_costs.config,
+            step_costs.spec,
+            layout,
+            step_costs.data_parallel_size,
         )
         needed_gib = peak_stage_gib(stage_memory_list) + RESERVE_GIB
         missing_gib = max(0.0, needed_gib - step_costs.calibration.memory_gib)
 
         simulated_micro_batches = min(step_costs.micro_batches, 8 * layout.pp)
         pass_count = 2 * layout.pp * layout.vpp * simulated_micro_batches
-        times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
-        micro_batches = step_costs.micro_batches
-        message_seconds = step_costs.stage_message_seconds()
+        pipeline_arguments = (
+            [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)],
+            step_costs.micro_batches,
+            step_costs.stage_message_seconds(),
+        )
         if self.skip_timelines or pass_count > MAX_SIMULATED_PASSES:
-            step_seconds = quick_pipeline_seconds(times_by_stage, micro_batches, message_seconds)
-        else:
-            step_seconds = pipeline_seconds(times_by_stage, micro_batches, message_seconds)
-        return missing_gib, step_seconds
+            return missing_gib, quick_pipeline_seconds(*pipeline_arguments)
+        return missing_gib, pipeline_seconds(*pipeline_arguments)
 
 
 def quick_pipeline_seconds(
