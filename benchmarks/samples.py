@@ -32,8 +32,8 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
 from megatron_vl.data.sample.pixels import decode_image, image_size
 from megatron_vl.data.source.tolerant_reader import append_crc32
+from megatron_vl.planning.row_statistics import PICTURE_SIZES
 from megatron_vl.spec.families import read_spec
-from toolkit.bench.workload import COCO_SIZES
 from toolkit.demo.demo_data import load_pictures, random_crop
 
 
@@ -45,7 +45,7 @@ def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:
     made = []
     for _ in range(count):
         file = io.BytesIO()
-        random_crop(rng.choice(sources), rng.choice(COCO_SIZES), rng).save(file, "JPEG", quality=92)
+        random_crop(rng.choice(sources), rng.choice(PICTURE_SIZES), rng).save(file, "JPEG", quality=92)
         said = [" ".join(rng.choices(words, k=rng.randint(10, 60))) for _ in range(2)]
         asked = [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": said[0]}]
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said[1]}]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megatron_vl.errors import UserError
 
 
-def choose_platform(requested_platform: str, option_flag: str = "--platform") -> str:
+def choose_platform(
+    requested_platform: Literal["auto", "cuda", "cpu"], option_flag: str = "--platform"
+) -> Literal["cuda", "cpu"]:
     """Returns ``cuda`` or ``cpu``: ``requested_platform``, or for ``auto`` the one that this machine has.
 
     Raises:
@@ -19,4 +23,6 @@ def choose_platform(requested_platform: str, option_flag: str = "--platform") ->
         raise UserError(
             f"{option_flag} cuda: torch sees no GPU here; leave it out, or give cpu (see megatron-vl doctor)"
         )
-    return ("cuda" if cuda_is_available else "cpu") if requested_platform == "auto" else requested_platform
+    if requested_platform == "auto":
+        return "cuda" if cuda_is_available else "cpu"
+    return requested_platform

@@ -228,6 +228,8 @@ def shipped_calibration(gpu_name: str = "H200") -> Calibration:
 class DataSheet:
     """Numbers of a GPU from its vendor's data sheet."""
 
+    marketed_gb: int
+    """Memory by its vendor's name."""
     memory_gib: float
     """Memory that CUDA reports."""
     peak_tflops: float
@@ -238,10 +240,10 @@ class DataSheet:
 
 
 DATA_SHEETS = {
-    "H200": DataSheet(139.8, 989.0, 4.8, 450.0),
-    "H100": DataSheet(79.1, 989.0, 3.35, 450.0),
-    "A100": DataSheet(79.1, 312.0, 2.0, 300.0),
-    "B200": DataSheet(178.4, 2250.0, 8.0, 900.0),
+    "H200": DataSheet(141, 139.8, 989.0, 4.8, 450.0),
+    "H100": DataSheet(80, 79.1, 989.0, 3.35, 450.0),
+    "A100": DataSheet(80, 79.1, 312.0, 2.0, 300.0),
+    "B200": DataSheet(180, 178.4, 2250.0, 8.0, 900.0),
 }
 
 

@@ -13,14 +13,14 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import ModelConfig, TrainConfig
 from megatron_vl.kernels.sizes import (
     DELTA_CHUNK,
     LOSS_CHUNK_TOKENS,
     MAX_STATE_CHUNKS_ON_GPU,
     STATE_CHUNK_BYTES,
 )
-from megatron_vl.planning.calibration import Calibration
+from megatron_vl.planning.calibration import Calibration, shipped_calibration
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
     MatrixAdapter,
@@ -28,8 +28,13 @@ from megatron_vl.planning.layer_kinds import (
     layer_kinds,
     merger_adapters,
 )
-from megatron_vl.planning.memory import ParameterCounts, offloaded_fraction, optimizer_state_bytes
-from megatron_vl.planning.row_statistics import RowStatistics
+from megatron_vl.planning.memory import (
+    ParameterCounts,
+    bytes_per_element,
+    offloaded_fraction,
+    optimizer_state_bytes,
+)
+from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
@@ -163,6 +168,11 @@ class StepCosts:
         return self.config.data.seq_len // self.layout.cp
 
     @cached_property
+    def micro_batches(self) -> int:
+        """Rows of a replica in a step."""
+        return self.config.global_batch_size // self.data_parallel_size
+
+    @cached_property
     def gradient_ranks(self) -> int:
         """Number of ranks over which gradients are summed."""
         return self.layout.cp * self.data_parallel_size
@@ -171,14 +181,6 @@ class StepCosts:
     def model_config(self) -> ModelConfig:
         """The model, whose parts without adapters are frozen in a run with LoRA."""
         return freeze_unadapted_parts(self.config, self.spec).model
-
-    @cached_property
-    def parallel_config(self) -> ParallelConfig:
-        return self.config.parallel
-
-    @cached_property
-    def recompute_config(self) -> RecomputeConfig:
-        return self.config.recompute
 
     @cached_property
     def _trains_language(self) -> bool:
@@ -196,6 +198,14 @@ class StepCosts:
         flops_per_second = calibration.product_tflops * 1e12 * width / (width + calibration.product_width)
         return 2 * token_count * k * n / flops_per_second
 
+    def _matmul_pair_seconds(
+        self, token_count: float, hidden_size: int, widened: float, narrowed: float
+    ) -> float:
+        """Seconds of a product from ``hidden_size`` to another width, and of one from a width back to it."""
+        return self.matmul_seconds(token_count, hidden_size, widened) + self.matmul_seconds(
+            token_count, narrowed, hidden_size
+        )
+
     def elementwise_seconds(self, element_count: float) -> float:
         """Seconds to move ``element_count`` elements of the model's dtype through the GPU's memory."""
         return self.bytes_per_element * element_count / (self.calibration.memory_tb_s * 1e12)
@@ -205,7 +215,7 @@ class StepCosts:
 
         The passes of a layer hide them, if they take as long.
         """
-        if not self.recompute_config.offload_inputs:
+        if not self.config.recompute.offload_inputs:
             return 0.0
         return self.bytes_per_element * element_count / (self.calibration.host_copy_gb_s * 1e9)
 
@@ -218,11 +228,11 @@ class StepCosts:
 
     @cached_property
     def bytes_per_element(self) -> int:
-        return 2 if self.config.dtype == "bfloat16" else 4
+        return bytes_per_element(self.config)
 
     @cached_property
     def _sequence_parallel_size(self) -> int:
-        return self.layout.tp if self.parallel_config.sequence_parallel else 1
+        return self.layout.tp if self.config.parallel.sequence_parallel else 1
 
     # --- Language model -------------------------------------------------------------------------------------
 
@@ -231,10 +241,6 @@ class StepCosts:
         """The times of a decoder layer of each kind that the model has."""
         kinds = layer_kinds(self.spec, self.config.lora)
         return {kind: self._compute_layer_time(kind) for kind in dict.fromkeys(kinds)}
-
-    def decoder_layer_time(self, layer_index: int) -> PassTime:
-        """A decoder layer on one row."""
-        return self._times_by_layer_kind[layer_kinds(self.spec, self.config.lora)[layer_index]]
 
     def decoder_layers_time(self, layer_range: range) -> PassTime:
         """Consecutive decoder layers on one row."""
@@ -258,7 +264,7 @@ class StepCosts:
         parts = self._layer_parts(kind)
         layer_time = parts.pass_time(trains_weights=self._trains_language)
         if kind.has_experts:
-            dispatch_seconds = self._dispatch_seconds(self.seq_len)
+            dispatch_seconds = self._dispatch_seconds()
             layer_time += PassTime(dispatch_seconds, dispatch_seconds)
             # A layer with experts takes at least the host's time to launch its many kernels.
             host_launch_seconds = (
@@ -266,8 +272,8 @@ class StepCosts:
             )
             layer_time = layer_time.at_least(*host_launch_seconds)
 
-        if self.recompute_config.language != "full":
-            recomputed_modules = self.recompute_config.selected_modules
+        if self.config.recompute.language != "full":
+            recomputed_modules = self.config.recompute.selected_modules
             return parts.with_selective_recompute(layer_time, recomputed_modules)
 
         input_elements = self.seq_len * self.spec.language.hidden_size / self._sequence_parallel_size
@@ -312,9 +318,12 @@ class StepCosts:
         query_width = language_spec.num_heads * language_spec.head_dim
         query_gate_width = query_width * (2 if language_spec.output_gate else 1)
         fused_width = query_gate_width + 2 * language_spec.num_kv_heads * language_spec.head_dim
-        projection_seconds = self.matmul_seconds(
-            self.seq_len, language_spec.hidden_size, fused_width / tensor_parallel_size
-        ) + self.matmul_seconds(self.seq_len, query_width / tensor_parallel_size, language_spec.hidden_size)
+        projection_seconds = self._matmul_pair_seconds(
+            self.seq_len,
+            language_spec.hidden_size,
+            fused_width / tensor_parallel_size,
+            query_width / tensor_parallel_size,
+        )
         head_width = query_width / tensor_parallel_size / self.layout.cp
         return projection_seconds, self._attention_seconds(head_width)
 
@@ -374,9 +383,12 @@ class StepCosts:
         assert linear_attention is not None
         token_count, value_width = self.seq_len, linear_attention.value_heads * linear_attention.value_dim
         input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
-        projection_seconds = self.matmul_seconds(
-            token_count, language_spec.hidden_size, input_width / tensor_parallel_size
-        ) + self.matmul_seconds(token_count, value_width / tensor_parallel_size, language_spec.hidden_size)
+        projection_seconds = self._matmul_pair_seconds(
+            token_count,
+            language_spec.hidden_size,
+            input_width / tensor_parallel_size,
+            value_width / tensor_parallel_size,
+        )
 
         chunk_flops_per_head = (
             DELTA_CHUNK * (3 * linear_attention.key_dim + 2 * linear_attention.value_dim)
@@ -397,9 +409,9 @@ class StepCosts:
     def _mlp_seconds(self, token_count: float, ffn_width: int) -> tuple[float, float]:
         """Seconds of a gated MLP: (its products in the forward pass, its activation in both passes)."""
         hidden_size, tensor_parallel_size = self.spec.language.hidden_size, self.layout.tp
-        matmul_seconds = self.matmul_seconds(
-            token_count, hidden_size, 2 * ffn_width / tensor_parallel_size
-        ) + self.matmul_seconds(token_count, ffn_width / tensor_parallel_size, hidden_size)
+        matmul_seconds = self._matmul_pair_seconds(
+            token_count, hidden_size, 2 * ffn_width / tensor_parallel_size, ffn_width / tensor_parallel_size
+        )
         return matmul_seconds, self.elementwise_seconds(
             self.calibration.activation_widths * ffn_width / tensor_parallel_size * token_count
         )
@@ -435,13 +447,13 @@ class StepCosts:
             calibration.activation_widths * moe_spec.ffn_hidden_size / layout.etp * expert_rows
         )
 
-    def _dispatch_seconds(self, seq_len: int) -> float:
+    def _dispatch_seconds(self) -> float:
         """Seconds to send tokens to the ranks of their experts and back, in one pass."""
         language_spec, calibration = self.spec.language, self.calibration
         moe_spec = language_spec.moe
         assert moe_spec is not None
         expert_parallel_size, expert_tensor_size = self.layout.ep, self.layout.etp
-        hidden_elements = seq_len / self._sequence_parallel_size * language_spec.hidden_size
+        hidden_elements = self.seq_len / self._sequence_parallel_size * language_spec.hidden_size
         copies_per_token = mean_ranks_per_token(moe_spec.num_experts, moe_spec.top_k, expert_parallel_size)
         dispatch_seconds = self.elementwise_seconds(hidden_elements * (18 + 4 * copies_per_token))
         if expert_parallel_size > 1:
@@ -547,15 +559,15 @@ class StepCosts:
             tower_backward_seconds = 0.0
             merger_backward_seconds = (2 - has_lora) * merger_seconds * (not self.model_config.freeze_merger)
         else:
-            if self.recompute_config.vision == "full":
+            if self.config.recompute.vision == "full":
                 input_elements = vision_spec.num_layers * patch_count * vision_spec.hidden_size
                 copy_seconds = self._input_copy_seconds(input_elements)
                 blocks_time = blocks_time.at_least(copy_seconds, copy_seconds)
             tower_backward_seconds = (
                 blocks_time.backward
                 + patch_embed_seconds * (not has_lora)
-                + blocks_time.forward * (self.recompute_config.vision == "full")
-                + activation_seconds * 3 / 8 * (self.recompute_config.vision == "activation")
+                + blocks_time.forward * (self.config.recompute.vision == "full")
+                + activation_seconds * 3 / 8 * (self.config.recompute.vision == "activation")
             )
             trains_merger = not (has_lora or self.model_config.freeze_merger)
             merger_backward_seconds = (1 + trains_merger) * merger_seconds
@@ -606,13 +618,10 @@ class StepCosts:
         vision_spec, patch_count = self.spec.vision, self.row_statistics.mean_patches
         hidden_size, ffn_width = vision_spec.hidden_size, vision_spec.padded_ffn_hidden_size
         gate_factor = 2 if vision_spec.gated_mlp else 1
-        attention_seconds = self.matmul_seconds(
-            patch_count, hidden_size, 3 * hidden_size / tensor_parallel_size
-        ) + self.matmul_seconds(patch_count, hidden_size / tensor_parallel_size, hidden_size)
-        mlp_seconds = self.matmul_seconds(
-            patch_count, hidden_size, gate_factor * ffn_width / tensor_parallel_size
-        ) + self.matmul_seconds(patch_count, ffn_width / tensor_parallel_size, hidden_size)
-        return attention_seconds + mlp_seconds
+        attention_widths = 3 * hidden_size / tensor_parallel_size, hidden_size / tensor_parallel_size
+        mlp_widths = gate_factor * ffn_width / tensor_parallel_size, ffn_width / tensor_parallel_size
+        attention_seconds = self._matmul_pair_seconds(patch_count, hidden_size, *attention_widths)
+        return attention_seconds + self._matmul_pair_seconds(patch_count, hidden_size, *mlp_widths)
 
     def _tower_activation_seconds(self, tensor_parallel_size: int) -> float:
         """Seconds of the activation functions of all layers of the tower."""
@@ -679,12 +688,12 @@ class StepCosts:
         With the distributed optimizer, it is a reduce-scatter. Without it, it is an all-reduce, which takes
         twice as long.
         """
-        collective_count = 1 if self.parallel_config.distributed_optimizer else 2
+        collective_count = 1 if self.config.parallel.distributed_optimizer else 2
         return collective_count * self.collective_seconds(gradient_bytes, self.gradient_ranks, self.layout.tp)
 
     def param_gather_seconds(self, weight_bytes: float) -> float:
         """Seconds to gather updated weights of that many bytes."""
-        if not self.parallel_config.distributed_optimizer:
+        if not self.config.parallel.distributed_optimizer:
             return 0.0
         return self.collective_seconds(weight_bytes, self.gradient_ranks, self.layout.tp)
 
@@ -724,6 +733,23 @@ class StepCosts:
         kernel_seconds = offloaded_count * picoseconds_per_parameter * 1e-12
         copy_seconds = max(copied_bytes / bytes_per_second - hidden_seconds, kernel_seconds)
         return device_seconds + copy_seconds + parameter_counts.trained_tensors * calibration.tensor_us * 1e-6
+
+
+def run_costs(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    data_parallel_size: int,
+    row_statistics: RowStatistics | None,
+    calibration: Calibration | None,
+    network: Network | None,
+) -> StepCosts:
+    """The costs of a run's step, with assumed rows and the rates of an H200 where none are given."""
+    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
+    calibration = calibration or shipped_calibration()
+    return StepCosts(
+        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+    )
 
 
 def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:

@@ -21,6 +21,7 @@ import functools
 from dataclasses import dataclass
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.planning.layer_kinds import MatrixAdapter, block_adapters, layer_kinds, merger_adapters
 from megatron_vl.spec.adapters import saved_modules, trained_parts
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
@@ -204,29 +205,31 @@ def row_flops(
             many programs compute and count all tokens.
         lora: the run's adapters, if it has any. ``model_config`` does not matter then.
     """
-    if lora is not None and lora.rank:
-        return _row_flops_with_lora(spec, lora, document_lengths, frame_lengths, window_lengths, head_tokens)
-    language_forward = language_forward_flops(spec.language, document_lengths, head_tokens)
-    vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)
-    trains_tower = not model_config.freeze_vision
-    trains_merger = not model_config.freeze_merger
-    trains_decoder = not model_config.freeze_language
+    lora = lora or LoraConfig()
+    weights, patch_count = _counted_weights(spec, model_config, lora), sum(frame_lengths)
+    language = language_forward_flops(spec.language, document_lengths, head_tokens)
+    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora) or _trains_part(model_config, lora, "language")
+    attention_pairs = weights.full_layers * sum(length * length for length in frame_lengths)
+    attention_pairs += weights.window_layers * sum(length * length for length in window_lengths)
     return ModelFlops(
-        # Embeddings are part of the language model, so something before its layers is always trained.
-        language=(2.0 + trains_decoder)
-        * (language_forward.total - language_forward.attention - language_forward.delta_rule)
-        + 3.0 * (language_forward.attention + language_forward.delta_rule),
-        # Pixels take no gradient.
-        vision=(1.0 + trains_tower) * vision_forward.patch_embed
-        + (3.0 if trains_tower else 1.0) * vision_forward.vision_blocks
-        # A merger's norm needs the gradient of its output even if the tower is frozen.
-        + (1.0 + trains_merger + (trains_merger or trains_tower)) * vision_forward.mergers,
+        language=2.0 * weights.per_token * sum(document_lengths)
+        + weights.attention_share * language.attention
+        + weights.delta_rule_share * language.delta_rule
+        + (2.0 + trains_output) * language.output_layer,
+        vision=2.0 * weights.per_patch * patch_count
+        + 4.0 * spec.vision.hidden_size * attention_pairs
+        + 2.0 * weights.per_merged_unit * (patch_count // spec.vision.merge_unit),
     )
 
 
+def _trains_part(model_config: ModelConfig, lora: LoraConfig, part: str) -> bool:
+    """Whether the own matrices of a part (``vision``, ``merger`` or ``language``) are trained."""
+    return not (lora.rank or getattr(model_config, f"freeze_{part}"))
+
+
 @dataclass(frozen=True)
-class _LoraWeights:
-    """What multiplies the lengths of a row in a run with LoRA, forward and backward pass together.
+class _CountedWeights:
+    """What multiplies the lengths of a row, forward and backward pass together.
 
     A product that is computed three times counts three times.
     """
@@ -242,36 +245,13 @@ class _LoraWeights:
     per_merged_unit: float
 
 
-def _row_flops_with_lora(
-    spec: ModelSpec,
-    lora: LoraConfig,
-    document_lengths: list[int],
-    frame_lengths: list[int],
-    window_lengths: list[int],
-    head_tokens: int,
-) -> ModelFlops:
-    """:func:`row_flops` of a run with LoRA."""
-    weights, patch_count = _lora_weights(spec, lora), sum(frame_lengths)
-    language = language_forward_flops(spec.language, document_lengths, head_tokens)
-    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
-    attention_pairs = weights.full_layers * sum(length * length for length in frame_lengths)
-    attention_pairs += weights.window_layers * sum(length * length for length in window_lengths)
-    return ModelFlops(
-        language=2.0 * weights.per_token * sum(document_lengths)
-        + weights.attention_share * language.attention
-        + weights.delta_rule_share * language.delta_rule
-        + (2.0 + trains_output) * language.output_layer,
-        vision=2.0 * weights.per_patch * patch_count
-        + 4.0 * spec.vision.hidden_size * attention_pairs
-        + 2.0 * weights.per_merged_unit * (patch_count // spec.vision.merge_unit),
-    )
-
-
 @functools.cache
-def _lora_weights(spec: ModelSpec, lora: LoraConfig) -> _LoraWeights:
-    per_patch, layers_by_attention, reached_blocks = _tower_products(spec, lora)
-    per_unit, is_reached = _merger_products(spec, lora, reached_blocks)
-    is_reached = is_reached or EMBEDDING_TENSOR in saved_modules(spec, lora)
+def _counted_weights(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig) -> _CountedWeights:
+    per_patch, layers_by_attention, reached_blocks = _tower_products(spec, model_config, lora)
+    per_unit, is_reached = _merger_products(spec, model_config, lora, reached_blocks)
+    # Embeddings are part of the language model, so without LoRA something before its layers is trained.
+    is_reached = is_reached or not lora.rank or EMBEDDING_TENSOR in saved_modules(spec, lora)
+    is_trained = _trains_part(model_config, lora, "language")
 
     per_token = 0.0
     decoder_layers: dict[bool, list[int]] = {True: [], False: []}
@@ -281,7 +261,7 @@ def _lora_weights(spec: ModelSpec, lora: LoraConfig) -> _LoraWeights:
         prefix = f"language_model.decoder.layers.{layer_index}."
         trained = _trained_before(spec, lora, prefix, weights)
         count, reaches_output, is_reached = _count_products(
-            weights, kind.adapters, is_reached, trained, top_k
+            weights, kind.adapters, is_reached, is_trained, trained, top_k
         )
         per_token += count
         decoder_layers[kind.has_linear_attention].append(1 + 2 * reaches_output)
@@ -290,12 +270,14 @@ def _lora_weights(spec: ModelSpec, lora: LoraConfig) -> _LoraWeights:
         sum(counts) / len(counts) if counts else 0.0 for counts in decoder_layers.values()
     )
     full_layers, window_layers = layers_by_attention[True], layers_by_attention[False]
-    return _LoraWeights(
+    return _CountedWeights(
         per_token, attention_share, rule_share, per_patch, full_layers, window_layers, per_unit
     )
 
 
-def _tower_products(spec: ModelSpec, lora: LoraConfig) -> tuple[float, dict[bool, int], list[bool]]:
+def _tower_products(
+    spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig
+) -> tuple[float, dict[bool, int], list[bool]]:
     """:func:`_count_products` for the tower.
 
     Returns:
@@ -304,7 +286,8 @@ def _tower_products(spec: ModelSpec, lora: LoraConfig) -> tuple[float, dict[bool
     """
     vision_spec = spec.vision
     saved = saved_modules(spec, lora)
-    trains_patch_embed = "vision_model.patch_embed.proj.weight" in saved
+    is_trained = _trains_part(model_config, lora, "vision")
+    trains_patch_embed = is_trained or "vision_model.patch_embed.proj.weight" in saved
     product_count = float(vision_spec.patch_dim * vision_spec.hidden_size)
     product_count *= 1 + trains_patch_embed
     is_reached = trains_patch_embed or "vision_model.position_table.weight" in saved
@@ -315,14 +298,18 @@ def _tower_products(spec: ModelSpec, lora: LoraConfig) -> tuple[float, dict[bool
         weights = _block_weights(vision_spec)
         prefix = f"vision_model.decoder.layers.{layer_index}."
         trained = _trained_before(spec, lora, prefix, weights)
-        count, reaches_output, is_reached = _count_products(weights, adapters, is_reached, trained)
+        count, reaches_output, is_reached = _count_products(
+            weights, adapters, is_reached, is_trained, trained
+        )
         product_count += count
         layers_by_attention[vision_spec.is_full_attention(layer_index)] += 1 + 2 * reaches_output
         reached_blocks.append(is_reached)
     return product_count, layers_by_attention, reached_blocks
 
 
-def _merger_products(spec: ModelSpec, lora: LoraConfig, reached_blocks: list[bool]) -> tuple[float, bool]:
+def _merger_products(
+    spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, reached_blocks: list[bool]
+) -> tuple[float, bool]:
     """:func:`_count_products` for all mergers: the sum, and whether an adapter lies before the end of any."""
     vision_spec = spec.vision
     merger_width = vision_spec.merge_unit * vision_spec.hidden_size
@@ -336,13 +323,13 @@ def _merger_products(spec: ModelSpec, lora: LoraConfig, reached_blocks: list[boo
     for number, adapters in enumerate(merger_adapters(spec, lora)):
         prefix = f"vision_model.deepstack_mergers.{number - 1}." if number else "vision_model.merger."
         trained = _trained_before(spec, lora, prefix, weights)
-        is_reached = reached_blocks[source_blocks[number]]
-        count, _, is_reached = _count_products(weights, adapters, is_reached, trained)
+        trains_all = _trains_part(model_config, lora, "merger")
+        is_reached = trains_all or reached_blocks[source_blocks[number]]
+        # If something before a matrix is trained whole, so is all of the merger.
+        is_trained = trains_all or bool(trained)
+        count, _, is_reached = _count_products(weights, adapters, is_reached, is_trained, trained)
         product_count += count
         is_any_reached = is_any_reached or is_reached
-        if trained:
-            # All of a merger is trained, its matrices too.
-            product_count += sum(weights.values())
     return product_count, is_any_reached
 
 
@@ -361,14 +348,16 @@ def _count_products(
     weights: dict[str, int],
     adapters: tuple[MatrixAdapter, ...],
     is_reached: bool,
+    is_trained: bool,
     trained_before: set[str],
     top_k: int = 1,
 ) -> tuple[float, bool, bool]:
-    """Weights of frozen matrices and their adapters, times the products that each of them is in.
+    """Weights of matrices and their adapters, times the products that each of them is in.
 
     Args:
         weights: those of each matrix, in the order of the forward pass.
         is_reached: whether something that is trained lies before these matrices and their norms.
+        is_trained: whether the matrices themselves are trained.
         trained_before: result of :func:`_trained_before`.
         top_k: number of experts of a token.
 
@@ -382,7 +371,7 @@ def _count_products(
         is_reached = is_reached or matrix_name in trained_before
         if number == 1:
             is_second_reached = is_reached
-        product_count += weight_count * (1 + is_reached)
+        product_count += weight_count * (1 + is_trained + is_reached)
         if (adapter := adapter_by_matrix.get(matrix_name)) is not None:
             elements_a, elements_b = adapter.factor_elements
             product_count += (elements_a * (2 + is_reached) + 3 * elements_b) * (
@@ -467,12 +456,15 @@ def recompute_flops(
     return ModelFlops(language_recompute, vision_recompute)
 
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
-"""Dense bf16 peak of one accelerator in TFLOP/s, by a part of its name (vendor data sheets)."""
+EXPORT_VERSIONS = {"H800": "H100", "A800": "A100"}
+"""GPUs that differ from others in their links alone."""
 
 
 def peak_tflops(device_name: str, stated_tflops: float = 0.0) -> float:
     """Peak for MFU: ``stated_tflops`` if given, else by device name, else 0 (MFU is then not shown)."""
     if stated_tflops:
         return stated_tflops
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), 0.0)
+    for kind in (*DATA_SHEETS, *EXPORT_VERSIONS):
+        if kind in device_name:
+            return DATA_SHEETS[EXPORT_VERSIONS.get(kind, kind)].peak_tflops
+    return 0.0

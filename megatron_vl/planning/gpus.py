@@ -72,13 +72,10 @@ def read_local_calibration() -> Calibration | None:
 
     if kind_name in DATA_SHEETS or stored_calibration_path(kind_name).is_file():
         known_calibration = find_calibration(kind_name)
+        if memory_gib >= 0.95 * known_calibration.memory_gib:
+            return known_calibration
         # Some cards have less memory under a known name.
-        has_less_memory = memory_gib < 0.95 * known_calibration.memory_gib
-        return (
-            dataclasses.replace(known_calibration, memory_gib=memory_gib)
-            if has_less_memory
-            else known_calibration
-        )
+        return dataclasses.replace(known_calibration, memory_gib=memory_gib)
 
     return dataclasses.replace(
         shipped_calibration(),
@@ -103,7 +100,5 @@ def calibration_for_platform(platform_name: str) -> Calibration:
             one.
     """
     if platform_name == "cpu":
-        return (
-            find_calibration("cpu") if stored_calibration_path("cpu").is_file() else find_calibration("H200")
-        )
+        return find_calibration("cpu" if stored_calibration_path("cpu").is_file() else "H200")
     return read_local_calibration() or find_calibration("H200")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.planning.cost import PassTime, StepCosts
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, stage_memories
+from megatron_vl.planning.memory import RESERVE_GIB, peak_stage_gib, stage_memories
 from megatron_vl.planning.pipeline_timeline import pipeline_seconds
 from megatron_vl.planning.predict import chunk_times
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.layout import Layout, configured_layout
 
 MAX_SIMULATED_PASSES = 1500
 """A split with at most this many passes is judged by its timeline, and a longer one by the times of its
@@ -26,21 +26,16 @@ MAX_LAYER_MOVES = 60
 """Largest number of layers that are moved to improve a split."""
 
 
-def planned_layers(
-    step_costs: StepCosts, *, max_row_patches: int | None = None, skip_timelines: bool = False
-) -> tuple[int, ...]:
+def planned_layers(step_costs: StepCosts, *, skip_timelines: bool = False) -> tuple[int, ...]:
     """The split with the shortest step among those that fit the calibration's GPU.
 
     If none fits, it is the split whose fullest stage exceeds the memory least.
 
     Args:
         step_costs: its layout gives the sizes; ``layers_per_chunk`` is not read.
-        max_row_patches: patches of the fullest row, for memory; None: as many as a row can hold.
         skip_timelines: whether to judge splits by the times of their stages alone.
     """
-    return _SplitSearch(step_costs, max_row_patches, skip_timelines).improve_split(
-        balanced_layers(step_costs)
-    )
+    return _SplitSearch(step_costs, skip_timelines).improve_split(balanced_layers(step_costs))
 
 
 def unsplit_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
@@ -49,20 +44,8 @@ def unsplit_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
     Raises:
         LayoutError: the sizes are impossible.
     """
-    parallel_config = config.parallel
-    layers = [0] * (parallel_config.pp * parallel_config.vpp - 1) + [spec.language.num_layers]
-    is_decoupled = config.vision.placement == "decoupled"
-    return make_layout(
-        spec,
-        parallel_config.tp,
-        parallel_config.pp,
-        parallel_config.vpp,
-        layers,
-        parallel_config.ep,
-        parallel_config.etp,
-        is_decoupled,
-        parallel_config.cp,
-    )
+    empty_entries = config.parallel.pp * config.parallel.vpp - 1
+    return configured_layout(config, spec, [0] * empty_entries + [spec.language.num_layers])
 
 
 def balanced_layers(step_costs: StepCosts) -> tuple[int, ...]:
@@ -78,8 +61,11 @@ def balanced_layers(step_costs: StepCosts) -> tuple[int, ...]:
     # All entries have the overhead of their passes, so it does not matter for the split.
     pass_overhead = 2 * step_costs.calibration.pass_s
     layer_seconds = []
-    for layer_index in range(step_costs.spec.language.num_layers):
-        layer_seconds.append(step_costs.decoder_layer_time(layer_index).total_seconds)
+    num_layers = step_costs.spec.language.num_layers
+    for layer_index in range(num_layers):
+        single_layer = range(layer_index, layer_index + 1)
+        layer_time = step_costs.decoder_layers_time(single_layer)
+        layer_seconds.append(layer_time.total_seconds)
     return balance_layers(
         layer_seconds, first_seconds - pass_overhead, last_seconds - pass_overhead, entry_count
     )
@@ -123,7 +109,6 @@ class _SplitSearch:
     """Improves a split by moving single layers from one entry to another."""
 
     step_costs: StepCosts
-    max_row_patches: int | None
     skip_timelines: bool
 
     def improve_split(self, initial_layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -166,26 +151,24 @@ class _SplitSearch:
         step_costs = self.step_costs
         layout = dataclasses.replace(step_costs.layout, layers_per_chunk=layers)
         stage_memory_list = stage_memories(
-            step_costs.config, step_costs.spec, layout, step_costs.data_parallel_size, self.max_row_patches
+            step_costs.config,
+            step_costs.spec,
+            layout,
+            step_costs.data_parallel_size,
         )
-        fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
-        times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
-        micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-        lacking_gib = max(0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib)
-        return lacking_gib, self._pipeline_seconds(times_by_stage, micro_batches)
+        needed_gib = peak_stage_gib(stage_memory_list) + RESERVE_GIB
+        missing_gib = max(0.0, needed_gib - step_costs.calibration.memory_gib)
 
-    def _pipeline_seconds(self, times_by_stage: list[tuple[PassTime, ...]], micro_batches: int) -> float:
-        pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
-        if (
-            not self.skip_timelines
-            and 2
-            * pipeline_parallel_size
-            * virtual_pipeline_size
-            * min(micro_batches, 8 * pipeline_parallel_size)
-            <= MAX_SIMULATED_PASSES
-        ):
-            return pipeline_seconds(times_by_stage, micro_batches, self.step_costs.stage_message_seconds())
-        return quick_pipeline_seconds(times_by_stage, micro_batches, self.step_costs.stage_message_seconds())
+        simulated_micro_batches = min(step_costs.micro_batches, 8 * layout.pp)
+        pass_count = 2 * layout.pp * layout.vpp * simulated_micro_batches
+        pipeline_arguments = (
+            [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)],
+            step_costs.micro_batches,
+            step_costs.stage_message_seconds(),
+        )
+        if self.skip_timelines or pass_count > MAX_SIMULATED_PASSES:
+            return missing_gib, quick_pipeline_seconds(*pipeline_arguments)
+        return missing_gib, pipeline_seconds(*pipeline_arguments)
 
 
 def quick_pipeline_seconds(

@@ -27,11 +27,18 @@ from megatron_vl.planning.layer_split import (
     quick_pipeline_seconds,
     unsplit_layout,
 )
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, offloaded_fraction, parameter_bytes, stage_memories
+from megatron_vl.planning.memory import (
+    GIB,
+    RESERVE_GIB,
+    offloaded_fraction,
+    parameter_bytes,
+    peak_stage_gib,
+    stage_memories,
+)
 from megatron_vl.planning.predict import (
     RunPrediction,
     chunk_times,
-    predict_layout,
+    predict_from_costs,
     seconds_outside_pipeline,
     tower_and_step_overhead,
 )
@@ -78,8 +85,6 @@ class SearchRequest:
     calibration: Calibration
     row_statistics: RowStatistics
     network: Network = Network()
-    max_row_patches: int | None = None
-    """Patches of the fullest row, for memory; None: as many as a row can hold."""
     result_count: int = 8
     """Number of layouts to return."""
     max_tried_layouts: int = MAX_TRIED_LAYOUTS
@@ -99,6 +104,10 @@ class SearchRequest:
         measured_facts = self.row_statistics, self.calibration, self.network
         return StepCosts(config, self.spec, layout, data_parallel_size, *measured_facts)
 
+    def predict(self, config: TrainConfig, layout: Layout) -> RunPrediction:
+        """The prediction of a run on these GPUs with another config and layout."""
+        return predict_from_costs(self.step_costs(config, layout))
+
 
 @dataclass(frozen=True)
 class RejectedLayout:
@@ -114,8 +123,6 @@ class SearchResult:
 
     fitting_layouts: tuple[RunPrediction, ...]
     """Layouts that fit, fastest first."""
-    slowdown_reasons: tuple[str, ...]
-    """For each of them but the first, why it is slower than the first."""
     rejected_layouts: tuple[RejectedLayout, ...]
     """Layouts that would be faster and do not fit, fastest first."""
     combination_count: int
@@ -192,7 +199,6 @@ def _search_larger_shares(search_request: SearchRequest) -> SearchResult:
     )
     return SearchResult(
         tuple(best_predictions),
-        tuple(explain_slowdown(best_predictions[0], other) for other in best_predictions[1:]),
         tuple(tried_layouts.rejected_by_size.values())[:result_count],
         sum(group.combination_count for group in size_groups),
     )
@@ -320,7 +326,6 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
     except LayoutError:
         return math.inf
     step_costs = search_request.step_costs(config, layout)
-    micro_batches = config.global_batch_size // step_costs.data_parallel_size
     end_times = [step_costs.embedding_time(), step_costs.output_layer_time()] + (
         [] if layout.decoupled else [step_costs.vision_tower_time]
     )
@@ -330,9 +335,8 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
     ).total_seconds
     mean_stage_seconds = (all_layers_seconds + sum(end.total_seconds for end in end_times)) / layout.pp
     longest_end_seconds = max(end.total_seconds for end in end_times)  # one stage holds it
-    return micro_batches * (
-        max(mean_stage_seconds, longest_end_seconds) + wait_seconds
-    ) + tower_and_step_overhead(step_costs, micro_batches)
+    row_seconds = max(mean_stage_seconds, longest_end_seconds) + wait_seconds
+    return step_costs.micro_batches * row_seconds + tower_and_step_overhead(step_costs)
 
 
 def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Iterator[_LayoutCandidate]:
@@ -440,9 +444,8 @@ def _make_candidate(
     step_costs = search_request.step_costs(config, layout)
     layout = dataclasses.replace(layout, layers_per_chunk=balanced_layers(step_costs))
     times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(parallel_config.pp)]
-    micro_batches = config.global_batch_size // data_parallel_size
     quick_step_seconds = quick_pipeline_seconds(
-        times_by_stage, micro_batches, step_costs.stage_message_seconds()
+        times_by_stage, step_costs.micro_batches, step_costs.stage_message_seconds()
     ) + seconds_outside_pipeline(step_costs, layout, times_by_stage)
 
     return _LayoutCandidate(quick_step_seconds, candidate_number, config, layout, step_costs)
@@ -469,24 +472,19 @@ def _predict_if_fits(
     search_request: SearchRequest, candidate: _LayoutCandidate
 ) -> tuple[RunPrediction | None, str]:
     """(prediction, "") of a combination that fits; otherwise (None, the memory that it would take)."""
-    config, spec = candidate.config, search_request.spec
     layout, step_costs = candidate.layout, candidate.step_costs
     stage_memory_list = stage_memories(
-        config, spec, layout, step_costs.data_parallel_size, search_request.max_row_patches
+        candidate.config, search_request.spec, layout, step_costs.data_parallel_size
     )
     limit_gib = search_request.calibration.memory_gib - RESERVE_GIB
     mean_stage_gib = sum(memory.total_bytes for memory in stage_memory_list) / len(stage_memory_list) / GIB
-    fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
+    fullest_stage_gib = peak_stage_gib(stage_memory_list)
     if fullest_stage_gib > limit_gib and (layout.pp == 1 or mean_stage_gib > limit_gib):
         return None, f"{fullest_stage_gib:.0f} GiB on the fullest GPU"
     if fullest_stage_gib > limit_gib:
-        layout = dataclasses.replace(
-            layout,
-            layers_per_chunk=planned_layers(
-                step_costs, max_row_patches=search_request.max_row_patches, skip_timelines=True
-            ),
-        )
-    prediction = _predict_candidate(search_request, config, layout)
+        layers = planned_layers(step_costs, skip_timelines=True)
+        layout = dataclasses.replace(layout, layers_per_chunk=layers)
+    prediction = search_request.predict(candidate.config, layout)
     if search_request.fits(prediction):
         return prediction, ""
     if prediction.fits_memory:
@@ -494,32 +492,16 @@ def _predict_if_fits(
     return None, f"{prediction.peak_gib:.0f} GiB on the fullest GPU"
 
 
-def _predict_candidate(search_request: SearchRequest, config: TrainConfig, layout: Layout) -> RunPrediction:
-    return predict_layout(
-        config,
-        search_request.spec,
-        search_request.world_size,
-        layout,
-        row_statistics=search_request.row_statistics,
-        calibration=search_request.calibration,
-        network=search_request.network,
-        patch_count=search_request.max_row_patches,
-    )
-
-
 def _refine_split(search_request: SearchRequest, original_prediction: RunPrediction) -> RunPrediction:
     """The same sizes with the split that a run without ``parallel.layers`` gets."""
     if original_prediction.layout.pp == 1:
         return original_prediction
-    step_costs = search_request.step_costs(original_prediction.config, original_prediction.layout)
-    layers = planned_layers(step_costs, max_row_patches=search_request.max_row_patches)
-    if layers == original_prediction.layout.layers_per_chunk:
+    config, layout = original_prediction.config, original_prediction.layout
+    layers = planned_layers(search_request.step_costs(config, layout))
+    if layers == layout.layers_per_chunk:
         return original_prediction
-    refined_prediction = _predict_candidate(
-        search_request,
-        original_prediction.config,
-        dataclasses.replace(original_prediction.layout, layers_per_chunk=layers),
-    )
+    refined_layout = dataclasses.replace(layout, layers_per_chunk=layers)
+    refined_prediction = search_request.predict(config, refined_layout)
     return refined_prediction if search_request.fits(refined_prediction) else original_prediction
 
 
@@ -528,18 +510,15 @@ def _refine_split(search_request: SearchRequest, original_prediction: RunPredict
 
 def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
     """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
-    dense_sizes = {
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-        "vpp": layout.vpp,
-        "dp": data_parallel_size,
-    }
-    dense_text = " ".join(f"{name}{size}" for name, size in dense_sizes.items() if size > 1) or "one GPU"
+
+    def sizes_text(*names: str) -> str:
+        sizes = {name: getattr(layout, name, data_parallel_size) for name in names}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+
+    dense_text = sizes_text("tp", "cp", "pp", "vpp", "dp") or "one GPU"
     if layout.key_ranks > 1:
         dense_text += f", {layout.key_ranks} ranks gather keys"
-    expert_sizes = {"ep": layout.ep, "etp": layout.etp}
-    further_parts = [" ".join(f"{name}{size}" for name, size in expert_sizes.items() if size > 1)]
+    further_parts = [sizes_text("ep", "etp")]
     recompute_config = config.recompute
     language_mode = (
         "activation"
@@ -578,15 +557,8 @@ def _mean_stage_seconds(
 ) -> float:
     """Seconds of the mean stage's passes in a step."""
     layout = prediction.layout
-    step_costs = StepCosts(
-        run_config,
-        prediction.spec,
-        layout,
-        prediction.data_parallel_size,
-        prediction.row_statistics,
-        calibration,
-        prediction.network,
-    )
+    facts = prediction.spec, layout, prediction.data_parallel_size, prediction.row_statistics
+    step_costs = StepCosts(run_config, *facts, calibration, prediction.network)
     times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
     row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
     return prediction.micro_batches * row_seconds / layout.pp

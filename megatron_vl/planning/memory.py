@@ -38,7 +38,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
+from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
 from megatron_vl.kernels.sizes import (
     DELTA_CHUNK,
     LOSS_CHUNK_TOKENS,
@@ -46,6 +46,7 @@ from megatron_vl.kernels.sizes import (
     STATE_CHUNKS_ON_GPU,
 )
 from megatron_vl.kernels.tower_heads import has_kernels
+from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
     MatrixAdapter,
@@ -53,6 +54,7 @@ from megatron_vl.planning.layer_kinds import (
     layer_kinds,
     merger_adapters,
 )
+from megatron_vl.planning.schedule import in_flight_by_pass
 from megatron_vl.spec.adapters import (
     freeze_unadapted_parts,
     saved_modules,
@@ -64,7 +66,7 @@ from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
 GIB = 2**30
-GPU_MEMORY_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
+GPU_MEMORY_GIB = {f"{kind} ({sheet.marketed_gb} GB)": sheet.memory_gib for kind, sheet in DATA_SHEETS.items()}
 """The memory of a GPU that CUDA reports."""
 RESERVE_GIB = 8.0
 """GPU memory that an estimate must leave free."""
@@ -121,16 +123,7 @@ class StageMemory:
         }
 
 
-GPU_MEMORY_PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "vision",
-    "logits",
-    "rows",
-    "workspace",
-)
+GPU_MEMORY_PARTS = tuple("weights gradients optimizer activations vision logits rows workspace".split())
 
 
 def stage_memories(
@@ -151,12 +144,12 @@ def stage_memories(
     if patch_count is None:
         patch_count = min(most_patches, config.data.max_patches or most_patches)
     micro_batches = config.global_batch_size // data_parallel_size
-    estimator = _ActivationEstimator.for_run(config, spec, layout, patch_count)
-    parameter_memories = [
-        _parameter_memory(config, spec, layout, stage, data_parallel_size, estimator.bytes_per_element)
-        for stage in range(layout.pp)
-    ]
-    return [_add_activations(estimator, parameters, micro_batches) for parameters in parameter_memories]
+    estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, patch_count)
+    stages = []
+    for pipeline_stage in range(layout.pp):
+        stage_memory = _stage_memory(estimator, pipeline_stage, data_parallel_size, micro_batches)
+        stages.append(stage_memory)
+    return stages
 
 
 def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
@@ -164,11 +157,18 @@ def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
     return max(stage.total_bytes for stage in stage_memories_list) / GIB
 
 
-def _add_activations(
-    estimator: _ActivationEstimator, parameter_memory: StageMemory, micro_batches: int
+def _stage_memory(
+    estimator: _ActivationEstimator, pipeline_stage: int, data_parallel_size: int, micro_batches: int
 ) -> StageMemory:
-    """Adds activations and rows to the memory of a stage's parameters."""
-    pipeline_stage = parameter_memory.pipeline_stage
+    config = estimator.config
+    layout = estimator.layout
+    parameter_counts = stage_parameters(config, estimator.spec, layout, pipeline_stage, data_parallel_size)
+    owned_count = parameter_counts.owned_count
+    offload_fraction = offloaded_fraction(config)
+    gpu_state_bytes, host_state_bytes = optimizer_state_bytes(config)
+    offloaded_bytes = host_state_bytes * owned_count * offload_fraction
+    optimizer_bytes = gpu_state_bytes * owned_count * (1 - offload_fraction)
+
     stage_activations = _StageActivations.at_peak(estimator, pipeline_stage, micro_batches)
     # A recomputed decoder layer, the logits and a recomputed vision layer never exist at the same time: the
     # logits are gone before the first layer is recomputed. Each part states what it adds to those before it.
@@ -178,26 +178,29 @@ def _add_activations(
     logits_bytes = largest_transient - recomputed_bytes
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
-    if estimator.layout.decoupled:
+    if layout.decoupled:
         replicated_tower = estimator.replicated_tower(micro_batches)
         vision_bytes = replicated_tower.decoupled_tower_bytes(
             activation_bytes + logits_bytes, micro_batches * estimator.patch_count * (pipeline_stage == 0)
         )
         rows_bytes += replicated_tower.row_bytes(includes_pixels=True)
     else:
-        vision_bytes = stage_activations.tower_bytes(largest_transient, estimator.model_config.freeze_vision)
+        vision_bytes = stage_activations.tower_bytes(largest_transient, config.model.freeze_vision)
 
     # Offloaded state passes through the GPU where activations were before.
-    state_bytes = min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, parameter_memory.host_bytes)
+    state_bytes = min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, offloaded_bytes)
     streamed_state_bytes = max(0.0, state_bytes - (activation_bytes + vision_bytes + logits_bytes))
-    return dataclasses.replace(
-        parameter_memory,
-        optimizer=parameter_memory.optimizer + streamed_state_bytes,
+    return StageMemory(
+        pipeline_stage,
+        weights=estimator.bytes_per_element * parameter_counts.parameter_count,
+        gradients=4 * parameter_counts.trained_count,
+        optimizer=optimizer_bytes + streamed_state_bytes,
         activations=activation_bytes,
         vision=vision_bytes,
         logits=logits_bytes,
         rows=rows_bytes,
         micro_batches_in_flight=sum(stage_activations.in_flight_counts),
+        host_bytes=offloaded_bytes,
         host_input_bytes=stage_activations.host_bytes,
     )
 
@@ -365,34 +368,11 @@ def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_p
     counts = counts_by_section["before", spec.language.num_layers]
     for section_name in ("vision", "embedding", "head"):
         counts += counts_by_section[section_name, -1]
-    bytes_per_element = 2 if config.dtype == "bfloat16" else 4
     state, _ = optimizer_state_bytes(config)
     return (
-        bytes_per_element * counts.parameter_count
+        bytes_per_element(config) * counts.parameter_count
         + 4 * counts.trained_count
         + state * counts.owned_count * (1 - offloaded_fraction(config))
-    )
-
-
-def _parameter_memory(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    pipeline_stage: int,
-    data_parallel_size: int,
-    bytes_per_element: int,
-) -> StageMemory:
-    parameter_counts = stage_parameters(config, spec, layout, pipeline_stage, data_parallel_size)
-    offload_fraction = offloaded_fraction(config)
-    gpu_state_bytes, host_state_bytes = optimizer_state_bytes(config)
-    offloaded_bytes = host_state_bytes * parameter_counts.owned_count * offload_fraction
-    optimizer_bytes = gpu_state_bytes * parameter_counts.owned_count * (1 - offload_fraction)
-    return StageMemory(
-        pipeline_stage,
-        bytes_per_element * parameter_counts.parameter_count,
-        4 * parameter_counts.trained_count,
-        optimizer_bytes,
-        host_bytes=offloaded_bytes,
     )
 
 
@@ -407,6 +387,11 @@ def optimizer_state_bytes(config: TrainConfig) -> tuple[int, int]:
     if config.optimizer.moments_dtype == "bfloat16":
         return 4 + half_weight_bytes, 4 + half_weight_bytes
     return 8 + 2 * half_weight_bytes, 8 + half_weight_bytes
+
+
+def bytes_per_element(config: TrainConfig) -> int:
+    """Bytes of an element of the model's weights and activations."""
+    return 2 if config.dtype == "bfloat16" else 4
 
 
 def offloaded_fraction(config: TrainConfig) -> float:
@@ -448,30 +433,20 @@ class _ActivationBytes:
 class _ActivationEstimator:
     """Computes the bytes of the activations of one micro-batch on one rank."""
 
-    model_config: ModelConfig
-    recompute_config: RecomputeConfig
-    vision_config: VisionConfig
-    lora: LoraConfig
-    sequence_parallel: bool
-    seq_len: int
-    """Tokens of a row on one rank."""
+    config: TrainConfig
+    """In a run with LoRA, the parts without adapters are frozen."""
     spec: ModelSpec
     layout: Layout
-    bytes_per_element: int
     patch_count: int
 
-    @staticmethod
-    def for_run(
-        config: TrainConfig, spec: ModelSpec, layout: Layout, patch_count: int
-    ) -> _ActivationEstimator:
-        bytes_per_element = 2 if config.dtype == "bfloat16" else 4
-        shares_tokens = config.parallel.sequence_parallel
-        config = freeze_unadapted_parts(config, spec)
-        config_sections = config.model, config.recompute, config.vision, config.lora
-        tokens = config.data.seq_len // layout.cp
-        return _ActivationEstimator(
-            *config_sections, shares_tokens, tokens, spec, layout, bytes_per_element, patch_count
-        )
+    @functools.cached_property
+    def seq_len(self) -> int:
+        """Tokens of a row on one rank."""
+        return self.config.data.seq_len // self.layout.cp
+
+    @functools.cached_property
+    def bytes_per_element(self) -> int:
+        return bytes_per_element(self.config)
 
     def replicated_tower(self, micro_batches: int) -> _ActivationEstimator:
         """The estimator of a tower on every rank, which encodes an even share of the pictures of a step."""
@@ -490,19 +465,19 @@ class _ActivationEstimator:
     @property
     def _sequence_parallel_size(self) -> int:
         """Number of ranks that share the tokens between the linears of a decoder layer."""
-        return self.layout.tp if self.sequence_parallel else 1
+        return self.layout.tp if self.config.parallel.sequence_parallel else 1
 
     def chunk_bytes(self, pipeline_stage: int, chunk_index: int) -> _ActivationBytes:
         """The activations of one chunk of the language model for one micro-batch."""
         language_spec = self.spec.language
         layout = self.layout
-        recompute_config = self.recompute_config
+        recompute_config = self.config.recompute
         is_first_chunk = pipeline_stage + chunk_index == 0
         is_last_chunk = pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1
         bytes_per_feature = self.bytes_per_element * self.seq_len
         hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
         chunk_layers = layout.chunk_layers(pipeline_stage, chunk_index)
-        kinds_of_layers = layer_kinds(self.spec, self.lora)[chunk_layers.start : chunk_layers.stop]
+        kinds_of_layers = layer_kinds(self.spec, self.config.lora)[chunk_layers.start : chunk_layers.stop]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
@@ -532,12 +507,16 @@ class _ActivationEstimator:
     @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
         """Elements of one token in a decoder layer of each kind."""
-        return {kind: self._decoder_layer_elements(kind) for kind in set(layer_kinds(self.spec, self.lora))}
+        elements_by_kind = {}
+        for kind in layer_kinds(self.spec, self.config.lora):
+            if kind not in elements_by_kind:
+                elements_by_kind[kind] = self._decoder_layer_elements(kind)
+        return elements_by_kind
 
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
         language_spec = self.spec.language
-        recomputed_modules = self.recompute_config.selected_modules
+        recomputed_modules = self.config.recompute.selected_modules
         attention_elements = (
             self._linear_attention_elements(kind, recomputed_modules)
             if kind.has_linear_attention
@@ -563,7 +542,7 @@ class _ActivationEstimator:
     @property
     def _trains_language(self) -> bool:
         """Whether the language model's own matrices are trained."""
-        return not (self.lora.rank or self.model_config.freeze_language)
+        return not (self.config.lora.rank or self.config.model.freeze_language)
 
     def _keeps_input(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, is_trained: bool) -> bool:
         """Whether autograd keeps the input of a matrix, for the gradient of the matrix or of its adapter.
@@ -571,7 +550,7 @@ class _ActivationEstimator:
         With dropout, the adapter keeps a copy instead (:meth:`_adapter_elements_of`).
         """
         return is_trained or (
-            not self.lora.dropout and any(adapter.matrix_name == matrix_name for adapter in adapters)
+            not self.config.lora.dropout and any(adapter.matrix_name == matrix_name for adapter in adapters)
         )
 
     def _keeps_activation(
@@ -603,7 +582,7 @@ class _ActivationEstimator:
             return self.spec.language.moe.top_k * self.layout.etp * adapter.rank_sum / sequence_parallel_size
         rank_elements = adapter.rank_sum / (sequence_parallel_size if adapter.is_row_parallel else 1)
         input_ranks = tensor_parallel_size if adapter.is_row_parallel else sequence_parallel_size
-        dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.lora.dropout)
+        dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.config.lora.dropout)
         return rank_elements + dropout_widths * adapter.columns / input_ranks
 
     def _attention_elements(self, kind: LayerKind) -> float:
@@ -701,7 +680,7 @@ class _ActivationEstimator:
     def vision_tower_bytes(self) -> _ActivationBytes:
         """The activations of the tower for one row's patches. The tower has no sequence parallelism."""
         vision_spec = self.spec.vision
-        model_config = self.model_config
+        model_config = self.config.model
         bytes_per_feature = self.bytes_per_element * self.patch_count
         layer_bytes = [
             bytes_per_feature * self._vision_layer_elements(vision_spec, layer)
@@ -717,12 +696,12 @@ class _ActivationEstimator:
             )
         trains_patch_embed = self._trains_tower or "model.visual.patch_embed" in self._whole_modules
         kept_bytes = merger_bytes + pixel_bytes * trains_patch_embed
-        if self.recompute_config.vision == "full":
+        if self.config.recompute.vision == "full":
             recomputed_bytes = _ActivationBytes.of_recomputed_layers(
                 vision_spec.num_layers,
                 bytes_per_feature * vision_spec.hidden_size,
                 max(layer_bytes),
-                self.recompute_config.offload_inputs,
+                self.config.recompute.offload_inputs,
             )
             return dataclasses.replace(recomputed_bytes, kept_bytes=recomputed_bytes.kept_bytes + kept_bytes)
 
@@ -731,20 +710,20 @@ class _ActivationEstimator:
     @property
     def _trains_tower(self) -> bool:
         """Whether the tower's own matrices are trained."""
-        return not (self.lora.rank or self.model_config.freeze_vision)
+        return not (self.config.lora.rank or self.config.model.freeze_vision)
 
     @property
     def _whole_modules(self) -> set[str]:
         """The released names of the modules that are trained whole beside adapters."""
-        return set(saved_modules(self.spec, self.lora).values())
+        return set(saved_modules(self.spec, self.config.lora).values())
 
     def _merger_elements(self) -> float:
         """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
         vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
-        trains_merger = not self.lora.rank or "model.visual.merger" in self._whole_modules
-        keeps_norm_input = trains_merger or not self.model_config.freeze_vision
+        trains_merger = not self.config.lora.rank or "model.visual.merger" in self._whole_modules
+        keeps_norm_input = trains_merger or not self.config.model.freeze_vision
         elements = 0.0
-        for adapters in merger_adapters(self.spec, self.lora):
+        for adapters in merger_adapters(self.spec, self.config.lora):
             keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
             elements += vision_spec.hidden_size * (
                 1 + keeps_norm_input + (1 + keeps_activation) / tensor_parallel_size
@@ -762,18 +741,21 @@ class _ActivationEstimator:
             pipeline_bytes: bytes of the pipeline's activations.
             placed_patches: number of patches whose features and gradients this stage holds.
         """
-        vision_spec, vision_config = self.spec.vision, self.vision_config
-        is_frozen = self.model_config.freeze_vision and self.model_config.freeze_merger
-        frozen_model = dataclasses.replace(self.model_config, freeze_vision=True, freeze_merger=True)
+        vision_spec = self.spec.vision
+        vision_config = self.config.vision
+        model_config = self.config.model
+        is_frozen = model_config.freeze_vision and model_config.freeze_merger
+        frozen_model = dataclasses.replace(model_config, freeze_vision=True, freeze_merger=True)
+        frozen_config = dataclasses.replace(self.config, model=frozen_model)
 
-        def peak(patch_count: int, model_config: ModelConfig) -> float:
+        def peak(patch_count: int, config: TrainConfig) -> float:
             tower_activations = dataclasses.replace(
-                self, model_config=model_config, patch_count=min(self.patch_count, patch_count)
+                self, config=config, patch_count=min(self.patch_count, patch_count)
             ).vision_tower_bytes()
             return tower_activations.kept_bytes + tower_activations.transient_bytes
 
-        encode_bytes = peak(vision_config.encode_patches, frozen_model)
-        backward_bytes = 0.0 if is_frozen else peak(vision_config.backward_patches, self.model_config)
+        encode_bytes = peak(vision_config.encode_patches, frozen_config)
+        backward_bytes = 0.0 if is_frozen else peak(vision_config.backward_patches, self.config)
         feature_bytes_per_patch = (
             self.bytes_per_element
             * (1 + len(vision_spec.deepstack_layers))
@@ -785,14 +767,9 @@ class _ActivationEstimator:
 
         kept_bytes = 0.0
         if not is_frozen:
-            most_kept_patches = (
-                self.patch_count if self.model_config.freeze_vision else vision_config.keep_patches
-            )
-            kept_bytes = (
-                dataclasses.replace(self, patch_count=min(self.patch_count, most_kept_patches))
-                .vision_tower_bytes()
-                .kept_bytes
-            )
+            most_kept_patches = self.patch_count if model_config.freeze_vision else vision_config.keep_patches
+            kept_patches = min(self.patch_count, most_kept_patches)
+            kept_bytes = dataclasses.replace(self, patch_count=kept_patches).vision_tower_bytes().kept_bytes
         # Kept activations exist during the pipeline's passes and the first pass of other pictures. Their own
         # backward pass comes first and frees them.
         return feature_bytes + max(
@@ -802,31 +779,25 @@ class _ActivationEstimator:
         )
 
     def _vision_layer_elements(self, vision_spec: VisionSpec, layer_index: int) -> float:
-        model, tensor_parallel_size = self.model_config, self.layout.tp
+        model, tensor_parallel_size = self.config.model, self.layout.tp
+        # ``auto`` means ``triton`` on GPUs where megatron_vl.models.attention.choose_backend says so. That
+        # module takes seconds to import.
+        attention_backend = model.vision_attention
+        takes_kernels = self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
+        if attention_backend == "auto" and takes_kernels:
+            attention_backend = "triton"
         if not vision_spec.is_full_attention(layer_index) and model.window_attention != "backend":
-            attention_elements = (
-                4.0 * vision_spec.hidden_size
-            )  # one kernel from the fused QKV output to the attention's output
-        elif (
-            model.vision_attention == "triton"
-            or model.vision_attention == "auto"
-            and self._uses_triton_kernels(vision_spec)
-        ):
-            # likewise, from rotated copies
-            attention_elements = (
-                4.0 * vision_spec.hidden_size + vision_spec.num_heads * 4 / self.bytes_per_element
-            )
+            # One kernel from the fused QKV output to the attention's output.
+            attention_elements = 4.0 * vision_spec.hidden_size
         else:
-            value_elements = (
-                vision_spec.hidden_size if model.vision_attention == "te" else 3 * vision_spec.hidden_size
-            )
-            attention_elements = (
-                3 * vision_spec.hidden_size
-                + value_elements
-                + vision_spec.num_heads * 4 / self.bytes_per_element
-            )
-        adapters = block_adapters(self.spec, self.lora, layer_index)
-        keeps_activation = self.recompute_config.vision != "activation" and self._keeps_input(
+            # Our kernels keep rotated copies and the output. Others keep v, or all of the fused output, too.
+            kept_widths = 6.0
+            if attention_backend in ("triton", "te"):
+                kept_widths = 4.0
+            log_sum_exp = vision_spec.num_heads * 4 / self.bytes_per_element
+            attention_elements = kept_widths * vision_spec.hidden_size + log_sum_exp
+        adapters = block_adapters(self.spec, self.config.lora, layer_index)
+        keeps_activation = self.config.recompute.vision != "activation" and self._keeps_input(
             adapters, "mlp.linear_fc2", self._trains_tower
         )
         mlp_matrices = (2 if vision_spec.gated_mlp else 1) + keeps_activation
@@ -835,11 +806,6 @@ class _ActivationEstimator:
             + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / tensor_parallel_size
             + sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
         )
-
-    def _uses_triton_kernels(self, vision_spec: VisionSpec) -> bool:
-        """Whether ``auto`` means ``triton`` on GPUs, like
-        :func:`megatron_vl.models.attention.choose_backend`, whose module takes seconds to import."""
-        return self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
 
     def row_bytes(self, includes_pixels: bool) -> float:
         """Bytes of one row on the device.
@@ -921,59 +887,7 @@ def _sum_in_flight(in_flight_counts: tuple[int, ...], bytes_by_chunk: list[float
     )
 
 
-# --- Schedule -----------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=4096)
-def _in_flight_states(
-    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
-) -> tuple[tuple[int, ...], ...]:
-    """The different states of :func:`in_flight_by_pass`, in order."""
-    return tuple(
-        dict.fromkeys(
-            in_flight_by_pass(pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches)
-        )
-    )
-
-
-def warmup_forward_passes(
-    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
-) -> int:
-    """Number of forward passes of a stage before its first backward pass."""
-    pass_count = (
-        (pipeline_parallel_size - pipeline_stage - 1) * 2
-        + (virtual_pipeline_size - 1) * pipeline_parallel_size
-        if virtual_pipeline_size > 1
-        else pipeline_parallel_size - pipeline_stage - 1
-    )
-    return min(pass_count, micro_batches * virtual_pipeline_size)
-
-
-def in_flight_by_pass(
-    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
-) -> list[tuple[int, ...]]:
-    """The number of micro-batches in flight in each chunk of a stage, after every forward pass of a step.
-
-    The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up
-    forward passes, then alternating forward and backward passes, then the remaining backward passes. With
-    interleaving, the chunks take turns of ``pipeline_parallel_size`` micro-batches each. Backward passes go
-    from the last chunk to the first.
-    """
-    pass_count = micro_batches * virtual_pipeline_size
-    chunk_order = (
-        [(i // pipeline_parallel_size) % virtual_pipeline_size for i in range(pass_count)]
-        if virtual_pipeline_size > 1
-        else [0] * pass_count
-    )
-    warmup_passes = warmup_forward_passes(
-        pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches
-    )
-    in_flight_counts = [0] * virtual_pipeline_size
-    recorded_states = []
-    for forward_index, chunk_index in enumerate(chunk_order):
-        in_flight_counts[chunk_index] += 1
-        recorded_states.append(tuple(in_flight_counts))
-        backward_index = forward_index - warmup_passes
-        if backward_index >= 0:
-            in_flight_counts[virtual_pipeline_size - 1 - chunk_order[backward_index]] -= 1
-    return recorded_states
+def _in_flight_states(*schedule_sizes: int) -> tuple[tuple[int, ...], ...]:
+    """The different states of :func:`~megatron_vl.planning.schedule.in_flight_by_pass`, in order."""
+    return tuple(dict.fromkeys(in_flight_by_pass(*schedule_sizes)))

@@ -12,7 +12,6 @@ from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.layout_search import SearchRequest, changed_options_text, search_fastest_fit
 from megatron_vl.planning.memory import RESERVE_GIB, peak_stage_gib, stage_memories
 from megatron_vl.planning.offload_fraction import least_offload_fraction, resolve_offload_fraction
-from megatron_vl.planning.predict import RunPrediction
 from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -82,33 +81,7 @@ def fitting_options_advice(
     keep_parallel_sizes: bool = False,
     host_gib: float = math.inf,
 ) -> str:
-    """A sentence with the options of the fastest layout that fits, from the planner."""
-    fitting_prediction = fastest_fitting_layout(
-        config,
-        spec,
-        world_size,
-        calibration,
-        keep_parallel_sizes=keep_parallel_sizes,
-        host_gib=host_gib,
-    )
-    if fitting_prediction is None:
-        return f"No layout of {world_size} GPUs fits: take more, or lower data.seq_len or data.max_patches."
-    return (
-        f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)}"
-        f" ({fitting_prediction.peak_gib:.0f} GiB)."
-    )
-
-
-def fastest_fitting_layout(
-    config: TrainConfig,
-    spec: ModelSpec,
-    world_size: int,
-    calibration: Calibration,
-    *,
-    keep_parallel_sizes: bool = False,
-    host_gib: float = math.inf,
-) -> RunPrediction | None:
-    """The planner's choice for the same model, rows and GPUs; None if nothing fits.
+    """A sentence with the options of the fastest layout that fits the same model, rows and GPUs.
 
     Args:
         keep_parallel_sizes: whether to keep the run's parallel sizes if they fit with another split,
@@ -117,7 +90,12 @@ def fastest_fitting_layout(
     """
     rows = make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
     search_request = SearchRequest(config, spec, world_size, calibration, rows, host_gib=host_gib)
-    same_size_prediction = (
+    fitting_prediction = (
         search_fastest_fit(search_request, keep_parallel_sizes=True) if keep_parallel_sizes else None
+    ) or search_fastest_fit(search_request)
+    if fitting_prediction is None:
+        return f"No layout of {world_size} GPUs fits: take more, or lower data.seq_len or data.max_patches."
+    return (
+        f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)}"
+        f" ({fitting_prediction.peak_gib:.0f} GiB)."
     )
-    return same_size_prediction or search_fastest_fit(search_request)

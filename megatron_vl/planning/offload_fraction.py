@@ -31,15 +31,9 @@ def least_offload_fraction(
     """
     for step in range(FRACTION_STEPS + 1):
         offload_fraction = step / FRACTION_STEPS
-        if (
-            peak_stage_gib(
-                stage_memories(
-                    with_offload_fraction(config, offload_fraction), spec, layout, data_parallel_size
-                )
-            )
-            + RESERVE_GIB
-            <= gpu_gib
-        ):
+        tried_config = with_offload_fraction(config, offload_fraction)
+        stages = stage_memories(tried_config, spec, layout, data_parallel_size)
+        if peak_stage_gib(stages) + RESERVE_GIB <= gpu_gib:
             return offload_fraction
     return None
 
@@ -56,11 +50,9 @@ def largest_offload_fraction(
     stages = stage_memories(whole_config, spec, layout, data_parallel_size)
     full_offload_gib = max(stage.host_bytes for stage in stages) / GIB
     free_gib = max(0.0, host_gib - max(stage.host_input_bytes for stage in stages) / GIB)
-    return (
-        1.0
-        if full_offload_gib <= free_gib
-        else math.floor(FRACTION_STEPS * free_gib / full_offload_gib) / FRACTION_STEPS
-    )
+    if full_offload_gib <= free_gib:
+        return 1.0
+    return math.floor(FRACTION_STEPS * free_gib / full_offload_gib) / FRACTION_STEPS
 
 
 def resolve_offload_fraction(

@@ -1,29 +1,17 @@
 """The timeline of a step's pipeline: the start and end of each pass on each stage.
 
-The order of passes on a stage is Megatron-core's. :func:`stage_passes` lists it, and
-:func:`megatron_vl.planning.memory.in_flight_by_pass` counts the micro-batches in flight. A pass begins when
-the stage's previous pass has ended and its own input has arrived. A forward pass waits for the same
-micro-batch of the previous chunk, and a backward pass for that of the next chunk.
+The order of passes on a stage is that of :mod:`.schedule`. A pass begins when the stage's previous pass has
+ended and its own input has arrived. A forward pass waits for the same micro-batch of the previous chunk, and
+a backward pass for that of the next chunk.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vl.planning.cost import PassTime
-from megatron_vl.planning.memory import warmup_forward_passes
-
-
-@dataclass(frozen=True, slots=True)
-class PipelinePass:
-    """One pass in the order of a stage."""
-
-    forward: bool
-    chunk_index: int
-    """Virtual chunk of the stage."""
-    micro_batch: int
+from megatron_vl.planning.schedule import PipelinePass, stage_passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,53 +35,6 @@ class PipelineTimeline:
     def total_seconds(self) -> float:
         """Seconds from the start of the first pass to the end of the last."""
         return max(span.end_seconds for span in self.pass_spans)
-
-    def busy_seconds(self, pipeline_stage: int) -> float:
-        """Seconds in which a stage computes, and does not wait."""
-        return sum(
-            span.end_seconds - span.start_seconds
-            for span in self.pass_spans
-            if span.pipeline_stage == pipeline_stage
-        )
-
-    @property
-    def bubble_share(self) -> float:
-        """Share of the stages' time in which they wait."""
-        available_seconds = self.stage_count * self.total_seconds
-        return (
-            1 - sum(self.busy_seconds(stage) for stage in range(self.stage_count)) / available_seconds
-            if available_seconds
-            else 0.0
-        )
-
-
-@functools.lru_cache(maxsize=512)
-def stage_passes(
-    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
-) -> tuple[PipelinePass, ...]:
-    """The passes of a stage in the order in which Megatron-core runs them."""
-    pass_count = micro_batches * virtual_pipeline_size
-
-    def nth(i: int, is_forward: bool) -> PipelinePass:
-        """The i-th forward or backward pass of the stage."""
-        if virtual_pipeline_size == 1:
-            return PipelinePass(is_forward, 0, i)
-        chunk = (i // pipeline_parallel_size) % virtual_pipeline_size
-        micro_batch = (
-            i // (pipeline_parallel_size * virtual_pipeline_size) * pipeline_parallel_size
-            + i % pipeline_parallel_size
-        )
-        return PipelinePass(
-            is_forward, chunk if is_forward else virtual_pipeline_size - 1 - chunk, micro_batch
-        )
-
-    warmup_passes = warmup_forward_passes(
-        pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches
-    )
-    pass_order = [nth(i, True) for i in range(warmup_passes)]
-    for i in range(pass_count - warmup_passes):
-        pass_order += [nth(warmup_passes + i, True), nth(i, False)]
-    return (*pass_order, *[nth(i, False) for i in range(pass_count - warmup_passes, pass_count)])
 
 
 def simulate_pipeline(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import TrainConfig, validate_config
-from megatron_vl.planning.calibration import Calibration, shipped_calibration
-from megatron_vl.planning.cost import Network, PassTime, StepCosts
+from megatron_vl.planning.calibration import Calibration
+from megatron_vl.planning.cost import Network, PassTime, StepCosts, run_costs
 from megatron_vl.planning.flops import row_flops
 from megatron_vl.planning.memory import (
     GIB,
@@ -23,7 +23,7 @@ from megatron_vl.planning.memory import (
     stage_parameters,
 )
 from megatron_vl.planning.pipeline_timeline import PipelineTimeline, pipeline_seconds, simulate_pipeline
-from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
+from megatron_vl.planning.row_statistics import RowStatistics
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
@@ -106,21 +106,28 @@ class RunPrediction:
 
     @property
     def mfu(self) -> float:
-        """FLOPs that training needs, as a share of the peak."""
-        model_flops = self.config.global_batch_size * mean_row_flops(
-            self.config, self.spec, self.row_statistics
+        """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
+        model_flops = self.config.global_batch_size * statistics.mean(
+            row_flops(
+                self.spec,
+                self.config.model,
+                list(row.document_lengths),
+                list(row.frame_lengths),
+                list(row.window_lengths),
+                row.loss_tokens,
+                self.config.lora,
+            ).total
+            for row in self.row_statistics.row_shapes
         )
         return model_flops / (self.step_seconds * self.world_size * self.calibration.peak_tflops * 1e12)
 
     @property
     def bubble_share(self) -> float:
         """Share of the pipeline's time in which its stages wait."""
+        if not self.timeline_seconds:
+            return 0.0
         busy_seconds = self.micro_batches * sum(stage.seconds_per_row for stage in self.stage_plans)
-        return (
-            max(0.0, 1 - busy_seconds / (self.layout.pp * self.timeline_seconds))
-            if self.timeline_seconds
-            else 0.0
-        )
+        return max(0.0, 1 - busy_seconds / (self.layout.pp * self.timeline_seconds))
 
     @property
     def hours_per_billion_tokens(self) -> float:
@@ -188,32 +195,27 @@ def predict_layout(
     Raises:
         RunConfigError: the run is impossible.
     """
-    # What is not given is filled in, so that the prediction says which rows and rates it is for.
     data_parallel_size = validate_config(config, world_size)
-    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    calibration = calibration or shipped_calibration()
-    step_costs = StepCosts(
-        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
-    )
+    step_costs = run_costs(config, spec, layout, data_parallel_size, row_statistics, calibration, network)
+    return predict_from_costs(step_costs, patch_count)
 
-    stage_memory_list = stage_memories(config, spec, layout, data_parallel_size, patch_count)
+
+def predict_from_costs(step_costs: StepCosts, patch_count: int | None = None) -> RunPrediction:
+    """Adds up the time of a step: the pipeline, a decoupled tower, and what stages do after their passes."""
+    stage_memory_list = stage_memories(
+        step_costs.config, step_costs.spec, step_costs.layout, step_costs.data_parallel_size, patch_count
+    )
     stage_plans = tuple(
         _plan_stage(step_costs, memory, stage) for stage, memory in enumerate(stage_memory_list)
     )
-    return _predict_step(step_costs, stage_plans)
-
-
-def _predict_step(step_costs: StepCosts, stage_plans: tuple[StagePlan, ...]) -> RunPrediction:
-    """Adds up the time of a step: the pipeline, a decoupled tower, and what stages do after their passes."""
-    micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
     message_seconds = step_costs.stage_message_seconds()
     timeline_seconds = pipeline_seconds(
-        [stage.times_by_chunk for stage in stage_plans], micro_batches, message_seconds
+        [stage.times_by_chunk for stage in stage_plans], step_costs.micro_batches, message_seconds
     )
 
     # Stages end the step on their own: the slowest one decides. A tower on every rank runs before and after
     # the pipeline, so its time adds to the timeline.
-    decoupled_seconds = _decoupled_tower_seconds(step_costs, micro_batches)
+    decoupled_seconds = _decoupled_tower_seconds(step_costs)
     step_end_seconds = (
         max(stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans)
         + step_costs.calibration.step_s
@@ -224,7 +226,7 @@ def _predict_step(step_costs: StepCosts, stage_plans: tuple[StagePlan, ...]) -> 
         step_costs.spec,
         step_costs.layout,
         step_costs.data_parallel_size,
-        micro_batches,
+        step_costs.micro_batches,
         step_costs.row_statistics,
         step_costs.calibration,
         step_costs.network,
@@ -233,22 +235,6 @@ def _predict_step(step_costs: StepCosts, stage_plans: tuple[StagePlan, ...]) -> 
         decoupled_seconds,
         timeline_seconds,
         timeline_seconds + decoupled_seconds + step_end_seconds,
-    )
-
-
-def mean_row_flops(config: TrainConfig, spec: ModelSpec, row_statistics: RowStatistics) -> float:
-    """FLOPs that training needs for a row, as ``mfu`` of the trainer and of ``bench`` counts them."""
-    return statistics.mean(
-        row_flops(
-            spec,
-            config.model,
-            list(row.document_lengths),
-            list(row.frame_lengths),
-            list(row.window_lengths),
-            row.loss_tokens,
-            config.lora,
-        ).total
-        for row in row_statistics.row_shapes
     )
 
 
@@ -287,13 +273,12 @@ def seconds_outside_pipeline(
             _exposed_collective_seconds(step_costs, parameter_counts.trained_count, chunks)
             + step_costs.optimizer_seconds(parameter_counts, sum(chunks, PassTime())),
         )
-    micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-    return longest_seconds + tower_and_step_overhead(step_costs, micro_batches)
+    return longest_seconds + tower_and_step_overhead(step_costs)
 
 
-def tower_and_step_overhead(step_costs: StepCosts, micro_batches: int) -> float:
+def tower_and_step_overhead(step_costs: StepCosts) -> float:
     """Seconds of a step outside the pipeline's passes, the reduction of gradients and the update."""
-    return _decoupled_tower_seconds(step_costs, micro_batches) + step_costs.calibration.step_s
+    return _decoupled_tower_seconds(step_costs) + step_costs.calibration.step_s
 
 
 def _plan_stage(step_costs: StepCosts, stage_memory: StageMemory, pipeline_stage: int) -> StagePlan:
@@ -351,11 +336,11 @@ def _exposed_collective_seconds(
     return exposed_seconds
 
 
-def _decoupled_tower_seconds(step_costs: StepCosts, micro_batches: int) -> float:
+def _decoupled_tower_seconds(step_costs: StepCosts) -> float:
     """Seconds of a tower on all ranks: its passes before the pipeline, and its second ones after it."""
     if not step_costs.layout.decoupled:
         return 0.0
-    ranks = step_costs.layout.replica_ranks
+    ranks, micro_batches = step_costs.layout.replica_ranks, step_costs.micro_batches
     tower_time = step_costs.tower_time_at(1)
     is_trained = not (step_costs.model_config.freeze_vision and step_costs.model_config.freeze_merger)
     patches_per_rank = step_costs.row_statistics.mean_patches * micro_batches / ranks

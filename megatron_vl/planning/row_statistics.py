@@ -88,20 +88,16 @@ class RowStatistics:
     @cached_property
     def patch_spread(self) -> float:
         """Standard deviation of a row's patches as a share of their mean."""
-        return (
-            statistics.pstdev(sum(row.frame_lengths) for row in self.row_shapes) / self.mean_patches
-            if self.mean_patches
-            else 0.0
-        )
+        if not self.mean_patches:
+            return 0.0
+        return statistics.pstdev(sum(row.frame_lengths) for row in self.row_shapes) / self.mean_patches
 
     @cached_property
     def patches_error(self) -> float:
         """Standard error of the mean of a row's patches, as a share of it; 0 if the rows are no sample."""
-        return (
-            self.patch_spread / math.sqrt(len(self.row_shapes) - 1)
-            if self.is_sample and len(self.row_shapes) > 1
-            else 0.0
-        )
+        if not self.is_sample or len(self.row_shapes) == 1:
+            return 0.0
+        return self.patch_spread / math.sqrt(len(self.row_shapes) - 1)
 
     def head_tokens(self, seq_len: int, rank_count: int = 1) -> float:
         """Mean number of tokens for which one of the ranks that share a row computes the output layer.
@@ -150,15 +146,14 @@ def make_assumed_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> Ro
         picture_tokens, picture_patches, window_lengths = picture_shapes[picture_index % len(picture_shapes)]
         # Multiples of the golden ratio spread evenly over the lengths of text.
         text_length = TEXT_LENGTHS[int(picture_index * 0.6180339887 % 1 * len(TEXT_LENGTHS))]
-        is_full = sum(length for length, _, _ in open_documents) + picture_tokens + 2 + text_length > seq_len
-        is_full = (
-            is_full
-            or 0
-            < max_patches
-            < sum(document_patches for _, document_patches, _ in open_documents) + picture_patches
-        )
-        if is_full and open_documents:
-            row_shapes.append(_assumed_row(open_documents, picture_index))
+        # The row with this picture, its two marks and its text.
+        row_tokens = picture_tokens + 2 + text_length
+        row_patches = picture_patches
+        for document_tokens, document_patches, _ in open_documents:
+            row_tokens += document_tokens
+            row_patches += document_patches
+        if open_documents and (row_tokens > seq_len or 0 < max_patches < row_patches):
+            row_shapes.append(_assumed_row(open_documents))
             open_documents = []
             continue
         picture_index += 1
@@ -170,7 +165,7 @@ def make_assumed_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> Ro
     return RowStatistics(ASSUMED_ROWS_TEXT, tuple(row_shapes))
 
 
-def _assumed_row(documents: list[tuple[int, int, list[int]]], picture_index: int) -> RowShape:
+def _assumed_row(documents: list[tuple[int, int, list[int]]]) -> RowShape:
     text = statistics.mean(TEXT_LENGTHS)
     return RowShape(
         document_lengths=tuple(length for length, _, _ in documents),

@@ -1,4 +1,4 @@
-"""The layout of a run and the memory of its stages, for ``train``, ``doctor``, ``plan`` and ``bench``."""
+"""The layout of a run, for ``train``, ``doctor``, ``plan`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Literal
 
 from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.planning.calibration import Calibration, shipped_calibration
-from megatron_vl.planning.cost import Network, StepCosts
+from megatron_vl.planning.cost import Network, run_costs
 from megatron_vl.planning.layer_split import planned_layers, unsplit_layout
-from megatron_vl.planning.memory import StageMemory, stage_memories
-from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
+from megatron_vl.planning.row_statistics import RowStatistics
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, check_experts_use_sequence_parallel, make_layout
+from megatron_vl.spec.layout import Layout, check_experts_use_sequence_parallel, configured_layout
 
 
 def run_layout(
@@ -45,12 +44,7 @@ def run_layout(
     layers_origin = split_source(config, saved_layout, calibration)
     if layers_origin == "planned":
         layout = unsplit_layout(config, spec)
-        row_statistics = row_statistics or make_assumed_rows(
-            spec, config.data.seq_len, config.data.max_patches
-        )
-        step_costs = StepCosts(
-            config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
-        )
+        step_costs = run_costs(config, spec, layout, data_parallel_size, row_statistics, calibration, network)
         return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
 
     # Without layers, make_layout divides them evenly.
@@ -59,28 +53,7 @@ def run_layout(
         layers = parallel_config.layers
     elif layers_origin == "saved" and saved_layout is not None:
         layers = saved_layout.layers_per_chunk
-    return make_layout(
-        spec,
-        parallel_config.tp,
-        parallel_config.pp,
-        parallel_config.vpp,
-        layers,
-        parallel_config.ep,
-        parallel_config.etp,
-        config.vision.placement == "decoupled",
-        parallel_config.cp,
-    )
-
-
-def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
-    """Whether a run without ``parallel.layers`` keeps the split of a checkpoint's layout."""
-    parallel_config = config.parallel
-    is_decoupled = config.vision.placement == "decoupled"
-    return (saved_layout.pp, saved_layout.vpp, saved_layout.decoupled) == (
-        parallel_config.pp,
-        parallel_config.vpp,
-        is_decoupled,
-    )
+    return configured_layout(config, spec, layers)
 
 
 def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:
@@ -94,24 +67,8 @@ def split_source(
     """The origin of a run's split: its fields, its checkpoint, the planner, or an even division."""
     if config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return "given"
-    if saved_layout is not None and keeps_saved_split(config, saved_layout):
-        return "saved"
+    if saved_layout is not None:
+        saved_split = saved_layout.pp, saved_layout.vpp, saved_layout.decoupled
+        if saved_split == (config.parallel.pp, config.parallel.vpp, config.vision.placement == "decoupled"):
+            return "saved"
     return "planned" if rates_apply(config, calibration) else "even"
-
-
-def estimate_stage_memory(
-    config: TrainConfig,
-    spec: ModelSpec,
-    world_size: int,
-    patch_count: int | None = None,
-) -> list[StageMemory]:
-    """Estimates the peak memory of each pipeline stage of a run, first stage first.
-
-    Args:
-        patch_count: vision patches of the fullest row; None: as many as a row can hold.
-
-    Raises:
-        RunConfigError, LayoutError: the run is impossible.
-    """
-    layout = run_layout(config, spec, world_size)
-    return stage_memories(config, spec, layout, validate_config(config, world_size), patch_count)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vl.config import TrainConfig
 from megatron_vl.kernels.sizes import MAX_STATE_RANKS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import LayoutError, Sharding, TensorInfo, check_sharding
@@ -131,7 +132,11 @@ def make_layout(
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
 
     check_sharding(spec, Sharding(tp, ep, etp))
-    check_context_parallel(spec, cp)
+    if spec.language.linear_attention is not None and cp > MAX_STATE_RANKS:
+        raise LayoutError(
+            f"cp={cp}: {spec.family} has linear attention, in which each rank receives the states of all"
+            f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
+        )
     num_layers = spec.language.num_layers
     layers = _even_layers(num_layers, pp, vpp, decoupled) if layers is None else layers
     if len(layers) != pp * vpp:
@@ -143,6 +148,22 @@ def make_layout(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {num_layers} decoder layers"
         )
     return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp, cp // exchange_ranks(spec, tp, cp))
+
+
+def configured_layout(config: TrainConfig, spec: ModelSpec, layers: Sequence[int] | None) -> Layout:
+    """:func:`make_layout` with the sizes of a run."""
+    parallel_config = config.parallel
+    return make_layout(
+        spec,
+        parallel_config.tp,
+        parallel_config.pp,
+        parallel_config.vpp,
+        layers,
+        parallel_config.ep,
+        parallel_config.etp,
+        config.vision.placement == "decoupled",
+        parallel_config.cp,
+    )
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:
@@ -175,19 +196,6 @@ def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
     while cp % head_ranks or query_heads % math.lcm(key_value_heads, head_ranks):
         head_ranks -= 1
     return head_ranks
-
-
-def check_context_parallel(spec: ModelSpec, cp: int) -> None:
-    """Checks that the ranks which share a row can exchange what the model's linear attention needs.
-
-    Raises:
-        LayoutError: they cannot. The message says why, and which sizes are valid.
-    """
-    if spec.language.linear_attention is not None and cp > MAX_STATE_RANKS:
-        raise LayoutError(
-            f"cp={cp}: {spec.family} has linear attention, in which each rank receives the states of all"
-            f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
-        )
 
 
 def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:

@@ -215,12 +215,12 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
             live.spec.language.moe.num_experts,
             platform.device,
         )
-        gradients = collect_gradients(live.ddp_chunks, live.live_tensors, loss_tokens, live.grid, live.spec)
+        gradients = collect_gradients(live, loss_tokens)
         table = tensor_table(live.spec)
         cut = live.layout.sharding
         results[name] = {"load": load}
         for tensor, copies in gradients.items():
-            parts = [copies[0][part] for part in range(cut.num_shards(table[tensor]))]
+            parts = [copies[0][part]() for part in range(cut.num_shards(table[tensor]))]
             results[name][tensor] = join_shards(parts, table[tensor], cut)
 
     if dist.get_rank() == 0:

@@ -20,9 +20,9 @@ from megatron_vl.config import (
     validate_config,
 )
 from megatron_vl.planning.flops import recompute_flops, vision_forward_flops
-from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import model_part, tensor_table
+from tests.support.planned import estimate_stage_memory
 
 SPEC = read_spec(Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json")
 DECOUPLED = VisionConfig(placement="decoupled")

@@ -19,7 +19,7 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.planning.flops import (
-    _lora_weights,
+    _counted_weights,
     language_forward_flops,
     recompute_flops,
     row_flops,
@@ -181,7 +181,8 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     where = lengths([sample], spec)
     ours = row_flops(spec, ModelConfig(), *where, len(learnt(sample)), lora).total
     # transformers computes the other half of the squares, and no delta rule.
-    weights, forward = _lora_weights(spec, lora), language_forward_flops(spec.language, where[0], 0)
+    weights = _counted_weights(spec, ModelConfig(), lora)
+    forward = language_forward_flops(spec.language, where[0], 0)
     ours += weights.attention_share * forward.attention - weights.delta_rule_share * forward.delta_rule
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 

@@ -27,6 +27,7 @@ from megatron_vl.planning.memory import (
 from megatron_vl.planning.offload_fraction import least_offload_fraction
 from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.examples import ROOT, read_example
@@ -138,7 +139,7 @@ def test_autograd_keeps_what_is_estimated_of_a_frozen_tower(tiny_checkpoint, tmp
     kept[1] += 4 * spec.vision.out_hidden_size / spec.vision.merge_unit
     for names, kept_bytes in zip(targets, kept, strict=True):
         config = TrainConfig(lora=LoraConfig(rank=4, targets=names), dtype="float32")
-        estimator = _ActivationEstimator.for_run(config, spec, make_layout(spec), 1)
+        estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), 1)
         assert estimator.vision_tower_bytes().kept_bytes == pytest.approx(kept_bytes)
 
 
@@ -157,7 +158,7 @@ def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> Non
 
     def elements(targets: list[str]) -> list[float]:
         config = TrainConfig(lora=LoraConfig(rank=16, targets=targets))
-        estimator = _ActivationEstimator.for_run(config, spec, make_layout(spec), 0)
+        estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), 0)
         return sorted(estimator._elements_by_layer_kind.values())
 
     with_output, without = elements(["out_proj", "o_proj"]), elements(["in_proj_z", "k_proj"])
@@ -171,7 +172,7 @@ def test_frozen_experts_keep_no_input() -> None:
     elements = []
     for experts in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj"):
         config = TrainConfig(lora=LoraConfig(rank=16, targets=["q_proj", "in_proj_z", experts]))
-        estimator = _ActivationEstimator.for_run(config, spec, make_layout(spec), 0)
+        estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), 0)
         elements.append(min(estimator._elements_by_layer_kind.values()))
     both, down, shared = elements
     assert both - down == 8 * (2048 + 16)

@@ -10,6 +10,7 @@ import pytest
 from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.memory import _ActivationEstimator
+from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.support.ranks import run_module
@@ -33,7 +34,9 @@ def test_linear_attention_keeps_what_is_estimated(
     config["text_config"] |= heads
     spec = read_spec(config)
     config_of_run = TrainConfig(dtype="float32", data=DataConfig(seq_len=128 * cp))
-    sizes = _ActivationEstimator.for_run(config_of_run, spec, make_layout(spec, cp=cp), 0)
+    sizes = _ActivationEstimator(
+        freeze_unadapted_parts(config_of_run, spec), spec, make_layout(spec, cp=cp), 0
+    )
     estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True), set())
 
     width = spec.language.linear_attention.key_dim

@@ -18,11 +18,11 @@ from megatron_vl.planning.offload_fraction import (
     resolve_offload_fraction,
     with_offload_fraction,
 )
-from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.training.preflight import check_host_memory
 from tests.examples import HF_CONFIGS
+from tests.support.planned import estimate_stage_memory
 
 SHAPE = "--data.seq_len 8192 --global_batch_size 16 --recompute.vision full --recompute.language full"
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.cost import Network
+from megatron_vl.planning.memory import StageMemory, stage_memories
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.row_statistics import RowStatistics
 from megatron_vl.planning.run_layout import run_layout
@@ -41,6 +42,14 @@ def predict_run(
         network=network,
         patch_count=patches,
     )
+
+
+def estimate_stage_memory(
+    config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
+) -> list[StageMemory]:
+    """The peak memory of each pipeline stage of a run under its own layout, first stage first."""
+    layout = run_layout(config, spec, world_size)
+    return stage_memories(config, spec, layout, validate_config(config, world_size), patches)
 
 
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:

@@ -17,7 +17,7 @@ from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs, load_hf_for_training
-from toolkit.video_rule_options import VideoRuleOptions
+from toolkit.video_rules import VideoRuleOptions
 
 LONG = GridTHW(6, 4, 4, "video", 3.75)
 FAST = GridTHW(3, 4, 8, "video", 0.75)

@@ -15,13 +15,13 @@ import torch
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.models.attention import choose_backend
-from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, in_flight_by_pass, peak_stage_gib
-from megatron_vl.planning.run_layout import estimate_stage_memory
+from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, peak_stage_gib
+from megatron_vl.planning.schedule import in_flight_by_pass
 from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import tensor_table
 from tests.examples import EXAMPLES, HF_CONFIGS, read_example
-from tests.support.planned import cut, predict_run, stage_tensors
+from tests.support.planned import cut, estimate_stage_memory, predict_run, stage_tensors
 from tests.support.ranks import call
 from tests.toolkit.programs import built_examples
 

@@ -24,6 +24,7 @@ from megatron_vl.planning.memory import _ActivationEstimator
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.row_statistics import LOSS_MULTIPLE, RowShape, RowStatistics
 from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout, read_layout
 from megatron_vl.spec.tensors import LayoutError
@@ -296,8 +297,9 @@ def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     spec = read_spec("tests/hf_configs/Qwen3.5-9B.json")
     config = dataclasses.replace(_config(4, 32768), dtype="bfloat16", global_batch_size=8)
     shared = predict_layout(config, spec, 8, run_layout(config, spec, 8))
-    sizes = _ActivationEstimator.for_run(config, spec, shared.layout, 0)
-    alone = dataclasses.replace(sizes, layout=make_layout(spec))
+    sizes = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, shared.layout, 0)
+    quarter_row = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=32768 // 4))
+    alone = dataclasses.replace(sizes, config=quarter_row, layout=make_layout(spec))
     received_by_rank = sizes._delta_rule_bytes(spec.language) - alone._delta_rule_bytes(spec.language)
     assert received_by_rank == 4 * 4 * 2**20
 
@@ -356,7 +358,7 @@ def test_the_estimate_knows_what_attention_keeps(
     spec = read_spec(hf)
     layout = make_layout(spec, cp=2)
     config = dataclasses.replace(_config(2, 192), dtype="float32")
-    estimator = _ActivationEstimator.for_run(config, spec, layout, 0)
+    estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, 0)
     assert layout.key_ranks == key_ranks
     assert kept_elements == 96 * estimator._attention_elements(LayerKind(False, False))
 

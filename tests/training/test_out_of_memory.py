@@ -9,7 +9,6 @@ import pytest
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.planning.memory import RESERVE_GIB, peak_stage_gib
-from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.out_of_memory import (
     RankOutOfMemory,
@@ -19,6 +18,7 @@ from megatron_vl.training.out_of_memory import (
 )
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
+from tests.support.planned import estimate_stage_memory
 
 HF = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 TORCH = (

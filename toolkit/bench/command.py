@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from megatron_vl.errors import UserError
 from toolkit.launch import run_group
@@ -36,19 +34,21 @@ def bench(options: BenchOptions) -> int:
     rank_arguments = to_command_line(options, leave_out=COMMAND_ONLY_OPTIONS) + options.fields
     if options.processes:
         rank_arguments += ["--platform", "cpu"]
-    bench_figures = _launch_ranks(
-        world_size, rank_arguments, is_quiet=options.json, on_cpu=bool(options.processes)
-    )
-    if isinstance(bench_figures, int):
-        return bench_figures
-
-    if options.out:
-        figures_path = Path(options.out)
-        figures_path.parent.mkdir(parents=True, exist_ok=True)
-        figures_path.write_text(json.dumps(bench_figures, indent=2) + "\n")
-    if options.json:
-        print(json.dumps(bench_figures, indent=2))
-    return 0
+    # Without a GPU, torch's profiler prints "ERROR: gpuGetDeviceCount failed" on each rank.
+    cpu_variables = {"KINETO_LOG_LEVEL": "5"} if options.processes else {}
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as temporary_dir:
+        figures_path = Path(options.out or f"{temporary_dir}/figures.json")
+        completed_process = run_group(
+            "toolkit.bench",
+            [*rank_arguments, "--out", figures_path],
+            world_size,
+            show="errors" if options.json else "all",
+            environment=ALLOCATOR_VARIABLES | cpu_variables,
+            on_cpu=bool(options.processes),
+        )
+        if options.json and not completed_process.returncode:
+            print(figures_path.read_text(), end="")
+    return completed_process.returncode
 
 
 def _check_gpus(requested_gpus: int) -> None:
@@ -59,24 +59,3 @@ def _check_gpus(requested_gpus: int) -> None:
             f"--gpus {requested_gpus}: torch sees {visible_gpus} GPUs here; "
             f"use --processes {requested_gpus} for small models on CPU"
         )
-
-
-def _launch_ranks(
-    world_size: int, rank_arguments: list[str], is_quiet: bool, on_cpu: bool
-) -> dict[str, Any] | int:
-    """Starts one process per rank. Returns the figures of rank 0, or the exit code of a failed group."""
-    # Without a GPU, torch's profiler prints "ERROR: gpuGetDeviceCount failed" on each rank.
-    cpu_variables = {"KINETO_LOG_LEVEL": "5"} if on_cpu else {}
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as temporary_dir:
-        figures_path = Path(temporary_dir) / "figures.json"
-        completed_process = run_group(
-            "toolkit.bench",
-            [*rank_arguments, "--out", figures_path],
-            world_size,
-            show="errors" if is_quiet else "all",
-            environment=ALLOCATOR_VARIABLES | cpu_variables,
-            on_cpu=on_cpu,
-        )
-        if completed_process.returncode:
-            return completed_process.returncode
-        return json.loads(figures_path.read_text())

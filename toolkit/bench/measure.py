@@ -144,59 +144,57 @@ def measure_workload(
         micro_batches: rows of this replica in a step.
         gpu_peak_tflops: TFLOP/s of one accelerator; 0 if unknown.
     """
-    bench_run, platform = bench_model.bench_run, bench_model.platform
+    bench_run, grid = bench_model.bench_run, bench_model.grid
     row_loader = make_loader(bench_model, workload, micro_batches)
     batch_broadcast = BatchBroadcast(
-        bench_model.grid,
-        platform,
-        row_loader,
-        micro_batches,
-        vision_spec=bench_model.spec.vision,
+        grid, bench_model.platform, row_loader, micro_batches, vision_spec=bench_model.spec.vision
     )
 
     # Kernels are compiled and memory is allocated in the first steps, which are not timed.
     for _ in range(bench_run.warm_up):
         run_one_step(bench_model, batch_broadcast.next_batch)
-    if platform.name == "cuda":
+    if bench_model.platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
-
-    # A step reads its loss and gradient norm, equal on all ranks, and then launches its update. So the time
-    # between two returns has exactly one update in it, and copies of offloaded state that go on beside passes
-    # are hidden as in training. Nothing waits for the device here: that would take them out of hiding.
-    step_end_times = []
-    step_result = None
-    fed_steps: list[StepBatch] = []
-    start_time = time.perf_counter()
-    for _ in range(bench_run.timed):
-        step_result, step_data = run_one_step(bench_model, batch_broadcast.next_batch)
-        step_end_times.append(time.perf_counter())
-        fed_steps.append(dataclasses.replace(step_data, rows=[]))  # the rows' memory is freed
+    step_seconds, fed_steps, step_result = time_steps(bench_model, batch_broadcast)
 
     # Memory and FLOPs are counted after the clock has stopped.
     measured_memory = memory_figures(bench_model)
     work_counts = report.WorkCounts()
     data_wait_seconds = 0.0
-    if bench_model.grid.owns_loader:
-        for step_data in fed_steps:
-            data_wait_seconds += step_data.loader_wait_s
-            count_work(work_counts, bench_model, step_data)
+    for step_data in fed_steps if grid.owns_loader else ():
+        data_wait_seconds += step_data.loader_wait_s
+        count_work(work_counts, bench_model, step_data)
 
-    assert step_result is not None
     total_work = sum(report.gather_to_all(work_counts), start=report.WorkCounts())
-    step_seconds = [end - begin for begin, end in itertools.pairwise([start_time, *step_end_times])]
-    workload_figures = report.speed_figures(
-        total_work, step_seconds, bench_model.grid.world_size, gpu_peak_tflops
-    ) | {
+    workload_figures = report.speed_figures(total_work, step_seconds, grid.world_size, gpu_peak_tflops)
+    workload_figures |= {
         "loss": step_result.loss,
         "data_wait_s": max(report.gather_to_all(data_wait_seconds)) / bench_run.timed,
         "memory": measured_memory,
     }
-
     if bench_run.part_steps:
         workload_figures |= measure_parts(bench_model, batch_broadcast, gpu_peak_tflops)
     if row_loader is not None and hasattr(row_loader, "close"):
         row_loader.close()
     return workload_figures
+
+
+def time_steps(
+    bench_model: BenchModel, batch_broadcast: BatchBroadcast
+) -> tuple[list[float], list[StepBatch], StepResult]:
+    """Runs the timed steps. Returns their seconds, what was fed to them, and the result of the last one.
+
+    A step reads its loss and gradient norm, equal on all ranks, and then launches its update. So the time
+    between two returns has exactly one update in it, and copies of offloaded state that go on beside passes
+    are hidden as in training. Nothing waits for the device here: that would take them out of hiding.
+    """
+    fed_steps: list[StepBatch] = []
+    clock_times = [time.perf_counter()]
+    for _ in range(bench_model.bench_run.timed):
+        step_result, step_data = run_one_step(bench_model, batch_broadcast.next_batch)
+        clock_times.append(time.perf_counter())
+        fed_steps.append(dataclasses.replace(step_data, rows=[]))  # the rows' memory is freed
+    return [end - begin for begin, end in itertools.pairwise(clock_times)], fed_steps, step_result
 
 
 def run_one_step(

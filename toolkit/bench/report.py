@@ -271,9 +271,8 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
 
 
 def _parts_lines(workload_figures: dict[str, Any]) -> list[str]:
-    part_texts = []
-    for part, part_figures in workload_figures["parts"].items():
-        part_texts.append(f"{part} {part_figures['mean_s'] * 1e3:.1f}")
+    part_figures = workload_figures["parts"]
+    part_texts = [f"{part} {figures['mean_s'] * 1e3:.1f}" for part, figures in part_figures.items()]
     half_texts = []
     for half, share in workload_figures["efficiency"].items():
         if share is not None:

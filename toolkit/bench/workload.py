@@ -11,50 +11,35 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.planning.row_statistics import PICTURE_SIZES
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.positions import GridTHW
-from toolkit.parity.random_samples import random_text_ids
-
-COCO_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 360), (500, 375), (640, 640))
-"""Width and height in pixels of pictures whose long side is (mostly) 640, as in COCO."""
+from toolkit.parity.random_samples import random_medium, random_text_ids
 
 
 def image_sample(spec: ModelSpec, rng: random.Random) -> TokenizedSample:
     """Draws one picture with a question and its answer."""
     vision_spec = spec.vision
     merged_patch_size = vision_spec.patch_size * vision_spec.spatial_merge_size
-    picture_width, picture_height = rng.choice(COCO_SIZES)
-    patch_columns, patch_rows = (
-        max(1, round(side / merged_patch_size)) * vision_spec.spatial_merge_size
-        for side in (picture_width, picture_height)
+    picture_width, picture_height = rng.choice(PICTURE_SIZES)
+    merged_columns = max(1, round(picture_width / merged_patch_size))
+    merged_rows = max(1, round(picture_height / merged_patch_size))
+    image_grid = (
+        1,
+        merged_rows * vision_spec.spatial_merge_size,
+        merged_columns * vision_spec.spatial_merge_size,
     )
-    image_grid = GridTHW(1, patch_rows, patch_columns)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    pixel_planes = torch.randint(
-        0,
-        256,
-        (1, patch_rows * patch_columns, vision_spec.in_channels * vision_spec.patch_size**2),
-        generator=generator,
-        dtype=torch.uint8,
-    )
-    placeholder_ids = torch.full(
-        (image_grid.num_tokens(vision_spec.spatial_merge_size),), spec.image_token_id
-    )
-    picture_token_ids = (
-        torch.tensor([spec.vision_start_token_id]),
-        placeholder_ids,
-        torch.tensor([spec.vision_end_token_id]),
-    )
+    picture_token_ids, media_item = random_medium(spec, "image", image_grid, generator)
     text_token_ids = random_text_ids(spec, rng.randint(40, 260), generator)
-    loss_mask = torch.zeros(len(placeholder_ids) + 2 + len(text_token_ids), dtype=torch.bool)
+    loss_mask = torch.zeros(len(picture_token_ids) + len(text_token_ids), dtype=torch.bool)
     loss_mask[-len(text_token_ids) // 2 :] = True
 
     return TokenizedSample(
-        token_ids=torch.cat([*picture_token_ids, text_token_ids]),
+        token_ids=torch.cat([picture_token_ids, text_token_ids]),
         loss_mask=loss_mask,
-        media_items=[MediaItem(grid_thw=image_grid, planes=pixel_planes)],
+        media_items=[media_item],
     )
 
 

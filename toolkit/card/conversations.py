@@ -78,10 +78,7 @@ def encode_conversations(
     """Encodes conversations as the trainer's loader does."""
     encoded_samples = []
     for conversation in conversations:
-        user_content: list[dict[str, Any]] = [
-            {"type": "image"},
-            {"type": "text", "text": conversation.question},
-        ]
+        user_content = [{"type": "image"}, {"type": "text", "text": conversation.question}]
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": user_content},
             {"role": "assistant", "content": conversation.answer},

@@ -193,8 +193,7 @@ def _print_part_report(report: DataReport, options: DataConvertOptions, part_tex
     if options.json:
         print(json.dumps({"part": part_text, "records": report.records, "refused": report.refused}))
         return
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    _clear_progress()
     print(
         f"part {part_text}: {report.records} records verified in "
         f"{report.seconds:.1f} s, {report.quarantined_records} cannot be "

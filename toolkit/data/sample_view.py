@@ -109,7 +109,7 @@ def _find_sample_key(
 def find_sample(
     prepared: PreparedDataset, sample_number: int | None, sample_key: str
 ) -> tuple[SampleSource, int]:
-    """Returns the source of a sample, and the sample's index in that source.
+    """The source of a sample, and the sample's index in that source.
 
     Args:
         sample_number: counts over all sources, one source after another.
@@ -132,23 +132,6 @@ def find_sample(
         f"{prepared.dataset_location} has {num_samples} samples in "
         f"{prepared.split}: --index is from 0 to {num_samples - 1}"
     )
-
-
-def _medium_views(
-    prepared: PreparedDataset,
-    encoded: EncodedSample,
-    decoded_sample: assemble_row.TokenizedSample,
-    *,
-    has_pixels: bool,
-) -> list[MediumView]:
-    pixel_settings = prepared.row_encoder.pixel_settings
-    patch_size, merge_size = pixel_settings.patch_size, prepared.spec.vision.spatial_merge_size
-    media = []
-    for item, grid, medium in zip(encoded.media, encoded.grids, decoded_sample.media_items, strict=True):
-        pixels = planes_to_pixels(medium.planes, grid, pixel_settings) if has_pixels else None
-        resized_size = (grid.h * patch_size, grid.w * patch_size)
-        media.append(MediumView(item, resized_size, grid, grid.num_tokens(merge_size), pixels))
-    return media
 
 
 def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_index: int) -> SampleView:
@@ -174,7 +157,13 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
         dropped_sample = encoder.dropped_samples[0]
         problem = (dropped_sample.reason, dropped_sample.detail)
 
-    media = _medium_views(prepared, encoded, decoded_sample, has_pixels=problem is None)
+    patch_size, merge_size = encoder.pixel_settings.patch_size, spec.vision.spatial_merge_size
+    media = []
+    for item, grid, medium in zip(encoded.media, encoded.grids, decoded_sample.media_items, strict=True):
+        pixels = None if problem else planes_to_pixels(medium.planes, grid, encoder.pixel_settings)
+        resized_size = (grid.h * patch_size, grid.w * patch_size)
+        media.append(MediumView(item, resized_size, grid, grid.num_tokens(merge_size), pixels))
+
     position_ids = mrope_positions(
         decoded_sample.token_ids, encoded.grids, spec, prepared.config.data.video_positions
     )

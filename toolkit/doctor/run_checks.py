@@ -182,7 +182,9 @@ def _resolve_or_report(
             run = resolve_run(config, world_size, machine)
         except (ValueError, OSError, RuntimeError, UserError) as error:
             refusal_message = str(error)
-            advice = _refusal_advice(config, refusal_message)
+            advice = "correct the field or path that the message names"
+            if refusal_message.startswith("model.checkpoint ") and "does not exist" in refusal_message:
+                advice = _convert_command(config)
             report.findings.append(broken_finding("model and layout", refusal_message, advice))
             fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
             fresh_config = dataclasses.replace(config, checkpoint=fresh_checkpoint)
@@ -194,13 +196,6 @@ def _resolve_or_report(
     layers_text = f"decoder layers {list(run.layout.layers_per_chunk)} on {config.parallel.pp} stages"
     report.findings.append(ok_finding("model and layout", f"{run.spec.family}, {layers_text}"))
     return run, ""
-
-
-def _refusal_advice(config: TrainConfig, refusal_message: str) -> str:
-    """What the user can do about a run that was refused."""
-    if refusal_message.startswith("model.checkpoint ") and "does not exist" in refusal_message:
-        return _convert_command(config)
-    return "correct the field or path that the message names"
 
 
 def _convert_command(config: TrainConfig) -> str:
@@ -259,10 +254,8 @@ def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     if max_positions and config.data.seq_len > max_positions:
         return note_finding(
             "positions",
-            (
-                f"data.seq_len {config.data.seq_len} exceeds the "
-                f"{max_positions} positions that the model supports"
-            ),
+            f"data.seq_len {config.data.seq_len} exceeds the {max_positions} positions that the model"
+            " supports",
             f"the model will not understand longer samples; lower data.seq_len to {max_positions}",
         )
     return ok_finding(

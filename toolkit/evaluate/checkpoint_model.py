@@ -169,14 +169,11 @@ class CheckpointModel:
         except PixelError as error:
             raise PixelError(f"{video_path}: {error}") from error
         temporal_patch_size = self.processor.video_processor.temporal_patch_size
-        if len(frame_indices) < temporal_patch_size:
-            frame_indices = frame_indices + frame_indices[-1:] * (temporal_patch_size - len(frame_indices))
-            sampled_frames = torch.cat(
-                [
-                    sampled_frames,
-                    sampled_frames[-1:].expand(temporal_patch_size - len(sampled_frames), -1, -1, -1),
-                ]
-            )
+        num_missing = temporal_patch_size - len(frame_indices)
+        if num_missing > 0:
+            frame_indices = frame_indices + frame_indices[-1:] * num_missing
+            repeated_frames = sampled_frames[-1:].expand(num_missing, -1, -1, -1)
+            sampled_frames = torch.cat([sampled_frames, repeated_frames])
         if part.get("resized_height") and part.get("resized_width"):
             from torchvision.transforms.v2 import InterpolationMode
             from torchvision.transforms.v2.functional import resize

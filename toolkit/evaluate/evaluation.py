@@ -38,7 +38,7 @@ from toolkit.evaluate.vlmevalkit_adapter import (
     read_answers,
 )
 from toolkit.hf_loading import check_hf_folder
-from toolkit.trained_video_rules import resolve_video_rules
+from toolkit.video_rules import resolve_video_rules
 
 MARKER_FILE = ".megatron-vl-evaluate"
 VLMEVALKIT_VERSION = "0.0.20"
@@ -143,10 +143,7 @@ def _answer_and_score(
             facts["metrics"], facts["problem"] = read_scores(results_dir, options.data)
 
     original, converted = result.answers["original"], result.answers["converted"]
-    original_dir, converted_dir = (
-        work_dir / answer_folders["original"],
-        work_dir / answer_folders["converted"],
-    )
+    original_dir, converted_dir = (work_dir / answer_folders[role] for role in ("original", "converted"))
     result.gates += [
         gates.compare_logits(original, converted, original_dir, converted_dir),
         gates.compare_answers(original, converted, result.questions),
@@ -197,13 +194,12 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
     for entry_name in ("tmp", *answer_folders.values()):
         (work_dir / entry_name).mkdir(exist_ok=True)
 
-    checkpoint_dirs = {}
-    for role, folder in options.checkpoints.items():
-        checkpoint_dirs[answer_folders[role]] = str(folder.resolve())
     job = {
         "data": options.data,
         "work": str(work_dir),
-        "checkpoints": checkpoint_dirs,
+        "checkpoints": {
+            answer_folders[role]: str(path.resolve()) for role, path in options.checkpoints.items()
+        },
         "settings": model_settings,
         "roots": [str(work_dir), str(options.tables), constants.HF_HUB_CACHE],
         "limit": options.limit,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_vl.errors import UsageError
 from toolkit.options import option
-from toolkit.video_rule_options import VideoRuleOptions
+from toolkit.video_rules import VideoRuleOptions
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,15 @@ from megatron_vl.weights.video_rule import exported_video_rule, weights_video_ru
 from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 from toolkit.launch import last_output_lines, run_group
 from toolkit.sample_encoder import SampleEncoder, write_samples
-from toolkit.trained_video_rules import resolve_video_rules
+from toolkit.video_rules import resolve_video_rules
 
+from .options import GenerateOptions
 from .worker import GenerateJob
 
 ANSWER_TOKENS, THINKING_TOKENS = 128, 2048
 """Default largest number of tokens of an answer, without and with thinking."""
+THINK_CHOICES = {"on": True, "off": False, None: None}
+"""Value of ``--thinking`` -> whether the model thinks; None leaves it to the chat template."""
 MAX_NAMED_RECORDS = 10
 """Number of unusable records that are named; the others are only counted."""
 
@@ -40,36 +42,13 @@ SourcedConversation = tuple[Conversation, Path, str]
 ``--prompt``)."""
 
 
-@dataclass
-class GenerateRequest:
-    """The options of one call of the command."""
-
-    hf_dir: Path
-    checkpoint_dir: Path
-    adapter_dir: Path | None
-    """Adapters that are added to the checkpoint: a run with LoRA, or a PEFT folder."""
-    conversations: list[SourcedConversation]
-    layout_arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
-    max_new_tokens: int | None = None
-    """Largest number of tokens per answer; None: ``ANSWER_TOKENS``, or ``THINKING_TOKENS`` if the model
-    thinks."""
-    think: bool | None = None
-    """Whether the model thinks; None leaves it to the chat template."""
-    dtype: str = "float32"
-    platform: str = "cpu"
-    batch_size: int = 8
-    data_config: DataConfig = field(default_factory=DataConfig)
-    """Limits of pictures and videos."""
-    asked_rules: dict[str, str] = field(default_factory=dict)
-    """The rules for videos that the user asked for, by the fields of ``data_config``. The others are those of
-    the checkpoint."""
-
-
 def run_generate(
-    request: GenerateRequest, print_line: Callable[[str], None] = lambda line: None
+    options: GenerateOptions, conversations: list[SourcedConversation], print_line: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Generates the next turn of each conversation.
+
+    Args:
+        options: with the platform and type that were left to the command.
 
     Returns:
         {"text", "thinking", "tokens", "prompt_tokens", "finished"} of each conversation. ``tokens`` are the
@@ -78,14 +57,14 @@ def run_generate(
     Raises:
         UserError, FileNotFoundError: the processes failed, or the request is impossible.
     """
-    sample_encoder = _make_encoder(request, print_line)
-    layout = make_layout(sample_encoder.spec, **request.layout_arguments)
-    samples = _encode_prompts(sample_encoder, request.conversations, request.think)
+    sample_encoder = _make_encoder(options, print_line)
+    layout = make_layout(sample_encoder.spec, **options.layout_arguments)
+    samples = _encode_prompts(sample_encoder, conversations, THINK_CHOICES[options.thinking])
 
     # The processes get token ids and pixels through files. They know nothing of prompts and texts.
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
         work_dir = Path(temporary_dir)
-        generate_job = _make_job(request, sample_encoder, samples, work_dir)
+        generate_job = _make_job(options, sample_encoder, samples, work_dir)
         world_size = layout.replica_ranks * layout.min_data_parallel_size
         print_line(
             f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {world_size} "
@@ -102,44 +81,45 @@ def run_generate(
     return answer_records
 
 
-def _make_encoder(request: GenerateRequest, print_line: Callable[[str], None]) -> SampleEncoder:
+def _make_encoder(options: GenerateOptions, print_line: Callable[[str], None]) -> SampleEncoder:
     """The encoder of the prompts. Raises UserError if ``--checkpoint`` holds another model than ``--hf``."""
-    weight_reader = WeightReader(request.checkpoint_dir)
+    weight_reader = WeightReader(options.checkpoint)
     spec = weight_reader.spec
-    if request.adapter_dir is not None and not is_peft_folder(request.adapter_dir):
+    if options.adapter is not None and not is_peft_folder(options.adapter):
         # The adapters know better than their base how videos were presented.
-        weight_reader = read_adapters(request.adapter_dir)
+        weight_reader = read_adapters(options.adapter)
     # Videos must be presented as in the training of these weights.
-    video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
-    sample_encoder = SampleEncoder(request.hf_dir, dataclasses.replace(request.data_config, **video_rules))
+    video_rules = checkpoint_video_rules(weight_reader, options.hf, options.asked_rules(), print_line)
+    data_config = DataConfig(
+        video_fps=options.video_fps, video_max_frames=options.video_max_frames, **video_rules
+    )
+    sample_encoder = SampleEncoder(options.hf, data_config)
     if spec.different_fields(sample_encoder.spec):
-        raise UserError(
-            f"--checkpoint {request.checkpoint_dir} holds a different model than --hf {request.hf_dir}"
-        )
+        raise UserError(f"--checkpoint {options.checkpoint} holds a different model than --hf {options.hf}")
     return sample_encoder
 
 
 def _make_job(
-    request: GenerateRequest, sample_encoder: SampleEncoder, samples: list[TokenizedSample], work_dir: Path
+    options: GenerateOptions, sample_encoder: SampleEncoder, samples: list[TokenizedSample], work_dir: Path
 ) -> GenerateJob:
     """The job of the processes. Writes the samples and the adapters that it names into ``work_dir``."""
     begins_by_thinking = any(map(sample_encoder.begins_by_thinking, samples))
-    stop_token_ids = read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer)
-    adapter_dir = request.adapter_dir
+    stop_token_ids = read_stop_tokens(options.hf, sample_encoder.chat_encoder.tokenizer)
+    adapter_dir = options.adapter
     if adapter_dir is not None:
-        adapter_dir = megatron_adapter(adapter_dir, request.hf_dir, work_dir)
+        adapter_dir = megatron_adapter(adapter_dir, options.hf, work_dir)
     write_samples(samples, work_dir / "samples.safetensors")
     return GenerateJob(
-        hf=str(request.hf_dir),
-        checkpoint=str(request.checkpoint_dir),
+        hf=str(options.hf),
+        checkpoint=str(options.checkpoint),
         adapter=str(adapter_dir or ""),
         samples=str(work_dir / "samples.safetensors"),
-        layout=request.layout_arguments,
-        max_new_tokens=request.max_new_tokens or (THINKING_TOKENS if begins_by_thinking else ANSWER_TOKENS),
+        layout=options.layout_arguments,
+        max_new_tokens=options.max_new_tokens or (THINKING_TOKENS if begins_by_thinking else ANSWER_TOKENS),
         stop=stop_token_ids,
-        dtype=request.dtype,
-        platform=request.platform,
-        batch=request.batch_size,
+        dtype=options.dtype or "float32",
+        platform=options.platform,
+        batch=options.batch,
         video_positions=sample_encoder.data_config.video_positions,
     )
 
@@ -195,7 +175,7 @@ def checkpoint_video_rules(
     is an export.
 
     Raises:
-        UserError: like :func:`toolkit.trained_video_rules.resolve_video_rules`.
+        UserError: like :func:`toolkit.video_rules.resolve_video_rules`.
     """
     rule_dir = weight_reader.path
     trained_rules = weights_video_rule(rule_dir, weight_reader.manifest, weight_reader.spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,9 +15,7 @@ from .options import GenerateOptions
 
 def generate(options: GenerateOptions) -> int:
     """Answers the prompts and prints the answers. Returns the exit code."""
-    from megatron_vl.config import DataConfig
-
-    from .answers import GenerateRequest, make_conversation, read_prompt_files, run_generate
+    from .answers import make_conversation, read_prompt_files, run_generate
 
     for input_path in (*options.image, *options.video, *options.prompt_file):
         if not input_path.is_file():
@@ -32,31 +31,9 @@ def generate(options: GenerateOptions) -> int:
         conversations = [(make_conversation(options.prompt[0], options.image, options.video), Path("/"), "")]
 
     platform = choose_platform(options.platform)
-    generate_request = GenerateRequest(
-        hf_dir=options.hf,
-        checkpoint_dir=options.checkpoint,
-        adapter_dir=options.adapter,
-        conversations=conversations,
-        layout_arguments={
-            "tp": options.tp,
-            "pp": options.pp,
-            "layers": options.layers,
-            "ep": options.ep,
-            "etp": options.etp,
-        },
-        max_new_tokens=options.max_new_tokens,
-        think={"on": True, "off": False, None: None}[options.thinking],
-        dtype=options.dtype or ("bfloat16" if platform == "cuda" else "float32"),
-        platform=platform,
-        batch_size=options.batch,
-        data_config=DataConfig(
-            video_fps=options.video_fps,
-            video_max_frames=options.video_max_frames,
-        ),
-        asked_rules=options.asked_rules(),
-    )
-
-    answers = run_generate(generate_request, lambda text_line: print(text_line, file=sys.stderr))
+    dtype = options.dtype or ("bfloat16" if platform == "cuda" else "float32")
+    options = dataclasses.replace(options, platform=platform, dtype=dtype)
+    answers = run_generate(options, conversations, lambda text_line: print(text_line, file=sys.stderr))
     if options.json:
         print(json.dumps(answers, indent=2, ensure_ascii=False))
         return 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_vl.errors import UserError
 from toolkit.options import option, require_exactly_one
-from toolkit.video_rule_options import VideoRuleOptions
+from toolkit.video_rules import VideoRuleOptions
 
 GENERATE_NOTES = """
 The answer is greedy: it takes the likeliest token each time, until a token ends the turn
@@ -86,6 +86,11 @@ class GenerateOptions(VideoRuleOptions):
     json: bool = False
     """Print JSON with text, thinking (null without any), tokens, prompt_tokens and finished (false if
     --max-new-tokens ended it) of each answer."""
+
+    @property
+    def layout_arguments(self) -> dict[str, Any]:
+        """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
+        return {name: getattr(self, name) for name in ("tp", "pp", "layers", "ep", "etp")}
 
     def check(self) -> None:
         require_exactly_one(self, "prompt", "prompt_file")

@@ -170,16 +170,20 @@ class BuiltCase:
         Args:
             samples: for each row of the global batch, its samples.
         """
-        packed_rows = (
-            iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
-        )
-        return BatchBroadcast(
+        rows_per_replica = len(samples) // self.grid.dp
+        first_row = self.grid.dp_rank * rows_per_replica
+        replica_rows = samples[first_row : first_row + rows_per_replica]
+        packed_rows = None
+        if self.grid.owns_loader:
+            packed_rows = iter([pack_row(row, self.spec, seq_len) for row in replica_rows])
+        batch_broadcast = BatchBroadcast(
             self.grid,
             platform,
             packed_rows,
-            len(samples) // self.grid.dp,
+            rows_per_replica,
             vision_spec=self.spec.vision,
-        ).next_batch()
+        )
+        return batch_broadcast.next_batch()
 
 
 def build_case(case: ParityCase, platform: Platform, config: TrainConfig | None = None) -> BuiltCase:
@@ -226,16 +230,6 @@ def draw_samples(
         return make_sample(sample_kind, spec, seed=sample_seed)
 
     return [[draw_one_sample(kind) for kind in row] for row in sample_kinds]
-
-
-def local_rows(
-    samples: list[list[TokenizedSample]], grid: ProcessGrid, spec: ModelSpec, seq_len: int
-) -> list[Any]:
-    """Packs the rows of this data-parallel rank."""
-    rows_per_replica = len(samples) // grid.dp
-
-    replica_rows = samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]
-    return [pack_row(row, spec, seq_len) for row in replica_rows]
 
 
 def write_cases(cases: list[ParityCase], cases_path: Path) -> None:

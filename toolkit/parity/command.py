@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
 
 from megatron_vl.errors import UserError
-from toolkit.layouts import parse_layouts
 from toolkit.platform_choice import choose_platform
 
 from .options import ParityOptions
@@ -17,10 +17,10 @@ def parity(options: ParityOptions) -> int:
     """Compares the layouts and prints the table. Returns exit code 1 if a layout departs."""
     from rich.console import Console
 
-    from .compare import ParityRequest, run_parity
+    from .compare import run_parity
 
-    layouts = parse_layouts(options.layouts)
     platform = choose_platform(options.platform)
+    options = dataclasses.replace(options, platform=platform)
     if options.reference_device.partition(":")[0] not in ("", "cpu", "cuda"):
         raise UserError(
             f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
@@ -28,21 +28,8 @@ def parity(options: ParityOptions) -> int:
     if options.reference_device.startswith("cuda"):
         choose_platform("cuda", "--reference-device")
 
-    parity_request = ParityRequest(
-        layouts=layouts,
-        hf_dir=options.hf,
-        family=options.family or "",
-        checkpoint_dir=options.checkpoint,
-        image_paths=options.image,
-        dtype=options.dtype,
-        platform=platform,
-        optimizer_steps=options.steps,
-        lora_rank=options.lora,
-        reference_device=options.reference_device,
-    )
-
     console = Console(highlight=False, stderr=options.json, width=max(130, Console().width))
-    parity_report = run_parity(parity_request, lambda line: console.print(f"[dim]{line}[/]"))
+    parity_report = run_parity(options, lambda line: console.print(f"[dim]{line}[/]"))
     if options.json:
         print(json.dumps(parity_report, indent=2, default=str))
     else:
@@ -102,7 +89,8 @@ def _report_table(parity_report: dict[str, Any]) -> Any:
         table.add_column(column_heading, overflow="fold")
 
     for layout_text, layout_result in parity_report["layouts"].items():
-        last_step = (layout_result.get("steps") or [{}])[-1]
+        layout_steps = layout_result.get("steps")
+        last_step = layout_steps[-1] if layout_steps else {}
         table_cells = ["", ""]
         if "loss" in last_step:
             table_cells = [f"{last_step['loss']:.6f}", f"{last_step['reference']:.6f}"]

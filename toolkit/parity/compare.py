@@ -8,7 +8,6 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,11 @@ from toolkit.launch import last_output_lines, run_group
 from toolkit.layouts import LayoutSpec
 from toolkit.sample_encoder import SampleEncoder, write_samples
 from toolkit.tiny_checkpoint import TINY_FAMILIES, write_tiny_checkpoint
-from toolkit.trained_video_rules import resolve_video_rules
+from toolkit.video_rules import resolve_video_rules
 
 from .case import ParityCase, write_cases
 from .locations import tensor_location
+from .options import ParityOptions
 from .peft_reference import are_equal_adapters, merge_error
 from .reference_job import ReferenceJob
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE, MERGE_TOLERANCE
@@ -43,32 +43,11 @@ PICTURE_QUESTION = "<image>\nWhat is in this picture?"
 PICTURE_ANSWER = "This is what one can see in the picture."
 
 
-@dataclass
-class ParityRequest:
-    """The options of one call of the command."""
-
-    layouts: list[LayoutSpec]
-    hf_dir: Path | None = None
-    family: str = ""
-    """Use a small model of this family with random weights instead of ``hf_dir``."""
-    checkpoint_dir: Path | None = None
-    """Compare these Megatron weights instead of a fresh conversion of ``hf_dir``."""
-    image_paths: list[Path] = field(default_factory=list)
-    dtype: str = "float32"
-    platform: str = "cpu"
-    optimizer_steps: int = 0
-    lora_rank: int = 0
-    """Rank of an adapter of every matrix; 0: none."""
-    reference_device: str = ""
-    """Device of ``transformers``; empty: the platform's device."""
-
-
-def run_parity(
-    request: ParityRequest, print_line: Callable[[str], None] = lambda line: None
-) -> dict[str, Any]:
+def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dict[str, Any]:
     """Compares every layout with ``transformers``.
 
     Args:
+        options: with the platform that ``auto`` stands for here.
         print_line: receives a line of text before each long phase.
 
     Returns:
@@ -80,30 +59,30 @@ def run_parity(
     """
     with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as temporary_dir:
         work_dir = Path(temporary_dir)
-        hf_dir = request.hf_dir or write_tiny_checkpoint(
-            work_dir / "hf", _known_family(request.family), dtype=torch.float32
+        hf_dir = options.hf or write_tiny_checkpoint(
+            work_dir / "hf", _known_family(options.family), dtype=torch.float32
         )
         # Everything that can be refused is refused before the models run, which takes minutes.
         check_hf_folder(hf_dir)
         spec = read_spec(hf_dir)
-        for layout in request.layouts:
+        for layout in options.layout_specs:
             _check_layout(spec, layout)
-        _report_video_rule(request, hf_dir, spec, print_line)
+        _report_video_rule(options, hf_dir, spec, print_line)
 
-        weights_dir = _megatron_weights(request, hf_dir, spec, work_dir, print_line)
-        samples = prepare_samples(request.image_paths, hf_dir, work_dir, _rows_per_step(request.layouts))
+        weights_dir = _megatron_weights(options, hf_dir, spec, work_dir, print_line)
+        samples = prepare_samples(options.image, hf_dir, work_dir, _rows_per_step(options.layout_specs))
         print_line(
             f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, "
-            f"{request.dtype}"
+            f"{options.dtype}"
         )
         # In a process of its own, so that its memory is free when the layouts run.
-        reference_facts = _run_reference(request, hf_dir, work_dir)
+        reference_facts = _run_reference(options, hf_dir, work_dir)
 
-        adapter_facts = _prepare_adapter(hf_dir, work_dir) if request.lora_rank else {}
-        results_by_layout = run_layouts(request, hf_dir, weights_dir, samples, work_dir, print_line)
-        if request.checkpoint_dir:
+        adapter_facts = _prepare_adapter(hf_dir, work_dir) if options.lora else {}
+        results_by_layout = run_layouts(options, hf_dir, weights_dir, samples, work_dir, print_line)
+        if options.checkpoint:
             for layout_result in results_by_layout.values():
-                layout_result["tensors"] = differing_tensors(request, hf_dir, layout_result, work_dir)
+                layout_result["tensors"] = differing_tensors(options, hf_dir, layout_result, work_dir)
 
     # If the processors disagree, equal losses say nothing about a user's data.
     input_facts = reference_facts["inputs"]
@@ -116,8 +95,8 @@ def run_parity(
     )
     return {
         "ok": all_agree,
-        "hf": str(request.hf_dir) if request.hf_dir else request.family,
-        "dtype": request.dtype,
+        "hf": str(options.hf) if options.hf else options.family,
+        "dtype": options.dtype,
         "tokens": reference_facts["tokens"],
         "inputs": input_facts,
         "adapter": adapter_facts,
@@ -125,17 +104,17 @@ def run_parity(
     }
 
 
-def _run_reference(request: ParityRequest, hf_dir: Path, work_dir: Path) -> dict[str, Any]:
+def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path) -> dict[str, Any]:
     """Runs ``transformers`` in a separate process. Returns the contents of its ``reference.json``."""
     reference_job = ReferenceJob(
         hf=str(hf_dir),
         samples=str(work_dir / "samples.safetensors"),
         conversations=str(work_dir / "conversations.json"),
         out=str(work_dir),
-        dtype=request.dtype,
-        device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
-        lora_rank=request.lora_rank,
-        steps=request.optimizer_steps,
+        dtype=options.dtype,
+        device=options.reference_device or ("cuda" if options.platform == "cuda" else "cpu"),
+        lora_rank=options.lora,
+        steps=options.steps,
     )
 
     (work_dir / "job.json").write_text(json.dumps(dataclasses.asdict(reference_job)))
@@ -176,7 +155,7 @@ def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
 
 
 def _report_video_rule(
-    request: ParityRequest, hf_dir: Path, spec: ModelSpec, print_line: Callable[[str], None]
+    options: ParityOptions, hf_dir: Path, spec: ModelSpec, print_line: Callable[[str], None]
 ) -> None:
     """Says which rule for videos the checkpoint was trained under.
 
@@ -187,8 +166,8 @@ def _report_video_rule(
     """
     rule_dir = hf_dir
     trained_rules = exported_video_rule(hf_dir, spec)
-    if request.checkpoint_dir:
-        weight_reader = WeightReader(request.checkpoint_dir)
+    if options.checkpoint:
+        weight_reader = WeightReader(options.checkpoint)
         if checkpoint_rule := weights_video_rule(weight_reader.path, weight_reader.manifest, spec):
             rule_dir, trained_rules = weight_reader.path, checkpoint_rule
     resolve_video_rules(
@@ -206,20 +185,20 @@ def _known_family(family_name: str) -> str:
 
 
 def _megatron_weights(
-    request: ParityRequest, hf_dir: Path, spec: ModelSpec, work_dir: Path, print_line: Callable[[str], None]
+    options: ParityOptions, hf_dir: Path, spec: ModelSpec, work_dir: Path, print_line: Callable[[str], None]
 ) -> Path:
     """Returns the Megatron weights to compare, converting them if needed."""
-    if request.checkpoint_dir is None:
+    if options.checkpoint is None:
         print_line(f"converting {hf_dir}")
         convert_weights(hf_dir, work_dir / "weights")
         return work_dir / "weights"
-    weight_reader = WeightReader(request.checkpoint_dir)
+    weight_reader = WeightReader(options.checkpoint)
     if weight_reader.spec.different_fields(spec):
         raise UserError(
-            f"--checkpoint {request.checkpoint_dir} holds a "
+            f"--checkpoint {options.checkpoint} holds a "
             f"{weight_reader.spec.family} model of other sizes than --hf {hf_dir}"
         )
-    return request.checkpoint_dir
+    return options.checkpoint
 
 
 def _rows_per_step(layout_specs: list[LayoutSpec]) -> int:
@@ -289,7 +268,7 @@ def _demo_records(work_dir: Path) -> tuple[list[dict[str, Any]], Path]:
 
 
 def run_layouts(
-    request: ParityRequest,
+    options: ParityOptions,
     hf_dir: Path,
     weights_dir: Path,
     samples: list[TokenizedSample],
@@ -297,18 +276,18 @@ def run_layouts(
     print_line: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Runs the layouts and maps each to its result; one group of processes serves each number of ranks."""
-    step_rows, seq_len = _spread_rows(request, samples)
+    step_rows, seq_len = _spread_rows(options, samples)
     layouts_by_size: dict[int, list[LayoutSpec]] = {}
-    for layout_spec in request.layouts:
+    for layout_spec in options.layout_specs:
         layouts_by_size.setdefault(layout_spec.world_size, []).append(layout_spec)
 
     make_case = partial(
         ParityCase,
         hf=str(hf_dir),
         weights=str(weights_dir),
-        steps=[step_rows] * max(request.optimizer_steps, 1),
+        steps=[step_rows] * max(options.steps, 1),
         seq_len=seq_len,
-        **_case_fields(request, work_dir),
+        **_case_fields(options, work_dir),
     )
     results_by_layout: dict[str, dict[str, Any]] = {}
     for world_size, same_size_layouts in sorted(layouts_by_size.items()):
@@ -323,39 +302,39 @@ def run_layouts(
                     **layout_spec.layout_arguments,
                 )
             )
-        results_by_layout |= _run_cases(parity_cases, request.platform, world_size, work_dir)
-    layout_names_in_order = [layout_spec.layout_text for layout_spec in request.layouts]
+        results_by_layout |= _run_cases(parity_cases, options.platform, world_size, work_dir)
+    layout_names_in_order = [layout_spec.layout_text for layout_spec in options.layout_specs]
     return {layout_name: results_by_layout[layout_name] for layout_name in layout_names_in_order}
 
 
-def _spread_rows(request: ParityRequest, samples: list[TokenizedSample]) -> tuple[list[list[str]], int]:
+def _spread_rows(options: ParityOptions, samples: list[TokenizedSample]) -> tuple[list[list[str]], int]:
     """The samples of each row of a step, and the length of the rows in tokens."""
-    sample_rows = spread_samples(len(samples), _rows_per_step(request.layouts))
+    sample_rows = spread_samples(len(samples), _rows_per_step(options.layout_specs))
     longest_row = max(sum(len(samples[i]) for i in row) for row in sample_rows)
     # All layouts get rows of one length, which each of them must be able to split.
-    length_multiple = math.lcm(64, *(layout_spec.tp * layout_spec.cp for layout_spec in request.layouts))
+    length_multiple = math.lcm(64, *(layout_spec.tp * layout_spec.cp for layout_spec in options.layout_specs))
     step_rows = [[f"sample:{i}" for i in row] for row in sample_rows]
     return step_rows, -(-longest_row // length_multiple) * length_multiple
 
 
-def _case_fields(request: ParityRequest, work_dir: Path) -> dict[str, Any]:
+def _case_fields(options: ParityOptions, work_dir: Path) -> dict[str, Any]:
     """The fields that the cases of all layouts share, apart from weights and rows."""
     adapter_fields: dict[str, Any] = {}
-    if request.lora_rank:
+    if options.lora:
         adapter_dir = work_dir / "adapter_weights"
         lora_config = WeightReader(adapter_dir, takes_adapters=True).lora
         adapter_fields = {"adapter": str(adapter_dir), "lora": dataclasses.asdict(lora_config)}
 
-    trains = request.optimizer_steps > 0
+    trains = options.steps > 0
     return adapter_fields | {
-        "dtype": request.dtype,
+        "dtype": options.dtype,
         "train": trains,
         "samples": str(work_dir / "samples.safetensors"),
         "reference": str(work_dir),
         "activations": not trains,
         "optimizer": trains,
         # The fused kernels do not support float32.
-        "attention": "sdpa" if request.dtype == "float32" else "auto",
+        "attention": "sdpa" if options.dtype == "float32" else "auto",
     }
 
 
@@ -418,17 +397,17 @@ def first_departure(layout_result: dict[str, Any]) -> str:
 
 
 def differing_tensors(
-    request: ParityRequest, hf_dir: Path, layout_result: dict[str, Any], work_dir: Path
+    options: ParityOptions, hf_dir: Path, layout_result: dict[str, Any], work_dir: Path
 ) -> list[str]:
     """Names the tensors of the first departing location that differ from a conversion of ``hf_dir``."""
     location = first_departure(layout_result).removeprefix("gradient of ")
-    if not location or request.checkpoint_dir is None:
+    if not location or options.checkpoint is None:
         return []
 
     converted_dir = work_dir / "converted"
     if not converted_dir.exists():
         convert_weights(hf_dir, converted_dir)
-    checkpoint_reader = WeightReader(request.checkpoint_dir)
+    checkpoint_reader = WeightReader(options.checkpoint)
     converted_reader = WeightReader(converted_dir)
 
     differing_names: list[str] = []

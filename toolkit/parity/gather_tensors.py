@@ -72,20 +72,3 @@ class LazyTensorFile(Mapping[str, Tensor]):
     def read_slice(self, tensor_name: str, slice_start: int, slice_stop: int) -> Tensor:
         """Reads the slice [start:stop] of a tensor's first dimension."""
         return self.tensor_file.get_slice(tensor_name)[slice_start:slice_stop]
-
-
-class LazyTensorParts(Mapping[int, Tensor]):
-    """The parts of one tensor by number; each is read when it is accessed."""
-
-    def __init__(self, part_sources: Mapping[int, tuple[LazyTensorFile, str]]) -> None:
-        self.part_sources = part_sources
-
-    def __getitem__(self, part_number: int) -> Tensor:
-        file, name = self.part_sources[part_number]
-        return file[name]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.part_sources)
-
-    def __len__(self) -> int:
-        return len(self.part_sources)

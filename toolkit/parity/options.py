@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megatron_vl.errors import UsageError, UserError
-from toolkit.layouts import LAYOUT_GRAMMAR, LayoutTextError, parse_layouts
+from toolkit.layouts import LAYOUT_GRAMMAR, LayoutSpec, LayoutTextError, parse_layouts
 from toolkit.options import CommandOptions, option, require_exactly_one
 
 MEMORY_NOTES = """
@@ -58,6 +58,10 @@ class ParityOptions(CommandOptions):
     adapters instead. Also compares the merged weights, and the files after conversion, with those of peft."""
     json: bool = False
     """Print the results as JSON."""
+
+    @property
+    def layout_specs(self) -> list[LayoutSpec]:
+        return parse_layouts(self.layouts)
 
     def check(self) -> None:
         require_exactly_one(self, "hf", "family")

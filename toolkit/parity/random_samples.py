@@ -63,7 +63,7 @@ def make_sample(sample_kind: str, spec: ModelSpec, seed: int) -> TokenizedSample
             part_loss_mask[-1] = True
             part_loss_mask &= sample_part != "question"
         else:
-            part_token_ids, media_item = _random_medium(spec, *sample_part, generator)
+            part_token_ids, media_item = random_medium(spec, *sample_part, generator)
             part_loss_mask = torch.zeros(len(part_token_ids), dtype=torch.bool)
             media_items.append(media_item)
         token_parts.append(part_token_ids)
@@ -86,7 +86,7 @@ def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generato
     return torch.randint(0, first_special_id, (token_count,), generator=generator)
 
 
-def _random_medium(
+def random_medium(
     spec: ModelSpec, media_kind: str, grid_size: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[torch.Tensor, MediaItem]:
     """Returns the tokens of an image or a video with random pixels, and the medium itself."""

@@ -63,12 +63,10 @@ def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
     for step_number, rows in enumerate(case.steps):
         step_batches.append(draw_samples(rows, built_case.spec, step_number, case.samples))
 
-    step_results: list[dict[str, Any]] = []
-    for step_result in train_case(built_case, step_batches, platform):
-        step_results.append(
-            {"loss": step_result.loss, "grad_norm": step_result.grad_norm, "ok": step_result.is_updated}
-        )
-
+    step_results: list[dict[str, Any]] = [
+        {"loss": step_result.loss, "grad_norm": step_result.grad_norm, "ok": step_result.is_updated}
+        for step_result in train_case(built_case, step_batches, platform)
+    ]
     trained_state = save_and_read_state(built_case, len(step_batches))
     if built_case.grid.rank != 0:
         return {"ok": True}

@@ -16,8 +16,8 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.config import LoraConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid, end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.adapters import trained_table
-from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import TensorInfo, model_part
 from megatron_vl.training.step import reduce_losses, replicated_modules, run_schedule
 from megatron_vl.weights.matrix_blocks import join_shards
-from toolkit.parity.case import ParityCase, build_case, draw_samples
+from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
 
 from .activations import MegatronActivationRecorder
-from .gather_tensors import LazyTensorFile, LazyTensorParts, gather_to_rank_0
+from .gather_tensors import LazyTensorFile, gather_to_rank_0
 from .locations import tensor_location, worst_errors
 from .reference import cached_result, compute_reference, load_hf_for_training, samples_fingerprint
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+
+type CollectedGradients = dict[str, list[dict[int, Callable[[], Tensor]]]]
+"""On rank 0, the copies of each tensor's gradient; empty on the other ranks. A copy maps parts (see
+:meth:`megatron_vl.spec.tensors.Sharding.shard_index`) to functions that read them. A tied tensor has a copy
+on each of two stages."""
+type Reference = tuple[float, Mapping[str, Tensor], dict[str, float]]
+"""Loss in the case's data type, fp32 gradients by canonical name, and for each tensor the relative error of
+transformers' bf16 gradient; empty in fp32."""
 
 
 def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
@@ -59,57 +64,61 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
         return run_training(case, platform)
 
     built_case = build_case(case, platform)
-    spec = built_case.spec
-    grid = built_case.grid
-    ddp_chunks = built_case.ddp_chunks
-    optimizer = built_case.optimizer
-    if optimizer is not None:
+    if built_case.optimizer is not None:
         # The weights must not change, so that every step matches the reference.
-        for parameter_group in optimizer.param_groups:
+        for parameter_group in built_case.optimizer.param_groups:
             parameter_group["lr"] = parameter_group["weight_decay"] = 0.0
 
-    reference_function = make_reference_function(case, platform) if grid.rank == 0 else None
+    is_first_rank = built_case.grid.rank == 0
+    reference_function = make_reference_function(case, platform) if is_first_rank else None
     step_results = []
     for step_number, row_kinds in enumerate(case.steps):
-        samples = draw_samples(row_kinds, spec, step_number, case.samples)
-        step_data = built_case.make_step_data(samples, platform, case.seq_len)
-        for ddp_chunk in ddp_chunks:
-            ddp_chunk.zero_grad_buffer()
-        if optimizer is not None:
-            optimizer.zero_grad()
-
-        # The trainer's own schedule runs forward and backward; hooks copy the outputs meanwhile.
-        activation_recorder = None
-        if case.activations:
-            activation_recorder = MegatronActivationRecorder(ddp_chunks, built_case.layout, grid)
-        loss_reports = run_schedule(ddp_chunks, step_data.rows, seq_len=case.seq_len)
-        loss_sum, loss_token_count, *_ = reduce_losses(loss_reports, grid, platform.device)
-        departures = {}
-        if activation_recorder is not None:
-            departures = activation_recorder.compare_activations(step_data, case.reference, case.dtype)
-
-        # The optimizer steps at learning rate 0, so that its overlap with communication is tested too.
-        gradients = collect_gradients(
-            ddp_chunks, built_case.live_tensors, loss_token_count, grid, spec, built_case.config.lora
-        )
-        if optimizer is not None:
-            optimizer.prepare_grads()
-            optimizer.step_with_ready_grads()
-
-        if grid.rank == 0:
-            step_result = compare_with_reference(
-                case,
-                spec,
-                built_case.layout,
-                loss_sum / loss_token_count,
-                gradients,
-                [sample for row in samples for sample in row],
-                reference_function,
-            )
+        samples = draw_samples(row_kinds, built_case.spec, step_number, case.samples)
+        mean_loss, gradients, departures = run_case_step(case, built_case, samples, platform)
+        if reference_function is not None:
+            reference = reference_function([sample for row in samples for sample in row])
+            step_result = compare_with_reference(case, built_case, mean_loss, gradients, reference)
             step_result["ok"] &= not departures.get("departs")
             step_results.append(step_result | departures)
 
     return {"ok": all(step_result["ok"] for step_result in step_results), "steps": step_results}
+
+
+def run_case_step(
+    case: ParityCase, built_case: BuiltCase, samples: list[list[TokenizedSample]], platform: Platform
+) -> tuple[float, CollectedGradients, dict[str, Any]]:
+    """Runs one step. Collective.
+
+    Args:
+        samples: for each row of the global batch, its samples.
+
+    Returns:
+        The mean loss, the output of :func:`collect_gradients`, and that of
+        :meth:`MegatronActivationRecorder.compare_activations` if the case compares layer outputs.
+    """
+    ddp_chunks, optimizer, grid = built_case.ddp_chunks, built_case.optimizer, built_case.grid
+    step_data = built_case.make_step_data(samples, platform, case.seq_len)
+    for ddp_chunk in ddp_chunks:
+        ddp_chunk.zero_grad_buffer()
+    if optimizer is not None:
+        optimizer.zero_grad()
+
+    # The trainer's own schedule runs forward and backward; hooks copy the outputs meanwhile.
+    activation_recorder = None
+    if case.activations:
+        activation_recorder = MegatronActivationRecorder(ddp_chunks, built_case.layout, grid)
+    loss_reports = run_schedule(ddp_chunks, step_data.rows, seq_len=case.seq_len)
+    loss_sum, loss_token_count, *_ = reduce_losses(loss_reports, grid, platform.device)
+    departures = {}
+    if activation_recorder is not None:
+        departures = activation_recorder.compare_activations(step_data, case.reference, case.dtype)
+
+    # The optimizer steps at learning rate 0, so that its overlap with communication is tested too.
+    gradients = collect_gradients(built_case, loss_token_count)
+    if optimizer is not None:
+        optimizer.prepare_grads()
+        optimizer.step_with_ready_grads()
+    return loss_sum / loss_token_count, gradients, departures
 
 
 def _local_gradients(
@@ -135,14 +144,7 @@ def _local_gradients(
     return local_gradients
 
 
-def collect_gradients(
-    ddp_chunks: list[Any],
-    live_tensors: list[LiveTensor],
-    loss_tokens: int,
-    grid: ProcessGrid,
-    spec: ModelSpec,
-    lora: LoraConfig | None = None,
-) -> dict[str, list[Mapping[int, Tensor]]]:
+def collect_gradients(built_case: BuiltCase, loss_tokens: int) -> CollectedGradients:
     """Collects the gradients of the mean loss from all ranks on rank 0. Collective.
 
     The ranks of a data-parallel group hold equal gradients after the reduction; the first one contributes.
@@ -150,30 +152,28 @@ def collect_gradients(
 
     Args:
         loss_tokens: number of loss tokens of the step.
-
-    Returns:
-        Maps each name to its copies, and each copy maps parts (see
-        :meth:`megatron_vl.spec.tensors.Sharding.shard_index`) to gradients. A tied tensor has a copy on each
-        of two stages.
     """
-    for replicated_module in replicated_modules(ddp_chunks):
+    grid = built_case.grid
+    for replicated_module in replicated_modules(built_case.ddp_chunks):
         replicated_module.scale_gradients(1.0 / loss_tokens)
-    _gather_slices(ddp_chunks)
-    local_gradients = _local_gradients(live_tensors, grid, trained_table(spec, lora or LoraConfig()))
-    gathered_gradients: dict[str, dict[str, dict[int, tuple[LazyTensorFile, str]]]] = {}
+    _gather_slices(built_case.ddp_chunks)
+    tensor_infos = trained_table(built_case.spec, built_case.config.lora)
+    local_gradients = _local_gradients(built_case.live_tensors, grid, tensor_infos)
     local_contribution: dict[tuple[int, ...], dict[str, Tensor]] = {}
     if local_gradients:
         local_contribution[grid.rank,] = local_gradients
+
+    gathered_gradients: dict[str, dict[str, dict[int, Callable[[], Tensor]]]] = {}
     for rank_gradients in gather_to_rank_0(local_contribution, grid).values():
         for gradient_key in rank_gradients:
             pipeline_stage, copy_number, part_number, tensor_name = gradient_key.split("/")
             tensor_copies = gathered_gradients.setdefault(tensor_name, {})
             copy_parts = tensor_copies.setdefault(f"{pipeline_stage}/{copy_number}", {})
-            copy_parts[int(part_number)] = (rank_gradients, gradient_key)
+            copy_parts[int(part_number)] = partial(rank_gradients.__getitem__, gradient_key)
 
-    gradient_copies: dict[str, list[Mapping[int, Tensor]]] = {}
+    gradient_copies: CollectedGradients = {}
     for tensor_name, tensor_copies in gathered_gradients.items():
-        gradient_copies[tensor_name] = [LazyTensorParts(copy_parts) for copy_parts in tensor_copies.values()]
+        gradient_copies[tensor_name] = list(tensor_copies.values())
     return gradient_copies
 
 
@@ -199,31 +199,28 @@ def _main_grad(parameter: Any) -> Tensor:
 
 def compare_with_reference(
     case: ParityCase,
-    spec: ModelSpec,
-    layout: Layout,
+    built_case: BuiltCase,
     mean_loss: float,
-    gradients: dict[str, list[Mapping[int, Tensor]]],
-    samples: list[TokenizedSample],
-    reference_function: Any,
+    gradients: CollectedGradients,
+    reference: Reference,
 ) -> dict[str, Any]:
     """Compares loss and gradients with the reference, including every copy of a replicated or tied tensor.
 
     Args:
         mean_loss: mean loss over all loss tokens.
-        gradients: output of :func:`collect_gradients`.
-        reference_function: output of :func:`make_reference_function`.
     """
-    expected_loss, expected_gradients, bf16_noise = reference_function(samples)
-    tensor_infos = trained_table(spec, case.config.lora)
+    expected_loss, expected_gradients, bf16_noise = reference
+    sharding = built_case.layout.sharding
+    tensor_infos = trained_table(built_case.spec, case.config.lora)
     gradient_errors: dict[str, float] = {}
 
     for tensor_name, tensor_copies in gradients.items():
         tensor_info = tensor_infos[tensor_name]
         for copy_parts in tensor_copies:
-            full_gradients = [copy_parts[part] for part in range(layout.sharding.num_shards(tensor_info))]
+            full_gradients = [copy_parts[part]() for part in range(sharding.num_shards(tensor_info))]
             # Each rank has a replicated gradient as a whole, so each of these must be right.
             if tensor_info.parallel_style != "replicated" or tensor_info.num_experts:
-                full_gradients = [join_shards(full_gradients, tensor_info, layout.sharding)]
+                full_gradients = [join_shards(full_gradients, tensor_info, sharding)]
             for full_gradient in full_gradients:
                 relative_error = _gradient_error(full_gradient, expected_gradients[tensor_name])
                 gradient_errors[tensor_name] = max(gradient_errors.get(tensor_name, 0.0), relative_error)
@@ -265,61 +262,35 @@ def _gradient_error(gradient: Tensor, expected_gradient: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def make_reference_function(case: ParityCase, platform: Platform) -> Any:
-    """Returns a function of the samples, which computes or reads their (loss, fp32 gradients, bf16 noise)."""
-    return StoredReference(Path(case.reference)) if case.reference else ComputedReference(case, platform)
+def make_reference_function(
+    case: ParityCase, platform: Platform
+) -> Callable[[list[TokenizedSample]], Reference]:
+    """Returns a function of the samples that computes their reference, or reads what
+    :mod:`toolkit.parity.reference_job` computed for them."""
+    if case.reference:
+        reference_dir = Path(case.reference)
+        reference_facts = json.loads((reference_dir / "reference.json").read_text())
+        stored_gradients = LazyTensorFile(reference_dir / "gradients.safetensors")
+        return lambda _: (reference_facts["loss"], stored_gradients, reference_facts["gradient_noise"])
 
+    device = str(platform.device)
+    load_model = cache(lambda dtype: load_hf_for_training(case.hf, dtype, device))
 
-class StoredReference:
-    """Reads what :mod:`toolkit.parity.reference_job` computed, for the samples that it used."""
-
-    def __init__(self, reference_dir: Path) -> None:
-        self.reference_facts = json.loads((reference_dir / "reference.json").read_text())
-        self.gradients = LazyTensorFile(reference_dir / "gradients.safetensors")
-
-    def __call__(
-        self, samples: list[TokenizedSample]
-    ) -> tuple[float, Mapping[str, Tensor], dict[str, float]]:
-        """Like :meth:`ComputedReference.__call__`."""
-        return self.reference_facts["loss"], self.gradients, self.reference_facts["gradient_noise"]
-
-
-class ComputedReference:
-    """Computes the reference of one case with ``transformers``."""
-
-    def __init__(self, case: ParityCase, platform: Platform) -> None:
-        self.case = case
-        self.device = str(platform.device)
-
-    @cached_property
-    def float32_model(self) -> torch.nn.Module:
-        return load_hf_for_training(self.case.hf, device=self.device)
-
-    @cached_property
-    def bf16_model(self) -> torch.nn.Module:
-        return load_hf_for_training(self.case.hf, torch.bfloat16, self.device)
-
-    def __call__(self, samples: list[TokenizedSample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-        """Returns (loss in the case's data type, fp32 gradients, bf16 noise).
-
-        The noise maps each tensor to the relative error of transformers' bf16 gradient; it is empty in fp32.
-        """
-        key = (self.case.hf, self.case.dtype, self.device, samples_fingerprint(samples))
-        return cached_result(key, lambda: self._compute_reference(samples))
-
-    def _compute_reference(
-        self, samples: list[TokenizedSample]
-    ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-        loss, float32_gradients = compute_reference(self.case.hf, samples, self.float32_model)
-        if self.case.dtype != "bfloat16":
+    def compute(samples: list[TokenizedSample]) -> Reference:
+        loss, float32_gradients = compute_reference(case.hf, samples, load_model(torch.float32))
+        if case.dtype != "bfloat16":
             return loss, float32_gradients, {}
-        loss, bf16_gradients = compute_reference(self.case.hf, samples, self.bf16_model)
-
+        loss, bf16_gradients = compute_reference(case.hf, samples, load_model(torch.bfloat16))
         bf16_noise = {}
         for name, exact in float32_gradients.items():
             bf16_noise[name] = ((bf16_gradients[name] - exact).norm() / exact.norm().clamp(min=1e-30)).item()
-
         return loss, float32_gradients, bf16_noise
+
+    def reference_of(samples: list[TokenizedSample]) -> Reference:
+        key = (case.hf, case.dtype, device, samples_fingerprint(samples))
+        return cached_result(key, lambda: compute(samples))
+
+    return reference_of
 
 
 def main(argv: list[str]) -> int:

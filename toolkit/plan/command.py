@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -29,8 +30,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.run_adapters import with_adapter_settings
 
 from .options import PlanOptions
-from .plan_result import PlanResult
-from .print_plan import print_plan
+from .print_plan import PlanResult, print_plan
 
 LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 
@@ -88,7 +88,10 @@ def make_plan(options: PlanOptions) -> PlanResult:
         return PlanResult(search_request, run_prediction, None, alternative)
 
     # The search chooses the split itself. The run's own layout is shown beside the results.
-    own_prediction = _own_prediction(search_request) if sets_layout else None
+    own_prediction = None
+    if sets_layout:
+        with contextlib.suppress(UserError):  # it needs another number of GPUs
+            own_prediction = _predict_run_layout(search_request)
     unsplit_config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
     search_result = search_layouts(dataclasses.replace(search_request, config=unsplit_config))
     if not search_result.fitting_layouts:
@@ -97,14 +100,6 @@ def make_plan(options: PlanOptions) -> PlanResult:
     return PlanResult(
         search_request, search_result.fitting_layouts[0], search_result, own_prediction=own_prediction
     )
-
-
-def _own_prediction(search_request: SearchRequest) -> RunPrediction | None:
-    """The prediction of the run's own layout, to compare with; None if it needs another number of GPUs."""
-    try:
-        return _predict_run_layout(search_request)
-    except UserError:
-        return None
 
 
 def _read_config(options: PlanOptions) -> TrainConfig:
@@ -117,14 +112,11 @@ def _read_config(options: PlanOptions) -> TrainConfig:
         raise UsageError(f"{error}; megatron-vl plan --help explains every field") from error
     if not config.model.hf:
         raise UsageError("no model is given: megatron-vl plan --hf HF_DIR, or model.hf of a run")
-    if not _sets_batch(options.fields) and config.global_batch_size < options.gpus:
+    sets_batch = any("global_batch_size" in word or word == "--config" for word in options.fields)
+    if not sets_batch and config.global_batch_size < options.gpus:
         # The field's default is for one GPU.
         return dataclasses.replace(config, global_batch_size=8 * options.gpus)
     return config
-
-
-def _sets_batch(run_words: list[str]) -> bool:
-    return any("global_batch_size" in word or word == "--config" for word in run_words)
 
 
 def _chosen_calibration(options: PlanOptions) -> Calibration:
@@ -204,27 +196,22 @@ def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
     }
 
     if plan_result.search_result is not None:
-        other_predictions = zip(
-            plan_result.search_result.fitting_layouts[1:],
-            plan_result.search_result.slowdown_reasons,
-            strict=True,
-        )
         plan_facts["others"] = []
-        for other_prediction, slowdown_reason in other_predictions:
-            plan_facts["others"].append(
-                {**_prediction_facts(other_prediction, search_request), "why": slowdown_reason}
-            )
+        for other_prediction in plan_result.search_result.fitting_layouts[1:]:
+            plan_facts["others"].append(_compared_facts(other_prediction, plan_result))
         plan_facts["lost"] = list(map(dataclasses.asdict, plan_result.search_result.rejected_layouts))
         plan_facts["combinations"] = plan_result.search_result.combination_count
 
     if plan_result.own_prediction is not None:
-        plan_facts["own"] = {
-            **_prediction_facts(plan_result.own_prediction, search_request),
-            "why": explain_slowdown(plan_result.best_prediction, plan_result.own_prediction),
-        }
+        plan_facts["own"] = _compared_facts(plan_result.own_prediction, plan_result)
     if plan_result.fitting_alternative is not None:
         plan_facts["instead"] = _prediction_facts(plan_result.fitting_alternative, search_request)
     return plan_facts
+
+
+def _compared_facts(prediction: RunPrediction, plan_result: PlanResult) -> dict[str, Any]:
+    slowdown_reason = explain_slowdown(plan_result.best_prediction, prediction)
+    return {**_prediction_facts(prediction, plan_result.search_request), "why": slowdown_reason}
 
 
 def _prediction_facts(prediction: RunPrediction, search_request: SearchRequest) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.planning.layout_search import (
     UNCHANGED_RUN_TEXT,
+    SearchRequest,
+    SearchResult,
     changed_options_text,
     changed_sections,
     describe_layout,
@@ -17,20 +19,26 @@ from megatron_vl.planning.layout_search import (
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, count_parameters, trained_text
 from megatron_vl.planning.predict import RunPrediction
 from megatron_vl.plurals import pluralize
-from toolkit.memory_table import TABLE_WIDTH, memory_table
+from toolkit.memory_table import memory_table, wide_console
 
-from .plan_result import PlanResult
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The request, the best layout, and the layouts that it is compared with."""
+
+    search_request: SearchRequest
+    best_prediction: RunPrediction
+    search_result: SearchResult | None
+    """None if the layout was given."""
+    fitting_alternative: RunPrediction | None = None
+    """A layout that fits, if the given one does not."""
+    own_prediction: RunPrediction | None = None
+    """The prediction of the layout that the run sets, if other layouts were searched."""
 
 
 def print_plan(plan_result: PlanResult) -> None:
     """Prints the rows, the best layout with its stages, memory and speed, and the other layouts."""
-    from rich.console import Console
-
-    console = Console(highlight=False, file=sys.stdout)
-    wide_console = Console(
-        width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout, soft_wrap=False
-    )
-
+    table_console = wide_console()
     search_request, best_prediction = plan_result.search_request, plan_result.best_prediction
     calibration = search_request.calibration
     print(
@@ -42,13 +50,13 @@ def print_plan(plan_result: PlanResult) -> None:
         print(trained)
     for text_line in (*_row_lines(plan_result), *_layout_lines(best_prediction)):
         print(text_line)
-    wide_console.print(_stage_table(best_prediction))
+    table_console.print(_stage_table(best_prediction))
     stage_memories = [stage.stage_memory.as_json() for stage in best_prediction.stage_plans]
-    wide_console.print(memory_table(stage_memories, "Memory of a GPU in GiB"))
+    table_console.print(memory_table(stage_memories, "Memory of a GPU in GiB"))
     for text_line in _speed_lines(plan_result):
         print(text_line)
     if plan_result.search_result is not None:
-        wide_console.print(_comparison_table(plan_result))
+        table_console.print(_comparison_table(plan_result))
         for rejected_layout in plan_result.search_result.rejected_layouts[:3]:
             print(f"does not fit: {rejected_layout.text} ({rejected_layout.why})")
     if not search_request.fits(best_prediction):
@@ -155,17 +163,13 @@ def _comparison_table(plan_result: PlanResult) -> Any:
         "why slower",
         title=f"Of {plan_result.search_result.combination_count} combinations",
     )
-    compared_layouts = list(
-        zip(
-            plan_result.search_result.fitting_layouts,
-            ("", *plan_result.search_result.slowdown_reasons),
-            strict=True,
-        )
-    )
+    best_prediction, *others = plan_result.search_result.fitting_layouts
+    compared_layouts = [(best_prediction, "")]
+    compared_layouts += [(other, explain_slowdown(best_prediction, other)) for other in others]
     if (own_prediction := plan_result.own_prediction) is not None:
         slower_reason = "does not fit"
         if plan_result.search_request.fits(own_prediction):
-            slower_reason = explain_slowdown(plan_result.best_prediction, own_prediction)
+            slower_reason = explain_slowdown(best_prediction, own_prediction)
         compared_layouts.append((own_prediction, f"the run's own, {slower_reason}"))
     for prediction, slower_reason in compared_layouts:
         comparison_table.add_row(

@@ -49,7 +49,10 @@ def train(options: TrainOptions) -> int:
         launcher_arguments = _launcher_arguments(options, launch_environment)
         run_words = _with_converted_adapter(run_words)
         if launcher_arguments is not None:
-            return _start_ranks(run_words, launcher_arguments)
+            from megatron_vl.launch import main as launch
+
+            sys.stdout.flush()
+            return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_words])
 
     # From here on, this process is a rank: torchrun or Slurm started it as one, or it is the only one.
     if launch_environment.rank_variables and options.nproc_per_node:
@@ -134,11 +137,3 @@ def _rendezvous_arguments(
     rendezvous_port = options.master_port or launch_environment.master_port
     endpoint_arguments = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{rendezvous_host}:{rendezvous_port}"]
     return [*endpoint_arguments, "--rdzv-id", options.job_id or launch_environment.job_id]
-
-
-def _start_ranks(run_words: list[str], launcher_arguments: list[str]) -> int:
-    """Starts this node's ranks and waits for them."""
-    from megatron_vl.launch import main as launch
-
-    sys.stdout.flush()
-    return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_words])

@@ -20,11 +20,11 @@ from megatron_vl.planning.memory import (
     count_parameters,
     peak_stage_gib,
     trained_text,
-    warmup_forward_passes,
 )
 from megatron_vl.planning.offload_fraction import least_offload_fraction
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.run_layout import rates_apply
+from megatron_vl.planning.schedule import warmup_forward_passes
 from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout

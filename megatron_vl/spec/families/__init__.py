@@ -61,22 +61,13 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
         raise ConfigError(
             f"config.json: model_type {model_type!r} is not supported; valid: {', '.join(FAMILIES)}"
         )
-    _check_layer_counts(config)
-    return FAMILIES[model_type].read(config)
-
-
-def _check_layer_counts(config: dict[str, Any]) -> None:
-    """Raises ConfigError for counts of layers or experts that would exhaust memory.
-
-    A config may come from an untrusted source.
-    """
+    # A config may come from an untrusted source, and larger counts would exhaust memory.
     for config_section in (config, config.get("text_config"), config.get("vision_config")):
-        if not isinstance(config_section, dict):
-            continue
         for name, field_limit in FIELD_LIMITS.items():
-            value = config_section.get(name)
-            if isinstance(value, (int, float)) and value > field_limit:
+            value = config_section.get(name) if isinstance(config_section, dict) else None
+            if isinstance(value, int | float) and value > field_limit:
                 raise ConfigError(f"config.json: {name} {value} is too large; the limit is {field_limit}")
+    return FAMILIES[model_type].read(config)
 
 
 __all__ = [

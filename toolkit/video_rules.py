@@ -1,18 +1,39 @@
-"""Applies the rule for videos that a checkpoint was trained under."""
+"""The rules for videos that a checkpoint was trained under, and the options that say them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from megatron_vl.config import VideoPositions, VideoPrompt
 from megatron_vl.errors import UsageError, UserError
-from toolkit.options import option_flag
+from toolkit.options import CommandOptions, option, option_flag
 
+SHOWN_DEFAULT = "the training's; where that is unknown: released"
 RELEASED_RULE = "released"
 VALID_RULES = {"video_positions": get_args(VideoPositions), "video_prompt": get_args(VideoPrompt)}
 """Field of ``DataConfig`` -> its valid values."""
+
+
+@dataclass(kw_only=True)
+class VideoRuleOptions(CommandOptions):
+    """Rules for videos.
+
+    A run's checkpoint names the rule that it was trained under, and so does a folder exported from it
+    (``megatron_vl.json``); an option that says otherwise is refused.
+    """
+
+    video_positions: VideoPositions | None = option(None, shown_default=SHOWN_DEFAULT)
+    """Positions at videos of Qwen2-VL and Qwen2.5-VL, like data.video_positions of the training."""
+    video_prompt: VideoPrompt | None = option(None, shown_default=SHOWN_DEFAULT)
+    """Text at videos of Qwen3-VL, like data.video_prompt of the training."""
+
+    def asked_rules(self) -> dict[str, str]:
+        """The rules that were given on the command line, by the names of their options."""
+        rules = {"video_positions": self.video_positions, "video_prompt": self.video_prompt}
+        return {name: rule for name, rule in rules.items() if rule is not None}
 
 
 def resolve_video_rules(
