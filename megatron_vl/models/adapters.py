@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -109,10 +108,18 @@ class LinearAdapter(nn.Module):
         for parameter in (self.lora_A.weight, self.lora_B.weight):
             parameter.allreduce = not is_expert_parallel  # type: ignore[attr-defined]
 
-        factors = (self.lora_A, self.lora_B)
-        whole_factor, cut_factor = factors if self.is_column else factors[::-1]
-        cut_dim = 0 if self.is_column else 1
-        set_tensor_model_parallel_attributes(cut_factor.weight, is_parallel=True, dim=cut_dim, stride=1)
+        if self.is_column:
+            whole_factor = self.lora_A
+            cut_factor = self.lora_B
+        else:
+            whole_factor = self.lora_B
+            cut_factor = self.lora_A
+        set_tensor_model_parallel_attributes(
+            cut_factor.weight,
+            is_parallel=True,
+            dim=0 if self.is_column else 1,
+            stride=1,
+        )
 
         # A rank sees the whole factor with its own part of the tokens only.
         whole_factor.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
@@ -139,12 +146,24 @@ class LinearAdapter(nn.Module):
         if self.tp_size == 1 or self.is_expert:
             return inner_states
         if self.is_column and self.sequence_parallel:
-            return gather_from_sequence_parallel_region(inner_states, group=self.tp_group)
+            return gather_from_sequence_parallel_region(
+                inner_states,
+                group=self.tp_group,
+            )
         if self.is_column:
-            return copy_to_tensor_model_parallel_region(inner_states, group=self.tp_group)
+            return copy_to_tensor_model_parallel_region(
+                inner_states,
+                group=self.tp_group,
+            )
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(inner_states, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(inner_states, group=self.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(
+                inner_states,
+                group=self.tp_group,
+            )
+        return reduce_from_tensor_model_parallel_region(
+            inner_states,
+            group=self.tp_group,
+        )
 
     def _summed_weight(self, factor: _Factor, is_whole: bool) -> Tensor | None:
         """For experts, the weight of a factor that all tensor ranks hold, whose gradient is summed over them.
@@ -185,10 +204,15 @@ def add_to_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 def seed_dropout(seed: int, step: int) -> None:
-    """Seeds the dropout of the zero-based ``step``, so that it has the same masks after a resume.
+    """Seeds the dropout of a step, so that a step has the same masks after a resume.
 
     Ranks with other tokens draw other masks.
+
+    Args:
+        step: zero-based.
     """
+    from megatron.core import parallel_state as mpu
+
     data_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
     pipeline_rank = mpu.get_pipeline_model_parallel_rank()
     seed_text = f"{seed} {step} {data_rank} {pipeline_rank}"
@@ -275,8 +299,12 @@ class AdaptedModel:
                 "lora.targets: on GPUs, adapters of experts need bfloat16 without FP8, parallel.etp 1, and a"
                 f" rank that is a multiple of {MIN_RANK_MULTIPLE}; change one of these, or leave out experts"
             )
-        initial_factors = [self._initial_factors(adapter, base_tensor) for base_tensor in base_tensors]
-        factors_a, factors_b = zip(*initial_factors, strict=True)
+        factors_a = []
+        factors_b = []
+        for base_tensor in base_tensors:
+            initial_a, initial_b = self._initial_factors(adapter, base_tensor)
+            factors_a.append(initial_a)
+            factors_b.append(initial_b)
         is_expert_parallel = not getattr(base_tensors[0].parameter, "allreduce", True)
         return GroupedAdapter(factors_a, factors_b, part.scale, is_expert_parallel)
 

@@ -298,19 +298,21 @@ def _check_entries(
 def _common_dtype(tensor_info: TensorInfo, part_entries: Sequence[dict[str, Any]], sharding: Sharding) -> str:
     """The type that the parts of a tensor have in common, after checking their shapes."""
     shard_shape = list(tensor_info.shard_shape(sharding))
+    dtypes, digests = set(), set()
     for shard_index, part_entry in enumerate(part_entries):
+        dtypes.add(part_entry["dtype"])
+        digests.add(part_entry["sha256"])
         if part_entry["shape"] != shard_shape:
             raise WeightsError(
                 f"tensor {tensor_info.name!r} has shape {part_entry['shape']} "
                 f"on {_describe_rank(tensor_info, shard_index, sharding)}; it should be {shard_shape}"
             )
 
-    dtypes = {part_entry["dtype"] for part_entry in part_entries}
     if len(dtypes) > 1:
         raise WeightsError(f"tensor {tensor_info.name!r} has different types on its ranks")
     # Each expert-parallel rank has other experts.
     is_replicated = tensor_info.parallel_style == "replicated" and not tensor_info.num_experts
-    if is_replicated and len({part_entry["sha256"] for part_entry in part_entries}) > 1:
+    if is_replicated and len(digests) > 1:
         warnings.warn(
             f"replicated tensor {tensor_info.name!r} differs between tensor ranks; rank 0's is used",
             stacklevel=4,
