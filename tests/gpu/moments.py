@@ -27,9 +27,9 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import parse_config
-from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
 from tests.gpu.parity import SIZES
+from tests.support.planned import estimate_stage_memory
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 RUNS = {f"{moments}, {share}": (moments, share) for moments in ("float32", "bfloat16") for share in (0, 1)}

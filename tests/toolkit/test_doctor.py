@@ -21,12 +21,12 @@ from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.planning.calibration import shipped_calibration, stored_calibration_path, write_calibration
 from megatron_vl.planning.gpus import GpuInfo, parse_nvidia_smi
 from megatron_vl.planning.memory import StageMemory, peak_stage_gib
-from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import Lineage, SavedCheckpoint
 from tests.converters.peft_models import peft_folder
+from tests.support.planned import estimate_stage_memory
 from tests.support.ranks import python_path, run_module
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding, ok_finding

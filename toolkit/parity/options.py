@@ -45,7 +45,8 @@ class ParityOptions(CommandOptions):
     dtype: Literal["float32", "bfloat16"] = option("float32")
     """Data type of the layouts. float32 must agree with transformers within rounding. bfloat16 may depart
     from float32 at most 1.5 times as far as transformers in bfloat16; use it on GPUs. (On CPU,
-    Megatron-core rounds RoPE's factors to bfloat16; transformers does not.)"""
+    Megatron-core rounds RoPE's factors to bfloat16, and transformers does not. torch's LayerNorm sums its
+    gradients in bfloat16 there, here over all pictures of a row.)"""
     platform: Literal["auto", "cpu", "cuda"] = option("auto", shown_default="cuda where there is a GPU")
     """Run the ranks on this kind of device."""
     reference_device: str = option("", metavar="DEVICE", shown_default="as --platform")
