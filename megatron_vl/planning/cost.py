@@ -43,6 +43,9 @@ GPUS_PER_NODE = 8
 DELTA_RULE_RATE_SHARE = 0.12
 """Share of attention's rate that the delta rule's small products reach. With our kernels, 8192 tokens of 32
 heads of 128 took 0.79 ms forward on an H200."""
+EXPERT_GRADIENT_SHARE = 0.75
+"""Adding to the gradients of experts takes this share of the time of its memory traffic; products hide the
+rest. An H100 had 0.68 to 0.83, with 128 and 256 experts (docs/log/speed.md)."""
 BF16_MOMENTS_FACTOR = 0.57
 """Time of an update on the GPU with moments in bf16, relative to fp32. On an H200, our kernel takes 4.7 ms
 for 10^9 parameters, and Transformer Engine's 8.3 ms."""
@@ -265,7 +268,7 @@ class StepCosts:
         layer_time = parts.pass_time(trains_weights=self._trains_language)
         if kind.has_experts:
             dispatch_seconds = self._dispatch_seconds()
-            layer_time += PassTime(dispatch_seconds, dispatch_seconds)
+            layer_time += PassTime(dispatch_seconds, dispatch_seconds + self._expert_gradient_seconds())
             # A layer with experts takes at least the host's time to launch its many kernels.
             host_launch_seconds = (
                 self.calibration.expert_host_s if self.layout.ep > 1 else self.calibration.expert_host_alone_s
@@ -446,6 +449,21 @@ class StepCosts:
         return matmul_seconds, self.elementwise_seconds(
             calibration.activation_widths * moe_spec.ffn_hidden_size / layout.etp * expert_rows
         )
+
+    def _expert_gradient_seconds(self) -> float:
+        """Seconds to add a row's gradients to those of all experts of this rank, in fp32.
+
+        The rate of products does not contain this, because it does not shrink with the tokens of an expert.
+        """
+        language_spec, layout = self.spec.language, self.layout
+        assert language_spec.moe is not None
+        if not self._trains_language:
+            return 0.0
+
+        local_experts = language_spec.moe.num_experts / (layout.ep * layout.etp)
+        weight_elements = 3 * language_spec.hidden_size * language_spec.moe.ffn_hidden_size * local_experts
+        read_and_written_bytes = 2 * 4 * weight_elements
+        return EXPERT_GRADIENT_SHARE * read_and_written_bytes / (self.calibration.memory_tb_s * 1e12)
 
     def _dispatch_seconds(self) -> float:
         """Seconds to send tokens to the ranks of their experts and back, in one pass."""
