@@ -29,20 +29,6 @@ from .rules import (
 HF_LANGUAGE = "model.language_model."
 HF_DECODER_LAYER = HF_LANGUAGE + "layers.*."
 
-
-def _merger_entries(prefix: str, hf_prefix: str) -> tuple[NameEntry, ...]:
-    """The tensors of the merger, or of the mergers of DeepStack."""
-    table_lines = (
-        ("norm.weight", "norm.weight", unchanged_tensor),
-        ("norm.bias", "norm.bias", unchanged_tensor),
-        ("linear_fc1.weight", "linear_fc1.weight", unchanged_tensor),
-        ("linear_fc1.bias", "linear_fc1.bias", unchanged_tensor),
-        ("linear_fc2.weight", "linear_fc2.weight", unchanged_tensor),
-        ("linear_fc2.bias", "linear_fc2.bias", unchanged_tensor),
-    )
-    return name_entries(f"vision_model.{prefix}", f"model.visual.{hf_prefix}", table_lines)
-
-
 TOWER = (
     *name_entries(
         "vision_model.",
@@ -51,10 +37,36 @@ TOWER = (
             ("patch_embed.proj.weight", "patch_embed.proj.weight", conv3d_patch_embedding),
             ("patch_embed.proj.bias", "patch_embed.proj.bias", unchanged_tensor),
             ("position_table.weight", "pos_embed.weight", unchanged_tensor),
+            ("merger.norm.weight", "merger.norm.weight", unchanged_tensor),
+            ("merger.norm.bias", "merger.norm.bias", unchanged_tensor),
+            ("merger.linear_fc1.weight", "merger.linear_fc1.weight", unchanged_tensor),
+            ("merger.linear_fc1.bias", "merger.linear_fc1.bias", unchanged_tensor),
+            ("merger.linear_fc2.weight", "merger.linear_fc2.weight", unchanged_tensor),
+            ("merger.linear_fc2.bias", "merger.linear_fc2.bias", unchanged_tensor),
+            ("deepstack_mergers.*.norm.weight", "deepstack_merger_list.*.norm.weight", unchanged_tensor),
+            ("deepstack_mergers.*.norm.bias", "deepstack_merger_list.*.norm.bias", unchanged_tensor),
+            (
+                "deepstack_mergers.*.linear_fc1.weight",
+                "deepstack_merger_list.*.linear_fc1.weight",
+                unchanged_tensor,
+            ),
+            (
+                "deepstack_mergers.*.linear_fc1.bias",
+                "deepstack_merger_list.*.linear_fc1.bias",
+                unchanged_tensor,
+            ),
+            (
+                "deepstack_mergers.*.linear_fc2.weight",
+                "deepstack_merger_list.*.linear_fc2.weight",
+                unchanged_tensor,
+            ),
+            (
+                "deepstack_mergers.*.linear_fc2.bias",
+                "deepstack_merger_list.*.linear_fc2.bias",
+                unchanged_tensor,
+            ),
         ),
     ),
-    *_merger_entries("merger.", "merger."),
-    *_merger_entries("deepstack_mergers.*.", "deepstack_merger_list.*."),
     *tower_layer_entries("model.visual."),
     *name_entries(
         VISION_LAYER,
