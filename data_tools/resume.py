@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,11 +125,18 @@ def describe_differences(old_plan: dict[str, Any], new_plan: dict[str, Any]) -> 
 
 
 @contextmanager
-def exclusive_access(lock_path: Path) -> Iterator[None]:
-    """Lets one process after the other into the context. A file system without locks lets in all of them."""
+def exclusive_access(lock_path: Path, *, needs_locks: bool = True) -> Iterator[None]:
+    """Lets one process after the other into the context.
+
+    Args:
+        needs_locks: whether to raise OSError on a file system without locks, which otherwise lets in all.
+    """
     with lock_path.open("ab") as lock_file:
-        with suppress(OSError):
+        try:
             fcntl.lockf(lock_file, fcntl.LOCK_EX)
+        except OSError:
+            if needs_locks:
+                raise
         yield
 
 

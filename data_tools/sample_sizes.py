@@ -146,7 +146,7 @@ def _index_dataset(
 
         # Two that finish at once would otherwise remove each other's results as those of an earlier content.
         # The lock file goes with the folder: whoever waits for it then finds the sizes.
-        with exclusive_access(work_dir / "lock"):
+        with exclusive_access(work_dir / "lock", needs_locks=False):
             if not has_stored_sizes(dataset, sizes_name):
                 _publish_sizes(sizes_dir, work_dir, tasks, dataset.content_id)
         # After the lock file is closed: NFS keeps an open file, and its folder, under another name.

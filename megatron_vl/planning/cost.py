@@ -453,7 +453,7 @@ class StepCosts:
     def _expert_gradient_seconds(self) -> float:
         """Seconds to add a row's gradients to those of all experts of this rank, in fp32.
 
-        The rate of products does not contain this, because it does not shrink with the tokens of an expert.
+        The rate of products does not contain it: an expert's gradient is as large for few tokens as for many.
         """
         language_spec, layout = self.spec.language, self.layout
         assert language_spec.moe is not None

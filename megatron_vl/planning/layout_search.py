@@ -105,7 +105,7 @@ class SearchRequest:
         return StepCosts(config, self.spec, layout, data_parallel_size, *measured_facts)
 
     def predict(self, config: TrainConfig, layout: Layout) -> RunPrediction:
-        """The prediction of a run on these GPUs with another config and layout."""
+        """The prediction of a run on these GPUs with another config, which is valid, and layout."""
         return predict_from_costs(self.step_costs(config, layout))
 
 

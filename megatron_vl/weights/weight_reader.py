@@ -95,7 +95,7 @@ def read_adapters(path: str | Path) -> WeightReader:
     weight_reader = WeightReader(path, takes_adapters=True)
     if not weight_reader.lora.rank:
         raise WeightsError(
-            f"{weight_reader.path} holds a whole model and no adapters; --checkpoint takes that"
+            f"{weight_reader.path} holds a whole model and no adapters; give it as --checkpoint alone"
             " (model.checkpoint of a run)"
         )
     return weight_reader

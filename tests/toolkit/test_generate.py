@@ -140,7 +140,7 @@ def test_adapters_answer_like_the_merged_model(forked_groups, tiny_checkpoint, t
 
     words = ("generate", "--checkpoint", tmp_path / "base", "--adapter", tmp_path / "whole", *prompt)
     assert main([*map(str, words), "--platform", "cpu"]) == 1
-    assert "whole holds a whole model and no adapters; --checkpoint takes that" in capsys.readouterr().err
+    assert "holds a whole model and no adapters; give it as --checkpoint alone" in capsys.readouterr().err
     words = ("generate", "--checkpoint", tmp_path / "factors", *prompt)
     assert main([*map(str, words), "--platform", "cpu"]) == 1
     assert "no whole model; give it as --adapter (lora.adapter of a run)" in capsys.readouterr().err
