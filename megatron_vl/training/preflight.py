@@ -269,11 +269,12 @@ def check_own_checkpoint(
 
 def read_start_adapter(config: TrainConfig) -> dict[str, str]:
     """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any."""
-    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
-
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return {"path": "", "digest": ""}
+
+    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+
     weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
     return {"path": str(Path(adapter_dir).resolve()), "digest": weight_reader.model_digest()}
 
@@ -327,15 +328,16 @@ def with_start_adapter(
             settings of those in ``lora.adapter`` are not read.
 
     Raises:
-        RunConfigError: there are no weights, the adapters belong to another model, or another field of
-            ``lora`` says something else. The message names the field.
-        WeightsError: the weights are those of a whole model, or cannot be read.
+        RunConfigError: there are no weights, they are those of a whole model or cannot be read, the adapters
+            belong to another model, or another field of ``lora`` says something else. The message names the
+            field.
+        WeightsError: the adapters in ``source_checkpoint`` cannot be read.
     """
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return config
 
-    from megatron_vl.weights.weight_reader import WeightReader, read_adapters  # it imports torch
+    from megatron_vl.weights.weight_reader import WeightReader, WeightsError, read_adapters
 
     if source_checkpoint is None and (Path(adapter_dir) / "adapter_config.json").is_file():
         raise RunConfigError(
@@ -358,6 +360,8 @@ def with_start_adapter(
                 f"lora.adapter: {error}; give a run with LoRA or a folder of adapters, or, to continue a run,"
                 " its checkpoint.dir"
             ) from error
+        except WeightsError as error:
+            raise RunConfigError(f"lora.adapter: {error}") from error
     holder = f"checkpoint {source_checkpoint.path}" if source_checkpoint else f"lora.adapter {adapter_dir}"
     check_same_model(holder, weight_reader.spec, config, spec)
     return with_stored_lora(config, weight_reader.lora, holder)

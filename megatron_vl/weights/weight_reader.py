@@ -166,7 +166,7 @@ class WeightReader:
             if not (self.path / file_name).is_file():
                 raise WeightsError(f"{self.path / file_name} is missing, although {MANIFEST_FILE} names it")
 
-        entries = [{"file": name, **entry} for name, entry in self.manifest["files"].items()]
+        entries = [{**entry, "file": name} for name, entry in self.manifest["files"].items()]
         try:
             return locate_shards(self.tensor_infos, self.layout, entries)
         except WeightsError as error:

@@ -319,7 +319,7 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
         (["--lora.adapter", str(folder)], "holds PEFT's files; convert them first"),
-        (["--lora.adapter", str(prepared["weights"])], "holds a whole model"),
+        (["--lora.adapter", str(prepared["weights"])], "lora.adapter: .* holds a whole model"),
     ):
         refused = train(prepared, tmp_path / "refused", *start, *options, ranks=1, steps=3)
         assert refused.returncode == 1, refused.stderr[-2000:]

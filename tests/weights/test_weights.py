@@ -493,6 +493,16 @@ def test_bad_manifests(
         WeightReader(tmp_path)
 
 
+def test_an_entry_cannot_name_another_file(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+    """A file is known by its checked key; a field ``file`` beside it means nothing."""
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    files = json.loads((tmp_path / MANIFEST_FILE).read_text())["files"]
+    edited(tmp_path, files={name: {**entry, "file": "../x.safetensors"} for name, entry in files.items()})
+    weight_reader = WeightReader(tmp_path)
+    name = next(iter(full))
+    assert torch.equal(weight_reader.read_shard(name), full[name])
+
+
 def test_any_edit_of_the_manifest_is_seen(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     """This includes fields that nothing else depends on; the order of keys and spaces do not count."""
     write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])

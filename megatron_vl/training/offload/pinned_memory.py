@@ -25,9 +25,10 @@ def allocate_host_chunks(state_chunks: list[StateChunk], is_pinned: bool) -> Non
     """Allocates the chunks' host memory, all zero (:func:`allocate_host_bytes`)."""
     total_gib = sum(state_chunk.size_bytes for state_chunk in state_chunks) / 2**30
     refusal = f"{total_gib:.1f} GiB of host memory could not be pinned for optimizer.offload_fraction"
-    for state_chunk in state_chunks:
-        state_chunk.home_buffer = allocate_host_bytes(state_chunk.size_bytes, is_pinned, refusal).zero_()
-        progress.note_progress()
+    with run_near_gpu() if is_pinned else contextlib.nullcontext():
+        for state_chunk in state_chunks:
+            state_chunk.home_buffer = allocate_host_bytes(state_chunk.size_bytes, is_pinned, refusal).zero_()
+            progress.note_progress()
 
 
 def allocate_host_bytes(num_bytes: int, is_pinned: bool, refusal: str) -> Tensor:
