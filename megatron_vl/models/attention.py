@@ -296,6 +296,7 @@ def _attend_with_torch_varlen(
 def _attend_with_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
+    assert causal, "for language models only"
     return packed_causal_attention(query, key, value, *segments.varlen_arguments)
 
 
@@ -304,6 +305,7 @@ def _attend_with_triton(
 ) -> Tensor:
     from megatron_vl.kernels.tower_attention import segment_attention
 
+    assert not causal, "for towers only"
     return segment_attention(query, key, value, segments.cu_seqlens)
 
 

@@ -35,7 +35,7 @@ from megatron_vl.planning.memory import (
     optimizer_state_bytes,
 )
 from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
-from megatron_vl.spec.adapters import freeze_unadapted_parts
+from megatron_vl.spec.adapters import freeze_unadapted_parts, trains_own_matrices
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 
@@ -188,7 +188,7 @@ class StepCosts:
     @cached_property
     def _trains_language(self) -> bool:
         """Whether the language model's own matrices are trained, and not adapters of them."""
-        return not (self.config.lora.rank or self.model_config.freeze_language)
+        return trains_own_matrices(self.model_config, self.config.lora, "language")
 
     # --- Rates ----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.planning.layer_kinds import MatrixAdapter, block_adapters, layer_kinds, merger_adapters
-from megatron_vl.spec.adapters import saved_modules, trained_parts
+from megatron_vl.spec.adapters import saved_modules, trained_parts, trains_own_matrices
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
 
@@ -208,7 +208,8 @@ def row_flops(
     lora = lora or LoraConfig()
     weights, patch_count = _counted_weights(spec, model_config, lora), sum(frame_lengths)
     language = language_forward_flops(spec.language, document_lengths, head_tokens)
-    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora) or _trains_part(model_config, lora, "language")
+    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
+    trains_output |= trains_own_matrices(model_config, lora, "language")
     attention_pairs = weights.full_layers * sum(length * length for length in frame_lengths)
     attention_pairs += weights.window_layers * sum(length * length for length in window_lengths)
     return ModelFlops(
@@ -220,11 +221,6 @@ def row_flops(
         + 4.0 * spec.vision.hidden_size * attention_pairs
         + 2.0 * weights.per_merged_unit * (patch_count // spec.vision.merge_unit),
     )
-
-
-def _trains_part(model_config: ModelConfig, lora: LoraConfig, part: str) -> bool:
-    """Whether the own matrices of a part (``vision``, ``merger`` or ``language``) are trained."""
-    return not (lora.rank or getattr(model_config, f"freeze_{part}"))
 
 
 @dataclass(frozen=True)
@@ -251,7 +247,7 @@ def _counted_weights(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfi
     per_unit, is_reached = _merger_products(spec, model_config, lora, reached_blocks)
     # Embeddings are part of the language model, so without LoRA something before its layers is trained.
     is_reached = is_reached or not lora.rank or EMBEDDING_TENSOR in saved_modules(spec, lora)
-    is_trained = _trains_part(model_config, lora, "language")
+    is_trained = trains_own_matrices(model_config, lora, "language")
 
     per_token = 0.0
     decoder_layers: dict[bool, list[int]] = {True: [], False: []}
@@ -286,7 +282,7 @@ def _tower_products(
     """
     vision_spec = spec.vision
     saved = saved_modules(spec, lora)
-    is_trained = _trains_part(model_config, lora, "vision")
+    is_trained = trains_own_matrices(model_config, lora, "vision")
     trains_patch_embed = is_trained or "vision_model.patch_embed.proj.weight" in saved
     product_count = float(vision_spec.patch_dim * vision_spec.hidden_size)
     product_count *= 1 + trains_patch_embed
@@ -323,7 +319,7 @@ def _merger_products(
     for number, adapters in enumerate(merger_adapters(spec, lora)):
         prefix = f"vision_model.deepstack_mergers.{number - 1}." if number else "vision_model.merger."
         trained = _trained_before(spec, lora, prefix, weights)
-        trains_all = _trains_part(model_config, lora, "merger")
+        trains_all = trains_own_matrices(model_config, lora, "merger")
         is_reached = trains_all or reached_blocks[source_blocks[number]]
         # If something before a matrix is trained whole, so is all of the merger.
         is_trained = trains_all or bool(trained)

@@ -60,6 +60,7 @@ from megatron_vl.spec.adapters import (
     saved_modules,
     trained_table,
     trained_tensors,
+    trains_own_matrices,
 )
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
@@ -542,7 +543,7 @@ class _ActivationEstimator:
     @property
     def _trains_language(self) -> bool:
         """Whether the language model's own matrices are trained."""
-        return not (self.config.lora.rank or self.config.model.freeze_language)
+        return trains_own_matrices(self.config.model, self.config.lora, "language")
 
     def _keeps_input(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, is_trained: bool) -> bool:
         """Whether autograd keeps the input of a matrix, for the gradient of the matrix or of its adapter.
@@ -710,7 +711,7 @@ class _ActivationEstimator:
     @property
     def _trains_tower(self) -> bool:
         """Whether the tower's own matrices are trained."""
-        return not (self.config.lora.rank or self.config.model.freeze_vision)
+        return trains_own_matrices(self.config.model, self.config.lora, "vision")
 
     @property
     def _whole_modules(self) -> set[str]:

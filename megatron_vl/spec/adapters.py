@@ -266,6 +266,17 @@ def trained_tensors(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig
     return trained_names
 
 
+def trains_own_matrices(model_config: ModelConfig, lora: LoraConfig, part_name: str) -> bool:
+    """Whether a part's own matrices are trained, and not adapters of them.
+
+    With LoRA, modules that are trained whole (:func:`saved_modules`) come on top.
+
+    Args:
+        part_name: ``language``, ``vision`` or ``merger``.
+    """
+    return not (lora.rank or getattr(model_config, f"freeze_{part_name}"))
+
+
 def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
     """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained."""
     return set(map(model_part, trained_tensors(spec, lora, model_config)))
