@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def check(which: str, bound: float, variables: dict[str, str], timeout_s: int = 300) -> None:
+def check(which: str, bound: float, variables: dict[str, str], timeout_s: int = 600) -> None:
     done = run_module("tests.kernels.delta_rule_checks", (which,), environment=variables, timeout_s=timeout_s)
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 
 def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
-    done = run_module("tests.kernels.triton_checks", arguments, environment=variables, timeout_s=300)
+    done = run_module("tests.kernels.triton_checks", arguments, environment=variables, timeout_s=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -68,10 +68,10 @@ def test_kernels_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_fused_layers_train_as_plain_ones(tiny_checkpoint, family: str) -> None:
-    """Two steps in fp32: norms of both kinds and zero-centred ones, all activations of towers, DeepStack,
-    experts, linear attention."""
+    """Two steps in fp32, one with recompute: norms of both kinds and zero-centred ones, all activations of
+    towers, DeepStack, experts, linear attention."""
     hf = str(tiny_checkpoint(family))
     results = call(steps_with_fused_layers, environment={"TRITON_INTERPRET": "1"}, hf=hf)
     assert results["fused"] == pytest.approx(results["plain"], rel=1e-5)
-    assert results["recomputed"] == results["recomputed activations"] == results["fused"]
+    assert results["recomputed"] == results["recomputed activations"] == results["fused"][:2]
     assert set(results["calls of norms"]) == {0, 1} and results["calls of activations"]

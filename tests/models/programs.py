@@ -19,6 +19,9 @@ from megatron_vl.training.step import reduce_losses, run_schedule, token_loss, t
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
 
+SHORT_SEQ_LEN = 80
+"""Holds a sample with an image (67 tokens). Triton's interpreter takes milliseconds for a row of a norm."""
+
 
 def padding_under_training(hf: str) -> list[list[float]]:
     """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and
@@ -95,10 +98,10 @@ def gradients_without_loss(hf: str) -> list[Any]:
     return [sorted(names - came), largest, *reports[0]["loss"].tolist()]
 
 
-def _row(trainer: TinyTrainer, *kinds: str) -> Any:
+def _row(trainer: TinyTrainer, *kinds: str, seq_len: int = SEQ_LEN) -> Any:
     """One row of these samples in the form that the model gets."""
     samples = [make_sample(kind, trainer.spec, 0) for kind in kinds]
-    return trainer.feed_of([pack_row(samples, trainer.spec, SEQ_LEN)], 1).next_batch().rows[0]
+    return trainer.feed_of([pack_row(samples, trainer.spec, seq_len)], 1).next_batch().rows[0]
 
 
 def step_with_and_without_kernels(hf: str) -> list[list[float]]:
@@ -129,23 +132,23 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
 
 
 def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
-    """Losses and gradient norms of two steps: with torch's layers, with interpreted norms that also form the
-    sum before them and take the gradient of the residual connection, interpreted sums and activations, and
-    with these and recompute. For each call of a norm, whether it forms the sum."""
+    """Losses and gradient norms of two steps: with torch's layers, and with interpreted norms that also form
+    the sum before them and take the gradient of the residual connection, interpreted sums and activations.
+    Those of one step with these and recompute. For each call of a norm, whether it forms the sum."""
     from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
     trainer = tiny_trainer(hf)
-    step_rows = [trainer.feed.next_batch().rows, trainer.feed.next_batch().rows]
+    row = _row(trainer, "image", seq_len=SHORT_SEQ_LEN)
     local_modules = layer_specs._layer_modules
 
-    def run_steps(config: TrainConfig) -> list[float]:
+    def run_steps(config: TrainConfig, num_steps: int) -> list[float]:
         wrapped = wrap_in_ddp(config, trainer.new_chunks(config))
         optimizer = build_optimizer(config, trainer.platform, wrapped)
         results = []
-        for number, rows in enumerate(step_rows):
+        for number in range(num_steps):
             set_learning_rates(optimizer, config, number)
-            result = train_step(wrapped, optimizer, rows, trainer.grid, SEQ_LEN)
+            result = train_step(wrapped, optimizer, [row], trainer.grid, SHORT_SEQ_LEN)
             results += [result.loss, result.grad_norm]
         return results
 
@@ -171,15 +174,15 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
         )
 
     activation_kernels.biased_activation = counted_activation
-    results = {"plain": torch_only(run_steps)(trainer.config)}
+    results = {"plain": torch_only(run_steps)(trainer.config, 2)}
     assert not activation_calls
     layer_specs._layer_modules = fused_modules
-    results["fused"] = run_steps(trainer.config)
+    results["fused"] = run_steps(trainer.config, 2)
     for name, recompute in (
         ("recomputed", RecomputeConfig(language="full", vision="full")),
         ("recomputed activations", RecomputeConfig(vision="activation")),
     ):
-        results[name] = run_steps(dataclasses.replace(trainer.config, recompute=recompute))
+        results[name] = run_steps(dataclasses.replace(trainer.config, recompute=recompute), 1)
     results |= {"calls of norms": norm_calls, "calls of activations": activation_calls}
     return results
 

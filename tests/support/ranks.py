@@ -108,7 +108,7 @@ def run_apart(
     folders: Mapping[int, Path] | None = None,
     file_bytes: Mapping[int, int] | None = None,
     one_node: bool = False,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
 ) -> list[Ended]:
     """Runs ``python -m module arguments`` as ranks on different nodes: if one fails, the others go on.
 
@@ -142,7 +142,7 @@ def call(
     ranks: int = 1,
     *,
     environment: Mapping[str, str] | None = None,
-    timeout_s: float = 300,
+    timeout_s: float = 600,
     **variables: Any,
 ) -> Any:
     """Calls ``function(**variables)`` in each of ``ranks`` processes.
