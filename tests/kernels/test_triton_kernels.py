@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 
 def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
-    done = run_module("tests.kernels.triton_checks", arguments, environment=variables, timeout_s=600)
+    done = run_module("tests.kernels.triton_checks", arguments, environment=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -19,8 +19,9 @@ from megatron_vl.training.step import reduce_losses, run_schedule, token_loss, t
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
 
-SHORT_SEQ_LEN = 80
-"""Holds a sample with an image (67 tokens). Triton's interpreter takes milliseconds for a row of a norm."""
+SHORT_SEQ_LEN = 136
+"""For interpreted norms, each row of which takes milliseconds. It is longer than LOSS_INDEX_MULTIPLE, so that
+only chosen tokens have logits, as in rows of :data:`SEQ_LEN`."""
 
 
 def padding_under_training(hf: str) -> list[list[float]]:

@@ -27,7 +27,7 @@ ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def errors_of(checks: str, *arguments: str, ranks: int, **variables: str) -> dict[str, float]:
-    done = run_module(f"tests.models.moe.{checks}", arguments, ranks, environment=variables, timeout_s=600)
+    done = run_module(f"tests.models.moe.{checks}", arguments, ranks, environment=variables)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
