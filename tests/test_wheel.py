@@ -234,7 +234,7 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     program("train", "--nproc-per-node", "1", *run.split())
     program("checkpoint", "show", "run")
     program("checkpoint", "verify", "run")
-    asked = ["--hf", "hf", "--prompt", "Hello", "--max-new-tokens", "2", "--platform", "cpu"]
+    asked = ["--model.hf", "hf", "--prompt", "Hello", "--max-new-tokens", "2"]
     program("generate", "--checkpoint", "run", *asked)
 
     report = json.loads(

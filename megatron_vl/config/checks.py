@@ -99,11 +99,6 @@ def _check_row_sharing(config: TrainConfig) -> None:
             f"data.seq_len {seq_len} must be a multiple of {shard_count} (parallel.cp"
             f" {parallel.cp}{tensor_text}); take {_near_multiples(seq_len, shard_count)}"
         )
-    if parallel.cp > 1 and config.eval.interval and config.eval.samples:
-        raise RunConfigError(
-            f"eval.samples {config.eval.samples}: answers are not generated with parallel.cp above 1; set"
-            " eval.samples to 0 (the loss is still evaluated), and run megatron-vl generate on a checkpoint"
-        )
 
 
 def _check_pipeline_chunks(config: TrainConfig, data_parallel_size: int) -> None:

@@ -362,11 +362,6 @@ class EvalConfig:
     rows: int = option(64, minimum=1)
     """Number of rows to compute the loss on, over all ranks: the first ones of the split. They stay in host
     memory, pixels included."""
-    samples: int = option(0, minimum=0)
-    """Number of prompts to answer at each evaluation: the first ones of the split. The answers go to
-    eval.jsonl beside the checkpoints and to TensorBoard as text."""
-    max_new_tokens: int = option(64, minimum=1)
-    """Largest number of tokens in an answer."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from yaml.nodes import CollectionNode, MappingNode, Node
 
 from megatron_vl.config.fields import RunConfigError, TrainConfig, describe_type, field_types, section_names
+from megatron_vl.config.removed import REMOVED_FIELDS
 
 PROGRAM_NAME = "python -m megatron_vl.train"
 LAYERS_OPTION = "--parallel.layers"
@@ -286,6 +287,8 @@ def _explain_run_error(message: str) -> tuple[str, str]:
             rf"Group '([\w.]+)' does not accept option '{re.escape(field_name)}'", message
         )
         field_name = f"{section_match[1]}.{field_name}" if section_match else field_name
+        if field_name in REMOVED_FIELDS:
+            return f"field {field_name!r} was removed: {REMOVED_FIELDS[field_name]}", field_name
         return f"field {field_name!r} is unknown; {_suggest_fields(field_name)}", field_name
 
     positional_match = re.match(r"unrecognized arguments: ([^-\s]\S*\.ya?ml)$", message)

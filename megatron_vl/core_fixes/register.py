@@ -270,18 +270,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         removal_condition="core starts them with its modules",
         guarding_test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
     ),
-    DependencyFix(
-        fix_location="megatron_vl.parallel.tp_overlap:pause_overlap",
-        touched_names=(
-            "transformer_engine.pytorch.module.linear.Linear.ub_overlap_ag_fprop",
-            "transformer_engine.pytorch.module.linear.Linear.ub_overlap_rs_fprop",
-        ),
-        fix_reason="Userbuffers always move the whole buffer, even if the row is shorter.",
-        written_for=_TE,
-        upstream_issue="NVIDIA/TransformerEngine#1303",
-        removal_condition="Transformer Engine checks the length",
-        guarding_test="tests/training/test_generate_rows.py::test_collectives_beside_products_pause",
-    ),
     # Modules
     DependencyFix(
         fix_location="megatron_vl.models.attention:PackedRow",

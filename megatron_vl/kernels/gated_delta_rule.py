@@ -362,30 +362,3 @@ def _chunk_decays(
     decay_to_end = cumulative_decay[:, :, -1:] - cumulative_decay
     write_decay = decay_to_end.masked_fill(~in_last_segment, -torch.inf).exp()
     return pair_decay, read_decay, write_decay
-
-
-def gated_delta_step(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Applies the rule to the next token of each of N sequences.
-
-    Args:
-        query, key: [N, Kh, K], not normalised.
-        value: [N, Vh, V].
-        log_decay, beta: [N, Vh].
-        state: float32 [N, Vh, K, V].
-
-    Returns:
-        The outputs [N, Vh, V] in the values' type, and the new states.
-    """
-    compute_dtype = state.dtype
-    value_heads_per_key_head = value.shape[1] // key.shape[1]
-    scaled_queries = l2_normalized(query.to(compute_dtype)) * query.shape[-1] ** -0.5
-    scaled_queries = scaled_queries.repeat_interleave(value_heads_per_key_head, dim=1)
-    normalized_keys = l2_normalized(key.to(compute_dtype)).repeat_interleave(value_heads_per_key_head, dim=1)
-
-    state = state * log_decay.to(compute_dtype).exp()[..., None, None]
-    stored_values = (state * normalized_keys[..., None]).sum(-2)
-    delta_values = beta.to(compute_dtype)[..., None] * (value.to(compute_dtype) - stored_values)
-    state = state + normalized_keys[..., None] * delta_values[..., None, :]
-    return (state * scaled_queries[..., None]).sum(-2).to(value.dtype), state

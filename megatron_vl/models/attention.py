@@ -34,7 +34,6 @@ from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS
 from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
-from megatron_vl.models.kv_cache import CacheAccess
 
 LARGEST_GRADIENT_ERROR = 0.02
 """Largest relative error of gradients with which a backend may be used."""
@@ -59,8 +58,6 @@ class PackedRow(PackedSeqParams):
     """The segments of window attention, in a tower with windows."""
     cos_sin: tuple[Tensor, Tensor] | None = None
     """fp32 [P, d / 2] each, for layers whose kernels apply RoPE themselves."""
-    cache: CacheAccess | None = None
-    """The stored keys and values during generation; otherwise None."""
     shard: RowShard | None = None
     """This rank's part of the row under context parallelism; otherwise None."""
 
@@ -128,31 +125,19 @@ class PackedAttention(nn.Module):
             # The value is a view of the fused QKV output, all of which the backward pass would keep.
             packed_value = packed_value.contiguous()
 
-        attention_output = self._attend(
-            packed_query, packed_key, packed_value, segments, packed_seq_params.cache
-        )
+        attention_output = self._attend(packed_query, packed_key, packed_value, segments)
         return attention_output.reshape(attention_output.shape[0], 1, -1)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, cache_access: CacheAccess | None
-    ) -> Tensor:
-        if self.cp_group.size() > 1:
-            # Each rank gets all tokens of some heads, so that the backends need not know that the row is
-            # split.
-            assert cache_access is None, "answers are not generated under context parallelism"
-            query, key, value = heads_for_tokens(query, key, value, self.head_group)
-            if segments.gathered_keys is not None:
-                key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
-            output_of_heads = self.backend_function(query, key, value, segments, self.causal)
-            return tokens_for_heads(output_of_heads, self.head_group)
-
-        if cache_access is None:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        if self.cp_group.size() == 1:
             return self.backend_function(query, key, value, segments, self.causal)
 
-        # The prompt attends to itself through the backend. Later tokens attend to what it stored.
-        return cache_access.attend_with_cache(
-            self, query, key, value, lambda: self.backend_function(query, key, value, segments, self.causal)
-        )
+        # Each rank gets all tokens of some heads, so that the backends need not know that the row is split.
+        query, key, value = heads_for_tokens(query, key, value, self.head_group)
+        if segments.gathered_keys is not None:
+            key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
+        output_of_heads = self.backend_function(query, key, value, segments, self.causal)
+        return tokens_for_heads(output_of_heads, self.head_group)
 
 
 def choose_backend(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_vl.kernels.shard_exchange import ShardRoute
 from megatron_vl.models.context_parallel import FeatureRoute
-from megatron_vl.models.kv_cache import CacheAccess
 
 
 @dataclass
@@ -132,8 +131,6 @@ class DeviceRow:
     feature_route: FeatureRoute | None = None
     """The way of features from the tower to placeholders, on the first stage under context parallelism, if
     the row has pictures and the tower is on the first stage; otherwise None."""
-    cache: CacheAccess | None = None
-    """The stored keys and values during generation; otherwise None."""
 
     @property
     def local_segments(self) -> Segments:

@@ -27,13 +27,11 @@ from torch import Tensor, nn
 from megatron_vl.kernels.gated_delta_rule import (
     causal_conv,
     gated_delta_rule,
-    gated_delta_step,
     gated_norm,
     make_segment_ids,
 )
 from megatron_vl.kernels.shard_exchange import ShardExchange
 from megatron_vl.models.attention import PackedRow
-from megatron_vl.models.kv_cache import CacheAccess
 from megatron_vl.spec.families import LinearAttentionSpec
 
 
@@ -122,17 +120,13 @@ class GatedDeltaNet(nn.Module):
         projected, _ = self.in_proj(hidden_states)
         projected = projected.squeeze(1)  # a view in both directions, which an index is not
 
-        cache_access = packed_seq_params.cache
-        if cache_access is not None:
-            mixed_states = self._mix_with_cache(projected, cache_access)
+        segment_ids, exchange = self._segments_and_exchange(packed_seq_params, projected.shape[0])
+        mix_tokens = partial(self._mix_tokens, exchange=exchange)
+        # Selective recomputation leaves out the two products, as core's does for softmax attention.
+        if self.recompute_mixing and self.training and torch.is_grad_enabled():
+            mixed_states = checkpoint(mix_tokens, False, projected, segment_ids)
         else:
-            segment_ids, exchange = self._segments_and_exchange(packed_seq_params, projected.shape[0])
-            mix_tokens = partial(self._mix_tokens, exchange=exchange)
-            # Selective recomputation leaves out the two products, as core's does for softmax attention.
-            if self.recompute_mixing and self.training and torch.is_grad_enabled():
-                mixed_states = checkpoint(mix_tokens, False, projected, segment_ids)
-            else:
-                mixed_states = mix_tokens(projected, segment_ids)
+            mixed_states = mix_tokens(projected, segment_ids)
 
         # The bias is returned and not added, because core fuses it with dropout and the residual.
         return self.out_proj(mixed_states[:, None])
@@ -153,19 +147,13 @@ class GatedDeltaNet(nn.Module):
         self, projected: Tensor, segment_ids: Tensor, exchange: ShardExchange | None = None
     ) -> Tensor:
         """[S, sections] -> [S, value heads * V]"""
-        return self._mix_with_state(projected, segment_ids, exchange)[0]
-
-    def _mix_with_state(
-        self, projected: Tensor, segment_ids: Tensor, exchange: ShardExchange | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The output of :meth:`_mix_tokens`, and the state after the last token."""
         qkv, output_gate, beta_input, decay_input = projected.split(self.sections, dim=-1)
         convolved_qkv = causal_conv(qkv, self.conv1d.weight[:, 0], segment_ids, exchange=exchange)
         log_decay, beta = self._decay_and_beta(decay_input, beta_input)
-        head_outputs, state = gated_delta_rule(
+        head_outputs, _ = gated_delta_rule(
             *self._split_heads(convolved_qkv), log_decay, beta, segment_ids, exchange=exchange
         )
-        return self._norm_and_gate(head_outputs, output_gate), state
+        return self._norm_and_gate(head_outputs, output_gate)
 
     def _split_heads(self, convolved_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[S, channels] -> queries, keys [S, key heads, K] and values [S, value heads, V]"""
@@ -186,52 +174,6 @@ class GatedDeltaNet(nn.Module):
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         head_gates = output_gate.unflatten(-1, (self.value_heads, -1))
         return self.out_norm(head_outputs, head_gates, weight).flatten(1)
-
-    def _mix_prompt(self, projected: Tensor, cache_access: CacheAccess) -> Tensor:
-        """Mixes the tokens of one prompt, and stores the states from which its answer continues."""
-        (prompt_index,) = cache_access.prompt_indices
-        prompt_length = cache_access.cache.sequence_lengths[prompt_index]
-        prompt_states = projected[:prompt_length]
-        head_outputs, final_state = self._mix_with_state(
-            prompt_states, prompt_states.new_zeros(prompt_length, dtype=torch.int32)
-        )
-
-        # The convolution of the next token needs the last inputs, zeros before the prompt included.
-        conv_reach = self.spec.conv_width - 1
-        conv_inputs = F.pad(prompt_states[:, : self.sections[0]], (0, 0, conv_reach, 0))[prompt_length:]
-        cache_access.cache.linear_attention_states[self, prompt_index] = (conv_inputs, final_state)
-        return F.pad(head_outputs, (0, 0, 0, projected.shape[0] - prompt_length))
-
-    def _mix_with_cache(self, projected: Tensor, cache_access: CacheAccess) -> Tensor:
-        """The same as :meth:`_mix_tokens`, during generation. Outputs of padding are zero."""
-        if cache_access.is_prefill:
-            return self._mix_prompt(projected, cache_access)
-
-        num_prompts = len(cache_access.prompt_indices)
-        padding_output = projected.new_zeros(projected.shape[0] - num_prompts, self.sections[1])
-        if not num_prompts:
-            return padding_output
-
-        # Each prompt that still generates has one token here.
-        cached_states = cache_access.cache.linear_attention_states
-        earlier_inputs = []
-        earlier_states = []
-        for prompt_index in cache_access.prompt_indices:
-            prompt_inputs, prompt_state = cached_states[self, prompt_index]
-            earlier_inputs.append(prompt_inputs)
-            earlier_states.append(prompt_state)
-
-        qkv, output_gate, beta_input, decay_input = projected[:num_prompts].split(self.sections, dim=-1)
-        conv_inputs = torch.cat((torch.stack(earlier_inputs), qkv[:, None]), dim=1)
-        convolved_qkv = F.silu((conv_inputs * self.conv1d.weight[:, 0].t()).sum(1))
-        log_decay, beta = self._decay_and_beta(decay_input, beta_input)
-        head_outputs, new_states = gated_delta_step(
-            *self._split_heads(convolved_qkv), log_decay, beta, torch.stack(earlier_states)
-        )
-
-        for i, prompt_index in enumerate(cache_access.prompt_indices):
-            cached_states[self, prompt_index] = (conv_inputs[i, 1:], new_states[i])
-        return torch.cat((self._norm_and_gate(head_outputs, output_gate), padding_output))
 
 
 class _DepthwiseConvWeight(nn.Module):

@@ -108,7 +108,7 @@ class VisionLanguageModel(MegatronModule):
             attention_mask=None,
             decoder_input=decoder_input,
             labels=row.labels[None] if labels else None,
-            packed_seq_params=PackedRow(full_segments=row.segments, cache=row.cache, shard=row.shard),
+            packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard),
             padding_mask=self._padding_mask(row),
             output_processor=loss_token_losses if selects_loss_tokens else None,
             output_processor_context=row.loss_index,

@@ -8,11 +8,8 @@ transfer ``[seq_len, hidden_size]``, whereas the tower's number of patches diffe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 _buffers_allocated = False
 
@@ -54,27 +51,3 @@ def stop_overlap() -> None:
 
         destroy_ub()
         _buffers_allocated = False
-
-
-@contextmanager
-def pause_overlap(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which forward passes of ``model_chunks`` use ordinary collectives.
-
-    It is for rows of another length. Userbuffers always move a whole buffer, so with a shorter row, they
-    would read and write past its tensors.
-    """
-    overlap_flags = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop")
-    flagged_modules = []
-    for model_chunk in model_chunks:
-        for module in model_chunk.modules():
-            for flag_name in overlap_flags:
-                if getattr(module, flag_name, False):
-                    flagged_modules.append((module, flag_name))
-
-    for module, flag_name in flagged_modules:
-        setattr(module, flag_name, False)
-    try:
-        yield
-    finally:
-        for module, flag_name in flagged_modules:
-            setattr(module, flag_name, True)

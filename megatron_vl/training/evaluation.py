@@ -1,4 +1,4 @@
-"""Evaluation during training: the loss on the held-out split, and answers to a few of its prompts.
+"""Evaluation during training: the loss on the held-out split.
 
 The rows are read once, before the first step. They are the same for each evaluation and in every layout: each
 data-parallel replica reads all of them and keeps its share. Training is not affected: evaluation changes no
@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,35 +28,21 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import BatchBroadcast
-from megatron_vl.training.generate import PromptRow, generate_greedily, inference_context
 from megatron_vl.training.step import reduce_losses, run_schedule
 
 
 @dataclass
-class EvaluationAnswer:
-    """One prompt of the held-out split and the model's answer to it."""
-
-    key: str
-    """Key of the sample in the data set."""
-    prompt: str
-    reference: str
-    """The answer in the data set."""
-    answer: str = ""
-
-
-@dataclass
 class ValidationResult:
-    """The result of an evaluation. The loss is equal on all ranks; the answers are on rank 0 only."""
+    """The result of an evaluation, equal on all ranks."""
 
     loss: float
     """Mean loss over all loss tokens of the rows."""
     loss_tokens: int
     elapsed_s: float
-    answers: list[EvaluationAnswer] = field(default_factory=list)
 
 
 class Evaluator:
-    """Evaluates the loss on rows of the held-out split, and generates answers to some of its prompts.
+    """Evaluates the loss on rows of the held-out split.
 
     The constructor reads the rows. It is collective.
 
@@ -77,46 +63,25 @@ class Evaluator:
         self.rows_per_step = config.global_batch_size // grid.dp
         self.vision_spec = spec.vision
         self.eval_rows: list[TrainingRow] = []
-        self.eval_prompts: list[PromptRow] = []
-        self.reference_answers: list[EvaluationAnswer] = []
-        self.tokenizer: Any = None
-        self.stop_token_ids: list[int] = []
         failure_text, failure_cause = "", None
         if grid.owns_loader:
             try:
                 with _preserved_rng_state():
-                    self._read_rows_and_prompts(spec)
+                    self.eval_rows = self._rows_of_replica(self._load_rows(spec))
             except (ValueError, OSError, RuntimeError) as error:
                 # All ranks must raise this error. Otherwise, the others would wait and report a lost peer.
                 failure_text, failure_cause = describe_error(error), error
 
-        owned_counts = (failure_text, len(self.eval_rows), len(self.eval_prompts), self.stop_token_ids)
-        shared_counts = grid.from_loader_owner(owned_counts)
-        failure_text, self.row_count, self.prompt_count, self.stop_token_ids = shared_counts
+        failure_text, self.row_count = grid.from_loader_owner((failure_text, len(self.eval_rows)))
         if failure_text:
             raise RunConfigError(failure_text) from failure_cause
 
-    def _read_rows_and_prompts(self, spec: ModelSpec) -> None:
-        from megatron_vl.data.sample.chat import ChatEncoder, read_stop_tokens
-
-        eval_config, hf_dir = self.eval_config, self.hf_dir
-        self.eval_rows = self._rows_of_replica(
-            list(self._load_rows(spec, eval_config.rows, pack=self.data_config.pack))
-        )
-        if eval_config.samples:
-            self.tokenizer = ChatEncoder(hf_dir, spec).tokenizer
-            self.stop_token_ids = read_stop_tokens(hf_dir, self.tokenizer)
-            for row in self._load_rows(spec, eval_config.samples, pack=False):
-                if row.loss_mask.any():
-                    self._add_prompt(row)
-
-    def _load_rows(self, spec: ModelSpec, max_rows: int, pack: bool) -> Iterator[TrainingRow]:
-        """The first ``max_rows`` rows of the split, equal on every replica."""
+    def _load_rows(self, spec: ModelSpec) -> list[TrainingRow]:
+        """The first ``eval.rows`` rows of the split, equal on every replica."""
         from megatron_vl.data.loader import validation_rows
 
-        data_config = dataclasses.replace(self.data_config, pack=pack)
-        rows = validation_rows(data_config, spec, self.hf_dir, self.eval_config.split, self.split_facts)
-        return itertools.islice(rows, max_rows)
+        rows = validation_rows(self.data_config, spec, self.hf_dir, self.eval_config.split, self.split_facts)
+        return list(itertools.islice(rows, self.eval_config.rows))
 
     def _rows_of_replica(self, rows: list[TrainingRow]) -> list[TrainingRow]:
         """This replica's rows. All replicas get the same number: rows without loss pad shorter shares."""
@@ -134,26 +99,6 @@ class Evaluator:
         padding_row = dataclasses.replace(rows[0], loss_mask=torch.zeros_like(rows[0].loss_mask))
         return replica_rows + [padding_row] * (rows_per_replica - len(replica_rows))
 
-    def _add_prompt(self, row: TrainingRow) -> None:
-        """Adds the prompt for the first assistant turn of a row that holds one sample.
-
-        The row's own text of that turn follows the prompt. It becomes the answer to compare with.
-        """
-        bears_loss = row.loss_mask.bool()
-        answer_start = int(bears_loss.nonzero()[0])
-        answer_end = len(bears_loss)
-        if not bears_loss[answer_start:].all():
-            answer_end = answer_start + int((~bears_loss[answer_start:]).nonzero()[0])
-
-        prompt_tokens, reference_tokens = row.tokens[: answer_start + 1], row.labels[answer_start:answer_end]
-        self.eval_prompts.append(PromptRow(row, len(prompt_tokens)))
-
-        decode = self.tokenizer.decode
-        decoded_texts = [
-            decode(tokens, skip_special_tokens=True) for tokens in (prompt_tokens, reference_tokens)
-        ]
-        self.reference_answers.append(EvaluationAnswer(row.sample_keys[0], *decoded_texts))
-
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after ``step`` steps.
 
@@ -165,12 +110,10 @@ class Evaluator:
         """Evaluates the current weights. Collective over all ranks."""
         start = time.perf_counter()
         chunks = [chunk.module for chunk in ddp_chunks]
-        with _gathered_weights(ddp_chunks):
-            with inference_context(chunks):
-                loss, tokens = self._evaluate_loss(chunks)
-            generated_answers = self._generate_answers(chunks) if self.prompt_count else []
+        with _gathered_weights(ddp_chunks), _inference_context(chunks):
+            loss, tokens = self._evaluate_loss(chunks)
         self.platform.synchronize()
-        return ValidationResult(loss, tokens, time.perf_counter() - start, generated_answers)
+        return ValidationResult(loss, tokens, time.perf_counter() - start)
 
     def _evaluate_loss(self, model_chunks: list[Any]) -> tuple[float, int]:
         """(mean loss, number of loss tokens) over the rows of all replicas. Collective."""
@@ -195,23 +138,18 @@ class Evaluator:
             token_count += loss_tokens
         return loss_sum / max(token_count, 1), token_count
 
-    def _generate_answers(self, model_chunks: list[Any]) -> list[EvaluationAnswer]:
-        eval_prompts = self.eval_prompts if self.grid.owns_loader else None
-        answer_tokens = generate_greedily(
-            model_chunks,
-            self.grid,
-            self.platform,
-            eval_prompts,
-            max_new_tokens=self.eval_config.max_new_tokens,
-            stop_token_ids=frozenset(self.stop_token_ids),
-        )
-        if self.grid.rank:
-            return []
-        answer_texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer_tokens]
-        return [
-            dataclasses.replace(reference_answer, answer=text)
-            for reference_answer, text in zip(self.reference_answers, answer_texts, strict=True)
-        ]
+
+@contextmanager
+def _inference_context(model_chunks: list[Any]) -> Iterator[None]:
+    """A context without gradients, dropout and recomputation."""
+    for chunk in model_chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in model_chunks:
+            chunk.train()
 
 
 @contextmanager

@@ -84,7 +84,6 @@ class JsonLinesSink(MetricsSink):
             "loss": validation_result.loss,
             "loss_tokens": validation_result.loss_tokens,
             "seconds": validation_result.elapsed_s,
-            "answers": [asdict(answer) for answer in validation_result.answers],
         }
         with (self.run_dir / "eval.jsonl").open("a") as file:
             file.write(_json_line(evaluation_record))
@@ -126,12 +125,6 @@ class TensorBoardSink(MetricsSink):
 
     def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
         self.summary_writer.add_scalar("validation_loss", validation_result.loss, step)
-        for number, answer in enumerate(validation_result.answers):
-            self.summary_writer.add_text(
-                f"answer_{number}",
-                "\n\n".join(f"**{name}**: {value}" for name, value in asdict(answer).items()),
-                step,
-            )
         self.summary_writer.flush()
 
     def close(self, has_failed: bool = False) -> None:
@@ -199,16 +192,7 @@ class WandbSink(MetricsSink):
         self._log_metrics(make_metrics)
 
     def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        def make_metrics() -> dict[str, Any]:
-            evaluation_metrics: dict[str, Any] = {"step": step, "validation_loss": validation_result.loss}
-            rows = [asdict(answer) for answer in validation_result.answers]
-            if rows:
-                evaluation_metrics["answers"] = self.wandb_module.Table(
-                    columns=list(rows[0]), data=[[str(value) for value in row.values()] for row in rows]
-                )
-            return evaluation_metrics
-
-        self._log_metrics(make_metrics)
+        self._log_metrics(lambda: {"step": step, "validation_loss": validation_result.loss})
 
     def close(self, has_failed: bool = False) -> None:
         # Sending what is left may take a while. Without it, W&B marks the run as crashed, which it is.

@@ -158,7 +158,6 @@ def run_schedule(
     seq_len: int,
     forward_only: bool = False,
     forward_step_func: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
-    collect_non_loss_data: bool = False,
 ) -> list[Any]:
     """Runs the forward passes (and backward passes) of all rows through this rank's chunks.
 
@@ -166,8 +165,6 @@ def run_schedule(
         rows: the inputs of ``forward_step_func``, one for each micro-batch.
         forward_only: whether to leave out the backward passes.
         forward_step_func: the function that core's schedules call, as :func:`forward_step`.
-        collect_non_loss_data: whether the function that ``forward_step_func`` returns gives only a report and
-            no loss.
 
     Returns:
         The reports of the rows on the last stage; an empty list on other stages.
@@ -196,7 +193,6 @@ def run_schedule(
         seq_length=seq_len * states_per_message,
         micro_batch_size=1,
         forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
     )
 
     # The tower's backward pass comes last: the pipeline has collected the gradients of its features.

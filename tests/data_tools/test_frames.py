@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.formats import RecordError, read_conversation
 from data_tools.formats.frame_sequence import FrameSequence
-from data_tools.media import describe_reference, list_pictures, natural_order, read_media
+from data_tools.media import list_pictures, natural_order
 from megatron_vl.data.sample.frame_archive import FrameArchive
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
@@ -261,21 +261,3 @@ def test_a_frame_that_changes_while_it_is_converted_stops_the_conversion(media, 
     monkeypatch.setattr(tool, "inspect_medium", then_changed)
     with pytest.raises(ShardError, match="clip changed after it was verified"):
         converted(tmp_path, [part(video="clip")])
-
-
-def test_prompts_take_them_too(media, tmp_path):
-    from toolkit.generate.answers import _read_conversation
-    from toolkit.sample_encoder import SampleEncoder
-
-    encoder = SampleEncoder(tiny_checkpoint("qwen2_5_vl"))
-    for video, groups in ((frames(1, 2, 3), 2), ("clip", 2)):
-        asked = _read_conversation(part(video=video, fps=1), media)
-        read = [
-            (kind, describe_reference(each), read_media(kind, each, media))
-            for kind, each in asked.media_references
-        ]
-        sample = encoder.encode_prompt(asked.messages, read)
-        assert sample.media_items[0].grid_thw.t == groups
-    for video in (["clip/frame_1.png", "../in.json"], "..", ["none.png"]):
-        with pytest.raises(RecordError, match="not inside|does not exist"):
-            _read_conversation(part(video=video, fps=1), media)

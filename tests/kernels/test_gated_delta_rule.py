@@ -14,7 +14,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from megatron_vl.kernels.gated_delta_rule import (
     causal_conv,
     gated_delta_rule,
-    gated_delta_step,
     make_segment_ids,
 )
 
@@ -63,6 +62,17 @@ def alone(rule, given: list[Tensor]) -> Tensor:
     )
 
 
+def next_token(q, k, v, g, beta, state):
+    """The output [Vh, V] of one token by the rule as it is written, and the new state [Vh, K, V]."""
+    repeats = v.shape[0] // k.shape[0]
+    q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    q, k = q.repeat_interleave(repeats, 0) * q.shape[-1] ** -0.5, k.repeat_interleave(repeats, 0)
+    state = state * g.exp()[:, None, None]
+    d = beta[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
+    state = state + torch.einsum("hk,hv->hkv", k, d)
+    return torch.einsum("hkv,hk->hv", state, q), state
+
+
 def test_numbers_of_sequences() -> None:
     assert torch.equal(numbers().long(), torch.arange(8).repeat_interleave(torch.tensor(LENGTHS)))
     empty = make_segment_ids(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
@@ -87,11 +97,11 @@ def test_float64_is_that_of_the_recurrence() -> None:
     given = inputs(torch.float64, "mixed")
     ours, state = gated_delta_rule(*given, numbers())
     start, end = bounds()[-1]
-    theirs = torch.zeros(1, 6, 16, 12, dtype=torch.float64)
+    theirs = torch.zeros(6, 16, 12, dtype=torch.float64)
     for at in range(start, end):
-        out, theirs = gated_delta_step(*(t[None, at] for t in given), theirs)
-        torch.testing.assert_close(out[0], ours[at], rtol=1e-11, atol=1e-13)
-    torch.testing.assert_close(state, theirs[0], rtol=1e-11, atol=1e-13)
+        out, theirs = next_token(*(t[at] for t in given), theirs)
+        torch.testing.assert_close(out, ours[at], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(state, theirs, rtol=1e-11, atol=1e-13)
     recurrent = alone(torch_recurrent_gated_delta_rule, [t.detach().float() for t in given])
     torch.testing.assert_close(ours.float(), recurrent, rtol=1e-3, atol=1e-5)
 

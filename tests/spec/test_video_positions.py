@@ -12,9 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.spec.positions import GridTHW, mrope_positions
-from megatron_vl.training.generate import PromptRow
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 
 SHORT = GridTHW(3, 4, 6, "video", 0.75)
@@ -142,16 +140,3 @@ def test_any_length_is_as_counted_one_by_one(family, seconds):
     grids = [item.grid_thw for item in sample.media_items]
     counted = positions_one_by_one(sample.token_ids, grids, spec)
     assert mrope_positions(sample.token_ids, grids, spec).T.tolist() == counted
-
-
-@pytest.mark.parametrize("rule", ["released", "transformers_5_3"])
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_an_answer_goes_on_where_the_training_has_it(family, rule):
-    """The first new token of a prompt is where the same token is in a sample that holds the answer."""
-    spec = spec_of(family)
-    whole = sample_of(spec, [2, SMALL_MINUTE, 1, GridTHW(1, 4, 8), 2, SHORT, 9])
-    row = pack_row([whole], spec, 1024, video_positions=rule)
-    length = len(whole) - 5
-    assert PromptRow(row, length).next_position == int(row.position_ids[0, length])
-    if rule == "released":
-        assert PromptRow(row, length).next_position == int(row.position_ids[:, :length].max()) + 1

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support import ranks
 
-COMMANDS = ("toolkit.bench.command", "toolkit.generate.answers", "toolkit.parity.compare")
+COMMANDS = ("toolkit.bench.command", "toolkit.parity.compare")
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ WRONG = [
     "checkpoint show nowhere",
     "checkpoint verify nowhere",
     "bench --hf nowhere --gpus 8",
-    "generate --checkpoint nowhere --hf . --prompt Hello",
-    "generate --checkpoint . --hf . --prompt Hello --image nowhere.jpg",
+    "generate --checkpoint nowhere --prompt Hello",
+    "generate --checkpoint . --prompt Hello --image nowhere.jpg",
     "bench --hf . --processes 1 --data nowhere",
     "parity --hf nowhere --layouts 1",
 ]
@@ -134,18 +134,6 @@ def test_a_device_that_is_not_there_is_reported_at_once(capsys, option):
 def test_zero_processes_are_refused(capsys):
     assert main(["bench", "--hf", "pyproject.toml", "--processes", "0"]) == 2
     assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
-
-
-def test_one_prompt_is_not_lost_behind_another(capsys):
-    assert main("generate --checkpoint . --hf . --prompt a --prompt b".split()) == 1
-    assert (
-        "--prompt is given more than once; several prompts go into a --prompt-file" in capsys.readouterr().err
-    )
-
-
-def test_an_empty_prompt_without_media_is_refused(capsys):
-    assert main(["generate", "--checkpoint", ".", "--hf", ".", "--prompt", " "]) == 1
-    assert "--prompt is empty; give a text, or a picture" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["0", "-1"])

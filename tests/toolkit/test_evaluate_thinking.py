@@ -39,16 +39,16 @@ OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
 @pytest.mark.parametrize(("switch", "end"), [(None, OPENED), ("off", CLOSED), ("on", OPENED)])
 def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
-    """Prompt and answer are those of the released template and of transformers; three tokens are too few to
+    """Prompt and answer are those of the released template and of transformers; a dozen tokens are too few to
     think."""
-    limits = {"max_new_tokens": 2, "max_new_tokens_thinking": 3}
+    limits = {"max_new_tokens": 12, "max_new_tokens_thinking": 13}
     model = CheckpointModel(thinking, GREEDY | limits | {"thinking": switch}, [])
     inputs = model.model_inputs(WHO)
     prompt = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     assert model.processor.decode(inputs["input_ids"][0]) == prompt + end
 
     thinks = switch != "off"
-    greedy = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 2 + thinks}
+    greedy = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 12 + thinks}
     tokens = model.model.generate(**inputs, **greedy)
     text = model.processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert model.generate_answer(WHO) == (

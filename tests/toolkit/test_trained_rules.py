@@ -19,10 +19,8 @@ from megatron_vl.weights.video_rule import exported_video_rule
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.run_json import write_run_json
 from tests.toolkit.evaluation import photographs, write_video
-from toolkit.cli import main
 from toolkit.evaluate.evaluation import video_rules_by_folder as rules_of_evaluate
 from toolkit.evaluate.options import EvaluateOptions
-from toolkit.generate.answers import checkpoint_video_rules as rules_of_generate
 
 RULES = [
     ("qwen2_5_vl", "video_positions", "transformers_5_3"),
@@ -119,9 +117,6 @@ def test_weights_split_and_merged_from_a_run_keep_its_rule(exported, family, nam
     out = made.folder / "out"
     export_weights(merged, made.hf, out)
     assert json.loads((out / EXPORT_FACTS_FILE).read_text()) == {"video_rule": {name: former}}
-    said: list[str] = []
-    assert rules_of_generate(WeightReader(merged), made.hf, {}, said.append) == {name: former}
-    assert len(said) == 1 and str(merged) in said[0]
 
     # A new run from them is told where it departs from the rule, and only there.
     weights = WeightReader(split)
@@ -140,26 +135,6 @@ def test_weights_split_and_merged_from_a_run_keep_its_rule(exported, family, nam
     released = WeightReader(made.folder / "released_split")
     assert "video_rule" not in released.manifest["origin"]
     assert not check_start_weights(start_from(released.path, {name: former}), released.spec)
-
-
-@both_rules
-def test_generate_follows_the_rule_of_the_folder(exported, family, name, former) -> None:
-    """The weights of a run come first; an option that contradicts is refused."""
-    made = exported(family, {name: former})
-    made.alone(made.hf, "plain")
-    reader = WeightReader(made.folder / "plain_weights")
-
-    said: list[str] = []
-    assert rules_of_generate(reader, made.of_run, {}, said.append) == {name: former}
-    assert len(said) == 1 and former in said[0] and str(made.of_run) in said[0]
-    with pytest.raises(UsageError, match=f"released contradicts {made.of_run}"):
-        rules_of_generate(reader, made.of_run, {name: "released"}, said.append)
-
-    said.clear()
-    assert rules_of_generate(reader, made.hf, {}, said.append) == {} and not said
-    write_run(made.step, {name: "released"})
-    of_run = WeightReader(made.folder / "run")
-    assert rules_of_generate(of_run, made.of_run, {}, said.append) == {name: "released"} and not said
 
 
 @both_rules
@@ -189,33 +164,6 @@ def test_evaluate_follows_the_rule_of_each_folder(exported, family, name, former
     (plain / EXPORT_FACTS_FILE).write_text(json.dumps({"video_rule": {name: "transformers_9"}}))
     with pytest.raises(UserError, match="does not know"):
         rules(made.hf, plain, made.hf)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("family", "name", "former"), [RULES[0], pytest.param(*RULES[1], marks=pytest.mark.full)]
-)
-def test_answers_to_a_video_depend_on_the_rule_of_the_folder(
-    exported, family, name, former, tmp_path: Path, capsys
-) -> None:
-    """The same weights and the same clip: the folder's note alone does what the option does."""
-    made = exported(family, {name: former})
-    made.alone(made.hf, "untrained")
-    clip = tmp_path / "clip.mp4"
-    write_video(clip, photographs()[0], 24)
-
-    def answer(hf: Path, *options: str) -> dict[str, object]:
-        command = ["generate", "--checkpoint", tmp_path / "untrained_weights", "--hf", hf, "--video", clip]
-        command += ["--prompt", "What happens?", "--max-new-tokens", "4", "--json", "--platform", "cpu"]
-        assert main([*map(str, command), *options]) == 0
-        out, err = capsys.readouterr()
-        assert (former in err) == (hf == made.of_run)
-        return json.loads(out)[0]
-
-    option = "--" + name.replace("_", "-")
-    assert answer(made.of_run) == answer(made.hf, option, former)
-    if name == "video_prompt":  # its rule changes the prompt, which is seen without luck
-        assert answer(made.of_run)["prompt_tokens"] != answer(made.hf)["prompt_tokens"]
 
 
 @both_rules

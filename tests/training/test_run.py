@@ -73,7 +73,7 @@ def test_tensorboard_has_the_same_losses(whole: Path) -> None:
     assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(whole)]
 
 
-EVALUATION = ["--eval.interval", "3", "--eval.rows", "3", "--eval.samples", "2", "--eval.max_new_tokens", "5"]
+EVALUATION = ["--eval.interval", "3", "--eval.rows", "3"]
 EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 """What only training may change."""
 
@@ -98,19 +98,17 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
 def test_validation_is_that_of_transformers_in_every_layout(
     prepared: dict[str, Path], evaluated: Path
 ) -> None:
-    """Compares the loss over the rows' samples, and answers, on four ranks (TP and PP) and two (DP); under
-    context parallelism, the loss alone."""
+    """Compares the loss over the rows' samples on four ranks (TP and PP) and two (DP and CP)."""
     run = prepared["folder"] / "evaluated_dp2"
     still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
     done = train(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
     assert done.returncode == 0, done.stderr[-4000:]
     shared = prepared["folder"] / "evaluated_cp2"
-    context = ["--parallel.cp", "2", "--eval.samples", "0"]
+    context = ["--parallel.cp", "2"]
     done = train(prepared, shared, *EVALUATION, *still, *context, ranks=2, steps=1)
     assert done.returncode == 0, done.stderr[-4000:]
-    ours = [metrics(evaluated, "eval.jsonl")[0], *metrics(run, "eval.jsonl")]
-    without_answers = metrics(shared, "eval.jsonl")
-    assert [line["step"] for line in ours + without_answers] == [0, 0, 1, 0, 1]
+    ours = [metrics(evaluated, "eval.jsonl")[0], *metrics(run, "eval.jsonl"), *metrics(shared, "eval.jsonl")]
+    assert [line["step"] for line in ours] == [0, 0, 1, 0, 1]
 
     reference = DemoReference(prepared["hf"], video_fps=2.0, video_max_frames=8)
     records = json.loads((prepared["folder"] / "data.json").read_text())
@@ -118,15 +116,9 @@ def test_validation_is_that_of_transformers_in_every_layout(
     media = prepared["folder"] / "media"
     losses = [reference.assistant_loss(records[number], media) for number in held_out.values()]
     count = sum(tokens for _, tokens in losses)
-    for line in ours + without_answers:
+    for line in ours:
         assert line["loss_tokens"] == count
         assert line["loss"] == pytest.approx(sum(total for total, _ in losses) / count, rel=1e-5)
-    for line in ours:
-        assert len(line["answers"]) == 2
-        for told in line["answers"]:
-            record = records[held_out[told["key"]]]
-            assert told["reference"].strip() == record["conversations"][1]["value"]
-            assert told["answer"] == reference.greedy_answer(record, media, max_new_tokens=5)
 
 
 def validation_records(data: Path) -> dict[str, int]:

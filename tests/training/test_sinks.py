@@ -22,7 +22,7 @@ import torch
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UserError
-from megatron_vl.training.evaluation import EvaluationAnswer, ValidationResult
+from megatron_vl.training.evaluation import ValidationResult
 from megatron_vl.training.metrics_sinks import (
     WANDB_RUN_FILE,
     JsonLinesSink,
@@ -39,9 +39,7 @@ HAS_WANDB = _found is not None and _found.origin is not None
 needs_wandb = pytest.mark.skipif(not HAS_WANDB, reason="the extra wandb is not installed")
 
 NUMBERS: dict[str, Any] = {"step": 7, "loss": 1.5, "updated": True, "mfu": None, "lr/vision": 1e-5}
-EVALUATION = ValidationResult(
-    loss=2.5, loss_tokens=20, elapsed_s=0.5, answers=[EvaluationAnswer("a", "What?", "A cat.", "A dog.")]
-)
+EVALUATION = ValidationResult(loss=2.5, loss_tokens=20, elapsed_s=0.5)
 
 
 def fill(sink: MetricsSink) -> None:
@@ -113,15 +111,14 @@ def test_json_lines_hold_every_number(tmp_path: Path) -> None:
     fill(JsonLinesSink(tmp_path))
     assert metrics(tmp_path) == [NUMBERS]
     (line,) = metrics(tmp_path, "eval.jsonl")
-    answer = {"key": "a", "prompt": "What?", "reference": "A cat.", "answer": "A dog."}
-    assert line == {"step": 7, "loss": 2.5, "loss_tokens": 20, "seconds": 0.5, "answers": [answer]}
+    assert line == {"step": 7, "loss": 2.5, "loss_tokens": 20, "seconds": 0.5}
 
 
 def test_json_lines_are_json_where_a_number_is_not_finite(tmp_path: Path) -> None:
     """As in a step without loss tokens. JSON has no NaN, and other programs than Python refuse it."""
     sink = JsonLinesSink(tmp_path)
     sink.write_step({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "mfu": None})
-    sink.write_evaluation(1, ValidationResult(loss=math.nan, loss_tokens=0, elapsed_s=1.0, answers=[]))
+    sink.write_evaluation(1, ValidationResult(loss=math.nan, loss_tokens=0, elapsed_s=1.0))
     sink.close()
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.5, "mfu": null}\n'
@@ -170,8 +167,6 @@ def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
     assert logged["lr/vision"] == 1e-5 and logged["validation_loss"] == 2.5
     assert (logged["expert_load/layer_00"], logged["expert_load/layer_02"]) == (1.5, 1.0)
     assert logged["expert_load/all/_type"] == "histogram"
-    table = json.loads((path.parent / "files" / logged["answers/path"]).read_text())
-    assert table["data"] == [["a", "What?", "A cat.", "A dog."]]
 
     kinds = [record.WhichOneof("record_type") for record in records(path)]
     axes = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]

@@ -241,9 +241,9 @@ class CheckpointModel:
     def generate_answer(self, prompt: EvaluationPrompt) -> GeneratedAnswer:
         """Generates the greedy answer to the last turn."""
         model_inputs, begins_thinking = self._prepare_inputs(prompt)
-        tokens = self.model.generate(
-            **model_inputs, generation_config=self.generation_configs[begins_thinking]
-        )
+        # In place of the folder's own, whose repetition penalty would fill in what is left out.
+        self.model.generation_config = self.generation_configs[begins_thinking]
+        tokens = self.model.generate(**model_inputs)
         answer_ids = tokens[0, model_inputs["input_ids"].shape[1] :]
         return split_thinking(self.processor.decode(answer_ids, skip_special_tokens=True), begins_thinking)
 

@@ -1,283 +1,208 @@
-"""``megatron-vl generate``: reads prompts, starts the processes and turns tokens into text."""
+"""Exports a run if need be, encodes prompts as in training, and lets ``transformers`` answer them."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import tempfile
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from converters.convert import megatron_adapter
-from converters.peft_folder import is_peft_folder
-from data_tools.formats import Conversation, RecordError, read_prompt
-from data_tools.media import check_reference, describe_reference, read_media
-from data_tools.records import ReadError, UnreadableRecord, is_json_array, read_records
+import torch
+
+from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
-from megatron_vl.data.sample.chat import ChatError, read_stop_tokens
-from megatron_vl.data.sample.pixels import PixelError
-from megatron_vl.data.sample.thinking import split_thinking
+from megatron_vl.data.sample.chat import read_stop_tokens
+from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
+from megatron_vl.data.source.location import resolve_location
 from megatron_vl.errors import UserError
-from megatron_vl.spec.layout import make_layout
-from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
-from megatron_vl.weights.weight_reader import WeightReader, read_adapters
-from toolkit.launch import last_output_lines, run_group
-from toolkit.sample_encoder import SampleEncoder, write_samples
-from toolkit.video_rules import resolve_video_rules
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.hf_loading import follow_video_positions, load_hf_model
+from toolkit.parity.reference import hf_inputs
+from toolkit.sample_encoder import SampleEncoder
+from toolkit.weights.export_step import ExportJob, export_step
 
 from .options import GenerateOptions
-from .worker import GenerateJob
 
 ANSWER_TOKENS, THINKING_TOKENS = 128, 2048
 """Default largest number of tokens of an answer, without and with thinking."""
-THINK_CHOICES = {"on": True, "off": False, None: None}
-"""Value of ``--thinking`` -> whether the model thinks; None leaves it to the chat template."""
-MAX_NAMED_RECORDS = 10
-"""Number of unusable records that are named; the others are only counted."""
-
-SourcedConversation = tuple[Conversation, Path, str]
-"""A conversation, the resolved folder of its media, and its file and line for messages (empty for
-``--prompt``)."""
+PROGRESS_INTERVAL = 20
+"""Samples of a data set between two lines of progress."""
 
 
-def run_generate(
-    options: GenerateOptions, conversations: list[SourcedConversation], print_line: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Generates the next turn of each conversation.
+def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]) -> Path:
+    """The Hugging Face folder of a checkpoint. A run's step is exported, unless it already is.
+
+    Adapters of a run with LoRA are merged into the weights of ``hf``. The export is found again by the digest
+    of the step's weights.
+
+    Raises:
+        UserError: ``checkpoint`` is neither a Hugging Face folder nor a run; or ``hf`` is missing.
+    """
+    if (checkpoint / "config.json").is_file():
+        return checkpoint
+    reader = WeightReader(checkpoint, takes_adapters=True)
+    step_dir = reader.path.parent
+    step = step_of_dir(step_dir)
+    if step is None:
+        raise UserError(
+            f"{checkpoint} holds Megatron weights of no run; write a Hugging Face folder with `megatron-vl"
+            " export` and give that"
+        )
+    if not hf:
+        raise UserError(f"{checkpoint} is a run; give --model.hf, the Hugging Face folder it started from")
+
+    export_dir = export_dir_path(step_dir.parent, step)
+    if reader.lora.rank:  # the run's own export of adapters is PEFT's files
+        export_dir = export_dir.with_name(f"{export_dir.name}_merged")
+    facts_path = export_dir / EXPORT_FACTS_FILE
+    facts = json.loads(facts_path.read_text()) if facts_path.is_file() else {}
+    if facts.get("weights") != reader.manifest["digest"]:
+        print_line(f"exporting step {step} to {export_dir}")
+        job = ExportJob(
+            checkpoint=str(step_dir),
+            hf=hf,
+            out=str(export_dir),
+            parent=os.getpid(),
+            leave_free=0,
+            facts={"step": step},
+            merges_adapter=bool(reader.lora.rank),
+        )
+        export_step(job, export_dir, export_dir.with_name(f"{export_dir.name}.partial"))
+    return export_dir
+
+
+class Answerer:
+    """A Hugging Face folder that answers encoded prompts greedily.
 
     Args:
-        options: with the platform and type that were left to the command.
+        max_new_tokens: largest number of tokens of an answer; None: 128, or 2048 if the model thinks.
+    """
+
+    def __init__(self, hf_dir: Path, data_config: DataConfig, max_new_tokens: int | None) -> None:
+        self.hf_dir = hf_dir
+        self.max_new_tokens = max_new_tokens
+        self.encoder = SampleEncoder(hf_dir, data_config)
+        self.pixel_norm = read_pixel_norm(hf_dir)
+        self.stop_token_ids = read_stop_tokens(hf_dir, self.encoder.chat_encoder.tokenizer)
+        num_gpus = torch.cuda.device_count()
+        # float32 on CPU, where bfloat16 is slow; several GPUs share a model that one cannot hold.
+        dtype = torch.bfloat16 if num_gpus else torch.float32
+        self.model = load_hf_model(hf_dir, dtype, "auto" if num_gpus > 1 else None)
+        if num_gpus == 1:
+            self.model.to("cuda")
+        follow_video_positions(self.model, self.encoder.spec)
+
+    @torch.no_grad()
+    def answer(self, prompt: TokenizedSample) -> tuple[GeneratedAnswer, str]:
+        """The greedy answer to a prompt that ends with the header of the assistant's turn, and what it lacks
+        in words; empty if it lacks nothing."""
+        from transformers import GenerationConfig
+
+        begins_by_thinking = self.encoder.begins_by_thinking(prompt)
+        limit = self.max_new_tokens or (THINKING_TOKENS if begins_by_thinking else ANSWER_TOKENS)
+        inputs = hf_inputs([prompt], self.encoder.spec, self.pixel_norm, str(self.model.device))
+        inputs.pop("position_ids", None)  # the model computes those of the answer too
+        # The folder's own settings (sampling, a repetition penalty) would fill in what is left out.
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=limit,
+            do_sample=False,
+            eos_token_id=self.stop_token_ids,
+            pad_token_id=self.stop_token_ids[0],
+        )
+        all_tokens = self.model.generate(**inputs)
+        tokens = all_tokens[0, len(prompt) :].tolist()
+        answer = split_thinking(self.decode(tokens), begins_by_thinking)
+        if tokens[-1] not in self.stop_token_ids:
+            return answer, f"the answer was cut after {limit} tokens; raise --max-new-tokens"
+        return answer, "" if answer.is_block_closed else "the model ended its turn while it was thinking"
+
+    def decode(self, token_ids: Any) -> str:
+        return self.encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def encode_prompt(encoder: SampleEncoder, options: GenerateOptions) -> TokenizedSample:
+    """Encodes ``--image``, ``--video`` and ``--prompt``, in this order, as a user's turn."""
+    files = [("image", path) for path in options.image] + [("video", path) for path in options.video]
+    content: list[dict[str, Any]] = [{"type": kind} for kind, _ in files]
+    content.append({"type": "text", "text": options.prompt})
+    media = [(kind, str(path), path.read_bytes()) for kind, path in files]
+    think = {"on": True, "off": False, None: None}[options.thinking]
+    return encoder.encode_prompt([{"role": "user", "content": content}], media, think=think)
+
+
+def answer_dataset(answerer: Answerer, options: GenerateOptions, print_line: Callable[[str], None]) -> str:
+    """Answers the samples of ``--data`` and writes a line of JSON for each.
 
     Returns:
-        {"text", "thinking", "tokens", "prompt_tokens", "finished"} of each conversation. ``tokens`` are the
-        ids of the whole answer; ``text`` is the answer without what the model thought.
-
-    Raises:
-        UserError, FileNotFoundError: the processes failed, or the request is impossible.
+        A line with the share of answers that equal their reference.
     """
-    sample_encoder = _make_encoder(options, print_line)
-    layout = make_layout(sample_encoder.spec, **options.layout_arguments)
-    samples = _encode_prompts(sample_encoder, conversations, THINK_CHOICES[options.thinking])
-
-    # The processes get token ids and pixels through files. They know nothing of prompts and texts.
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
-        work_dir = Path(temporary_dir)
-        generate_job = _make_job(options, sample_encoder, samples, work_dir)
-        world_size = layout.replica_ranks * layout.min_data_parallel_size
-        print_line(
-            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {world_size} "
-            f"process{'es' if world_size > 1 else ''}"
-        )
-        answer_token_ids = _run_job(generate_job, world_size, work_dir)
-
-    answer_records = []
-    for sample, token_ids in zip(samples, answer_token_ids, strict=True):
-        answer_record, shortcoming = _read_answer(sample_encoder, generate_job, sample, token_ids)
-        answer_records.append(answer_record)
-        if shortcoming:
-            print_line(f"answer {len(answer_records)} {shortcoming}")
-    return answer_records
-
-
-def _make_encoder(options: GenerateOptions, print_line: Callable[[str], None]) -> SampleEncoder:
-    """The encoder of the prompts. Raises UserError if ``--checkpoint`` holds another model than ``--hf``."""
-    weight_reader = WeightReader(options.checkpoint)
-    spec = weight_reader.spec
-    if options.adapter is not None and not is_peft_folder(options.adapter):
-        # The adapters know better than their base how videos were presented.
-        weight_reader = read_adapters(options.adapter)
-    # Videos must be presented as in the training of these weights.
-    video_rules = checkpoint_video_rules(weight_reader, options.hf, options.asked_rules(), print_line)
-    data_config = DataConfig(
-        video_fps=options.video_fps, video_max_frames=options.video_max_frames, **video_rules
-    )
-    sample_encoder = SampleEncoder(options.hf, data_config)
-    if spec.different_fields(sample_encoder.spec):
-        raise UserError(f"--checkpoint {options.checkpoint} holds a different model than --hf {options.hf}")
-    return sample_encoder
+    assert options.data is not None and options.out is not None
+    equal = answered = 0
+    left_out: dict[str, int] = {}
+    with options.out.open("x", encoding="utf-8") as out_file:
+        samples = _encoded_samples(answerer, options.data, options.split, left_out)
+        for key, sample in itertools.islice(samples, options.samples):
+            prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
+            begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
+            reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
+            answer = answerer.answer(prompt)[0].answer_text
+            line = {"key": key, "prompt": answerer.decode(prompt.token_ids)}
+            line |= {"reference": reference, "answer": answer}
+            print(json.dumps(line, ensure_ascii=False), file=out_file, flush=True)
+            answered += 1
+            equal += answer.strip() == reference.strip()
+            if answered % PROGRESS_INTERVAL == 0:
+                print_line(f"{answered} answers")
+    reasons = "".join(f"; {count} left out: {reason}" for reason, count in left_out.items())
+    if not answered:
+        raise UserError(f"{options.data}: no sample of {options.split} can be answered{reasons}")
+    return f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference{reasons}"
 
 
-def _make_job(
-    options: GenerateOptions, sample_encoder: SampleEncoder, samples: list[TokenizedSample], work_dir: Path
-) -> GenerateJob:
-    """The job of the processes. Writes the samples and the adapters that it names into ``work_dir``."""
-    begins_by_thinking = any(map(sample_encoder.begins_by_thinking, samples))
-    stop_token_ids = read_stop_tokens(options.hf, sample_encoder.chat_encoder.tokenizer)
-    adapter_dir = options.adapter
-    if adapter_dir is not None:
-        adapter_dir = megatron_adapter(adapter_dir, options.hf, work_dir)
-    write_samples(samples, work_dir / "samples.safetensors")
-    return GenerateJob(
-        hf=str(options.hf),
-        checkpoint=str(options.checkpoint),
-        adapter=str(adapter_dir or ""),
-        samples=str(work_dir / "samples.safetensors"),
-        layout=options.layout_arguments,
-        max_new_tokens=options.max_new_tokens or (THINKING_TOKENS if begins_by_thinking else ANSWER_TOKENS),
-        stop=stop_token_ids,
-        dtype=options.dtype or "float32",
-        platform=options.platform,
-        batch=options.batch,
-        video_positions=sample_encoder.data_config.video_positions,
-    )
+def _encoded_samples(
+    answerer: Answerer, dataset_dir: Path, split: str, left_out: dict[str, int]
+) -> Iterator[tuple[str, TokenizedSample]]:
+    """(key, sample) as a run trains on it. Counts the samples that a run leaves out in ``left_out``."""
+    data_config = dataclasses.replace(answerer.encoder.data_config, path=str(dataset_dir))
+    row_encoder = open_encoder(data_config, answerer.encoder.spec, answerer.hf_dir)
+    for source in read_sources(resolve_location(data_config.path), split):
+        with closing(SampleReader(source)) as reader:
+            for index in source.indices:
+                raw_sample = reader.read_sample(index, with_media=True)
+                if raw_sample is None:  # split.yaml excludes it
+                    continue
+                encoded = row_encoder.preencode_sample(raw_sample)
+                row_encoder.dropped_samples.clear()
+                sample = None if encoded.refused else row_encoder.postencode_sample(encoded)
+                if row_encoder.dropped_samples or sample is None or not sample.loss_mask.any():
+                    dropped = row_encoder.dropped_samples
+                    reason = dropped[0].reason if dropped else (encoded.refused or ("no answer", ""))[0]
+                    left_out[reason] = left_out.get(reason, 0) + 1
+                    continue
+                yield raw_sample.key, sample
 
 
-def _run_job(generate_job: GenerateJob, world_size: int, work_dir: Path) -> list[list[int]]:
-    """Runs the processes of a job. Returns the token ids of each answer, in the order of the prompts."""
-    (work_dir / "job.json").write_text(json.dumps(dataclasses.asdict(generate_job)))
-    completed_process = run_group(
-        "toolkit.generate.worker",
-        [work_dir / "job.json", work_dir / "answers.json"],
-        world_size,
-        on_cpu=generate_job.platform == "cpu",
-    )
-    if completed_process.returncode:
-        raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
-    return json.loads((work_dir / "answers.json").read_text())
+def split_at_answer(sample: TokenizedSample, spec: Any) -> tuple[TokenizedSample, torch.Tensor]:
+    """The prompt before the first answer that is trained on, and that answer's tokens."""
+    mask = sample.loss_mask.bool()
+    start = int(mask.nonzero()[0])
+    rest = (~mask[start:]).nonzero()
+    end = start + int(rest[0]) if len(rest) else len(mask)
 
-
-def _read_answer(
-    sample_encoder: SampleEncoder, generate_job: GenerateJob, sample: TokenizedSample, token_ids: list[int]
-) -> tuple[dict[str, Any], str]:
-    """An answer as :func:`run_generate` returns it, and what it lacks in words; empty if it lacks nothing."""
-    decoded_text = sample_encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True)
-    # The first token that the model generates may already be inside a block of thinking.
-    split_answer = split_thinking(decoded_text, sample_encoder.begins_by_thinking(sample))
-    is_finished = token_ids[-1] in generate_job.stop
-    answer_record = {
-        "text": split_answer.answer_text,
-        "thinking": split_answer.thinking_text,
-        "tokens": token_ids,
-        "prompt_tokens": len(sample),
-        "finished": is_finished,
-    }
-    token_limit = generate_job.max_new_tokens
-    if is_finished and split_answer.is_block_closed:
-        return answer_record, ""
-    if is_finished:
-        return answer_record, "is empty: the model ended its turn while it was thinking"
-    if split_answer.is_block_closed:
-        return answer_record, f"was cut after {token_limit} tokens; raise --max-new-tokens"
-    return answer_record, (
-        f"is empty: the model was still thinking after {token_limit} tokens;"
-        " raise --max-new-tokens, or give --thinking off"
-    )
-
-
-def checkpoint_video_rules(
-    weight_reader: WeightReader, hf_dir: Path, asked_rules: dict[str, str], print_line: Callable[[str], None]
-) -> dict[str, Any]:
-    """Fields of :class:`DataConfig`: the rules asked for, and the one that the checkpoint was trained under.
-
-    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf_dir`` does, if it
-    is an export.
-
-    Raises:
-        UserError: like :func:`toolkit.video_rules.resolve_video_rules`.
-    """
-    rule_dir = weight_reader.path
-    trained_rules = weights_video_rule(rule_dir, weight_reader.manifest, weight_reader.spec)
-    if not trained_rules:
-        rule_dir = hf_dir
-        trained_rules = exported_video_rule(hf_dir, weight_reader.spec)
-    return resolve_video_rules(rule_dir, trained_rules, asked_rules, print_line)
-
-
-def _encode_prompts(
-    sample_encoder: SampleEncoder, conversations: list[SourcedConversation], think: bool | None
-) -> list[TokenizedSample]:
-    """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
-    samples = []
-    unusable_records = _UnusableRecords()
-    for conversation, media_root, source in conversations:
-        try:
-            media_contents = []
-            for media_kind, reference in conversation.media_references:
-                media_bytes = read_media(media_kind, reference, media_root)
-                media_contents.append((media_kind, describe_reference(reference), media_bytes))
-
-            samples.append(
-                sample_encoder.encode_prompt(
-                    conversation.messages, media_contents, conversation.tool_definitions, think
-                )
-            )
-        except (RecordError, ChatError, PixelError) as error:
-            unusable_records.add_record(source, error)
-    unusable_records.raise_if_any()
-    return samples
-
-
-class _UnusableRecords:
-    """Collects records that cannot be used."""
-
-    def __init__(self) -> None:
-        self.message_lines: list[str] = []
-        self.record_count = 0
-
-    def add_record(self, record_source: str, error: ValueError) -> None:
-        self.record_count += 1
-        error_reason = error.reason if isinstance(error, RecordError) else ""
-        if error_reason == str(error):  # a record without details repeats its reason
-            error_reason = ""
-        message_parts = filter(None, (record_source, error_reason, str(error)))
-        if self.record_count <= MAX_NAMED_RECORDS:
-            self.message_lines.append(": ".join(message_parts))
-
-    def raise_if_any(self) -> None:
-        """Raises UserError if there are any."""
-        if self.record_count == 1:
-            raise UserError(self.message_lines[0])
-        if self.record_count:
-            message_lines = [f"{self.record_count} records cannot be used:", *self.message_lines]
-            if self.record_count > MAX_NAMED_RECORDS:
-                message_lines.append(f"and {self.record_count - MAX_NAMED_RECORDS} more")
-            raise UserError("\n  ".join(message_lines))
-
-
-def make_conversation(prompt_text: str, image_paths: list[Path], video_paths: list[Path]) -> Conversation:
-    """Makes a user's turn of pictures, videos, then the text."""
-    content_parts: list[dict[str, Any]] = []
-    for media_kind, paths in (("image", image_paths), ("video", video_paths)):
-        for path in paths:
-            content_parts.append({"type": media_kind, media_kind: str(path.resolve())})
-    content_parts.append({"type": "text", "text": prompt_text})
-    return read_prompt({"messages": [{"role": "user", "content": content_parts}]})
-
-
-def read_prompt_files(prompt_files: list[tuple[Path, Path]]) -> list[SourcedConversation]:
-    """Reads the conversations of JSON or JSON-lines files; leaves out a final assistant turn.
-
-    Args:
-        prompt_files: each file with the resolved folder of its media.
-
-    Raises:
-        UserError: records cannot be used, or their media are missing; the message names the first ten and
-            counts all of them.
-    """
-    conversations: list[SourcedConversation] = []
-    unusable_records = _UnusableRecords()
-    for prompt_file, media_root in prompt_files:
-        try:
-            counted_unit = "record" if is_json_array(prompt_file) else "line"
-            for record_number, record in read_records(prompt_file):
-                record_source = f"{prompt_file} {counted_unit} {record_number}"
-                try:
-                    conversations.append((_read_conversation(record, media_root), media_root, record_source))
-                except RecordError as error:
-                    unusable_records.add_record(record_source, error)
-        except ReadError as error:  # the message names the file, of which no more can be read
-            unusable_records.add_record("", error)
-    unusable_records.raise_if_any()
-    return conversations
-
-
-def _read_conversation(record: Any, media_root: Path) -> Conversation:
-    """Converts a record. Raises RecordError if it is unusable or names a file outside ``media_root``."""
-    if isinstance(record, UnreadableRecord):
-        raise RecordError(record.reason, str(record))
-    conversation = read_prompt(record)
-    for kind, media_reference in conversation.media_references:
-        check_reference(kind, media_reference, media_root)
-    return conversation
+    prompt_ids = sample.token_ids[:start]
+    is_placeholder = (prompt_ids == spec.image_token_id) | (prompt_ids == spec.video_token_id)
+    placeholders_left = int(is_placeholder.sum())
+    media_items = []
+    for item in sample.media_items:
+        placeholders_left -= item.grid_thw.num_tokens(spec.vision.spatial_merge_size)
+        if placeholders_left < 0:  # it comes after the answer
+            break
+        media_items.append(item)
+    return TokenizedSample(prompt_ids, sample.loss_mask[:start], media_items), sample.token_ids[start:end]

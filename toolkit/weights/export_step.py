@@ -48,6 +48,8 @@ class ExportJob:
     """Bytes that must stay free on the disk for the training's next checkpoint."""
     facts: dict[str, Any]
     """Contents of the file that records where the export comes from (:data:`EXPORT_FACTS_FILE`)."""
+    merges_adapter: bool = False
+    """Whether adapters are merged into the weights of ``hf``, and not written as PEFT's files."""
 
 
 class ExportSpaceError(UserError):
@@ -71,7 +73,8 @@ def main(argv: list[str]) -> int:
 
 
 def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> None:
-    """Exports to ``partial_dir`` and renames it to ``export_dir``. A run with LoRA gets PEFT's files.
+    """Exports to ``partial_dir`` and renames it to ``export_dir``. A run with LoRA gets PEFT's files, unless
+    its adapters are merged.
 
     Raises:
         UserError, OSError: the export failed.
@@ -80,11 +83,19 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
 
     durable_files.make_dirs(export_dir.parent)
     has_adapters = bool(WeightReader(export_job.checkpoint, takes_adapters=True).lora.rank)
-    _check_free_space(export_job, partial_dir, has_adapters)
-    if has_adapters:
+    writes_peft = has_adapters and not export_job.merges_adapter
+    _check_free_space(export_job, partial_dir, writes_peft)
+    if writes_peft:
         export_adapter(export_job.checkpoint, export_job.hf, partial_dir, force=True)
     else:
-        export_weights(export_job.checkpoint, export_job.hf, partial_dir, workers=EXPORT_THREADS, force=True)
+        export_weights(
+            export_job.checkpoint,
+            export_job.hf,
+            partial_dir,
+            merges_adapter=has_adapters,
+            workers=EXPORT_THREADS,
+            force=True,
+        )
 
     manifest_path = Path(export_job.checkpoint) / "weights" / MANIFEST_FILE
     weights_digest = json.loads(manifest_path.read_text())["digest"]
