@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from megatron_vl.config import (
     validate_config,
 )
 from megatron_vl.config.options import is_in_range
+from megatron_vl.config.removed import REMOVED_FIELDS
 
 
 def test_yaml_and_overrides(tmp_path):
@@ -166,7 +168,6 @@ IMPOSSIBLE = [
         2,
         "data.seq_len 33",
     ),
-    (["--parallel.distributed_optimizer", "false"], 1, "needs parallel.distributed_optimizer"),
     (["--parallel.layers", "[1,3]"], 1, "has 2 entries; pp 1 x vpp 1 needs 1"),
     (["--optimizer.lr", "-1"], 1, "optimizer.lr -1.0 must be at least 0"),
     (["--optimizer.min_lr_ratio", "2"], 1, "between 0 and 1"),
@@ -217,7 +218,7 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
     assert validate_config(parse_config(at_bounds), 1) == 1
     for words, message in (
         (["--seed", str(2**32)], "seed 4294967296 must be between 0 and"),
-        (["--vision.encode_patches", str(2**18 + 1)], "vision.encode_patches 262145 must be between 1 and"),
+        (["--vision.patches_a_call", str(2**16 + 1)], "vision.patches_a_call 65537 must be between 1 and"),
         (["--data.shuffle_block", "0"], "data.shuffle_block 0 must be at least 1"),
         (
             ["--data.packing_buffer", "1000000000"],
@@ -226,6 +227,17 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
     ):
         with pytest.raises(RunConfigError, match=message):
             validate_config(parse_config(words), 1)
+
+
+@pytest.mark.parametrize("name", REMOVED_FIELDS)
+def test_a_removed_field_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    section, _, leaf = name.rpartition(".")
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(f"{section}:\n  {leaf}: 1\n" if section else f"{leaf}: 1\n")
+    for words in (["--config", str(run_file)], [f"--{name}", "1"], [f"--{name}=1"]):
+        with pytest.raises(RunConfigError) as refusal:
+            parse_config(words)
+        assert f"field {name!r} was removed: {REMOVED_FIELDS[name]}" in str(refusal.value)
 
 
 def test_a_config_is_never_changed():

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from megatron_vl.config.options import option
 from megatron_vl.errors import UserError
 
+CALLS_WITHOUT_ACTIVATIONS = 4
+"""How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 VideoPositions = Literal["released", "transformers_5_3"]
@@ -129,12 +131,6 @@ class ParallelConfig:
     with their matrix products (CUDA; needs sequence_parallel)."""
     distributed_optimizer: bool = True
     """Spread optimizer state over data-parallel ranks (ZeRO-1)."""
-    overlap_grad_reduce: bool = True
-    """Reduce gradients while the backward pass runs."""
-    overlap_param_gather: bool = True
-    """Gather updated parameters while the next forward pass runs (needs distributed_optimizer)."""
-    bucket_size: int | None = option(None, minimum=1)
-    """Gradient bucket size in parameters. Empty: Megatron-core's default."""
 
     @property
     def replica_ranks(self) -> int:
@@ -150,15 +146,10 @@ class VisionConfig:
     """first_stage: on the first pipeline stage, tensor-parallel with the language model. decoupled: on every
     rank. The ranks of a data-parallel replica then encode the pictures of a step together before its pipeline
     runs, so that its stages hold decoder layers only. A run may change this when it resumes."""
-    # Kernels count elements in 32 bits, which limits both numbers of patches.
-    encode_patches: int = option(131072, minimum=1, maximum=2**18)
-    """decoupled: about how many patches a rank encodes in one call, without keeping activations."""
-    backward_patches: int = option(32768, minimum=1, maximum=2**18)
+    # Kernels count elements in 32 bits, which limits the number of patches in a call without activations.
+    patches_a_call: int = option(32768, minimum=1, maximum=2**18 // CALLS_WITHOUT_ACTIVATIONS)
     """decoupled: about how many patches a rank runs forward and backward in one call. Each keeps the tower's
-    activations, which limits the memory."""
-    keep_patches: int = option(0, minimum=0)
-    """decoupled: for about how many patches a rank keeps the tower's activations while the pipeline runs, so
-    that they do not run forward a second time. 0: for none, which takes the least memory."""
+    activations, which limits the memory. Calls that keep none take four times as many."""
 
 
 @dataclass(frozen=True)
@@ -405,16 +396,8 @@ class WandbConfig:
     project: str = ""
     """Project that the run belongs to. Empty: send nothing to Weights & Biases. A resumed run continues in
     the same W&B run; its id is in wandb.json in checkpoint.dir. To begin another one, delete that file or set
-    checkpoint.resume to false."""
-    entity: str = ""
-    """User or team that the project belongs to. Empty: the default of the account."""
-    name: str = ""
-    """Name that W&B shows. Empty: the name of the folder checkpoint.dir."""
-    mode: Literal["online", "offline"] | None = None
-    """online: send the numbers while training. offline: write files for `wandb sync`; no network is needed.
-    Empty: what $WANDB_MODE says, otherwise online."""
-    dir: str = ""
-    """Folder in which W&B makes its folder wandb/. Empty: checkpoint.dir; without one, W&B decides."""
+    checkpoint.resume to false. W&B's own variables set the rest: WANDB_ENTITY, WANDB_NAME (otherwise the
+    name of the folder checkpoint.dir), WANDB_MODE, WANDB_DIR (otherwise checkpoint.dir)."""
 
 
 @dataclass(frozen=True)
@@ -428,9 +411,7 @@ class ProfileConfig:
     """First and last step to trace, both included, as in [5, 7]. Steps are counted from 1 over the whole run,
     as printed, also after a resume. Empty: trace none."""
     ranks: list[int] = option([0])
-    """Ranks that write a trace, each one of its own."""
-    dir: str = ""
-    """Folder for the traces, rank_NNNNN_steps_A_to_B.pt.trace.json.gz. Empty: profile/ in checkpoint.dir."""
+    """Ranks that write a trace each, profile/rank_NNNNN_steps_A_to_B.pt.trace.json.gz in checkpoint.dir."""
 
 
 @dataclass(frozen=True)
@@ -464,10 +445,6 @@ class TrainConfig:
     """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the random initial weights."""
-    max_bad_steps: int = option(10, minimum=1)
-    """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
-    Each such step is skipped: weights and moments do not change, data and schedules advance. At the end of a
-    run two of them are too many."""
 
 
 @functools.cache

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 ANSWERS = "the loss is still evaluated; answer a split with `megatron-vl generate --data SET --split val`"
+BUCKETS = "gradients are always reduced, and weights gathered, during the passes"
 
 REMOVED_FIELDS = {
     "eval.samples": ANSWERS,
     "eval.max_new_tokens": ANSWERS,
+    "max_bad_steps": "a run stops after 10 skipped steps in a row",
+    "parallel.bucket_size": BUCKETS,
+    "parallel.overlap_grad_reduce": BUCKETS,
+    "parallel.overlap_param_gather": BUCKETS,
+    "profile.dir": "traces go to profile/ in checkpoint.dir",
+    "vision.backward_patches": "set vision.patches_a_call",
+    "vision.encode_patches": "set vision.patches_a_call; calls without activations take four times as many",
+    "vision.keep_patches": "the tower runs its images forward a second time; keeping them gained 0.5 %",
+    "wandb.dir": "set the variable WANDB_DIR",
+    "wandb.entity": "set the variable WANDB_ENTITY",
+    "wandb.mode": "set the variable WANDB_MODE",
+    "wandb.name": "set the variable WANDB_NAME",
 }
 """Dotted name -> what to do instead."""

@@ -3,9 +3,8 @@
 Ahead of the pipeline, the tp x cp x pp ranks of a data-parallel replica encode the pictures of the whole step
 together, without keeping activations, and send the features to the first stage. There they are autograd
 leaves. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each rank
-runs its pictures forward once more (except for ``vision.keep_patches`` patches, whose activations it kept)
-and then backward. The gradients of the weights are summed over all ranks of the run. Kimi K2.5 was trained in
-this way.
+runs its pictures forward once more and then backward. The gradients of the weights are summed over all ranks
+of the run. Kimi K2.5 was trained in this way.
 
 Pictures stay within their replica, whose loader holds their pixels. Batches are planned so that replicas have
 about equally many patches.
@@ -13,12 +12,10 @@ about equally many patches.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -26,7 +23,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_vl.config import VisionConfig
+from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, VisionConfig
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.models.frame_shares import Array, TowerFrames, split_by_cost
 from megatron_vl.models.vision_language import TowerEverywhere
@@ -72,25 +69,15 @@ class StepVision:
         """Whether any rank of the replica has a picture."""
         return any(self.features_per_rank)
 
-    def num_frames_within(self, max_patches: int) -> int:
-        """How many of the share's first frames together have at most ``max_patches`` patches."""
-        return int(np.searchsorted(self.local_frames.first_patch, max_patches, side="right")) - 1
-
-    def tower_inputs(
-        self, patches_per_input: int, first_frame: int = 0, end_frame: int | None = None
-    ) -> Iterator[tuple[VisionInput, slice]]:
-        """Cuts frames of the share into tower inputs of about ``patches_per_input`` patches.
-
-        Args:
-            patches_per_input: about the number of patches of each input. Frames are not cut.
-            first_frame, end_frame: range of the share's frames; by default all.
+    def tower_inputs(self, patches_per_input: int) -> Iterator[tuple[VisionInput, slice]]:
+        """Cuts the share into tower inputs of about ``patches_per_input`` patches. Frames are not cut.
 
         Yields:
             An input, and its slice of the share's patches.
         """
-        frame_patches = self.local_frames.patches_per_frame[first_frame:end_frame]
+        frame_patches = self.local_frames.patches_per_frame
         num_inputs = max(1, -(-int(frame_patches.sum()) // patches_per_input))
-        frame_bounds = first_frame + split_by_cost(frame_patches, num_inputs)
+        frame_bounds = split_by_cost(frame_patches, num_inputs)
         for frame_begin, frame_end in zip(frame_bounds[:-1], frame_bounds[1:], strict=True):
             if frame_begin < frame_end:
                 yield self._tower_input(int(frame_begin), int(frame_end))
@@ -178,10 +165,11 @@ class DecoupledTower:
         if step_vision is None:
             return
 
-        patches_to_keep = self.kept_patches if is_training and self._is_trained else 0
+        # Above frozen blocks, only the mergers have activations, and those of all patches are kept.
+        keeps_activations = is_training and self._is_trained and self.module.vision_model.is_frozen
         step_features = self._empty_features(step_vision)
         if step_vision.has_pictures:
-            step_features = self.to_first(self.forward(step_vision, patches_to_keep), step_vision)
+            step_features = self.to_first(self.forward(step_vision, keeps_activations), step_vision)
 
         if self.on_first_stage:
             # The features are leaves of the pipeline's autograd graph, so its backward pass ends at them and
@@ -192,36 +180,19 @@ class DecoupledTower:
                 device_row.vision_features = row_features.requires_grad_(is_training and self._is_trained)
         self._step_vision = step_vision if is_training else None
 
-    @property
-    def kept_patches(self) -> int:
-        """How many patches of a share keep their activations.
-
-        If the blocks are frozen, only the mergers have activations, and those of all patches are kept.
-        """
-        return sys.maxsize if self.module.vision_model.is_frozen else self.config.keep_patches
-
-    def forward(self, step_vision: StepVision, patches_to_keep: int) -> Tensor:
+    def forward(self, step_vision: StepVision, keeps_activations: bool) -> Tensor:
         """The features of this rank's share, [n, 1 + levels, H].
 
-        Args:
-            patches_to_keep: number of patches whose activations are kept for the backward pass.
+        Without activations it runs in larger inputs, and once more in the backward pass.
         """
-        # First come the frames whose activations are kept, in inputs that fit into memory with activations.
-        num_kept_frames = step_vision.num_frames_within(patches_to_keep)
+        patches_a_call = self.config.patches_a_call * (1 if keeps_activations else CALLS_WITHOUT_ACTIVATIONS)
         feature_parts = []
-        for tower_input, patch_slice in step_vision.tower_inputs(
-            self.config.backward_patches, end_frame=num_kept_frames
-        ):
-            levels = self.module.vision_model(tower_input)
-            self._kept_features.append((levels, patch_slice))
-            feature_parts.append(torch.stack([level.detach() for level in levels], 1))
-
-        # The rest runs without activations, in larger inputs, and once more in the backward pass.
-        with torch.no_grad():
-            for tower_input, _ in step_vision.tower_inputs(
-                self.config.encode_patches, first_frame=num_kept_frames
-            ):
-                feature_parts.append(torch.stack(self.module.vision_model(tower_input), 1))
+        with torch.set_grad_enabled(keeps_activations):
+            for tower_input, patch_slice in step_vision.tower_inputs(patches_a_call):
+                levels = self.module.vision_model(tower_input)
+                if keeps_activations:
+                    self._kept_features.append((levels, patch_slice))
+                feature_parts.append(torch.stack([level.detach() for level in levels], 1))
 
         if not feature_parts:
             return self._empty_features(step_vision)
@@ -274,17 +245,12 @@ class DecoupledTower:
             # The gradients go back to the ranks that encoded the features.
             local_gradient = self.to_owners(self._collect_gradients(step_vision), step_vision)
 
-            # Kept activations come first: this frees their memory before others are computed. ``pop`` frees
-            # that of each entry before the next call.
-            num_kept_patches = self._kept_features[-1][1].stop if self._kept_features else 0
+            if not self._kept_features:
+                for tower_input, patch_slice in step_vision.tower_inputs(self.config.patches_a_call):
+                    self.backward_call(self.run_forward_again(tower_input), patch_slice, local_gradient)
+            # ``pop`` frees the memory of each entry before the next call.
             while self._kept_features:
                 self.backward_call(*self._kept_features.pop(), local_gradient)
-
-            num_kept_frames = step_vision.num_frames_within(num_kept_patches)
-            for tower_input, patch_slice in step_vision.tower_inputs(
-                self.config.backward_patches, first_frame=num_kept_frames
-            ):
-                self.backward_call(self.run_forward_again(tower_input), patch_slice, local_gradient)
 
         self.reduce()
 

@@ -426,7 +426,7 @@ def recompute_flops(
 
     Args:
         is_decoupled: whether the tower first ran without keeping activations (``vision.placement:
-            decoupled``, ``vision.keep_patches: 0``).
+            decoupled``).
         lora: the run's adapters, if it has any.
     """
     lora = lora or LoraConfig()

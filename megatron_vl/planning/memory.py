@@ -38,7 +38,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
+from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, LoraConfig, ModelConfig, TrainConfig
 from megatron_vl.kernels.sizes import (
     DELTA_CHUNK,
     LOSS_CHUNK_TOKENS,
@@ -755,8 +755,8 @@ class _ActivationEstimator:
             ).vision_tower_bytes()
             return tower_activations.kept_bytes + tower_activations.transient_bytes
 
-        encode_bytes = peak(vision_config.encode_patches, frozen_config)
-        backward_bytes = 0.0 if is_frozen else peak(vision_config.backward_patches, self.config)
+        encode_bytes = peak(CALLS_WITHOUT_ACTIVATIONS * vision_config.patches_a_call, frozen_config)
+        backward_bytes = 0.0 if is_frozen else peak(vision_config.patches_a_call, self.config)
         feature_bytes_per_patch = (
             self.bytes_per_element
             * (1 + len(vision_spec.deepstack_layers))
@@ -768,8 +768,8 @@ class _ActivationEstimator:
 
         kept_bytes = 0.0
         if not is_frozen:
-            most_kept_patches = self.patch_count if model_config.freeze_vision else vision_config.keep_patches
-            kept_patches = min(self.patch_count, most_kept_patches)
+            # Mergers above frozen blocks keep the activations of all patches.
+            kept_patches = self.patch_count if model_config.freeze_vision else 0
             kept_bytes = dataclasses.replace(self, patch_count=kept_patches).vision_tower_bytes().kept_bytes
         # Kept activations exist during the pipeline's passes and the first pass of other pictures. Their own
         # backward pass comes first and frees them.

@@ -28,7 +28,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
 DEFAULT_BUCKET_SIZE = 40_000_000
-"""Parameters of a gradient bucket, if ``parallel.bucket_size`` does not say; Megatron-core's default."""
+"""Parameters of a gradient bucket; Megatron-core's default."""
 MAX_TIMELINE_PASSES = 20_000
 """If a step has more passes, its timeline shows only its first micro-batches."""
 
@@ -306,10 +306,9 @@ def _exposed_collective_seconds(
     Gradients are reduced bucket by bucket during the last backward pass, and the last bucket after it.
     Weights are gathered during the first forward pass, and the first bucket before it.
     """
-    parallel_config = step_costs.config.parallel
     bucket_size = min(
         trained_count,
-        parallel_config.bucket_size or max(DEFAULT_BUCKET_SIZE, 1_000_000 * step_costs.gradient_ranks),
+        max(DEFAULT_BUCKET_SIZE, 1_000_000 * step_costs.gradient_ranks),
     )
     exposed_seconds = 0.0
     for collective_seconds, bucket_seconds, concurrent_seconds, is_overlapped in (
@@ -317,13 +316,13 @@ def _exposed_collective_seconds(
             step_costs.grad_reduce_seconds(4 * trained_count),
             step_costs.grad_reduce_seconds(4 * bucket_size),
             times_by_chunk[0].backward,
-            parallel_config.overlap_grad_reduce,
+            True,
         ),
         (
             step_costs.param_gather_seconds(step_costs.bytes_per_element * trained_count),
             step_costs.param_gather_seconds(step_costs.bytes_per_element * bucket_size),
             times_by_chunk[0].forward,
-            parallel_config.overlap_param_gather,
+            step_costs.config.parallel.distributed_optimizer,
         ),
     ):
         hidden_seconds = (
@@ -344,9 +343,5 @@ def _decoupled_tower_seconds(step_costs: StepCosts) -> float:
     tower_time = step_costs.tower_time_at(1)
     is_trained = not (step_costs.model_config.freeze_vision and step_costs.model_config.freeze_merger)
     patches_per_rank = step_costs.row_statistics.mean_patches * micro_batches / ranks
-    # Patches whose activations are kept are not computed a second time.
-    kept_share = (
-        min(1.0, step_costs.config.vision.keep_patches / patches_per_rank) if patches_per_rank else 1.0
-    )
-    second_pass_seconds = ((1 - kept_share) * tower_time.forward + tower_time.backward) * is_trained
+    second_pass_seconds = (tower_time.forward + tower_time.backward) * is_trained * bool(patches_per_rank)
     return (tower_time.forward + second_pass_seconds) * micro_batches / ranks

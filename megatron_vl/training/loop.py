@@ -21,6 +21,9 @@ from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, StepResult, train_step
 from megatron_vl.weights.run_folder import find_latest_checkpoint, split_by_branch
 
+MAX_SKIPPED_STEPS = 10
+"""A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
+
 
 class TrainingStopped(UserError, RuntimeError):
     """The run cannot continue. The message says why."""
@@ -231,10 +234,7 @@ def _stop_if_unrecoverable(
     # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the skipped
     # steps of a run that seems to have ended well.
     is_last_step = training_run.completed_steps == training_run.config.steps
-    allowed_skips = (
-        min(training_run.config.max_bad_steps, 2) if is_last_step else training_run.config.max_bad_steps
-    )
-    if len(consecutive_skips) >= allowed_skips:
+    if len(consecutive_skips) >= (2 if is_last_step else MAX_SKIPPED_STEPS):
         raise TrainingStopped(skipped_steps_message(consecutive_skips, training_run.completed_steps))
 
     if step_result.any_rank_failed:

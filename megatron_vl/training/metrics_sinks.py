@@ -153,10 +153,8 @@ class WandbSink(MetricsSink):
         try:
             self.wandb_run = wandb.init(
                 project=config.wandb.project,
-                entity=config.wandb.entity or None,
-                name=config.wandb.name or (Path(run_dir).resolve().name if run_dir else None),
-                mode=config.wandb.mode,
-                dir=config.wandb.dir or run_dir or None,
+                name=os.environ.get("WANDB_NAME") or (Path(run_dir).resolve().name if run_dir else None),
+                dir=os.environ.get("WANDB_DIR") or run_dir or None,
                 id=earlier_run_id,
                 resume="allow",
                 config=asdict(config),
@@ -173,7 +171,7 @@ class WandbSink(MetricsSink):
             run_record = {
                 "id": self.wandb_run.id,
                 "project": config.wandb.project,
-                "entity": config.wandb.entity,
+                "entity": os.environ.get("WANDB_ENTITY", ""),
             }
             write_json(Path(run_dir) / WANDB_RUN_FILE, run_record)
 
@@ -240,9 +238,8 @@ def _earlier_wandb_run(config: TrainConfig) -> str | None:
     try:
         run_record = json.loads(run_file.read_text())
         stored_project = run_record["project"], run_record["entity"]
-        return (
-            str(run_record["id"]) if (stored_project == (config.wandb.project, config.wandb.entity)) else None
-        )
+        project = config.wandb.project, os.environ.get("WANDB_ENTITY", "")
+        return str(run_record["id"]) if stored_project == project else None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
 
@@ -253,5 +250,5 @@ def _wandb_refusal_message(error: Exception, config: TrainConfig, earlier_run_id
     new_run_hint = f"; delete {path} to begin another W&B run" if earlier_run_id else ""
     return (
         f"wandb.project {config.wandb.project}: W&B says: {error_text}. Log in (wandb login, or"
-        f" $WANDB_API_KEY), give --wandb.mode offline, or leave wandb.project empty{new_run_hint}"
+        f" $WANDB_API_KEY), set WANDB_MODE=offline, or leave wandb.project empty{new_run_hint}"
     )

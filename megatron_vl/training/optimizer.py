@@ -29,7 +29,7 @@ PartLearningRates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger. None stands for a frozen part."""
 
 
-def _core_optimizer_config(config: TrainConfig) -> CoreOptimizerConfig:
+def _core_optimizer_config(config: TrainConfig, overlap_param_gather: bool) -> CoreOptimizerConfig:
     optimizer_config = config.optimizer
     return CoreOptimizerConfig(
         optimizer="adam",
@@ -43,7 +43,7 @@ def _core_optimizer_config(config: TrainConfig) -> CoreOptimizerConfig:
         bf16=config.dtype == "bfloat16",
         params_dtype=getattr(torch, config.dtype),
         use_distributed_optimizer=config.parallel.distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
+        overlap_param_gather=overlap_param_gather,
     )
 
 
@@ -77,7 +77,7 @@ def build_optimizer(
     """
     optimizer_config = config.optimizer
     assert optimizer_config.offload_fraction != "auto", "it is settled before (planning.offload_fraction)"
-    core_config = _core_optimizer_config(config)
+    core_config = _core_optimizer_config(config, model_chunks[0].ddp_config.overlap_param_gather)
     config_overrides = get_standard_config_overrides(core_config) | _part_rate_overrides(optimizer_config)
 
     # If state moves to chunks, core must not allocate master weights that would only be freed again.

@@ -122,8 +122,6 @@ def check_outputs(config: TrainConfig) -> None:
     """Raises RunConfigError for folders that cannot be written to and exports that cannot be made."""
     check_output_dir("checkpoint.dir", config.checkpoint.dir)
     check_output_dir("log.tensorboard", config.log.tensorboard)
-    check_output_dir("profile.dir", config.profile.dir)
-    check_output_dir("wandb.dir", config.wandb.dir)
     check_wandb_installed(config.wandb.project)
     check_export_weights(config)
 

@@ -13,7 +13,7 @@ from megatron_vl import durable_files
 from megatron_vl.config import TrainConfig
 
 PROFILE_DIR = "profile"
-"""The subfolder of ``checkpoint.dir`` for traces, if ``profile.dir`` is empty."""
+"""The subfolder of ``checkpoint.dir`` for traces."""
 
 
 class StepProfiler:
@@ -27,7 +27,7 @@ class StepProfiler:
         traced_steps = config.profile.steps if rank in config.profile.ranks else None
         self.first_step, self.last_step = traced_steps or (0, 0)
         self.rank = rank
-        self.trace_dir = Path(config.profile.dir or Path(config.checkpoint.dir) / PROFILE_DIR)
+        self.trace_dir = Path(config.checkpoint.dir) / PROFILE_DIR
         self._running_trace: profile | None = None
         self._step_record: record_function | None = None
         self._first_traced = self._last_traced = 0

@@ -71,15 +71,26 @@ class StepResult:
         return not self.skip_reason
 
 
-def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
-    """Wraps the chunks in Megatron-core's DDP, and sets the schedule's hooks in the model's config."""
-    parallel_config = config.parallel
+def wrap_in_ddp(
+    config: TrainConfig,
+    model_chunks: list[VisionLanguageModel],
+    *,
+    overlap: bool = True,
+    bucket_size: int | None = None,
+) -> list[ReplicaDDP]:
+    """Wraps the chunks in Megatron-core's DDP, and sets the schedule's hooks in the model's config.
+
+    Args:
+        overlap: whether gradients are reduced, and updated weights gathered, while the passes run.
+        bucket_size: number of parameters of a gradient bucket; None: Megatron-core's default.
+    """
+    distributed_optimizer = config.parallel.distributed_optimizer
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=parallel_config.overlap_grad_reduce,
-        overlap_param_gather=parallel_config.overlap_param_gather,
-        use_distributed_optimizer=parallel_config.distributed_optimizer,
-        bucket_size=parallel_config.bucket_size,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and distributed_optimizer,
+        use_distributed_optimizer=distributed_optimizer,
+        bucket_size=bucket_size,
     )
 
     core_config = model_chunks[0].config
@@ -103,7 +114,7 @@ def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) ->
             ddp_config, overlap_grad_reduce=False, overlap_param_gather=False
         )
         decoupled_tower.wrap(tower_ddp_config)
-    _set_schedule_hooks(ddp_chunks, core_config, parallel_config.overlap_grad_reduce)
+    _set_schedule_hooks(ddp_chunks, core_config, overlap)
     return ddp_chunks
 
 

@@ -71,7 +71,6 @@ EARLIER_MEASURED = [
     ("PP2 x VPP2", 2643, B7, cut(16), 2, f"{ROWS_8} {INTERLEAVED}"),
     ("DP2, 4 rows a GPU", 1717, B7, cut(10), 2, ROWS_8),
     ("tower on every rank", 3701, B7, {}, 2, DECOUPLED),
-    ("tower on every rank, kept", 3682, B7, {}, 2, f"{DECOUPLED} --vision.keep_patches 16384"),
     ("tower on every rank, text", 2930, B7, {}, 2, DECOUPLED),
     ("PP4, even", 5143, B7, {}, 4, f"{PP4} --parallel.layers [7,7,7,7]"),
     ("PP4, planned", 3691, B7, {}, 4, f"{PP4} --parallel.layers [0,9,9,10]"),

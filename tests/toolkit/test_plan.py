@@ -52,7 +52,6 @@ LATER = [
     ("PP2 x VPP2", 128.1, INTERLEAVED, 16),
     ("TP2", 71.1, "--parallel.tp 2 --parallel.sequence_parallel true", 16),
     ("tower on every rank", 105.6, DECOUPLED, 28),
-    ("tower on every rank, kept", 116.2, f"{DECOUPLED} --vision.keep_patches 16384", 28),
     ("tower on the first stage", 117.2, "--parallel.pp 2 --parallel.layers [8,20]", 28),
 ]
 """Peak GiB of two H200, 8 rows of 8192 tokens, MLP activations recomputed (docs/log/speed.md, 2026-11-22)."""

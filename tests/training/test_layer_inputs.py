@@ -22,7 +22,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one rank": {},
         "LoRA": {"lora": LORA},
-        "tower on every rank": {"decoupled": True, "patches": 32, "kept_patches": 100},
+        "tower on every rank": {"decoupled": True, "patches": 32},
     },
     2: {
         "CP2": {"cp": 2},

@@ -211,7 +211,6 @@ BF16 = ("--optimizer.moments_dtype", "bfloat16")
 
 LAYOUTS = {
     "replicas": (2, ()),
-    "replicas, gathered after the update": (2, ("--parallel.overlap_param_gather", "false")),
     "TP2": (2, TP2),
     "VPP": (2, ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]")),
     "tower on every rank": (2, ("--parallel.pp", "2", "--vision.placement", "decoupled")),
@@ -219,7 +218,7 @@ LAYOUTS = {
     "moments in bf16, TP2": (2, (*TP2, *BF16)),
     "moments in bf16, not spread": (
         2,
-        (*BF16, "--parallel.distributed_optimizer", "false", "--parallel.overlap_param_gather", "false"),
+        (*BF16, "--parallel.distributed_optimizer", "false"),
     ),
     "frozen tower": (2, ("--model.freeze_vision", "true")),
     "frozen language": (2, ("--model.freeze_language", "true", "--parallel.pp", "2")),
@@ -265,7 +264,7 @@ def test_moments_of_another_type_and_layout_are_resumed(prepared: dict[str, Path
 def test_experts_have_an_optimizer_of_their_own(
     experts: dict[str, Path], tmp_path: Path, spread: str
 ) -> None:
-    gathered = ("--parallel.distributed_optimizer", spread, "--parallel.overlap_param_gather", spread)
+    gathered = ("--parallel.distributed_optimizer", spread)
     compare(experts, tmp_path, 2, ("--parallel.ep", "2", *gathered))
 
 

@@ -25,7 +25,7 @@ DIR = ["--checkpoint.dir", "run"]
         (["--profile.steps", "[0,2]", *DIR], r"between 1 and steps 100"),
         (["--profile.steps", "[7,5]", *DIR], r"must be the first and the last step"),
         (["--profile.steps", "[99,101]", *DIR], r"between 1 and steps 100"),
-        (["--profile.steps", "[5,7]"], r"needs profile.dir or checkpoint.dir"),
+        (["--profile.steps", "[5,7]"], r"profile.steps needs checkpoint.dir"),
         (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[0,4]"], r"ranks of this run, 0 to 3"),
         (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[-1]"], r"ranks of this run, 0 to 3"),
         (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[]"], r"at least one"),
@@ -38,7 +38,7 @@ def test_impossible_values_are_refused_by_name(options: list[str], message: str)
 
 @pytest.mark.parametrize("steps", ["null", "[]", "[5,5]", "[1,100]"])
 def test_possible_values_are_taken(steps: str) -> None:
-    config = parse_config(["--profile.steps", steps, "--profile.dir", "traces"])
+    config = parse_config(["--profile.steps", steps, "--checkpoint.dir", "run"])
     assert validate_config(config, 4) == 4
     assert any("profile.steps" in remark for remark in config_remarks(config, on_cpu=False)) == (
         steps == "[1,100]"
@@ -54,7 +54,7 @@ def traced(path: Path) -> tuple[set[str], int]:
 
 
 def profiler(folder: Path, steps: str, rank: int = 0) -> StepProfiler:
-    options = ["--profile.steps", steps, "--profile.dir", str(folder), "--profile.ranks", "[0,2]"]
+    options = ["--profile.steps", steps, "--checkpoint.dir", str(folder), "--profile.ranks", "[0,2]"]
     return StepProfiler(parse_config(options), rank)
 
 
@@ -71,7 +71,7 @@ def work(profiler: StepProfiler, steps: range) -> list[float]:
 def test_first_and_last_step_are_in_the_trace_and_no_other(tmp_path: Path) -> None:
     seconds = work(profiler(tmp_path, "[2,4]"), range(1, 7))
     assert [second > 0 for second in seconds] == [False, False, False, True, False, False]
-    (path,) = tmp_path.iterdir()
+    (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank_00000_steps_2_to_4.pt.trace.json.gz"
     steps, operations = traced(path)
     assert steps == {"step 2", "step 3", "step 4"} and operations > 0
@@ -81,7 +81,9 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     work(profiler(tmp_path, "[2,4]", rank=1), range(1, 7))
     assert not list(tmp_path.iterdir())
     work(profiler(tmp_path, "[2,4]", rank=2), range(1, 7))
-    assert [path.name for path in tmp_path.iterdir()] == ["rank_00002_steps_2_to_4.pt.trace.json.gz"]
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == [
+        "rank_00002_steps_2_to_4.pt.trace.json.gz"
+    ]
 
 
 def test_a_run_that_begins_or_ends_between_the_steps_says_so_in_the_name(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_a_run_that_begins_or_ends_between_the_steps_says_so_in_the_name(tmp_pat
     work(ends, range(1, 3))
     assert ends.finish_trace() > 0 and ends.finish_trace() == 0
     work(profiler(tmp_path, "[2,4]"), range(5, 7))  # past them
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == [f"rank_00000_steps_{steps}.pt.trace.json.gz" for steps in ("2_to_2", "3_to_4")]
 
 

@@ -250,8 +250,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
     ):
         run = prepared["folder"] / f"elastic_{name}"
         shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-        plain = ["--parallel.overlap_param_gather", "false"] if "false" in options else []
-        done = train(prepared, run, *options, *plain, ranks=count)
+        done = train(prepared, run, *options, ranks=count)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = metrics(run)
         assert [line["step"] for line in lines] == [4, 5, 6]

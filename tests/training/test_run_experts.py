@@ -68,7 +68,7 @@ def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [
-        (["--parallel.distributed_optimizer", "false", "--parallel.overlap_param_gather", "false"], 2),
+        (["--parallel.distributed_optimizer", "false"], 2),
         ("--parallel.tp 2 --parallel.sequence_parallel true --parallel.ep 2 --parallel.etp 2".split(), 4),
     ],
     ids=["EP1", "TP2 x EP2 x ETP2"],

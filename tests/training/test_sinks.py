@@ -50,9 +50,13 @@ def fill(sink: MetricsSink) -> None:
     sink.close()
 
 
+@pytest.fixture(autouse=True)
+def _without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
 def offline(folder: Path, *options: str) -> TrainConfig:
-    wandb = ["--wandb.project", "tests", "--wandb.mode", "offline"]
-    return parse_config(["--checkpoint.dir", str(folder), *wandb, *options])
+    return parse_config(["--checkpoint.dir", str(folder), "--wandb.project", "tests", *options])
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -207,8 +211,8 @@ def test_a_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, mo
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
-    with pytest.raises(UserError, match="wandb.project tests: W&B says: .*wandb login.*--wandb.mode offline"):
-        WandbSink(offline(tmp_path, "--wandb.mode", "online"))
+    with pytest.raises(UserError, match="wandb.project tests: W&B says: .*wandb login.*WANDB_MODE=offline"):
+        WandbSink(offline(tmp_path))
     assert not (tmp_path / WANDB_RUN_FILE).exists()
 
 
@@ -237,7 +241,7 @@ def test_a_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path,
         assert done.returncode == 0, done.stderr[-4000:]
 
     plain, run = tmp_path / "plain", tmp_path / "run"
-    wandb = ["--wandb.project", "tests", "--wandb.mode", "offline"]
+    wandb = ["--wandb.project", "tests"]
     assert train(prepared, plain, ranks=1, steps=4).returncode == 0
     start(run, *wandb, "--stop_after", "2")
     start(run, *wandb)

@@ -62,8 +62,6 @@ class ParityCase:
     """Whether every rank holds the vision tower."""
     patches: int = 0
     """With ``decoupled``, the approximate number of patches in a call of the tower; 0: the default."""
-    kept_patches: int = 0
-    """With ``decoupled``, the approximate number of a rank's patches that keep their activations."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
@@ -100,10 +98,8 @@ class ParityCase:
     def _vision_config(self) -> VisionConfig:
         if not self.decoupled:
             return VisionConfig()
-        patch_limits = (
-            {"encode_patches": self.patches, "backward_patches": self.patches} if self.patches else {}
-        )
-        return VisionConfig(placement="decoupled", keep_patches=self.kept_patches, **patch_limits)
+        limit = {"patches_a_call": self.patches} if self.patches else {}
+        return VisionConfig(placement="decoupled", **limit)
 
     @property
     def config(self) -> TrainConfig:
@@ -143,9 +139,6 @@ class ParityCase:
             sequence_parallel=self.sequence_parallel,
             tp_comm_overlap=self.tp_comm_overlap,
             distributed_optimizer=self.distributed_optimizer,
-            overlap_grad_reduce=self.overlap,
-            overlap_param_gather=self.overlap and self.distributed_optimizer,
-            bucket_size=self.bucket_size,
         )
 
 
@@ -204,7 +197,9 @@ def build_case(case: ParityCase, platform: Platform, config: TrainConfig | None 
     built_model = build_model(
         config, spec, layout, platform, grid, weight_reader=weight_reader, adapter_reader=adapter_reader
     )
-    ddp_chunks = wrap_in_ddp(config, built_model.model_chunks)
+    ddp_chunks = wrap_in_ddp(
+        config, built_model.model_chunks, overlap=case.overlap, bucket_size=case.bucket_size
+    )
     optimizer = build_optimizer(config, platform, ddp_chunks) if case.optimizer else None
     return BuiltCase(config, spec, layout, grid, ddp_chunks, optimizer, built_model.live_tensors)
 
