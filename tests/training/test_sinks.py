@@ -55,6 +55,16 @@ def _without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
+@pytest.fixture
+def rereads_variables() -> Iterator[None]:
+    """W&B reads its variables once for all runs of a process."""
+    import wandb
+
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
 def offline(folder: Path, *options: str) -> TrainConfig:
     return parse_config(["--checkpoint.dir", str(folder), "--wandb.project", "tests", *options])
 
@@ -204,11 +214,9 @@ def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
 
 
 @needs_wandb
+@pytest.mark.usefixtures("rereads_variables")
 def test_a_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
     """Online without a login; the package asks for a key before it looks for the network."""
-    import wandb
-
-    wandb.teardown()  # it has read the variables of the tests before
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
