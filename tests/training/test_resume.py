@@ -17,8 +17,8 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.data.sample.chat import read_chat_template
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.training.resume import field_change_notes, recorded_fields
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import find_weights_dir

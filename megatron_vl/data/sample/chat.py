@@ -47,6 +47,7 @@ from megatron_vl.data.sample.thinking import (
 )
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 PROBE_FUNCTION = "look_up_the_weather"
@@ -581,27 +582,6 @@ def _list_kinds(media_kinds: list[str]) -> str:
         return "nothing"
     further_count_text = f" and {len(media_kinds) - 8} more" if len(media_kinds) > 8 else ""
     return ", ".join(media_kinds[:8]) + further_count_text
-
-
-def read_chat_template(hf_dir: str | Path) -> str:
-    """The chat template of an HF folder.
-
-    It is in ``chat_template.jinja``, ``chat_template.json``, the processor's or the tokenizer's config.
-
-    Raises:
-        FileNotFoundError: the folder has no chat template.
-    """
-    hf_path = Path(hf_dir)
-    if (hf_path / "chat_template.jinja").is_file():
-        return (hf_path / "chat_template.jinja").read_text()
-    for file_name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
-        if (hf_path / file_name).is_file():
-            chat_template = json.loads((hf_path / file_name).read_text()).get("chat_template")
-            if isinstance(chat_template, str):
-                return chat_template
-    raise FileNotFoundError(
-        f"{hf_path} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)"
-    )
 
 
 def read_stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:
