@@ -219,9 +219,15 @@ def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: b
 
 
 def test_both_names_of_the_rope_fields() -> None:
-    """If a config has both, transformers takes the older one."""
+    """If a config has both, transformers takes the older one. Serving engines may not, so they must agree."""
     config = released("Qwen3-VL-8B")
     text = config["text_config"]
-    text["rope_parameters"] = text["rope_scaling"] | {"rope_theta": 7.0, "mrope_section": [20, 22, 22]}
+    text["rope_parameters"] = text["rope_scaling"] | {"rope_theta": text["rope_theta"]}
     theirs = by_transformers(config)
     assert by_us(read_spec(config), theirs) == theirs
+
+    for name, value in (("rope_theta", 7.0), ("mrope_section", [20, 22, 22]), ("mrope_interleaved", False)):
+        other = json.loads(json.dumps(config))
+        other["text_config"]["rope_parameters"][name] = value
+        with pytest.raises(ConfigError, match=f"{name} is .* make them equal"):
+            read_spec(other)

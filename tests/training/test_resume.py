@@ -354,7 +354,9 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert "raise data.max_bad_share; a run with checkpoint.dir lists them" in said
 
     shutil.copytree(prepared["hf"], other_hf := tmp_path / "hf")
-    (other_hf / "chat_template.jinja").write_text(read_chat_template(other_hf) + "{# another #}")
+    template = read_chat_template(other_hf)
+    (other_hf / "chat_template.json").unlink()
+    (other_hf / "chat_template.jinja").write_text(template + "{# another #}")
     other = prepare(tmp_path / "other", other_hf, samples=20)
     moved = {**prepared, "data": other["data"], "hf": other_hf}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))

@@ -122,7 +122,7 @@ def _check_thinking(config: TrainConfig) -> Iterator[Finding]:
         yield note_finding(
             "thinking",
             f"the chat template in {config.model.hf} writes no <think>, but those of this family do",
-            "copy chat_template.jinja from the released folder, or train without thinking on purpose",
+            "replace it by chat_template.jinja of the released folder, or train without thinking on purpose",
         )
         return
     switch_text = (

@@ -47,7 +47,7 @@ from megatron_vl.data.sample.thinking import (
 )
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.families.hf_folder import read_chat_template
+from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 PROBE_FUNCTION = "look_up_the_weather"
@@ -102,7 +102,8 @@ class ChatEncoder:
     ) -> None:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()
-        self.tokenizer = _load_tokenizer(Path(hf_dir))
+        self._hf_dir = Path(hf_dir)
+        self.tokenizer = _load_tokenizer(self._hf_dir)
         # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
         self._fast_tokenizer = self.tokenizer.backend_tokenizer
         self._fast_tokenizer.no_truncation()
@@ -134,6 +135,25 @@ class ChatEncoder:
         self.pad_token_id: int | None = (
             pad_token if pad_token is not None and pad_token < spec.language.vocab_size else None
         )
+
+    def start_notes(self) -> list[str]:
+        """Notes on what a server of this folder would do otherwise than training."""
+        notes = [note] if (note := chat_template_note(self._hf_dir)) else []
+        try:
+            turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+            token_ids, loss_mask = self.encode(turns, [])
+            end_token = int(token_ids[loss_mask.nonzero()[-1]])
+            stop_tokens = read_stop_tokens(self._hf_dir, self.tokenizer)
+        except (ChatError, IndexError):
+            return notes  # the template refuses this conversation, or its answer is not trained on
+        if end_token not in stop_tokens:
+            name, *stops = self.tokenizer.convert_ids_to_tokens([end_token, *stop_tokens])
+            notes.append(
+                f"{self._hf_dir}: answers end with {name!r} (id {end_token}), but generation stops only at"
+                f" {', '.join(map(repr, stops))}, so it continues after an answer; add {end_token} to"
+                " eos_token_id in generation_config.json"
+            )
+        return notes
 
     def render_conversation(
         self,

@@ -41,8 +41,8 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
 
     Raises:
         MissingConfigError: there is no ``config.json``.
-        ConfigError: the ``model_type`` is unknown, a field is missing or impossible, or the folder contradicts
-            itself (:mod:`.hf_folder`).
+        ConfigError: the ``model_type`` is unknown, a field is missing or impossible, or the folder
+            contradicts itself (:mod:`.hf_folder`).
     """
     if not isinstance(config, dict):
         config_path = Path(config)

@@ -80,7 +80,7 @@ def _refuse_quantisation_fields(config_path: Path, config: dict[str, Any]) -> No
             if section.get(name) is not None:
                 raise ConfigError(
                     f"{config_path}: field '{prefix}{name}' says that the weights are quantised;"
-                    f" {_UNQUANTISED_ADVICE}, or remove the field if its tensors are in bfloat16"
+                    f" {_UNQUANTISED_ADVICE}, or remove the field if the tensors are in bfloat16"
                 )
 
 
@@ -90,7 +90,7 @@ def _refuse_other_weights(hf_path: Path) -> None:
         if (hf_path / name).exists():
             raise ConfigError(
                 f"{hf_path / name} says that the weights are quantised; {_UNQUANTISED_ADVICE}, or remove the"
-                " file if its tensors are in bfloat16"
+                " file if the tensors are in bfloat16"
             )
     if (hf_path / "adapter_config.json").exists():
         raise ConfigError(
@@ -104,7 +104,7 @@ def _refuse_other_weights(hf_path: Path) -> None:
 
 
 def _indexed_files(hf_path: Path) -> list[str]:
-    """The files that the index names; none if there is no usable index, which the reader of weights reports."""
+    """The files that the index names; none if it is not usable, which the reader of weights reports."""
     try:
         weight_map = json.loads((hf_path / WEIGHT_INDEX_FILE).read_text())["weight_map"]
         return list(dict.fromkeys(map(str, weight_map.values())))
@@ -130,7 +130,7 @@ def _stored_tensors(hf_path: Path) -> Iterator[tuple[Path, str, str]]:
 def _refuse_quantised_tensors(hf_path: Path) -> None:
     for path, name, dtype in _stored_tensors(hf_path):
         if dtype not in _WEIGHT_TYPES or name.endswith(_QUANTISED_SUFFIXES):
-            raise ConfigError(f"{path}: tensor {name!r} of type {dtype}: {_UNQUANTISED_ADVICE}")
+            raise ConfigError(f"{path}: tensor {name!r} has type {dtype}; {_UNQUANTISED_ADVICE}")
 
 
 # --- Chat templates -----------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def read_chat_template(hf_dir: str | Path, *, is_required: bool = True) -> str:
     hf_path = Path(hf_dir)
     templates = _chat_templates(hf_path)
     several = [name for name, template in templates.items() if not isinstance(template, str)]
-    several += ["additional_chat_templates"] if (hf_path / "additional_chat_templates").is_dir() else []
+    several += [name for name in ("additional_chat_templates/tool_use.jinja",) if (hf_path / name).exists()]
     if several:
         raise ConfigError(
             f"{hf_path / several[0]} holds several named chat templates, of which transformers chooses one by"
