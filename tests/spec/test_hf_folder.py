@@ -304,6 +304,13 @@ def test_usual_positions_are_read(family: str, places: dict[str, dict | None]) -
     assert read_spec(config) == expected
 
 
+def test_a_default_beside_the_rope_fields_does_not_count() -> None:
+    """As ``save_pretrained`` of transformers writes a Qwen3.5."""
+    config, text, old = rope_config("qwen3_5")
+    text |= {"rope_parameters": old, "rope_theta": 10000.0}
+    assert read_spec(config) == read_spec(tiny_checkpoint("qwen3_5"))
+
+
 def test_released_configs_are_read() -> None:
     for path in (Path(__file__).parents[1] / "hf_configs").glob("*.json"):
         read_spec(path)

@@ -390,13 +390,13 @@ def _check_rope_places(config: dict[str, Any]) -> None:
                 )
 
     for name in ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"):
+        # transformers also saves the default of its class beside these fields, which does not count.
         values = [(place, fields[name]) for place, fields in places.items() if fields.get(name) is not None]
-        values += [(key, fields[name]) for key, fields in sections.items() if fields.get(name) is not None]
         for place, value in values:
             if value != values[0][1]:
                 raise ConfigError(
-                    f"config.json: {name} is {values[0][1]} in {values[0][0]} and {value} in"
-                    f" {place or 'the top of the file'}; make them equal, or keep one"
+                    f"config.json: {name} is {values[0][1]} in {values[0][0]} and {value} in {place}; make them"
+                    " equal, or keep one"
                 )
 
 
