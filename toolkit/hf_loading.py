@@ -109,7 +109,7 @@ def apply_video_prompt(
 def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPositions = "released") -> Any:
     """Makes a transformers model use our positions instead of its own, in ``forward`` and in ``generate``.
 
-    In transformers 5.3 to 5.23, the positions of text continue within a video (their issue 45381). Up to
+    In transformers 5.3 to 5.24, the positions of text continue within a video (their issue 45381). Up to
     5.17, the seconds of a frame group are truncated. Qwen3-VL has the same rule in all versions and is not
     changed.
 

@@ -5,7 +5,7 @@ and needs no torch. Everything else (model building, the tensor table, conversio
 from the spec.
 
 If a size is missing, an error names it. Other missing fields get the defaults of the family's config classes
-in transformers (5.17 to 5.23), so that a folder describes the same model there and here.
+in transformers (5.17 to 5.24), so that a folder describes the same model there and here.
 """
 
 from __future__ import annotations
@@ -389,14 +389,15 @@ def _check_rope_places(config: dict[str, Any]) -> None:
                     " 'mrope', 'default'"
                 )
 
+    rope_fields, text_fields = read_rope_fields(config), text_config(config)
     for name in ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"):
-        # transformers also saves the default of its class beside these fields, which does not count.
-        values = [(place, fields[name]) for place, fields in places.items() if fields.get(name) is not None]
-        for place, value in values:
-            if value != values[0][1]:
+        # Beside the fields, transformers also saves its class's default, which counts only if they have none.
+        value = rope_fields.get(name, text_fields.get(name))
+        for place, fields in places.items():
+            if fields.get(name, value) != value:
                 raise ConfigError(
-                    f"config.json: {name} is {values[0][1]} in {values[0][0]} and {value} in {place}; make them"
-                    " equal, or keep one"
+                    f"config.json: {name} is {fields[name]} in {place}, but {value} is read; make the places"
+                    " of rope fields equal, or keep one"
                 )
 
 
