@@ -35,6 +35,7 @@ from megatron_vl.weights.tensor_files import (
     make_safetensors_header,
     read_safetensors_header,
 )
+from megatron_vl.weights.trained_media import exported_media, media_entry, trained_media
 from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry, weights_video_rule
 from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 
@@ -109,6 +110,7 @@ def convert_weights(
     weights_origin = {
         "hf": Path(hf).resolve().name,
         **video_rule_entry(exported_video_rule(Path(hf), source.spec)),
+        **media_entry(exported_media(Path(hf))),
     }
 
     weights_report = _write_weights(
@@ -137,7 +139,11 @@ def reshard_weights(
 
     # A run's rule for videos is not stored in its weights but in the step folder.
     trained_rule = weights_video_rule(source.path, source.manifest, source.spec)
-    weights_origin = {**(source.manifest.get("origin") or {}), **video_rule_entry(trained_rule)}
+    weights_origin = {
+        **(source.manifest.get("origin") or {}),
+        **video_rule_entry(trained_rule),
+        **media_entry(trained_media(source.path, source.manifest)),
+    }
     return _write_weights(source, [source.path], out, layout, command_name, workers, force, weights_origin)
 
 
@@ -428,8 +434,8 @@ def export_weights(
     copied from the original. Values of another type, such as the weights of a float32 run, are rounded to the
     original's type and counted in the report. All other files are copied unchanged.
 
-    ``megatron_vl.json`` next to the weights names the rule for videos under which they were trained, if it is
-    known: that of the run or of the weights, otherwise that of ``hf``.
+    ``megatron_vl.json`` next to the weights names the rule for videos and the limits of pixels and frames
+    under which they were trained, if they are known: those of the weights, otherwise those of ``hf``.
 
     Args:
         checkpoint: weights of any layout, or a run, whose latest checkpoint is exported.
@@ -470,7 +476,7 @@ def _write_hf_folder(
     # With the original headers, unchanged tensors give the original files byte for byte.
     source_files = hf_checkpoint.tensor_folder.reader_by_file
     header_by_file = {file: read_safetensors_header(hf_checkpoint.path / file) for file in source_files}
-    trained_rule = _known_video_rule(source, hf_checkpoint)
+    training_facts = _known_training_facts(source, hf_checkpoint)
     with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],
@@ -484,7 +490,7 @@ def _write_hf_folder(
         write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
         conversion_output.commit_files()
         copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
-        _write_video_rule(trained_rule, output_dir)
+        _write_training_facts(training_facts, output_dir)
 
         # The journal is deleted after this block, and a folder without a journal counts as finished. So
         # everything must be on the disk now.
@@ -554,21 +560,25 @@ def _count_casts(
     return dict(cast_counts)
 
 
-def _known_video_rule(source: WeightSource, hf_checkpoint: HfCheckpoint) -> dict[str, str]:
-    """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
+def _known_training_facts(source: WeightSource, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
+    """The rule for videos and the limits of media in training: those of the weights, else of the folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
     weights_rule: dict[str, str] = {}
+    media_limits: dict[str, float] = {}
     if isinstance(trained_source, WeightReader):
         weights_rule = weights_video_rule(trained_source.path, trained_source.manifest, trained_source.spec)
+        media_limits = trained_media(trained_source.path, trained_source.manifest)
     elif isinstance(trained_source, PeftAdapters):
         weights_rule = exported_video_rule(trained_source.path, trained_source.spec)
-    return weights_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
+        media_limits = exported_media(trained_source.path)
+    trained_rule = weights_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
+    return video_rule_entry(trained_rule) | media_entry(media_limits or exported_media(hf_checkpoint.path))
 
 
-def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
-    """Writes the rule for videos to ``output_dir``, or removes an earlier export's if no rule is known."""
-    if trained_rule:
-        write_json(output_dir / EXPORT_FACTS_FILE, video_rule_entry(trained_rule))
+def _write_training_facts(training_facts: dict[str, Any], output_dir: Path) -> None:
+    """Writes what training saw to ``output_dir``, or removes an earlier export's if nothing is known."""
+    if training_facts:
+        write_json(output_dir / EXPORT_FACTS_FILE, training_facts)
     else:
         (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
 
@@ -674,7 +684,7 @@ def export_adapter(
     source = open_adapters(checkpoint, hf_checkpoint)
     output_dir = Path(output_dir)
     header_by_file = {ADAPTER_FILE: peft_header(source)}
-    trained_rule = _known_video_rule(source, hf_checkpoint)
+    training_facts = _known_training_facts(source, hf_checkpoint)
     start_time = time.monotonic()
 
     with open_output(
@@ -689,7 +699,7 @@ def export_adapter(
         _write_adapter_tensors(source, conversion_output)
         conversion_output.commit_files()
         write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, str(hf)))
-        _write_video_rule(trained_rule, output_dir)
+        _write_training_facts(training_facts, output_dir)
         durable_files.fsync_path(output_dir)
 
     return _make_report(output_dir, conversion_output, time.monotonic() - start_time)
@@ -736,7 +746,12 @@ def convert_adapter(
     spec = read_spec(hf)
     source = PeftAdapters(adapter, spec)
     video_rule = exported_video_rule(source.path, spec) or exported_video_rule(Path(hf), spec)
-    weights_origin = {"hf": Path(hf).resolve().name, **video_rule_entry(video_rule)}
+    media_limits = exported_media(source.path) or exported_media(Path(hf))
+    weights_origin = {
+        "hf": Path(hf).resolve().name,
+        **video_rule_entry(video_rule),
+        **media_entry(media_limits),
+    }
     return _write_weights(
         source, [Path(adapter), Path(hf)], out, layout, "convert", workers, force, weights_origin
     )

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families.hf_folder import SINGLE_FILE, WEIGHT_INDEX_FILE
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR
 from megatron_vl.weights.manifest import JOURNAL_FILE
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
@@ -38,8 +39,6 @@ from megatron_vl.weights.tensor_files import (
 from . import make_conversion_rules
 from .rules import DOWN_STACK, GATE_UP_STACK, HF_OUTPUT, RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle
 
-SINGLE_FILE = "model.safetensors"
-WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 CARRIED_PREFIX_BY_FAMILY = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
 """Family -> prefix of the tensors in its released folders that neither this project nor transformers treats
 as part of the model. An export copies them from the original folder."""
@@ -275,7 +274,7 @@ class HfCheckpoint:
             raise FileNotFoundError(
                 f"{self.path / 'config.json'} is missing; --hf must be a Hugging Face checkpoint folder"
             )
-        self.spec = _read_spec(self.path / "config.json")
+        self.spec = read_spec(self.path)
         self.tensor_folder = TensorFolder(self.path)
         expert_style = detect_expert_style(self.spec, self.tensor_folder)
         self.rule_by_name: dict[str, ConversionRule] = {
@@ -463,13 +462,3 @@ def weights_file_facts(weights_path: Path) -> str:
     file_stat = weights_path.stat()
     header_digest = hashlib.sha256(read_safetensors_header(weights_path)).hexdigest()
     return f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, header {header_digest[:16]}"
-
-
-def _read_spec(config_path: Path) -> ModelSpec:
-    try:
-        return read_spec(config_path)
-    except ConfigError as error:
-        raise ConfigError(f"{config_path.parent}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        # The file is not JSON, or a field has an unexpected type.
-        raise ConfigError(f"{config_path} is invalid: {type(error).__name__}: {error}") from error

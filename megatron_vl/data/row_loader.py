@@ -116,7 +116,12 @@ class RowLoader:
     @property
     def start_notes(self) -> list[str]:
         """Lines to print once at the start of a run."""
-        return [*summarize_blend(tuple(self._planning_context.blend_sources)), *self._change_lines]
+        chat_notes = self._planning_context.row_encoder.chat_encoder.start_notes()
+        return [
+            *summarize_blend(tuple(self._planning_context.blend_sources)),
+            *self._change_lines,
+            *(f"NOTE: {note}" for note in chat_notes),
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state as JSON values. Rank 0 saves the planner's state for all ranks.

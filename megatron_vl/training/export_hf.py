@@ -191,18 +191,21 @@ class HfExporter:
                 [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(export_job)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,  # Ctrl-C goes only to the ranks
             )
-        _, stderr_text = export_process.communicate()
+        stdout_text, stderr_text = export_process.communicate()
         if self._is_stopped:
             return
 
         elapsed_s = time.monotonic() - start_time
         if export_process.returncode == 0:
             _print_message(f"step {saved_checkpoint.step} is exported to {hf_export_dir} ({elapsed_s:.0f} s)")
+            for line in stdout_text.splitlines():
+                if line.startswith("NOTE: "):
+                    _print_message(line)
             return
         failure_reason = _failure_reason(export_process.returncode, stderr_text)
         _print_message(

@@ -279,6 +279,7 @@ def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, fiel
     """The rule belongs to a state only if the checkpoint's template writes thinking."""
     folder = tmp_path / "thinking"
     shutil.copytree(tiny_checkpoint("qwen3_5"), folder)
+    (folder / "chat_template.json").unlink()
     templates = Path(__file__).resolve().parents[1] / "hf_configs"
     shutil.copy(templates / "Qwen3.5-9B.chat_template.jinja", folder / "chat_template.jinja")
 

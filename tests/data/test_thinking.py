@@ -88,6 +88,7 @@ def marked_folder() -> Path:
 def write_thinking_folder(folder: Path, model: str) -> Path:
     """Writes a checkpoint folder with a released template."""
     shutil.copytree(marked_folder(), folder)
+    (folder / "chat_template.json").unlink()
     shutil.copy(TEMPLATES / f"{model}.chat_template.jinja", folder / "chat_template.jinja")
     return folder
 

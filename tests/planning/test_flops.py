@@ -12,6 +12,8 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
@@ -69,8 +71,10 @@ def learnt(sample: TokenizedSample) -> torch.Tensor:
 
 
 def rotary(spec: ModelSpec, tokens: int) -> float:
-    """transformers computes rotary angles as a matrix product with inner dimension 1, which we
+    """transformers before 5.24 computes rotary angles as a matrix product with inner dimension 1, which we
     do not count."""
+    if Version(transformers.__version__) >= Version("5.24"):
+        return 0.0
     return 2 * 3 * tokens * spec.language.rotary_dim / 2
 
 
@@ -80,7 +84,9 @@ def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     convolution, by something without products; gradients pass through all that is given."""
 
     def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g, beta, **_):
-        return v * (q * k).sum(-1, keepdim=True) * (g + beta)[..., None], None
+        # transformers 5.24 repeats the key heads in the rule, earlier versions before it.
+        products = (q * k).sum(-1, keepdim=True).repeat_interleave(v.shape[2] // q.shape[2], dim=2)
+        return v * products * (g + beta)[..., None], None
 
     for family in HYBRID:
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

@@ -191,7 +191,7 @@ def test_each_field_in_turn(name: str) -> None:
     ],
 )
 def test_defaults_as_numbers(name: str, field: str, default: float) -> None:
-    """The numbers hold for transformers 5.17 and 5.23, so a later version that changes them is noticed."""
+    """The numbers hold for transformers 5.17 and 5.24, so a later version that changes them is noticed."""
     config = released(name)
     (config.get("text_config") or config).pop(field)
     language = read_spec(config).language
@@ -219,9 +219,15 @@ def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: b
 
 
 def test_both_names_of_the_rope_fields() -> None:
-    """If a config has both, transformers takes the older one."""
+    """If a config has both, transformers takes the older one. Serving engines may not, so they must agree."""
     config = released("Qwen3-VL-8B")
     text = config["text_config"]
-    text["rope_parameters"] = text["rope_scaling"] | {"rope_theta": 7.0, "mrope_section": [20, 22, 22]}
+    text["rope_parameters"] = text["rope_scaling"] | {"rope_theta": text["rope_theta"]}
     theirs = by_transformers(config)
     assert by_us(read_spec(config), theirs) == theirs
+
+    for name, value in (("rope_theta", 7.0), ("mrope_section", [20, 22, 22]), ("mrope_interleaved", False)):
+        other = json.loads(json.dumps(config))
+        other["text_config"]["rope_parameters"][name] = value
+        with pytest.raises(ConfigError, match=f"{name} is .* in text_config.rope_parameters, but"):
+            read_spec(other)

@@ -38,6 +38,7 @@ def found(
 def folder(tmp_path) -> Path:
     """A copy of a tiny Qwen3.5, with the released chat template of 9B."""
     shutil.copytree(tiny_checkpoint("qwen3_5", dtype=torch.bfloat16), tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.json").unlink()
     shutil.copy(
         ROOT / "hf_configs" / "Qwen3.5-9B.chat_template.jinja", tmp_path / "hf" / "chat_template.jinja"
     )
@@ -107,6 +108,6 @@ def test_a_template_without_thinking_is_named(folder):
     said = found(folder, data=DataConfig(earlier_answers="masked"))["thinking"]
     assert said.state == "ok" and "a request may switch it" in said.found
     assert "empty blocks are masked, earlier answers masked" in said.found
-    (folder / "chat_template.jinja").unlink()  # the tiny checkpoint's own is Qwen2-VL's
+    (folder / "chat_template.jinja").unlink()  # the tiny checkpoint's tokenizer has Qwen2-VL's
     said = found(folder)["thinking"]
     assert said.state == "note" and "writes no <think>" in said.found

@@ -189,7 +189,7 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
 
     assert "gone.tsv is not a file; give the path of a table" in refused("--data", str(tmp_path / "gone.tsv"))
     assert f"--data {table} is a table whose own folder is used" in refused("--data", str(table))
-    assert "config.json is missing" in refused(hf=tmp_path)
+    assert "holds no config.json" in refused(hf=tmp_path)
     assert "--limit: '0' is not a whole number of at least 1" in refused("--limit", "0")
     both = ("--adapter", str(original), "--trained", str(original))
     assert "give --trained or --adapter, not both" in refused(*both)

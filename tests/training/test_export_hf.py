@@ -276,6 +276,7 @@ def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: 
 
     noted = json.loads((last / EXPORT_FACTS_FILE).read_text())
     assert noted["step"] == 5 and noted["video_rule"] == {"video_positions": "released"}
+    assert noted["media"]["max_pixels"] and noted["media"]["video_max_frames"] == 32
     AutoTokenizer.from_pretrained(last)
     AutoModelForImageTextToText.from_pretrained(last)
 

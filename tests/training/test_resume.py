@@ -17,8 +17,8 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.data.sample.chat import read_chat_template
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.training.resume import field_change_notes, recorded_fields
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import find_weights_dir
@@ -354,7 +354,9 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert "raise data.max_bad_share; a run with checkpoint.dir lists them" in said
 
     shutil.copytree(prepared["hf"], other_hf := tmp_path / "hf")
-    (other_hf / "chat_template.jinja").write_text(read_chat_template(other_hf) + "{# another #}")
+    template = read_chat_template(other_hf)
+    (other_hf / "chat_template.json").unlink()
+    (other_hf / "chat_template.jinja").write_text(template + "{# another #}")
     other = prepare(tmp_path / "other", other_hf, samples=20)
     moved = {**prepared, "data": other["data"], "hf": other_hf}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.sample.chat import read_chat_template
 from megatron_vl.data.sample.thinking import has_thinking_switch, template_has_thinking
 from megatron_vl.kernels.sizes import TE_HEAD_DIMS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import LinearAttentionSpec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
 from toolkit.doctor import Finding, note_finding, ok_finding
 from toolkit.doctor.machine_checks import installed_version
@@ -122,7 +122,7 @@ def _check_thinking(config: TrainConfig) -> Iterator[Finding]:
         yield note_finding(
             "thinking",
             f"the chat template in {config.model.hf} writes no <think>, but those of this family do",
-            "copy chat_template.jinja from the released folder, or train without thinking on purpose",
+            "replace it by chat_template.jinja of the released folder, or train without thinking on purpose",
         )
         return
     switch_text = (

@@ -372,7 +372,7 @@ def _rows_finding(finding_text: str, unsized_datasets: Any, dropped_counts: Any)
 
 
 def _check_left_out(run: ResolvedRun) -> list[Finding]:
-    """A finding for each source of which the loader would leave out most samples.
+    """Notes on the chat, and a finding for each source of which the loader would leave out most samples.
 
     All samples are judged if their sizes are stored; otherwise, some samples are read.
     """
@@ -391,7 +391,7 @@ def _check_left_out(run: ResolvedRun) -> list[Finding]:
     except (ValueError, OSError, RuntimeError):
         return []  # the check of the rows reports it
 
-    left_out_findings: list[Finding] = []
+    left_out_findings = [note_finding("chat", note, "") for note in encoder.chat_encoder.start_notes()]
     for name, meter in meters.items():
         if meter.bad_share > MAX_LEFT_OUT_SHARE:
             left_out_findings.append(

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants
 
 from converters.convert import export_weights
-from megatron_vl.data.sample.chat import read_chat_template
 from megatron_vl.data.sample.thinking import has_thinking_switch
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.weights.video_rule import exported_video_rule
 from toolkit.evaluate import gates
 from toolkit.evaluate.gates import ConversionGate

@@ -39,7 +39,7 @@ def hf_inputs(
     """Returns the Hugging Face model's keyword arguments for a batch, padded on the right.
 
     ``mm_token_type_ids`` is required: without it, transformers 5.17 silently uses plain positions. Samples
-    with videos also need explicit positions, because transformers 5.3 to 5.23 lets text continue within a
+    with videos also need explicit positions, because transformers 5.3 to 5.24 lets text continue within a
     video, unlike the released models.
     """
     token_ids: list[Tensor] = []

@@ -96,6 +96,10 @@ def _run_conversion(
             f"{error}\n{options.out} keeps what was written; run the same command again to continue"
         ) from error
 
+    if isinstance(options, ExportOptions):
+        from .export_step import media_note
+
+        conversion_report.notes += filter(None, [media_note(options.out, options.hf)])
     if options.json:
         report_facts = dataclasses.asdict(conversion_report) | {
             "out": str(conversion_report.out),

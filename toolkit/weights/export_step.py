@@ -65,6 +65,8 @@ def main(argv: list[str]) -> int:
     partial_dir = export_dir.with_name(f"{export_dir.name}.partial")
     try:
         export_step(export_job, export_dir, partial_dir)
+        if note := media_note(export_dir, Path(export_job.hf)):
+            print(f"NOTE: {note}")  # the trainer prints it
     except Exception as error:
         shutil.rmtree(partial_dir, ignore_errors=True)
         print(" ".join(describe_error(error).split()), file=sys.stderr)
@@ -107,6 +109,17 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
     if export_dir.exists():
         durable_files.rename_path(export_dir, _unused_export_path(export_dir))
     durable_files.rename_path(partial_dir, export_dir)
+
+
+def media_note(export_dir: Path, hf_dir: Path) -> str:
+    """A note if the processor config of ``hf_dir`` has other limits than training had; otherwise empty."""
+    from megatron_vl.data.sample.pixels import media_limits_note
+    from megatron_vl.weights.trained_media import exported_media
+
+    try:
+        return media_limits_note(hf_dir, exported_media(export_dir))
+    except (ValueError, OSError):
+        return ""  # without a processor config that can be read, there is nothing to compare
 
 
 def _check_free_space(export_job: ExportJob, partial_dir: Path, has_adapters: bool) -> None:

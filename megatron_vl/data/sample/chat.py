@@ -47,6 +47,7 @@ from megatron_vl.data.sample.thinking import (
 )
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 PROBE_FUNCTION = "look_up_the_weather"
@@ -101,7 +102,8 @@ class ChatEncoder:
     ) -> None:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()
-        self.tokenizer = _load_tokenizer(Path(hf_dir))
+        self._hf_dir = Path(hf_dir)
+        self.tokenizer = _load_tokenizer(self._hf_dir)
         # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
         self._fast_tokenizer = self.tokenizer.backend_tokenizer
         self._fast_tokenizer.no_truncation()
@@ -133,6 +135,25 @@ class ChatEncoder:
         self.pad_token_id: int | None = (
             pad_token if pad_token is not None and pad_token < spec.language.vocab_size else None
         )
+
+    def start_notes(self) -> list[str]:
+        """Notes on what a server of this folder would do otherwise than training."""
+        notes = [note] if (note := chat_template_note(self._hf_dir)) else []
+        try:
+            turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+            token_ids, loss_mask = self.encode(turns, [])
+            end_token = int(token_ids[loss_mask.nonzero()[-1]])
+            stop_tokens = read_stop_tokens(self._hf_dir, self.tokenizer)
+        except (ChatError, IndexError):
+            return notes  # the template refuses this conversation, or its answer is not trained on
+        if end_token not in stop_tokens:
+            name, *stops = self.tokenizer.convert_ids_to_tokens([end_token, *stop_tokens])
+            notes.append(
+                f"{self._hf_dir}: answers end with {name!r} (id {end_token}), but generation stops only at"
+                f" {', '.join(map(repr, stops))}, so it continues after an answer; add {end_token} to"
+                " eos_token_id in generation_config.json"
+            )
+        return notes
 
     def render_conversation(
         self,
@@ -581,27 +602,6 @@ def _list_kinds(media_kinds: list[str]) -> str:
         return "nothing"
     further_count_text = f" and {len(media_kinds) - 8} more" if len(media_kinds) > 8 else ""
     return ", ".join(media_kinds[:8]) + further_count_text
-
-
-def read_chat_template(hf_dir: str | Path) -> str:
-    """The chat template of an HF folder.
-
-    It is in ``chat_template.jinja``, ``chat_template.json``, the processor's or the tokenizer's config.
-
-    Raises:
-        FileNotFoundError: the folder has no chat template.
-    """
-    hf_path = Path(hf_dir)
-    if (hf_path / "chat_template.jinja").is_file():
-        return (hf_path / "chat_template.jinja").read_text()
-    for file_name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
-        if (hf_path / file_name).is_file():
-            chat_template = json.loads((hf_path / file_name).read_text()).get("chat_template")
-            if isinstance(chat_template, str):
-                return chat_template
-    raise FileNotFoundError(
-        f"{hf_path} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)"
-    )
 
 
 def read_stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:

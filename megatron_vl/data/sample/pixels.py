@@ -33,7 +33,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -174,6 +174,35 @@ def read_pixel_norm(hf_dir: str | Path) -> PixelNorm:
     It raises the errors of :func:`read_pixel_settings`.
     """
     return read_pixel_settings(hf_dir).norm
+
+
+def media_limits_note(hf_dir: str | Path, trained_limits: Mapping[str, float]) -> str:
+    """A note if a folder's processor config has other limits than training had; empty if it has none.
+
+    Args:
+        trained_limits: the limits of training by field of ``data``; fields that are not known are left out.
+
+    Raises:
+        The errors of :func:`read_pixel_settings`.
+    """
+    pixel_settings = read_pixel_settings(hf_dir)
+    limits = {
+        name: getattr(pixel_settings, name) for name in ("min_pixels", "max_pixels", "video_max_pixels")
+    }
+    # Released folders do not name the other two.
+    video_config = _processor_configs(Path(hf_dir))[1]
+    limits |= {f"video_{name}": video_config[name] for name in ("fps", "max_frames") if name in video_config}
+    different = [
+        f"{name} {trained_limits[name]:g} (processor config: {limit:g})"
+        for name, limit in limits.items()
+        if limit and trained_limits.get(name, limit) != limit
+    ]
+    if not different:
+        return ""
+    return (
+        f"training saw media with {', '.join(different)}; the processor config in {hf_dir} is exported"
+        " unchanged. Serve with the limits of training, which are in megatron_vl.json"
+    )
 
 
 def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig, video_rule
-from megatron_vl.data.sample.chat import ChatEncoder, read_chat_template
+from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.frame_archive import Sampling
 from megatron_vl.data.sample.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
 from megatron_vl.data.source.dataset_description import (
@@ -41,6 +41,7 @@ from megatron_vl.data.source.dataset_description import (
 from megatron_vl.data.source.location import Location, location_is_file, read_text_file
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW
 
 SHARDS_FILE = "shards.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_vl.spec.families.base import (
     MoeSpec,
     VisionSpec,
 )
+from megatron_vl.spec.families.hf_folder import read_config
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
@@ -41,7 +41,8 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
 
     Raises:
         MissingConfigError: there is no ``config.json``.
-        ConfigError: the ``model_type`` is unknown, or a field is missing or impossible.
+        ConfigError: the ``model_type`` is unknown, a field is missing or impossible, or the folder
+            contradicts itself (:mod:`.hf_folder`).
     """
     if not isinstance(config, dict):
         config_path = Path(config)
@@ -52,10 +53,18 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
                 " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
                 " `hf download REPOSITORY config.json --local-dir FOLDER`)"
             )
-        config = json.loads(config_path.read_text())
-        if not isinstance(config, dict):
-            raise ConfigError(f"{config_path} does not hold a JSON object")
+        try:
+            return _read_spec(read_config(config_path))
+        except ConfigError as error:
+            if str(config_path.parent) in str(error):
+                raise
+            raise ConfigError(f"{config_path.parent}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ConfigError(f"{config_path} is invalid: {type(error).__name__}: {error}") from error
+    return _read_spec(config)
 
+
+def _read_spec(config: dict[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ConfigError(

@@ -5,7 +5,7 @@ and needs no torch. Everything else (model building, the tensor table, conversio
 from the spec.
 
 If a size is missing, an error names it. Other missing fields get the defaults of the family's config classes
-in transformers (5.17 to 5.23), so that a folder describes the same model there and here.
+in transformers (5.17 to 5.24), so that a folder describes the same model there and here.
 """
 
 from __future__ import annotations
@@ -335,6 +335,7 @@ def read_language_spec(
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
     text_fields, rope_fields = text_config(config), read_rope_fields(config)
+    _check_rope_places(config)
     _check_text_fields(text_fields, rope_fields)
     required_field = partial(require_field, text_fields, section_name=TEXT_FIELDS_PLACE)
 
@@ -368,11 +369,40 @@ def read_rope_fields(config: dict[str, Any]) -> dict[str, Any]:
     return text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
 
 
+def _check_rope_places(config: dict[str, Any]) -> None:
+    """Raises ConfigError if one of the places for rope fields asks for other positions than another.
+
+    Which of them counts depends on the program and its version, so that a wish in one of them would be lost.
+    """
+    sections = {"": config, "text_config.": text_config(config)}
+    places = {
+        f"{prefix}{name}": section[name]
+        for prefix, section in sections.items()
+        for name in ("rope_scaling", "rope_parameters")
+        if section.get(name)
+    }
+    for place, rope_fields in places.items():
+        for name in ("rope_type", "type"):
+            if rope_fields.get(name, "default") not in ("mrope", "default", None):
+                raise ConfigError(
+                    f"config.json: rope type {rope_fields[name]!r} in {place}.{name} is not supported; valid:"
+                    " 'mrope', 'default'"
+                )
+
+    rope_fields, text_fields = read_rope_fields(config), text_config(config)
+    for name in ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"):
+        # Beside the fields, transformers also saves its class's default, which counts only if they have none.
+        value = rope_fields.get(name, text_fields.get(name))
+        for place, fields in places.items():
+            if fields.get(name, value) != value:
+                raise ConfigError(
+                    f"config.json: {name} is {fields[name]} in {place}, but {value} is read; make the places"
+                    " of rope fields equal, or keep one"
+                )
+
+
 def _check_text_fields(text_fields: dict[str, Any], rope_fields: dict[str, Any]) -> None:
     """Raises ConfigError for settings of the language model that no family supports."""
-    rope_type = rope_fields.get("rope_type", rope_fields.get("type", "default"))
-    if rope_type not in ("mrope", "default"):
-        raise ConfigError(f"config.json: rope type {rope_type!r} is not supported; valid: 'mrope', 'default'")
     if text_fields.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
     if text_fields.get("hidden_act", "silu") != "silu":

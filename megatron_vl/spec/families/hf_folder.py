@@ -1,0 +1,200 @@
+"""Judges a Hugging Face folder before anything else reads it.
+
+Every command reads a folder's config here, so that all of them refuse the same folders: those with files that
+contradict each other, of which one would be read in silence, and those with files that were not downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.spec.families.base import ConfigError
+
+WEIGHT_INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_READ_SUFFIXES = (".json", ".jinja", ".txt", ".safetensors")
+_QUANTISATION_FIELDS = ("quantization_config", "quantization", "compression_config")
+"""Fields for the quantisation by transformers, MLX, and compressed-tensors."""
+_QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files of ModelOpt, AutoGPTQ and AutoAWQ."""
+_QUANTISED_SUFFIXES = (
+    *(".weight_scale", ".weight_scale_inv", ".weight_packed", ".weight_shape", ".weight_zero_point"),
+    *(".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", "_blocks", "_scales", "_scale_inv"),
+    *(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"),
+)
+"""Ends of the names of tensors that hold quantised weights or their scales."""
+_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
+_UNQUANTISED_ADVICE = "quantised weights are not supported: use the model's folder in bfloat16"
+_PROCESSOR_TEMPLATES = ("chat_template.json", "processor_config.json")
+
+
+def read_config(config_path: Path) -> dict[str, Any]:
+    """Reads a ``config.json``, and judges the folder that it is in.
+
+    Raises:
+        ConfigError: the message names the file or field, and says what to do.
+    """
+    hf_path = config_path.parent
+    is_folder = config_path.name == "config.json"
+    _refuse_lfs_pointers(hf_path.iterdir() if is_folder else [config_path])
+    config = _read_object(config_path)
+    _refuse_quantisation_fields(config_path, config)
+    if "transformers_weights" in config:
+        raise ConfigError(f"{config_path}: field 'transformers_weights' names other weights; remove it")
+    if is_folder:
+        _refuse_other_weights(hf_path)
+        _refuse_quantised_tensors(hf_path)
+        read_chat_template(hf_path, is_required=False)
+    return config
+
+
+def _read_object(json_path: Path) -> dict[str, Any]:
+    try:
+        json_object = json.loads(json_path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{json_path} is not JSON ({error}); download it again") from error
+    if not isinstance(json_object, dict):
+        raise ConfigError(f"{json_path} does not hold a JSON object")
+    return json_object
+
+
+def _refuse_lfs_pointers(paths: Any) -> None:
+    for path in sorted(paths):
+        if path.suffix in _READ_SUFFIXES and path.is_file() and path.stat().st_size < 1024:
+            if path.read_bytes().startswith(_LFS_POINTER):
+                raise ConfigError(
+                    f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or"
+                    " download the file"
+                )
+
+
+def _refuse_quantisation_fields(config_path: Path, config: dict[str, Any]) -> None:
+    sections = {"": config} | {f"{k}.": value for k, value in config.items() if isinstance(value, dict)}
+    for prefix, section in sections.items():
+        for name in _QUANTISATION_FIELDS:
+            if section.get(name) is not None:
+                raise ConfigError(
+                    f"{config_path}: field '{prefix}{name}' says that the weights are quantised;"
+                    f" {_UNQUANTISED_ADVICE}, or remove the field if the tensors are in bfloat16"
+                )
+
+
+def _refuse_other_weights(hf_path: Path) -> None:
+    """Raises ConfigError for files that say that the folder's weights are others than its safetensors."""
+    for name in _QUANTISATION_FILES:
+        if (hf_path / name).exists():
+            raise ConfigError(
+                f"{hf_path / name} says that the weights are quantised; {_UNQUANTISED_ADVICE}, or remove the"
+                " file if the tensors are in bfloat16"
+            )
+    if (hf_path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{hf_path} holds an adapter (adapter_config.json) for another model; merge the two first"
+        )
+    if (hf_path / SINGLE_FILE).exists() and SINGLE_FILE not in (_indexed_files(hf_path) or [SINGLE_FILE]):
+        raise ConfigError(
+            f"{hf_path} holds both {SINGLE_FILE} and {WEIGHT_INDEX_FILE}, which names other files;"
+            " transformers reads the first, serving engines the others: remove what does not belong here"
+        )
+
+
+def _indexed_files(hf_path: Path) -> list[str]:
+    """The files that the index names; none if it is not usable, which the reader of weights reports."""
+    try:
+        weight_map = json.loads((hf_path / WEIGHT_INDEX_FILE).read_text())["weight_map"]
+        return list(dict.fromkeys(map(str, weight_map.values())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _stored_tensors(hf_path: Path) -> Iterator[tuple[Path, str, str]]:
+    """File, name and safetensors type of each tensor, as far as files can be read."""
+    from safetensors import SafetensorError, safe_open
+
+    file_names = _indexed_files(hf_path) or [SINGLE_FILE]
+    for path in sorted(hf_path.glob("*.safetensors")):
+        if path.name in file_names:
+            try:
+                with safe_open(path, framework="numpy") as weights:
+                    for name in weights.keys():  # noqa: SIM118
+                        yield path, name, weights.get_slice(name).get_dtype()
+            except (SafetensorError, OSError):
+                continue  # the reader of weights says what is wrong
+
+
+def _refuse_quantised_tensors(hf_path: Path) -> None:
+    for path, name, dtype in _stored_tensors(hf_path):
+        if dtype not in _WEIGHT_TYPES or name.endswith(_QUANTISED_SUFFIXES):
+            raise ConfigError(f"{path}: tensor {name!r} has type {dtype}; {_UNQUANTISED_ADVICE}")
+
+
+# --- Chat templates -----------------------------------------------------------------------------------------
+
+
+def _chat_templates(hf_path: Path) -> dict[str, Any]:
+    """File -> its chat template, in the order in which transformers looks for them."""
+    jinja_path = hf_path / "chat_template.jinja"
+    templates: dict[str, Any] = {jinja_path.name: jinja_path.read_text()} if jinja_path.is_file() else {}
+    for name in (*_PROCESSOR_TEMPLATES, "tokenizer_config.json"):
+        if (hf_path / name).is_file():
+            template = _read_object(hf_path / name).get("chat_template")
+            templates |= {} if template is None else {name: template}
+    return templates
+
+
+def read_chat_template(hf_dir: str | Path, *, is_required: bool = True) -> str:
+    """The chat template of an HF folder.
+
+    It is in ``chat_template.jinja``, ``chat_template.json``, the processor's or the tokenizer's config.
+
+    Args:
+        is_required: whether a folder without a template is refused. Otherwise, the text is empty.
+
+    Raises:
+        FileNotFoundError: the folder has no chat template.
+        ConfigError: it has several, or they differ. The released Qwen2.5-VL has another one in
+            ``tokenizer_config.json``, so that this file may differ (:func:`chat_template_note`).
+    """
+    hf_path = Path(hf_dir)
+    templates = _chat_templates(hf_path)
+    several = [name for name, template in templates.items() if not isinstance(template, str)]
+    several += [name for name in ("additional_chat_templates/tool_use.jinja",) if (hf_path / name).exists()]
+    if several:
+        raise ConfigError(
+            f"{hf_path / several[0]} holds several named chat templates, of which transformers chooses one by"
+            " the request; keep the one to train with, as text in chat_template.jinja"
+        )
+    if not templates:
+        if not is_required:
+            return ""
+        raise FileNotFoundError(
+            f"{hf_path} has no chat template (chat_template.jinja, chat_template.json or"
+            " tokenizer_config.json)"
+        )
+
+    first_name, first_template = next(iter(templates.items()))
+    for name in _PROCESSOR_TEMPLATES:
+        if name in templates and templates[name].rstrip() != first_template.rstrip():
+            raise ConfigError(
+                f"{hf_path}: the chat templates in {first_name} and {name} differ; remove the one that the"
+                " model is not to be trained and served with"
+            )
+    return first_template
+
+
+def chat_template_note(hf_dir: str | Path) -> str:
+    """A note if the tokenizer's template is another one than the processor's; otherwise empty."""
+    templates = _chat_templates(Path(hf_dir))
+    first_name, first_template = next(iter(templates.items()), ("", ""))
+    if templates.get("tokenizer_config.json", first_template).rstrip() == first_template.rstrip():
+        return ""
+    return (
+        f"{hf_dir}: the chat templates in {first_name} and tokenizer_config.json differ; the first is used,"
+        " as by transformers' processors. A server that reads the tokenizer's needs it as an option"
+        " (vllm serve --chat-template)"
+    )

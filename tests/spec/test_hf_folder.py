@@ -1,0 +1,316 @@
+"""Hugging Face folders that contradict themselves, or were not downloaded, are refused by every reader."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert_weights
+from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
+from tests.security.payload import edit
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+from toolkit.hf_loading import check_hf_folder
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:5f9e4d4901a92b997e463c1f46055088b6cca5ca61a6522d1b9f64c4bb81cb42\nsize 12807982\n"
+)
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+TEMPLATES = [
+    {"name": "default", "template": "{{ messages }}"},
+    {"name": "tool_use", "template": "{{ tools }}"},
+]
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def in_section(section: str, name: str, value: Any) -> Callable[[Path], None]:
+    def change(hf: Path) -> None:
+        config = json.loads((hf / "config.json").read_text())
+        (config[section] if section else config)[name] = value
+        (hf / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def file(name: str, text: str) -> Callable[[Path], object]:
+    def write(hf: Path) -> None:
+        (hf / name).parent.mkdir(exist_ok=True)
+        (hf / name).write_text(text)
+
+    return write
+
+
+def fields(name: str, **values: Any) -> Callable[[Path], object]:
+    return lambda hf: edit(hf / name, **values)
+
+
+def tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    """Adds a tensor to the first file, or replaces it there, and names it in the index."""
+
+    def change(hf: Path) -> None:
+        path = min(hf.glob("*.safetensors"))
+        save_file(load_file(path) | {name: value}, path, metadata={"format": "pt"})
+        weight_map = json.loads((hf / "model.safetensors.index.json").read_text())["weight_map"]
+        edit(hf / "model.safetensors.index.json", weight_map=weight_map | {name: path.name})
+
+    return change
+
+
+def first_file_alone(hf: Path) -> None:
+    shutil.copy(min(hf.glob("*.safetensors")), hf / "model.safetensors")
+
+
+QUERY = "model.language_model.layers.0.self_attn.q_proj.weight"
+SCALE = torch.ones(1)
+REFUSED = {
+    "fp8 at the top": (in_section("", "quantization_config", FP8), r"field 'quantization_config'"),
+    "4 bit in the text config": (
+        in_section("text_config", "quantization_config", NF4),
+        r"field 'text_config.quantization_config'",
+    ),
+    "fp8 in the tower": (
+        in_section("vision_config", "quantization_config", FP8),
+        r"field 'vision_config.quantization_config'",
+    ),
+    "compressed-tensors": (in_section("", "compression_config", {"format": "int"}), "'compression_config'"),
+    "MLX": (in_section("", "quantization", {"bits": 4}), r"field 'quantization'"),
+    "ModelOpt": (
+        file("hf_quant_config.json", "{}"),
+        "hf_quant_config.json says that the weights are quantised",
+    ),
+    "AutoGPTQ": (file("quantize_config.json", "{}"), "quantize_config.json says"),
+    "scales of fp8 blocks": (tensor(f"{QUERY}_scale_inv", SCALE), "tensor '.*q_proj.weight_scale_inv'"),
+    "packed by GPTQ": (
+        tensor(QUERY.replace("weight", "qweight"), SCALE.int()),
+        "tensor '.*qweight' has type I32",
+    ),
+    "state of bitsandbytes": (tensor(f"{QUERY}.absmax", SCALE), "tensor '.*weight.absmax'"),
+    "fp8 without scales": (
+        tensor(QUERY, torch.zeros(64, 64).to(torch.float8_e4m3fn)),
+        "tensor '.*q_proj.weight' has type F8_E4M3",
+    ),
+    "packed by MLX": (tensor(QUERY, torch.zeros(64, 8, dtype=torch.uint32)), "has type U32"),
+    "a file beside an index": (first_file_alone, "both model.safetensors and model.safetensors.index.json"),
+    "an adapter": (file("adapter_config.json", "{}"), "adapter_config.json"),
+    "other weights": (in_section("", "transformers_weights", "x.bin"), "transformers_weights"),
+    "two templates": (
+        file("chat_template.jinja", "{{ messages }}"),
+        "chat_template.jinja and chat_template.json",
+    ),
+    "a template of the processor": (
+        file("processor_config.json", json.dumps({"chat_template": "{{ messages }}"})),
+        "chat_template.json and processor_config.json differ",
+    ),
+    "a list of templates": (fields("chat_template.json", chat_template=TEMPLATES), "several named chat"),
+    "a list beside a text": (
+        fields("tokenizer_config.json", chat_template=TEMPLATES),
+        "tokenizer_config.json",
+    ),
+    "a template for tools": (
+        file("additional_chat_templates/tool_use.jinja", "{{ tools }}"),
+        "tool_use.jinja holds several",
+    ),
+    "templates that are no object": (
+        file("chat_template.json", '"{{ messages }}"'),
+        "chat_template.json does not",
+    ),
+    "pointer as config": (file("config.json", POINTER), "config.json is a Git LFS pointer"),
+    "pointer as tokenizer": (file("tokenizer.json", POINTER), "tokenizer.json is a Git LFS pointer"),
+    "pointer as merges": (file("merges.txt", POINTER), "merges.txt is a Git LFS pointer"),
+    "pointer as weights": (
+        file("model-00002-of-00002.safetensors", POINTER),
+        "model-00002-of-00002.safetensors is a Git LFS pointer.*git lfs pull",
+    ),
+    "pointer as index": (file("model.safetensors.index.json", POINTER), "index.json is a Git LFS pointer"),
+    "pointer as template": (file("chat_template.jinja", POINTER), "chat_template.jinja is a Git LFS pointer"),
+    "a config that is cut": (file("config.json", '{"model_type": '), "config.json is not JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(hf: Path, kind: str) -> None:
+    change, message = REFUSED[kind]
+    change(hf)
+    for reader in (read_spec, HfCheckpoint, check_hf_folder):
+        with pytest.raises(ConfigError, match=message) as caught:
+            reader(hf)
+        assert str(hf) in str(caught.value)
+
+
+def weights_of_other_formats(hf: Path) -> None:
+    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+        save_file({"x.weight_scale": SCALE.to(torch.float8_e4m3fn)}, hf / name)
+
+
+def one_file(hf: Path) -> None:
+    tensors = {k: v for path in hf.glob("*.safetensors") for k, v in load_file(path).items()}
+    for path in [*hf.glob("*.safetensors"), hf / "model.safetensors.index.json"]:
+        path.unlink()
+    save_file(tensors, hf / "model.safetensors")
+
+
+def one_file_with_an_index(hf: Path) -> None:
+    one_file(hf)
+    weight_map = dict.fromkeys(load_file(hf / "model.safetensors"), "model.safetensors")
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def template_in_both(hf: Path) -> None:
+    (hf / "chat_template.jinja").write_text(read_chat_template(hf) + "\n")
+
+
+ACCEPTED: dict[str, Callable[[Path], object]] = {
+    "as written": lambda hf: None,
+    "no quantisation": in_section("", "quantization_config", None),
+    "one file": one_file,
+    "one file with an index": one_file_with_an_index,
+    "weights that are not read": weights_of_other_formats,
+    "one template twice": template_in_both,
+    # As in the released Qwen2.5-VL, whose tokenizer_config.json has a template for tools.
+    "another template of the tokenizer": fields("tokenizer_config.json", chat_template="{{ tools }}"),
+    "pictures that are pointers": file("figure.png", POINTER),
+    "other templates": file("additional_chat_templates/rag.jinja", "{{ messages }}"),
+}
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_accepted(hf: Path, kind: str) -> None:
+    ACCEPTED[kind](hf)
+    HfCheckpoint(hf)
+    check_hf_folder(hf)
+
+
+def test_without_weights_a_folder_describes_a_model(hf: Path) -> None:
+    for path in hf.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    assert read_spec(hf) == read_spec(json.loads((hf / "config.json").read_text()))
+
+
+def test_a_config_of_another_name_says_nothing_of_its_folder(hf: Path) -> None:
+    shutil.move(hf / "config.json", hf / "Qwen3-VL.json")
+    first_file_alone(hf)
+    read_spec(hf / "Qwen3-VL.json")
+
+
+def test_the_tokenizers_template_is_noted(hf: Path) -> None:
+    assert chat_template_note(hf) == ""
+    edit(hf / "tokenizer_config.json", chat_template="{{ tools }}")
+    assert "chat_template.json and tokenizer_config.json differ" in chat_template_note(hf)
+    (hf / "chat_template.json").unlink()
+    assert chat_template_note(hf) == "" and read_chat_template(hf) == "{{ tools }}"
+
+
+COMMANDS = {
+    "convert": ["convert", "--hf", "HF", "--out", "OUT"],
+    "train": ["train", "--model.hf", "HF", "--data.path", "OUT", "--dry-run"],
+    "plan": ["plan", "--hf", "HF", "--gpu", "H100", "--gpus", "1"],
+    "parity": ["parity", "--hf", "HF", "--layouts", "1"],
+    "export": ["export", "--checkpoint", "WEIGHTS", "--hf", "HF", "--out", "OUT"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("kind", ["4 bit in the text config", "pointer as tokenizer", "fp8 without scales"])
+def test_commands_refuse_it(hf: Path, tmp_path: Path, capsys, command: str, kind: str) -> None:
+    convert_weights(hf, tmp_path / "weights")
+    change, message = REFUSED[kind]
+    change(hf)
+    paths = {"HF": hf, "OUT": tmp_path / "out", "WEIGHTS": tmp_path / "weights"}
+    assert main([str(paths.get(word, word)) for word in COMMANDS[command]]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"megatron-vl {command}: {hf}") and re.search(message, said)
+    assert not paths["OUT"].exists()
+
+
+# --- Positions ----------------------------------------------------------------------------------------------
+
+
+def rope_config(family: str) -> tuple[dict, dict, dict]:
+    """A config, the section with its text fields, and its rope fields, which are taken out."""
+    config = json.loads((tiny_checkpoint(family) / "config.json").read_text())
+    text = config.get("text_config", config)
+    return config, text, text.pop("rope_scaling", None) or text.pop("rope_parameters")
+
+
+YARN = {"rope_type": "yarn", "type": "yarn", "factor": 3.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"rope_scaling": YARN},
+        {"rope_parameters": YARN},
+        {"rope_scaling": {}, "rope_parameters": YARN},
+        {"rope_scaling": YARN, "rope_parameters": {}},
+        {"rope_scaling": {"rope_type": "default", "type": "yarn"}},
+        {"rope_parameters": {"rope_type": "yarn", "type": "mrope"}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": {}},
+        {"rope_scaling": {"type": "longrope"}},
+    ],
+    ids=lambda places: " ".join(f"{name}:{value.get('type', '-')}" for name, value in places.items()),
+)
+def test_other_positions_are_refused_in_each_place(family: str, places: dict[str, dict]) -> None:
+    config, text, old = rope_config(family)
+    text |= {name: old | value for name, value in places.items()}
+    with pytest.raises(ConfigError, match=r"rope type '\w+' in .*rope_\w+\.(rope_)?type is not supported"):
+        read_spec(config)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_other_positions_are_refused_at_the_top(family: str, name: str) -> None:
+    config, text, old = rope_config(family)
+    text["rope_parameters"] = old
+    with pytest.raises(ConfigError, match=f"rope type 'yarn' in {name}.rope_type"):
+        read_spec(config | {name: YARN})
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"rope_scaling": {"type": "mrope", "rope_type": "default"}},  # as transformers 4.4x saves it
+        {"rope_parameters": {"type": "default", "rope_type": "default"}},
+        {"rope_scaling": {"type": "mrope"}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": None, "rope_parameters": {}},
+    ],
+)
+def test_usual_positions_are_read(family: str, places: dict[str, dict | None]) -> None:
+    config, text, old = rope_config(family)
+    expected = read_spec(tiny_checkpoint(family))
+    plain = {key: value for key, value in old.items() if key not in ("type", "rope_type")}
+    text |= {name: plain | value if value is not None else None for name, value in places.items()}
+    config["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 10000.0}
+    assert read_spec(config) == expected
+
+
+def test_a_default_beside_the_rope_fields_does_not_count() -> None:
+    """As ``save_pretrained`` of transformers writes a Qwen3.5."""
+    config, text, old = rope_config("qwen3_5")
+    text |= {"rope_parameters": old, "rope_theta": 10000.0}
+    assert read_spec(config) == read_spec(tiny_checkpoint("qwen3_5"))
+
+
+def test_released_configs_are_read() -> None:
+    for path in (Path(__file__).parents[1] / "hf_configs").glob("*.json"):
+        read_spec(path)

@@ -1,0 +1,125 @@
+"""Exports name the limits of pixels and frames of training, and say where the processor config has others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from converters.convert import convert_weights, export_weights, reshard_weights
+from megatron_vl.data.sample.pixels import media_limits_note
+from megatron_vl.training.export_hf import HfExporter
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, Lineage, SavedCheckpoint
+from megatron_vl.weights.trained_media import exported_media
+from tests.security.payload import edit
+from tests.support.run_json import write_run_json
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+
+TRAINED = {
+    "min_pixels": 3136,
+    "max_pixels": 200704,
+    "video_max_pixels": 100352,
+    "video_fps": 1.0,
+    "video_max_frames": 8,
+}
+RUN_FIELDS = {f"data.{name}": value for name, value in TRAINED.items()} | {"data.seq_len": 128}
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    shutil.copytree(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def step(hf: Path, tmp_path: Path) -> Path:
+    """A saved step of a run that was trained with other limits than its folder names."""
+    step = tmp_path / "run" / "step_00000004"
+    convert_weights(hf, step / "weights")
+    write_run_json(step, {"fields": RUN_FIELDS})
+    return step
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / EXPORT_FACTS_FILE).read_text())
+
+
+def test_the_command_writes_the_limits_and_notes_others(hf: Path, step: Path, tmp_path: Path, capsys) -> None:
+    words = ["export", "--checkpoint", str(step), "--hf", str(hf), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert facts(tmp_path / "out")["media"] == TRAINED
+    said = capsys.readouterr().out
+    assert "note: training saw media with" in said and "max_pixels 200704 (processor config: " in said
+    assert "video_fps" not in said  # the folder does not say how it samples videos
+
+    edit(hf / "preprocessor_config.json", min_pixels=3136, max_pixels=200704)
+    assert main([*words, "--force"]) == 0
+    said = capsys.readouterr().out
+    assert "note: training saw media with video_max_pixels 100352 (processor config: 200704)" in said
+
+
+def test_the_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) -> None:
+    """Split, merged, exported, and converted and exported again."""
+    reshard_weights(step, tmp_path / "split", {"tp": 2, "pp": 1})
+    reshard_weights(tmp_path / "split", tmp_path / "merged")
+    export_weights(tmp_path / "merged", hf, tmp_path / "out")
+    convert_weights(tmp_path / "out", tmp_path / "again")
+    export_weights(tmp_path / "again", hf, tmp_path / "back")
+    assert exported_media(tmp_path / "back") == exported_media(tmp_path / "out") == TRAINED
+
+    # A folder that another export wrote does not keep its limits, and a released one has none.
+    convert_weights(hf, tmp_path / "released")
+    export_weights(tmp_path / "released", hf, tmp_path / "back", force=True)
+    assert not (tmp_path / "back" / EXPORT_FACTS_FILE).exists()
+
+
+def test_a_changed_run_json_is_not_believed(hf: Path, step: Path, tmp_path: Path) -> None:
+    run_facts = json.loads((step / "run.json").read_text())
+    run_facts["fields"]["data.max_pixels"] = 1
+    (step / "run.json").write_text(json.dumps(run_facts))
+    (step / "loader").mkdir()
+    identity = {"identity": {"video_positions": "released"}}
+    (step / "loader" / "dp_00000.json").write_text(json.dumps(identity))
+    export_weights(step, hf, tmp_path / "out")
+    assert exported_media(tmp_path / "out") == {}
+
+
+@pytest.mark.slow
+def test_an_export_of_a_running_training_says_it_too(hf: Path, step: Path, capfd) -> None:
+    exporter = HfExporter(step.parent, hf, 4, 4)
+    exporter.enqueue_export(SavedCheckpoint(step, 4, Lineage(4, "a")))
+    exporter.wait_for_exports(lambda: False)
+    assert facts(step.parent / "hf" / step.name)["media"] == TRAINED
+    assert "NOTE: training saw media with" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "trained", "named"),
+    [
+        ({"max_pixels": 401408}, {"max_pixels": 200704}, "max_pixels 200704 (processor config: 401408)"),
+        ({"min_pixels": 50176}, {"min_pixels": 3136}, "min_pixels 3136 (processor config: 50176)"),
+        ({"max_frames": 768}, {"video_max_frames": 8}, "video_max_frames 8 (processor config: 768)"),
+        ({"fps": 2}, {"video_fps": 0.5}, "video_fps 0.5 (processor config: 2)"),
+        ({"size": {"shortest_edge": 3136, "longest_edge": 401408}, "max_pixels": None, "min_pixels": None},
+         {"min_pixels": 3136, "max_pixels": 802816}, "max_pixels 802816 (processor config: 401408)"),
+        ({"max_pixels": 200704}, {"max_pixels": 200704}, ""),
+        ({"fps": 2.0, "max_frames": 32}, {"video_fps": 2, "video_max_frames": 32}, ""),
+        ({"fps": None}, {"video_fps": 1.0}, ""),
+        ({"max_pixels": 200704}, {}, ""),
+    ],
+)  # fmt: skip
+def test_what_is_noted(hf: Path, changes: dict, trained: dict, named: str) -> None:
+    edit(hf / "preprocessor_config.json", **changes)
+    note = media_limits_note(hf, trained)
+    assert named in note and bool(named) == bool(note)
+
+
+def test_videos_have_a_processor_config_of_their_own(tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
+    edit(tmp_path / "hf" / "video_preprocessor_config.json", max_frames=768)
+    note = media_limits_note(tmp_path / "hf", {"video_max_frames": 32})
+    assert "video_max_frames 32 (processor config: 768)" in note
