@@ -303,7 +303,8 @@ def close_run(training_run: TrainingRun) -> None:
             training_run.hf_exporter.wait_for_exports(requested_stop_signal)  # a signal ends the wait
             assert training_run.checkpoint_saver is not None
             # Some checkpoints were kept only for their export.
-            training_run.checkpoint_saver.delete_old_checkpoints()
+            if training_run.completed_steps == training_run.resolved_run.last_step:
+                training_run.checkpoint_saver.delete_old_checkpoints()
     finally:
         release_run_dir(training_run)
 
