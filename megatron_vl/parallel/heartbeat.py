@@ -622,13 +622,13 @@ _ADVICE_BY_PHASE = {
 
 def _other_ranks_text(affected_ranks: list[int]) -> str:
     """Text about all ranks but the first, such as ``; the same holds for rank 4, 5 and 6 more``, or empty."""
-    other_ranks = affected_ranks[1:]
-    if not other_ranks:
-        return ""
-    more_text = (
-        f" and {len(other_ranks) - _MAX_NAMED_RANKS} more" if len(other_ranks) > _MAX_NAMED_RANKS else ""
-    )
-    return f"; the same holds for rank {', '.join(map(str, other_ranks[:_MAX_NAMED_RANKS]))}{more_text}"
+    return f"; the same holds for {list_ranks(affected_ranks[1:])}" if affected_ranks[1:] else ""
+
+
+def list_ranks(ranks: list[int]) -> str:
+    """Names ranks, for instance ``rank 4, 5 and 6 more``."""
+    more_text = f" and {len(ranks) - _MAX_NAMED_RANKS} more" if len(ranks) > _MAX_NAMED_RANKS else ""
+    return f"rank {', '.join(map(str, ranks[:_MAX_NAMED_RANKS]))}{more_text}"
 
 
 def is_in_debugger() -> bool:
