@@ -61,7 +61,14 @@ class JoinWait:
 
     def reach_address(self, host: str, port: int, is_server: bool) -> None:
         """Waits until somebody listens at an address or, for the process that will, until it exists."""
-        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        reason = ""
+
+        def describe_missing() -> str:
+            return (
+                f"{socket.gethostname()} does not reach {host}:{port}, where the ranks meet ({reason}); check"
+                " that the name is right, and that rank 0 runs there"
+            )
+
         while True:
             try:
                 if is_server:
@@ -70,11 +77,8 @@ class JoinWait:
                     socket.create_connection((host, port), timeout=5).close()
                 return
             except OSError as error:
-                missing_text = (
-                    f"{socket.gethostname()} does not reach {host}:{port}, where the ranks meet"
-                    f" ({error.strerror or error}); check that the name is right, and that rank 0 runs there"
-                )
-            self.pause(lambda text=missing_text: text, is_reporter)
+                reason = error.strerror or str(error)
+            self.pause(describe_missing, is_reporter=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 def join_store(rank: int, world_size: int, limit_s: float) -> Any:
@@ -88,7 +92,7 @@ def join_store(rank: int, world_size: int, limit_s: float) -> Any:
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     join_wait = JoinWait(limit_s)
     join_wait.reach_address(host, port, is_server)
-    store = dist.TCPStore(
+    store: Any = dist.TCPStore(
         host, port, None, is_server, timedelta(seconds=20), wait_for_workers=False, multi_tenant=True
     )
 

@@ -608,7 +608,7 @@ def read_owner(run_dir: Path) -> RankProcess | None:
     """The process that last began to write to a run's folder; None if that is not known."""
     try:
         return RankProcess(**json.loads((run_dir / OWNER_FILE).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError):
         return None
 
 
