@@ -34,6 +34,8 @@ import psutil
 
 from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.parallel import joining
+from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s
 from megatron_vl.parallel.open_file_limit import raise_open_file_limit
 from megatron_vl.processes import list_children
 from megatron_vl.signals import (
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     should_fork = command_words[:1] == ["--fork"]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
     survive_closed_outputs()
@@ -89,8 +92,16 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(logger_name).setLevel(logging.CRITICAL)
 
     try:
+        if torchrun_args.rdzv_backend == "c10d" and torchrun_args.rdzv_endpoint:
+            _meet_nodes(torchrun_args, join_limit_s(run_config.failures.timeout_s if run_config else 0))
         run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
         return 0
+    except (JoinError, RendezvousError) as error:
+        problem_text = str(error) or f"not all {torchrun_args.nnodes} nodes came in time"
+        print(
+            f"megatron_vl.launch: {problem_text} ({torchrun_args.rdzv_endpoint})", file=sys.stderr, flush=True
+        )
+        return 1
     except ChildFailedError as error:
         failed_rank, first_failure = error.get_first_failure()
         return _exit_code_of_rank(
@@ -98,6 +109,31 @@ def main(argv: list[str] | None = None) -> int:
         )
     except SignalException as error:
         return 128 + error.sigval.value
+
+
+def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> None:
+    """Waits for the launcher that serves as the meeting point, and watches the wait for further nodes.
+
+    Raises JoinError if it does not come within ``limit_s`` seconds, which torch then grants the others.
+    """
+    from torch.distributed.elastic.rendezvous.utils import (
+        _matches_machine_hostname,
+        parse_rendezvous_endpoint,
+    )
+
+    endpoint = torchrun_args.rdzv_endpoint
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+    JoinWait(limit_s).reach_address(host, port, is_server=_matches_machine_hostname(host))
+    torchrun_args.rdzv_conf = f"join_timeout={limit_s:.0f},{torchrun_args.rdzv_conf}".rstrip(",")
+
+    def note_missing_nodes() -> None:
+        if not _ranks_seen.wait(joining.NOTE_AFTER_S):
+            note_text = (
+                f"NOTE: not all {torchrun_args.nnodes} nodes have come to {endpoint}; start the others"
+            )
+            print(note_text, file=sys.stderr, flush=True)
+
+    threading.Thread(target=note_missing_nodes, daemon=True).start()
 
 
 def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:

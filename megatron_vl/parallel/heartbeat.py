@@ -71,17 +71,24 @@ class RankProcess:
         """Whether the process runs on the machine of the current process."""
         return self.machine_id == _machine_id()
 
+    def is_running(self) -> bool:
+        """Whether the process is known to run, which only the machine of the current process can tell."""
+        if self.is_local():
+            with contextlib.suppress(psutil.Error):
+                system_process = psutil.Process(self.pid)
+                is_same = abs(system_process.create_time() - self.start_time) <= 1
+                return is_same and system_process.status() != psutil.STATUS_ZOMBIE
+        return False
+
     def kill_tree(self) -> None:
         """Kills the process and its children, if it runs on this machine.
 
         It sends SIGKILL, because a stopped process does not react to SIGTERM.
         """
-        if not self.is_local():
+        if not self.is_running():
             return
         with contextlib.suppress(psutil.Error):
             system_process = psutil.Process(self.pid)
-            if abs(system_process.create_time() - self.start_time) > 1:
-                return
             for killed_process in [*system_process.children(recursive=True), system_process]:
                 with contextlib.suppress(psutil.Error):
                     killed_process.kill()
@@ -615,13 +622,13 @@ _ADVICE_BY_PHASE = {
 
 def _other_ranks_text(affected_ranks: list[int]) -> str:
     """Text about all ranks but the first, such as ``; the same holds for rank 4, 5 and 6 more``, or empty."""
-    other_ranks = affected_ranks[1:]
-    if not other_ranks:
-        return ""
-    more_text = (
-        f" and {len(other_ranks) - _MAX_NAMED_RANKS} more" if len(other_ranks) > _MAX_NAMED_RANKS else ""
-    )
-    return f"; the same holds for rank {', '.join(map(str, other_ranks[:_MAX_NAMED_RANKS]))}{more_text}"
+    return f"; the same holds for {list_ranks(affected_ranks[1:])}" if affected_ranks[1:] else ""
+
+
+def list_ranks(ranks: list[int]) -> str:
+    """Names ranks, for instance ``rank 4, 5 and 6 more``."""
+    more_text = f" and {len(ranks) - _MAX_NAMED_RANKS} more" if len(ranks) > _MAX_NAMED_RANKS else ""
+    return f"rank {', '.join(map(str, ranks[:_MAX_NAMED_RANKS]))}{more_text}"
 
 
 def is_in_debugger() -> bool:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.parallel import failures, tp_overlap
+from megatron_vl.parallel.joining import join_store
 from megatron_vl.parallel.open_file_limit import raise_open_file_limit
 from megatron_vl.parallel.process_groups import (
     cache_core_groups,
@@ -117,11 +118,14 @@ _collective_timeout = timedelta(minutes=30)
 """How long a collective may wait, in every group."""
 
 
-def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
+def init_distributed(platform: Platform, timeout_minutes: int = 30, join_limit_s: float = 1800.0) -> None:
     """Joins the process group that torchrun's environment describes, or makes a group of one process.
 
     Args:
         timeout_minutes: how long a collective may wait for a rank, in this group and in those of a grid.
+        join_limit_s: how long to wait for all ranks to come, in seconds.
+
+    Raises JoinError or SystemExit, as :func:`join_store` does.
     """
     global _collective_timeout
     if dist.is_initialized():
@@ -136,8 +140,14 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
     if platform.name == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     _collective_timeout = timedelta(minutes=timeout_minutes)
+    store = join_store(rank, world_size, join_limit_s)
+    store.set_timeout(_collective_timeout)
     dist.init_process_group(
-        platform.distributed_backend, rank=rank, world_size=world_size, timeout=_collective_timeout
+        platform.distributed_backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=_collective_timeout,
     )
 
 

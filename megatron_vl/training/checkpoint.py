@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -47,6 +48,7 @@ from megatron_vl.json_files import check_format_version, manifest_digest, write_
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel import failures
+from megatron_vl.parallel.heartbeat import RankProcess, own_process
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ModelSpec
@@ -75,6 +77,7 @@ from megatron_vl.weights.run_folder import (
     Lineage,
     SavedCheckpoint,
     aside_path,
+    find_latest_checkpoint,
     lineage_from_json,
     make_branch_name,
     read_lineage,
@@ -87,6 +90,8 @@ from megatron_vl.weights.run_folder import (
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 
+OWNER_FILE = ".owner.json"
+"""The file in a run's folder that names the process that writes to it."""
 _FORMAT_VERSION = 1
 """The version of ``run.json``."""
 
@@ -236,12 +241,17 @@ class CheckpointSaver:
         self._writer_thread: threading.Thread | None = None
         self._write_error: str | None = None
         self._lock_file: Any = None
+        self._is_newest_proven = False
+        """Whether the latest step has moved the weights, so that loss and gradients were finite."""
+        self._may_have_old = grid.rank == 0
+        """Whether there may be checkpoints to delete."""
 
         if grid.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._lock_file = lock_run_dir(run_dir)
             for leftover_dir in run_dir.glob("step_*.partial"):  # from a run that was killed while it saved
-                shutil.rmtree(leftover_dir, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove_dir(leftover_dir)
 
             # The serial numbers of all branches of the folder rise together.
             try:
@@ -256,9 +266,11 @@ class CheckpointSaver:
     def start_save(self, make_snapshot: Callable[[], CheckpointSnapshot], step: int) -> None:
         """Waits for an unfinished earlier save, takes a snapshot, and starts to write it. Collective."""
         self.wait_until_saved()
+        self._check_owner()
         partial_dir = self._partial_dir(step)
         if self.grid.rank == 0:
-            shutil.rmtree(partial_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove_dir(partial_dir)
             for subdir_name in ("weights", "optimizer", "loader", "done"):
                 (partial_dir / subdir_name).mkdir(parents=True)
 
@@ -273,6 +285,14 @@ class CheckpointSaver:
             self._mark_failed(partial_dir, error)  # other ranks may already be writing
             raise
 
+    def _check_owner(self) -> None:
+        """On rank 0: raises CheckpointError if another run has begun to write to the folder."""
+        if self.grid.rank == 0 and (owner := read_owner(self.run_dir)) not in (None, own_process()):
+            raise CheckpointError(
+                f"another run ({owner}) has begun to write to {self.run_dir}, so this one saves nothing more"
+                " there; give each run a checkpoint.dir of its own"
+            )
+
     def save_error(self) -> str | None:
         """Why a save failed on this rank; None if none failed."""
         return self._write_error
@@ -286,7 +306,24 @@ class CheckpointSaver:
             self._writer_thread.join()
             self._writer_thread = None
         if self._write_error:
-            raise CheckpointError(self._write_error)
+            raise CheckpointError(f"{self._write_error}; {last_good_text(self.run_dir)}")
+
+    def note_step(self, is_updated: bool) -> None:
+        """Deletes old checkpoints, in the background, once a step has shown that the newest one is good.
+
+        A step on its weights shows it. The update before a save may have spoilt them, which only the next
+        step notices: it is skipped.
+
+        Args:
+            is_updated: whether the latest step was not skipped.
+        """
+        self._is_newest_proven = is_updated
+        if is_updated and self._may_have_old:
+            self._may_have_old = False
+            if self._writer_thread is not None:
+                self._writer_thread.join()  # it is done
+            self._writer_thread = threading.Thread(target=self.delete_old_checkpoints, name="old-checkpoints")
+            self._writer_thread.start()
 
     def close(self) -> None:
         """Lets other runs write to the folder, unless a save that failed still goes on in this process."""
@@ -412,6 +449,7 @@ class CheckpointSaver:
         shutil.rmtree(partial_dir / "done")
         durable_files.fsync_path(partial_dir)
 
+        self._check_owner()  # writing may have taken minutes
         # Until here, a crash leaves a `.partial` folder, which the next start deletes.
         self._give_final_name(partial_dir, checkpoint_snapshot.step)
         write_json(
@@ -427,7 +465,7 @@ class CheckpointSaver:
                     step_dir_path(self.run_dir, checkpoint_snapshot.step), checkpoint_snapshot.step, lineage
                 )
             )
-        self.delete_old_checkpoints()
+        self._may_have_old = True
 
     def _give_final_name(self, partial_dir: Path, step: int) -> None:
         """Gives a complete checkpoint its final name. If a checkpoint already has it, that one is renamed."""
@@ -465,13 +503,19 @@ class CheckpointSaver:
             time.sleep(0.05)
 
     def delete_old_checkpoints(self) -> None:
-        """On rank 0: of the checkpoints that led to the newest one, deletes those that need not be kept."""
+        """On rank 0: of the checkpoints that led to the newest one, deletes those that need not be kept.
+
+        If the latest step was skipped, the newest one may be of no use, and none is deleted.
+        """
+        if self.grid.rank or not self._is_newest_proven:
+            return
         newest_point = self._lineage.parent
         pending_exports = self.hf_exporter.pending_checkpoints() if self.hf_exporter is not None else set()
         try:
+            self._check_owner()
             existing_checkpoints = saved_checkpoints(self.run_dir)
-        except CheckpointError:
-            return  # the lineage is not known, so nothing is deleted; the next start reports it
+        except (CheckpointError, OSError):
+            return  # another owner, or an unknown lineage, which the next save or start reports
         if newest_point is None:
             return
 
@@ -502,15 +546,33 @@ def _delete_checkpoint(checkpoint_path: Path) -> None:
     """Deletes a checkpoint. A failure is only printed, because the new checkpoint is good all the same."""
     removal_path = checkpoint_path.with_name(f"{checkpoint_path.name}.old.partial")
     try:
-        if removal_path.exists():  # an earlier start could not delete it
-            shutil.rmtree(removal_path)
+        _remove_dir(removal_path)  # an earlier start could not delete it
         # A checkpoint that is only partly deleted must not look complete.
         os.replace(checkpoint_path, removal_path)
-        shutil.rmtree(removal_path)
+        _remove_dir(removal_path)
     except OSError as error:
         print(
             f"NOTE: {checkpoint_path} is not needed any more and could not be deleted ({error})", flush=True
         )
+
+
+def last_good_text(run_dir: Path) -> str:
+    """Names the checkpoint from which a run continues whose last save has failed."""
+    try:
+        newest_checkpoint = find_latest_checkpoint(run_dir)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    if newest_checkpoint is None:
+        return "there is no earlier checkpoint"
+    return f"the last good checkpoint is step {newest_checkpoint.step}"
+
+
+def _remove_dir(dir_path: Path) -> None:
+    """Deletes a folder if it exists. Of a link, only the link goes: what it leads to belongs to the user."""
+    if dir_path.is_symlink():
+        dir_path.unlink()
+    elif dir_path.exists():
+        shutil.rmtree(dir_path)
 
 
 def state_file_name(rank: int) -> str:
@@ -520,18 +582,34 @@ def state_file_name(rank: int) -> str:
 def lock_run_dir(run_dir: Path) -> Any:
     """Keeps other runs from writing to ``run_dir`` until :func:`unlock_run_dir`, or until the process ends.
 
-    Returns the open lock file. Raises CheckpointError if another run holds the lock.
+    Some file systems have no locks, or only those of one node. So this process also enters itself as the
+    owner of the folder. Whoever was the owner before stops at its next save.
+
+    Returns the open lock file. Raises CheckpointError if another run holds the lock, or is known to go on.
     """
     lock_file = (run_dir / ".lock").open("w")
     try:
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise CheckpointError(
-            f"another run is writing to {run_dir}; end it, or give another checkpoint.dir"
-        ) from error
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:  # of any other number: the file system has no locks
+        owner = read_owner(run_dir)
+        is_owned = owner is not None and owner != own_process() and owner.is_running()
+        if is_owned or error.errno in (errno.EAGAIN, errno.EACCES):
+            lock_file.close()
+            raise CheckpointError(
+                f"another run ({owner or 'of an unknown process'}) is writing to {run_dir}; end it, or give"
+                " another checkpoint.dir"
+            ) from error
+    # In place: other nodes see the new content of a known file sooner than another file of the same name.
+    (run_dir / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(own_process())))
     return lock_file
+
+
+def read_owner(run_dir: Path) -> RankProcess | None:
+    """The process that last began to write to a run's folder; None if that is not known."""
+    try:
+        return RankProcess(**json.loads((run_dir / OWNER_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def unlock_run_dir(lock_file: Any) -> None:

@@ -10,16 +10,18 @@ from megatron_vl import progress
 from megatron_vl.errors import UserError
 from megatron_vl.models.adapters import seed_dropout
 from megatron_vl.parallel import failures
+from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.signals import requested_stop_signal
 from megatron_vl.training import checkpoint
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
+from megatron_vl.training.metrics_sinks import is_evaluated
 from megatron_vl.training.optimizer import PartLearningRates, set_learning_rates
 from megatron_vl.training.resume import checkpoint_metadata
 from megatron_vl.training.setup import TrainingRun, print_run_summary
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, StepResult, train_step
-from megatron_vl.weights.run_folder import find_latest_checkpoint, split_by_branch
+from megatron_vl.weights.run_folder import split_by_branch
 
 MAX_SKIPPED_STEPS = 10
 """A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
@@ -47,8 +49,13 @@ def run_steps(training_run: TrainingRun) -> None:
     consecutive_skips: list[str] = []
     stop_requested = False
 
-    # The weights that a new run starts from are evaluated too. Later losses are compared with theirs.
-    if training_run.completed_steps == 0:
+    # The weights that a new run starts from are evaluated too. Later losses are compared with theirs. An
+    # evaluation that a kill or a stop prevented, be it the last one, is made now.
+    run_dir, first_step = Path(config.checkpoint.dir), training_run.completed_steps
+    if first_step == 0 or (
+        training_run.evaluator is not None
+        and not broadcast_from_rank_0(lambda: is_evaluated(run_dir, first_step))
+    ):
         evaluate_if_due(training_run)
 
     while training_run.completed_steps < last_step and not stop_requested:
@@ -58,6 +65,8 @@ def run_steps(training_run: TrainingRun) -> None:
 
         # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
         _stop_if_unrecoverable(training_run, step_result, consecutive_skips)
+        if training_run.checkpoint_saver is not None:
+            training_run.checkpoint_saver.note_step(step_result.is_updated)
         is_last_step = training_run.completed_steps == last_step or stop_requested
         if config.checkpoint.dir and (
             is_last_step or _is_due(training_run.completed_steps, config.checkpoint.interval)
@@ -189,6 +198,9 @@ def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
     training_run.step_profiler.finish_trace()
     if training_run.checkpoint_saver is not None:
         training_run.checkpoint_saver.wait_until_saved()
+        # After a signal, the next start deletes them, once its first step is done.
+        if training_run.completed_steps == training_run.resolved_run.last_step:
+            training_run.checkpoint_saver.delete_old_checkpoints()
 
     progress.enter_phase(progress.ENDING_RUN)
     dist.barrier()  # no rank ends before rank 0 has named the checkpoint
@@ -260,10 +272,5 @@ def _save_failure_message(training_run: TrainingRun) -> str:
     own_error = checkpoint_saver.save_error() if checkpoint_saver is not None else None
     if own_error is None and (reported_failure := failures.first_failure_message()):
         return reported_failure
-    try:
-        newest_checkpoint = find_latest_checkpoint(Path(training_run.config.checkpoint.dir))
-        newest_step = newest_checkpoint.step if newest_checkpoint is not None else "none"
-        latest_text = f"the last good checkpoint is step {newest_step}"
-    except checkpoint.CheckpointError as error:
-        latest_text = str(error)
+    latest_text = checkpoint.last_good_text(Path(training_run.config.checkpoint.dir))
     return f"{own_error or 'another rank could not write its checkpoint'}; {latest_text}"

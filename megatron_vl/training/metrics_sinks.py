@@ -20,9 +20,12 @@ from torch import Tensor
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
+from megatron_vl.journal import drop_incomplete_line
 from megatron_vl.json_files import write_json
 from megatron_vl.training.evaluation import ValidationResult
 
+EVALUATIONS_FILE = "eval.jsonl"
+"""The file with a line for each validation, in the folder of the checkpoints."""
 WANDB_RUN_FILE = "wandb.json"
 """The file with the id of the W&B run, in the folder of the checkpoints."""
 WANDB_FINISH_TIMEOUT_S = 60
@@ -72,6 +75,8 @@ class JsonLinesSink(MetricsSink):
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
+        for file_name in ("metrics.jsonl", EVALUATIONS_FILE, "quarantine.jsonl", "samples.jsonl"):
+            drop_incomplete_line(run_dir / file_name)
         self.metrics_file = (run_dir / "metrics.jsonl").open("a")
 
     def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
@@ -85,7 +90,7 @@ class JsonLinesSink(MetricsSink):
             "loss_tokens": validation_result.loss_tokens,
             "seconds": validation_result.elapsed_s,
         }
-        with (self.run_dir / "eval.jsonl").open("a") as file:
+        with (self.run_dir / EVALUATIONS_FILE).open("a") as file:
             file.write(_json_line(evaluation_record))
 
     def close(self, has_failed: bool = False) -> None:
@@ -103,6 +108,13 @@ def _without_nan(json_value: Any) -> Any:
 def _json_line(json_record: Mapping[str, Any]) -> str:
     """The numbers as a line of JSON, which has no NaN and no infinity: they become null."""
     return json.dumps(_without_nan(json_record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def is_evaluated(run_dir: Path, step: int) -> bool:
+    """Whether a run has evaluated the weights of a step, as far as its complete lines say."""
+    evaluations_path = run_dir / EVALUATIONS_FILE
+    lines = evaluations_path.read_text(errors="replace").splitlines() if evaluations_path.exists() else []
+    return any(line.startswith(f'{{"step": {step},') for line in lines)
 
 
 class TensorBoardSink(MetricsSink):

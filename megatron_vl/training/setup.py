@@ -22,6 +22,7 @@ from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.models.build import aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.heartbeat import slow_start_timeout_s
+from megatron_vl.parallel.joining import join_limit_s
 from megatron_vl.parallel.process_grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.process_groups import destroy_groups
 from megatron_vl.planning.memory import count_parameters, trained_text
@@ -98,7 +99,7 @@ def join_ranks(config: TrainConfig) -> Platform:
     timeout_minutes = max(30, math.ceil(slow_start_timeout_s(timeout_s) / 60) + 10) if timeout_s else 30
 
     platform = get_platform(config.platform)
-    init_distributed(platform, timeout_minutes)
+    init_distributed(platform, timeout_minutes, join_limit_s(timeout_s))
     failures.watch_ranks(timeout_s)
     return platform
 
@@ -303,7 +304,8 @@ def close_run(training_run: TrainingRun) -> None:
             training_run.hf_exporter.wait_for_exports(requested_stop_signal)  # a signal ends the wait
             assert training_run.checkpoint_saver is not None
             # Some checkpoints were kept only for their export.
-            training_run.checkpoint_saver.delete_old_checkpoints()
+            if training_run.completed_steps == training_run.resolved_run.last_step:
+                training_run.checkpoint_saver.delete_old_checkpoints()
     finally:
         release_run_dir(training_run)
 

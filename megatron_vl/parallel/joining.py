@@ -1,0 +1,113 @@
+"""The wait until all ranks of a run have found each other: in slices, so that a signal ends it, and with a
+line that says who is missing. torch would wait in native code, silent and deaf to signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from megatron_vl.errors import UserError
+from megatron_vl.parallel.heartbeat import list_ranks, slow_start_timeout_s
+from megatron_vl.signals import requested_stop_signal
+
+NOTE_AFTER_S = 30.0
+"""Seconds after which a line says who is missing. Further lines follow, each after twice the time."""
+
+
+class JoinError(UserError, RuntimeError):
+    """The ranks have not found each other in time. The message says which are missing, and where."""
+
+
+def join_limit_s(timeout_s: float) -> float:
+    """Seconds that ranks wait for each other at the start, under ``failures.timeout_s``."""
+    return slow_start_timeout_s(timeout_s) if timeout_s else 1800.0
+
+
+class JoinWait:
+    """One process's wait for others, of at most ``limit_s`` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.start_time, self.limit_s = time.monotonic(), limit_s
+        self.next_note_s, self.pause_s = NOTE_AFTER_S, 0.01
+
+    def pause(self, describe_missing: Callable[[], str], is_reporter: bool = True) -> None:
+        """Sleeps for up to a second.
+
+        Args:
+            is_reporter: whether to print who is missing.
+
+        Raises:
+            JoinError: the time is over.
+            SystemExit: a signal asked this process to stop.
+        """
+        if signal_name := requested_stop_signal():
+            raise SystemExit(128 + signal.Signals[signal_name])
+        waited_s = time.monotonic() - self.start_time
+        if waited_s > self.limit_s:
+            limit_text = f"To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"
+            raise JoinError(f"{describe_missing()}. {limit_text}")
+        if waited_s > self.next_note_s:
+            self.next_note_s *= 2
+            if is_reporter:
+                print(f"NOTE: {describe_missing()}", file=sys.stderr, flush=True)
+        time.sleep(self.pause_s)
+        self.pause_s = min(2 * self.pause_s, 1.0)
+
+    def reach_address(self, host: str, port: int, is_server: bool) -> None:
+        """Waits until somebody listens at an address or, for the process that will, until it exists."""
+        reason = ""
+
+        def describe_missing() -> str:
+            return (
+                f"{socket.gethostname()} does not reach {host}:{port}, where the ranks meet ({reason}); check"
+                " that the name is right, and that rank 0 runs there"
+            )
+
+        while True:
+            try:
+                if is_server:
+                    socket.getaddrinfo(host, port)
+                else:
+                    socket.create_connection((host, port), timeout=5).close()
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+            self.pause(describe_missing, is_reporter=os.environ.get("LOCAL_RANK", "0") == "0")
+
+
+def join_store(rank: int, world_size: int, limit_s: float) -> Any:
+    """Opens the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves, and waits for all ranks.
+
+    Raises JoinError or SystemExit, as :meth:`JoinWait.pause` does.
+    """
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    join_wait = JoinWait(limit_s)
+    join_wait.reach_address(host, port, is_server)
+    store: Any = dist.TCPStore(
+        host, port, None, is_server, timedelta(seconds=20), wait_for_workers=False, multi_tenant=True
+    )
+
+    # torchrun's store outlives a restart of the ranks.
+    prefix = f"megatron_vl/joined/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    store.append(f"{prefix}/ranks", f"{rank} ")
+    is_first = store.add(f"{prefix}/count", 1) == 1
+
+    def describe_missing() -> str:
+        missing_ranks = set(range(world_size)) - set(map(int, store.get(f"{prefix}/ranks").split()))
+        return (
+            f"{world_size - len(missing_ranks)} of {world_size} ranks have come to {host}:{port}; missing:"
+            f" {list_ranks(sorted(missing_ranks))}. Start them, or look at their nodes"
+        )
+
+    while store.add(f"{prefix}/count", 0) < world_size:
+        join_wait.pause(describe_missing, is_first)
+    return store
