@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from megatron_vl import durable_files
 from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UserError, is_machine_fault
 from megatron_vl.journal import JsonLinesJournal
 from megatron_vl.processes import end_with_parent
 
@@ -534,6 +534,13 @@ def _verify_batch(
         except RecordError as error:
             id_value = record.get("id") if isinstance(record, dict) else None
             outcomes.append(_quarantine_entry(record_source, record_identity(id_value), error))
+        except Exception as error:
+            if isinstance(error, OSError) or not is_machine_fault(error):
+                raise
+            raise ConvertError(
+                f"{file_name}: record {record_number}: {type(error).__name__}: {error}; nothing is lost: free"
+                " memory or lower --workers, and start again with the same arguments"
+            ) from error
         else:
             references = _stored_references(conversation, embedded_media_file, options.root)
             stored_conversation = replace(conversation, media_references=references)
