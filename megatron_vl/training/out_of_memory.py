@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_vl import host_memory
-from megatron_vl.data.planned_rows import PLANNER_ENDED_TEXT
+from megatron_vl.data.planned_rows import PLANNER_ENDED_TEXT, SHARED_MEMORY_ADVICE
 from megatron_vl.errors import HOST_MEMORY_PATTERN, UserError
 from megatron_vl.planning.gpus import calibration_for_platform
 from megatron_vl.planning.memory import GIB, GPU_MEMORY_PARTS, StageMemory, stage_memories
@@ -107,7 +107,10 @@ def _dead_loader_message(error: BaseException | None) -> str:
             f"a process of the loader ({death_match[1]}) was killed from outside."
             f" {host_memory.explain_kill()}"
         )
-    death_advice = "A media file may have crashed its decoder, or the shared memory (/dev/shm) is full"
+    death_advice = (
+        "A media file may have crashed its decoder, or the shared memory (/dev/shm) is full: enlarge it"
+        f" ({SHARED_MEMORY_ADVICE})"
+    )
     return f"a process of the loader ({death_match[1]}) was ended by a signal: {signal_name}. {death_advice}"
 
 
