@@ -320,6 +320,7 @@ def _verify_part(
                     report.count_outcome(outcome)
             meter.finish_batch(report)
     meter.show_final_progress(report)
+    _check_input_sizes(input_files, workspace)
     if -1 not in finished_batches:  # batch -1 marks the part as complete
         journal.append_entry({"batch": -1, "verdicts": []})
     journal.close(sync_to_disk=True)
@@ -359,6 +360,7 @@ def _convert_records(
             meter.finish_batch(report, is_resuming=is_known)
         meter.show_final_progress(report)
         shard_writer.finish_splits()
+    _check_input_sizes(input_files, workspace)
     durable_files.publish_file(quarantine_partial, options.out / "quarantine.jsonl")
     _publish_dataset(report, shard_writer.index_writer.written_shards, workspace)
     return report
@@ -390,6 +392,17 @@ def _verified_batches(
             journal.append_entry(_batch_verdicts(outcomes))
         yield outcomes, is_known
     journal.close()
+
+
+def _check_input_sizes(input_files: list[InputFile], workspace: ConversionWorkspace) -> None:
+    """Raises ConvertError if an input has grown or shrunk since the conversion's plan was made."""
+    for input_file, planned_input in zip(input_files, workspace.plan["inputs"], strict=True):
+        if (current_size := input_file.path.stat().st_size) != planned_input["bytes"]:
+            raise ConvertError(
+                f"{input_file.path} had {planned_input['bytes']} bytes at the start and now has"
+                f" {current_size}: something writes to it. Wait until it is complete, then start over with"
+                " --force"
+            )
 
 
 def _publish_dataset(

@@ -172,7 +172,7 @@ def _open_work_dir(dataset: DatasetDescription, sizes_name: str) -> Iterator[Pat
     sizes_dir = _sizes_dir(dataset, sizes_name)
     work_dir = sizes_dir.with_name(f"{sizes_dir.name}-{dataset.content_id[:8]}{durable_files.PARTIAL_SUFFIX}")
     try:
-        work_dir.mkdir(parents=True, exist_ok=True)
+        durable_files.make_dirs(work_dir)
         yield work_dir
     except OSError as error:
         if not has_stored_sizes(dataset, sizes_name):

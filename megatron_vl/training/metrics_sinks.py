@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vl import durable_files
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.json_files import write_json
@@ -70,7 +71,7 @@ class JsonLinesSink(MetricsSink):
     """``metrics.jsonl`` and ``eval.jsonl`` beside the checkpoints."""
 
     def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        durable_files.make_dirs(run_dir)
         self.run_dir = run_dir
         self.metrics_file = (run_dir / "metrics.jsonl").open("a")
 

@@ -240,6 +240,48 @@ def test_lines_go_on_after_a_broken_one(tmp_path):
 
 
 @pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
+def test_a_record_with_a_key_twice_is_quarantined(tmp_path, monkeypatch, array):
+    """Python would keep the last value: another image than somebody else reads."""
+    twice = json.dumps(TEXT)[:-1] + ', "image": "a.png", "turns": {"x": 1}, "image": "b.png"}'
+    texts = [json.dumps(TEXT), twice, json.dumps(TEXT)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("[" + ", ".join(texts) + "]" if array else "\n".join(texts))
+    monkeypatch.setattr("data_tools.records.CHUNK_BYTES", 16)
+    records = [record for _, record in read_records(path)]
+    assert records[0] == records[2] == TEXT
+    said = "the key 'image' occurs twice in one object"
+    assert (records[1].reason, str(records[1])) == ("duplicate key", said)
+
+
+def test_a_file_that_ends_within_a_line_is_an_error(tmp_path, capsys):
+    """A download that broke off must not count as one bad record of many."""
+    text = "".join(json.dumps(TEXT) + "\n" for _ in range(3))
+    path = write(tmp_path / "in.jsonl", text[:-9].encode())
+    with pytest.raises(ReadError, match="in.jsonl ends within line 3"):
+        list(read_records(path))
+    assert main(["data", "convert", "--input", str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "fetch the whole file" in capsys.readouterr().err and not (tmp_path / "out/.nv-meta").exists()
+    path.write_text(text[:-1])
+    assert len(list(read_records(path))) == 3
+
+
+def test_an_input_that_grows_while_it_is_read_is_an_error(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "in.jsonl", (json.dumps(TEXT) + "\n").encode())
+
+    def growing(*arguments):
+        with path.open("a") as file:
+            file.write(json.dumps(TEXT) + "\n")
+        return read_records(*arguments)
+
+    words = ["data", "convert", "--input", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
+    with monkeypatch.context() as patched:
+        patched.setattr("data_tools.convert.read_records", growing)
+        assert main(words) == 1
+    assert "something writes to it" in capsys.readouterr().err and not (tmp_path / "out/.nv-meta").exists()
+    assert main([*words, "--force"]) == 0 and "2 of 2 records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
 def test_a_record_that_is_nested_too_deeply_is_quarantined(tmp_path, array):
     """It must not reach the queue to a worker process, which fails on it."""
     (tmp_path / "m").mkdir()
