@@ -509,7 +509,7 @@ def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) 
     copied_paths = []
     for relative_path in relative_paths:
         copied_path = target_dir / relative_path
-        copied_path.parent.mkdir(parents=True, exist_ok=True)
+        durable_files.make_dirs(copied_path.parent)
         shutil.copyfile(source_dir / relative_path, copied_path)
         copied_paths.append(copied_path)
     return copied_paths
@@ -653,7 +653,7 @@ def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
 
     converted_dir = parent_dir / f"adapter_{peft_digest.hexdigest()[:16]}"
     if not converted_dir.exists():
-        parent_dir.mkdir(parents=True, exist_ok=True)
+        durable_files.make_dirs(parent_dir)
         with tempfile.TemporaryDirectory(dir=parent_dir, prefix="adapter_") as partial_dir:
             convert_adapter(adapter, hf, Path(partial_dir) / "weights")
             try:

@@ -26,6 +26,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from megatron_vl import durable_files
 from megatron_vl.journal import JsonLinesJournal
 from megatron_vl.weights.manifest import JOURNAL_FILE, MANIFEST_FILE, WEIGHTS_FORMAT
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial_path
@@ -163,7 +164,7 @@ def _claim_output_dir(
 
     if not (output_dir / JOURNAL_FILE).is_file():
         _check_replaceable(output_dir, force_overwrite, is_hf_export)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    durable_files.make_dirs(output_dir)
     journal = JsonLinesJournal(output_dir / JOURNAL_FILE, _check_journal_entry, is_exclusive=True)
     # In the types that JSON gives back, so that equal descriptions compare equal.
     conversion_facts = json.loads(json.dumps(conversion_facts))

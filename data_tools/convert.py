@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from megatron_vl import durable_files
 from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UserError, is_machine_fault
 from megatron_vl.journal import JsonLinesJournal
 from megatron_vl.processes import end_with_parent
 
@@ -320,6 +320,7 @@ def _verify_part(
                     report.count_outcome(outcome)
             meter.finish_batch(report)
     meter.show_final_progress(report)
+    _check_input_sizes(input_files, workspace)
     if -1 not in finished_batches:  # batch -1 marks the part as complete
         journal.append_entry({"batch": -1, "verdicts": []})
     journal.close(sync_to_disk=True)
@@ -359,6 +360,7 @@ def _convert_records(
             meter.finish_batch(report, is_resuming=is_known)
         meter.show_final_progress(report)
         shard_writer.finish_splits()
+    _check_input_sizes(input_files, workspace)
     durable_files.publish_file(quarantine_partial, options.out / "quarantine.jsonl")
     _publish_dataset(report, shard_writer.index_writer.written_shards, workspace)
     return report
@@ -390,6 +392,17 @@ def _verified_batches(
             journal.append_entry(_batch_verdicts(outcomes))
         yield outcomes, is_known
     journal.close()
+
+
+def _check_input_sizes(input_files: list[InputFile], workspace: ConversionWorkspace) -> None:
+    """Raises ConvertError if an input has grown or shrunk since the conversion's plan was made."""
+    for input_file, planned_input in zip(input_files, workspace.plan["inputs"], strict=True):
+        if (current_size := input_file.path.stat().st_size) != planned_input["bytes"]:
+            raise ConvertError(
+                f"{input_file.path} had {planned_input['bytes']} bytes at the start and now has"
+                f" {current_size}: something writes to it. Wait until it is complete, then start over with"
+                " --force"
+            )
 
 
 def _publish_dataset(
@@ -534,6 +547,13 @@ def _verify_batch(
         except RecordError as error:
             id_value = record.get("id") if isinstance(record, dict) else None
             outcomes.append(_quarantine_entry(record_source, record_identity(id_value), error))
+        except Exception as error:
+            if isinstance(error, OSError) or not is_machine_fault(error):
+                raise
+            raise ConvertError(
+                f"{file_name}: record {record_number}: {type(error).__name__}: {error}; nothing is lost: free"
+                " memory or lower --workers, and start again with the same arguments"
+            ) from error
         else:
             references = _stored_references(conversation, embedded_media_file, options.root)
             stored_conversation = replace(conversation, media_references=references)

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 
+from .records import unique_keys
 from .tables import TABLE_SUFFIXES
 
 TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -177,6 +178,7 @@ def _folder_files(input_dir: Path) -> list[Path]:
         files = [input_dir / Path(str(entry.get("filename"))).name for entry in file_entries]
         if missing_files := [file for file in files if not file.is_file()]:
             raise InputError(f"--input {input_dir}: {missing_files[0].name} is missing")
+        _refuse_outside(input_dir, files)
         return files
 
     record_files = []
@@ -192,7 +194,24 @@ def _folder_files(input_dir: Path) -> list[Path]:
         raise InputError(f"--input {input_dir} holds {suffixes_text}; give the files to use")
 
     _refuse_several_splits(input_dir, record_files)
+    _refuse_outside(input_dir, record_files)
     return record_files
+
+
+def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
+    """Raises InputError if a file, with links followed, is not inside its folder: the rule for media."""
+    allowed_dir = input_dir.resolve()
+    for parent_dir in (allowed_dir, *allowed_dir.parents):
+        # The files of a hub's cache are links to its folder of blobs.
+        if parent_dir.parent.name == "snapshots" and (parent_dir.parents[1] / "blobs").is_dir():
+            allowed_dir = parent_dir.parents[1]
+            break
+    for file_path in file_paths:
+        if not file_path.resolve().is_relative_to(allowed_dir):
+            raise InputError(
+                f"{file_path} leads to {file_path.resolve()}, which is not inside {allowed_dir}; copy the file"
+                " there, or give it as an --input of its own"
+            )
 
 
 def _refuse_several_splits(input_dir: Path, record_files: list[Path]) -> None:
@@ -209,9 +228,9 @@ def _refuse_several_splits(input_dir: Path, record_files: list[Path]) -> None:
 
 def _read_json(json_path: Path) -> Any:
     try:
-        return json.loads(json_path.read_text())
+        return json.loads(json_path.read_text(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{json_path} is not JSON: {error}") from error
+        raise InputError(f"{json_path} is not JSON, or not clear: {error}") from error
 
 
 def _read_list(json_path: Path, list_key: str, item_type: type) -> list[Any]:
@@ -308,6 +327,7 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
         field_by_column = {"conversations": "conversations"}
 
     data_path = index_path.parent / file_name
+    _refuse_outside(index_path.parent, [data_path])
     files = _folder_files(data_path) if data_path.is_dir() else [data_path]
     if not files[0].is_file():
         raise InputError(f"{location}: {data_path} does not exist")

@@ -6,6 +6,7 @@ import base64
 import binascii
 import itertools
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,7 @@ from megatron_vl.data.sample.pixels import (
     open_image,
     probe_video,
 )
+from megatron_vl.errors import is_machine_fault, retry_machine_faults
 
 from .embedded_media import StoredMedium, is_embedded
 from .formats import RecordError
@@ -96,17 +98,19 @@ def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: 
     reference = _local_path(reference)
     try:
         media_path = (media_root / reference).resolve()
-        is_inside = media_path.is_relative_to(media_root)
-        path_exists = is_inside and media_path.exists()
-        is_regular = path_exists and (media_path.is_file() or (allow_folder and media_path.is_dir()))
+        if not media_path.is_relative_to(media_root):
+            raise RecordError("outside the media root", _outside_message(reference, media_root))
+        mode = retry_machine_faults(media_path.stat, media_path).st_mode
+    except RecordError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RecordError("medium missing", f"{reference} does not exist in the media root") from error
     except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a name too long, a loop of links
+        if is_machine_fault(error):
+            raise
         raise RecordError("bad media reference", f"{reference[:200]!r}: {error}") from error
 
-    if not is_inside:
-        raise RecordError("outside the media root", _outside_message(reference, media_root))
-    if not path_exists:
-        raise RecordError("medium missing", f"{reference} does not exist in the media root")
-    if not is_regular:
+    if not (stat.S_ISREG(mode) or allow_folder and stat.S_ISDIR(mode)):
         raise RecordError("not a file", f"{reference} is not a regular file")
     return media_path
 
@@ -184,8 +188,10 @@ def read_media(media_kind: str, reference: Any, media_root: Path | None) -> byte
 
 def _file_bytes(file_path: Path, reference: str) -> bytes:
     try:
-        return file_path.read_bytes()
+        return retry_machine_faults(file_path.read_bytes, file_path)
     except OSError as error:
+        if is_machine_fault(error):
+            raise
         raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
 
 
@@ -219,10 +225,12 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
     frame_dir = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
     ordered_names = []
     try:
-        for path in frame_dir.iterdir():
+        for path in retry_machine_faults(lambda: list(frame_dir.iterdir()), frame_dir):
             if path.suffix[1:].lower() in PICTURE_SUFFIXES and not path.name.startswith("."):
                 ordered_names.append((natural_order(path.name), path.name))
     except OSError as error:
+        if is_machine_fault(error):
+            raise
         raise RecordError("medium unreadable", f"{frame_sequence}: {error.strerror}") from error
     ordered_names.sort()
     if not ordered_names:

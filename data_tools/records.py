@@ -21,9 +21,25 @@ from . import tables
 
 CHUNK_BYTES = 1 << 20
 MAX_RECORD_BYTES = 1 << 30
-JSON_DECODER = json.JSONDecoder()
+
+
+class DuplicateKeyError(ValueError):
+    """A JSON object has a key twice. Python would keep the last value without a word."""
+
+
+def unique_keys(key_value_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON parser (``object_pairs_hook``). Raises DuplicateKeyError."""
+    json_object = dict(key_value_pairs)
+    if len(json_object) < len(key_value_pairs):
+        keys = [key for key, _ in key_value_pairs]
+        repeated_key = next(key for key in json_object if keys.count(key) > 1)
+        raise DuplicateKeyError(f"the key {repeated_key[:100]!r} occurs twice in one object")
+    return json_object
+
+
+JSON_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
-"""Finds the end of a record with an integer that has more digits than Python reads."""
+"""Finds the end of a record that is refused for its keys, or for an integer that Python does not read."""
 MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
@@ -90,7 +106,7 @@ def read_records(
         if holds_array:
             yield from _read_array(records_path, content_file, count_bytes)
         else:
-            yield from _read_json_lines(content_file, count_bytes, is_wanted)
+            yield from _read_json_lines(records_path, content_file, count_bytes, is_wanted)
 
 
 def _compressed_byte_counter(raw_file: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
@@ -145,7 +161,10 @@ def is_json_array(records_path: Path) -> bool:
 
 
 def _read_json_lines(
-    content_file: IO[bytes], on_bytes: Callable[[int], None], is_wanted: Callable[[int, int], bool]
+    records_path: Path,
+    content_file: IO[bytes],
+    on_bytes: Callable[[int], None],
+    is_wanted: Callable[[int, int], bool],
 ) -> Iterator[tuple[int, Any]]:
     line_number = num_yielded = 0
     while line := content_file.readline(MAX_RECORD_BYTES):
@@ -168,17 +187,26 @@ def _read_json_lines(
         if line_number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
-            yield line_number, _parse_line(line) if is_wanted(num_yielded, num_yielded + 1) else None
+            record = _parse_line(line) if is_wanted(num_yielded, num_yielded + 1) else None
+            is_torn = isinstance(record, UnreadableRecord) and record.reason in ("not JSON", "not UTF-8")
+            if is_torn and not line.endswith(b"\n"):
+                raise ReadError(
+                    f"{records_path} ends within line {line_number} ({record}): fetch the whole file, or end"
+                    " that line if it is the last one"
+                )
+            yield line_number, record
             num_yielded += 1
 
 
 def _parse_line(line: bytes) -> Any:
     try:
-        return _check_nesting(json.loads(line.decode()), line.count(b"[") + line.count(b"{"))
+        return _check_nesting(JSON_DECODER.decode(line.decode()), line.count(b"[") + line.count(b"{"))
     except UnicodeDecodeError as error:
         return UnreadableRecord.with_reason("not UTF-8", error)
     except (json.JSONDecodeError, RecursionError) as error:
         return UnreadableRecord.with_reason("not JSON", error)
+    except DuplicateKeyError as error:
+        return UnreadableRecord.with_reason("duplicate key", error)
     except ValueError:
         return _long_integer_error()
 
@@ -317,6 +345,10 @@ class _JsonArrayBuffer:
                 raise ReadError(f"{self.path}: record {record_number} is nested too deeply") from error
             except json.JSONDecodeError as error:
                 self._refuse_broken_record(error, record_number)
+            except DuplicateKeyError as error:
+                json_decoder = INTEGER_SKIPPING_DECODER
+                refused_record = UnreadableRecord.with_reason("duplicate key", error)
+                continue
             except ValueError:  # from here on, only the end of the record is looked for
                 json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _long_integer_error()
                 continue

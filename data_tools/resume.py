@@ -253,7 +253,7 @@ class ConversionWorkspace:
                 _remove_path(entry_path)
 
     def _take_locks(self) -> None:
-        self.work_dir.mkdir(exist_ok=True)
+        durable_files.make_dirs(self.work_dir)
         lock_modes = {"lock": fcntl.LOCK_SH if self.part_name else fcntl.LOCK_EX}
         if self.part_name:
             lock_modes[f"{self.part_name}.lock"] = fcntl.LOCK_EX

@@ -47,7 +47,7 @@ from megatron_vl.data.source.sample_sizes import (
     has_stored_sizes,
     list_all_datasets,
 )
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UserError, is_machine_fault
 from megatron_vl.processes import end_with_parent
 from megatron_vl.spec.families import ModelSpec
 
@@ -172,7 +172,7 @@ def _open_work_dir(dataset: DatasetDescription, sizes_name: str) -> Iterator[Pat
     sizes_dir = _sizes_dir(dataset, sizes_name)
     work_dir = sizes_dir.with_name(f"{sizes_dir.name}-{dataset.content_id[:8]}{durable_files.PARTIAL_SUFFIX}")
     try:
-        work_dir.mkdir(parents=True, exist_ok=True)
+        durable_files.make_dirs(work_dir)
         yield work_dir
     except OSError as error:
         if not has_stored_sizes(dataset, sizes_name):
@@ -369,7 +369,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
         return 0, 0, no_media, NOT_IN_CHAT_TEMPLATE
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ if isinstance(error, ChatError) else error
-        if isinstance(root_cause, OSError | MemoryError):
+        if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
             raise SizesWriteError(
                 f"sample {sample.key if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"

@@ -5,9 +5,12 @@ Any other error is a bug and is shown with its traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import time
 import traceback
+from collections.abc import Callable
 
 TRACEBACK_VARIABLE = "MEGATRON_VL_TRACEBACK"
 """Environment variable: if it is set, errors that a user can fix are shown with a traceback too."""
@@ -31,6 +34,17 @@ class UsageError(UserError):
 _TORCH_ERROR_NAMES = {"OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 """Errors of torch about the machine. Only names are compared, because importing torch takes seconds."""
 _LOST_RANK_ERROR_NAMES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_RECORD_ERRNOS = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EINVAL, errno.EILSEQ),  # a name that the file system cannot hold, or a damaged offset
+}
+"""What the system says about a path or a position that a record or an index names."""
+RETRY_WAITS_S = (0.1, 0.5, 2.0)
+"""Seconds before each further attempt after a fault of the machine."""
+HOST_MEMORY_PATTERN = re.compile(
+    r"[Cc]an(no|')t allocate memory|std::bad_alloc|DefaultCPUAllocator: not enough memory"
+)
+"""Errors of native code for lack of host memory."""
 _LOST_RANK_PATTERN = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL")
 """Errors of a collective on the remaining ranks when another rank has ended."""
 
@@ -44,6 +58,36 @@ def is_user_fixable(error: BaseException) -> bool:
     if isinstance(error, UserError | OSError | MemoryError) or type(error).__name__ in _TORCH_ERROR_NAMES:
         return True
     return type(error) is RuntimeError and bool(_LOST_RANK_PATTERN.search(str(error)))
+
+
+def is_machine_fault(error: BaseException) -> bool:
+    """Whether an error is the machine's (disk, network, memory, limits) and says nothing about the record.
+
+    Such an error may not come again, so no record may be left out because of it. Errors without a number are
+    those of decoders and parsers.
+    """
+    if isinstance(error, OSError):
+        return error.errno is not None and error.errno not in _RECORD_ERRNOS
+    is_memory_text = isinstance(error, RuntimeError) and HOST_MEMORY_PATTERN.search(str(error))
+    return isinstance(error, MemoryError | ImportError) or bool(is_memory_text)
+
+
+def retry_machine_faults[Result](read: Callable[[], Result], file_name: object) -> Result:
+    """The result of ``read``, which is called again after an OSError that is a fault of the machine.
+
+    Raises:
+        OSError: that of the record at once, and that of the machine after the last attempt. It names a file.
+    """
+    for wait_s in (*RETRY_WAITS_S, None):
+        try:
+            return read()
+        except OSError as error:
+            if wait_s is None and not error.filename:
+                error.filename = str(file_name)
+            if wait_s is None or not is_machine_fault(error):
+                raise
+        time.sleep(wait_s)
+    raise AssertionError  # the last attempt returns or raises
 
 
 def traceback_helps(error: BaseException) -> bool:

@@ -128,11 +128,22 @@ class _PipeSafeOutput(io.FileIO):
         return memoryview(data).nbytes
 
 
+def open_missing_streams() -> None:
+    """Opens /dev/null for each standard stream that was closed before the start, as by ``2>&-``.
+
+    Python has None for such a stream. The next file that was opened would get its number, and the messages.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
 def survive_closed_outputs() -> None:
     """Lets this process and its forks continue if nobody can read their output any more.
 
     That is so after a terminal is closed, or when the reader of a pipe ends, as in ``train ... | head``.
     """
+    open_missing_streams()
     for name, number in (("stdout", 1), ("stderr", 2)):
         old_stream = getattr(sys, name)
         if not isinstance(old_stream, io.TextIOWrapper) or old_stream.fileno() != number:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from megatron_vl.errors import UsageError, describe_error, exit_code_of_error
+from megatron_vl.signals import open_missing_streams
 from toolkit.commands import COMMANDS, Command, command_groups
 from toolkit.options import CommandOptions, check_paths, command_summary, parse_command_line
 
@@ -19,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command. Returns its exit code: 1 for what a user can fix, 2 for an invalid command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     program_name = PROGRAM_NAME
+    open_missing_streams()
     try:
         if argv[:1] == ["--version"]:
             print(versions())

@@ -65,6 +65,7 @@ from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
+from megatron_vl.errors import is_machine_fault
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
@@ -206,9 +207,9 @@ class RowEncoder:
         """
         try:
             encoded_sample = self._encode_sample(raw_sample)
-        except MemoryError:
-            raise  # this says nothing about the sample
         except Exception as error:  # a sample from outside may cause any error
+            if is_machine_fault(error):
+                raise
             refusal = _refusal_of_error(error)
         else:
             self.consecutive_refusals = 0
@@ -385,6 +386,8 @@ class RowEncoder:
         except SampleTimeoutError as error:
             raise UnusableSampleError("decoding takes too long", f"{name}: {error}") from error
         except Exception as error:  # decoders raise all kinds of errors on invalid bytes
+            if is_machine_fault(error):
+                raise
             raise UnusableSampleError(
                 f"{media_record['kind']} does not decode", f"{name}: {error}"
             ) from error

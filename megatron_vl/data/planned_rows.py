@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -44,6 +44,7 @@ PLANNER_ENDED_TEXT = "the process that plans batches has ended"
 
 MAX_OPEN_SHARDS = 16
 """Number of shards of each data set that a process keeps open."""
+SHARED_MEMORY_ADVICE = "`docker run --shm-size=16g` or `--ipc=host`"
 PREFETCHED_ROWS = 2
 """Number of rows that a loader process makes before they are asked for."""
 
@@ -668,7 +669,10 @@ class WorkerRowDataset(IterableDataset):
             for row_number, samples in enumerate(share.rows, start=1):
                 # The state belongs to the end of the step, so it comes with the last row.
                 planner_state = share.planner_state if row_number == len(share.rows) else None
-                yield PlannedRow(read_planned_row(row_encoder, sample_readers, samples), planner_state)
+                packed_row = read_planned_row(row_encoder, sample_readers, samples)
+                if get_worker_info() is not None:
+                    share_row(packed_row)
+                yield PlannedRow(packed_row, planner_state)
 
 
 def read_planned_row(
@@ -699,6 +703,34 @@ def read_planned_row(
     return row_encoder.make_row(encoded_samples, samples[0].source if samples else 0)
 
 
+@contextmanager
+def explain_shared_memory() -> Iterator[None]:
+    """A context that raises LoaderError if processes cannot share memory."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise LoaderError(
+            f"a loader process and its rank cannot share memory ({' '.join(str(error).split())}): enlarge"
+            f" /dev/shm ({SHARED_MEMORY_ADVICE}), raise the limit of open files (`ulimit -n`), lower"
+            " data.num_workers, or set it to 0"
+        ) from error
+
+
+def share_row(packed_row: TrainingRow) -> None:
+    """Moves the tensors of a row to shared memory, through which the rank gets them.
+
+    Otherwise a thread of torch does so. If it fails there, it drops the row, and the rank waits for it.
+
+    Raises:
+        LoaderError: they do not fit, or no more files may be opened.
+    """
+    with explain_shared_memory():
+        for record in (packed_row, packed_row.vision):
+            for value in vars(record).values():
+                if isinstance(value, torch.Tensor):
+                    value.share_memory_()
+
+
 def start_worker_iterators(datasets: Sequence[IterableDataset]) -> list[Any]:
     """Starts one process for each data set. Returns an iterator over the rows of each."""
     worker_iterators = []
@@ -714,7 +746,8 @@ def start_worker_iterators(datasets: Sequence[IterableDataset]) -> list[Any]:
             collate_fn=lambda row: row,
             generator=torch.Generator(),  # torch would draw from this process's random numbers
         )
-        worker_iterators.append(iter(worker_loader))
+        with explain_shared_memory():
+            worker_iterators.append(iter(worker_loader))
     return worker_iterators
 
 

@@ -247,7 +247,7 @@ class CheckpointSaver:
         """Whether there may be checkpoints to delete."""
 
         if grid.rank == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            durable_files.make_dirs(run_dir)
             self._lock_file = lock_run_dir(run_dir)
             for leftover_dir in run_dir.glob("step_*.partial"):  # from a run that was killed while it saved
                 with contextlib.suppress(OSError):

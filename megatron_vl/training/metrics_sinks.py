@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vl import durable_files
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.journal import drop_incomplete_line
@@ -73,7 +74,7 @@ class JsonLinesSink(MetricsSink):
     """``metrics.jsonl`` and ``eval.jsonl`` beside the checkpoints."""
 
     def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        durable_files.make_dirs(run_dir)
         self.run_dir = run_dir
         for file_name in ("metrics.jsonl", EVALUATIONS_FILE, "quarantine.jsonl", "samples.jsonl"):
             drop_incomplete_line(run_dir / file_name)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_vl import host_memory
-from megatron_vl.data.planned_rows import PLANNER_ENDED_TEXT
-from megatron_vl.errors import UserError
+from megatron_vl.data.planned_rows import PLANNER_ENDED_TEXT, SHARED_MEMORY_ADVICE
+from megatron_vl.errors import HOST_MEMORY_PATTERN, UserError
 from megatron_vl.planning.gpus import calibration_for_platform
 from megatron_vl.planning.memory import GIB, GPU_MEMORY_PARTS, StageMemory, stage_memories
 from megatron_vl.planning.memory_check import fitting_options_advice
@@ -26,9 +26,6 @@ FRAGMENTED_SHARE = 0.1
 _GPU_OOM_PATTERN = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
     r"|cudaErrorMemoryAllocation|Cuda failure 2 'out of memory'"
-)
-_HOST_OOM_PATTERN = re.compile(
-    r"[Cc]an(no|')t allocate memory|std::bad_alloc|DefaultCPUAllocator: not enough memory"
 )
 _LOADER_DEATH_PATTERN = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)"
@@ -83,7 +80,7 @@ def host_memory_message(error: BaseException) -> str | None:
     is_host_memory = (
         isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
     )
-    if not is_host_memory and not _HOST_OOM_PATTERN.search(error_text):
+    if not is_host_memory and not HOST_MEMORY_PATTERN.search(error_text):
         return None
     host_advice = host_memory.LOWER_HOST_MEMORY_ADVICE
     return (
@@ -110,7 +107,10 @@ def _dead_loader_message(error: BaseException | None) -> str:
             f"a process of the loader ({death_match[1]}) was killed from outside."
             f" {host_memory.explain_kill()}"
         )
-    death_advice = "A media file may have crashed its decoder, or the shared memory (/dev/shm) is full"
+    death_advice = (
+        "A media file may have crashed its decoder, or the shared memory (/dev/shm) is full: enlarge it"
+        f" ({SHARED_MEMORY_ADVICE})"
+    )
     return f"a process of the loader ({death_match[1]}) was ended by a signal: {signal_name}. {death_advice}"
 
 

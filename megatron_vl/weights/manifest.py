@@ -124,7 +124,7 @@ def _write_tensor_file(
                 f"may be {', '.join(map(dtype_name, CODE_BY_DTYPE))}"
             )
 
-    file_path.parent.mkdir(parents=True, exist_ok=True)
+    durable_files.make_dirs(file_path.parent)
     tensor_types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors_by_name.items()}
     tensor_writer = TensorWriter(file_path, make_safetensors_header(tensor_types, {"format": "pt"}))
     written_tensors = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import LoaderError, validation_rows
@@ -422,6 +424,38 @@ def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset, timeout)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for file in spare:
             file.close()
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+@pytest.mark.parametrize("fault", [errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT])
+def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault, timeout):
+    """One that passes is not noticed. One that stays ends the run and names the shard."""
+    whole, _ = epoch(dataset, sample_timeout_s=timeout)
+    failures_left, attempts, real_read = 1, 0, ShardInfosITarReader._get_item_by_sample_pointer
+
+    def fails(*arguments: Any) -> Any:
+        nonlocal failures_left, attempts
+        attempts += 1
+        if attempts % 5 == 0 and failures_left:
+            failures_left, attempts = failures_left - 1, attempts - 1
+            raise OSError(fault, os.strerror(fault))
+        return real_read(*arguments)
+
+    monkeypatch.setattr(ShardInfosITarReader, "_get_item_by_sample_pointer", fails)
+    monkeypatch.setattr("megatron_vl.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
+    assert epoch(dataset, sample_timeout_s=timeout) == (whole, {}) and not failures_left
+    failures_left, attempts = 1 << 30, 0
+    with pytest.raises(LoaderError, match=rf"sample \d of train-\d+\.tar cannot be read: {os.strerror(fault)}"):
+        epoch(dataset, sample_timeout_s=timeout, num_workers=1)
+
+
+def test_memory_that_a_decoder_lacks_is_no_damage(dataset, monkeypatch):
+    def fails(*arguments: Any) -> None:
+        raise MemoryError("no room for pixels")
+
+    monkeypatch.setattr("simplejpeg.decode_jpeg", fails)
+    with pytest.raises(MemoryError, match="no room for pixels"):
+        epoch(dataset)
 
 
 @pytest.mark.parametrize("timeout", [0.0, 60.0])

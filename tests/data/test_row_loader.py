@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from data_tools.sample_sizes import index_datasets
@@ -284,6 +286,24 @@ def test_a_planner_that_was_killed_ends_the_run(dataset):
         with pytest.raises(RuntimeError, match="the process that plans batches has ended"):
             for _ in range(100):
                 next(loader)
+
+
+@pytest.mark.parametrize(
+    "fault", ["unable to allocate shared memory(shm) for file", "Too many open files (24)"]
+)
+def test_a_row_that_cannot_be_shared_ends_the_run_at_once(dataset, monkeypatch, fault):
+    """A thread of torch would drop the row, and the rank would wait for it without end."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError(fault)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", fails)
+    loader = Run(dataset, 1, workers=1).loaders[0]
+    try:
+        with pytest.raises(LoaderError, match=rf"{re.escape(fault)}\): enlarge /dev/shm .*--shm-size"):
+            next(loader)
+    finally:
+        loader.close()
 
 
 def read_keys(path: Path) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import itertools
 import json
@@ -239,6 +240,48 @@ def test_lines_go_on_after_a_broken_one(tmp_path):
 
 
 @pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
+def test_a_record_with_a_key_twice_is_quarantined(tmp_path, monkeypatch, array):
+    """Python would keep the last value: another image than somebody else reads."""
+    twice = json.dumps(TEXT)[:-1] + ', "image": "a.png", "turns": {"x": 1}, "image": "b.png"}'
+    texts = [json.dumps(TEXT), twice, json.dumps(TEXT)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("[" + ", ".join(texts) + "]" if array else "\n".join(texts))
+    monkeypatch.setattr("data_tools.records.CHUNK_BYTES", 16)
+    records = [record for _, record in read_records(path)]
+    assert records[0] == records[2] == TEXT
+    said = "the key 'image' occurs twice in one object"
+    assert (records[1].reason, str(records[1])) == ("duplicate key", said)
+
+
+def test_a_file_that_ends_within_a_line_is_an_error(tmp_path, capsys):
+    """A download that broke off must not count as one bad record of many."""
+    text = "".join(json.dumps(TEXT) + "\n" for _ in range(3))
+    path = write(tmp_path / "in.jsonl", text[:-9].encode())
+    with pytest.raises(ReadError, match="in.jsonl ends within line 3"):
+        list(read_records(path))
+    assert main(["data", "convert", "--input", str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "fetch the whole file" in capsys.readouterr().err and not (tmp_path / "out/.nv-meta").exists()
+    path.write_text(text[:-1])
+    assert len(list(read_records(path))) == 3
+
+
+def test_an_input_that_grows_while_it_is_read_is_an_error(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "in.jsonl", (json.dumps(TEXT) + "\n").encode())
+
+    def growing(*arguments):
+        with path.open("a") as file:
+            file.write(json.dumps(TEXT) + "\n")
+        return read_records(*arguments)
+
+    words = ["data", "convert", "--input", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
+    with monkeypatch.context() as patched:
+        patched.setattr("data_tools.convert.read_records", growing)
+        assert main(words) == 1
+    assert "something writes to it" in capsys.readouterr().err and not (tmp_path / "out/.nv-meta").exists()
+    assert main([*words, "--force"]) == 0 and "2 of 2 records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
 def test_a_record_that_is_nested_too_deeply_is_quarantined(tmp_path, array):
     """It must not reach the queue to a worker process, which fails on it."""
     (tmp_path / "m").mkdir()
@@ -450,6 +493,61 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     assert report.samples + len(found) + 1 == report.records == len(records)
     assert sum(sum(r.values()) for r in report.refused.values()) == len(found) + 1
     assert encoded(30, 30) in shards(out).values()
+
+
+MACHINE_FAULTS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT]
+
+
+@pytest.mark.parametrize("method", ["read_bytes", "stat"])
+@pytest.mark.parametrize("fault", MACHINE_FAULTS, ids=errno.errorcode.get)
+def test_a_fault_of_the_machine_is_not_blamed_on_a_record(tmp_path, monkeypatch, capsys, fault, method):
+    """One that passes is not noticed; one that stays stops the command, and the next one loses nothing."""
+    image = write(tmp_path / "m/a.png", encoded(30, 30))
+    (tmp_path / "m/b.png").symlink_to("b.png")
+    records = [asks("<image>", image="a.png"), TEXT, asks("<image>", image="b.png")]
+    real_method = getattr(Path, method)
+    failures_left = 1
+
+    def fails(path: Path, **arguments):
+        nonlocal failures_left
+        if path == image and failures_left:
+            failures_left -= 1
+            raise OSError(fault, os.strerror(fault))
+        return real_method(path, **arguments)
+
+    monkeypatch.setattr(Path, method, fails)
+    monkeypatch.setattr("megatron_vl.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
+    assert run(tmp_path, records, "--max-quarantined", "0.4") == 0
+    assert list(refused(tmp_path / "out")) == [3], "only a loop of links is the record's"
+
+    failures_left, _ = 1 << 30, capsys.readouterr()
+    assert run(tmp_path, records, "--max-quarantined", "0.4", "--force") == 1
+    message = capsys.readouterr().err
+    assert f"{os.strerror(fault)}: '{image}'; nothing is lost" in message and "Traceback" not in message
+    failures_left = 0
+    assert run(tmp_path, records, "--max-quarantined", "0.4") == 0
+    assert list(refused(tmp_path / "out")) == [3]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_too_little_memory_for_a_record_stops_the_conversion(tmp_path, monkeypatch, capsys, workers):
+    write(tmp_path / "m/a.png", encoded(30, 30))
+    records = [TEXT, asks("<image>", image="a.png")]
+    with monkeypatch.context() as patched:
+        patched.setattr("PIL.ImageOps.exif_transpose", lambda image: bytearray(1 << 60))
+        assert run(tmp_path, records, "--workers", workers) == 1
+    message = capsys.readouterr().err
+    assert "in.json: record 2: MemoryError" in message and "lower --workers" in message
+    assert run(tmp_path, records, "--workers", workers) == 0 and not refused(tmp_path / "out")
+
+
+def test_a_damaged_video_that_claims_any_size_is_the_records_fault(tmp_path):
+    size_of_table = video(8).index(b"stts") + 8
+    damaged = video(8)[:size_of_table] + b"\x7f\xff\xff\xff" + video(8)[size_of_table + 4 :]
+    write(tmp_path / "media/a.mp4", damaged)
+    out, _ = converted(tmp_path, [TEXT, asks("<video>", video="a.mp4")])
+    assert refused(out) == {2: "video does not decode"}
+    assert "Cannot allocate memory" in (out / "quarantine.jsonl").read_text()
 
 
 def bomb(height: int, width: int) -> bytes:

@@ -209,6 +209,35 @@ def test_what_an_index_cannot_mean_here_is_refused(tmp_path, entry, message):
         out_of(tmp_path, index, datasets=["ok", "none"])
 
 
+def test_files_outside_an_input_folder_or_an_index_are_not_read(tmp_path):
+    """As for media: a foreign index or folder must not bring in a file from elsewhere on this machine."""
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text("{}\n")
+    inside = tmp_path / "in"
+    inside.mkdir()
+    (inside / "link.jsonl").symlink_to(secret)
+    for name in ("../secret.jsonl", str(secret), "link.jsonl", ".."):
+        with pytest.raises(InputError, match="which is not inside"):
+            find_input_files([index_of(inside, {"d": {"file_name": name}})])
+    with pytest.raises(InputError, match=f"link.jsonl leads to {secret}, which is not inside"):
+        find_input_files([inside])
+
+    hub = tmp_path / "hub/datasets--a"
+    for folder in ("blobs", "snapshots/1/data"):
+        (hub / folder).mkdir(parents=True)
+    (hub / "blobs/ab").write_bytes(secret.read_bytes())
+    (hub / "snapshots/1/data/train.jsonl").symlink_to("../../../blobs/ab")
+    for folder in (hub / "snapshots/1", hub / "snapshots/1/data"):
+        assert [file.path.name for file in find_input_files([folder])] == ["train.jsonl"]
+
+
+def test_a_data_set_that_an_index_names_twice_is_refused(tmp_path):
+    path = tmp_path / "dataset_info.json"
+    path.write_text('{"a": {"file_name": "a.json"}, "a": {"file_name": "b.json"}}')
+    with pytest.raises(InputError, match="the key 'a' occurs twice"):
+        find_input_files([path])
+
+
 def test_keys_that_the_tags_leave_out_are_not_read_as_role_or_content(tmp_path):
     turns = [
         {"who": "user", "says": "Hi", "content": "stray", "role": "system"},

@@ -45,7 +45,7 @@ from megatron_vl.data.sample.thinking import (
     has_thinking_switch,
     template_has_thinking,
 )
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UserError, is_machine_fault
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -184,6 +184,8 @@ class ChatEncoder:
                 **template_arguments,
             )
         except Exception as error:  # jinja errors, and whatever a template raises
+            if is_machine_fault(error):
+                raise
             raise ChatError(
                 f"the chat template refuses the conversation ({type(error).__name__}: {error})"
             ) from error

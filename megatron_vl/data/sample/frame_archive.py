@@ -83,6 +83,8 @@ class FrameArchive:
         try:
             self._zip_archive = zipfile.ZipFile(io.BytesIO(archive_bytes))
             self.archive_info = _read_archive_comment(self._zip_archive.comment)
+        except MemoryError:
+            raise
         except Exception as error:  # the reader of zip archives raises all kinds of errors
             raise PixelError(f"not an archive of frames ({type(error).__name__}: {error})") from error
         self._zip_entries = self._zip_archive.infolist()
@@ -103,6 +105,8 @@ class FrameArchive:
         """The file of a picture, counted from 0. Raises PixelError if it is damaged."""
         try:
             return self._zip_archive.read(self._zip_entries[picture_number])
+        except MemoryError:
+            raise
         except Exception as error:
             picture_name = self.picture_name(picture_number)
             raise PixelError(f"{picture_name} is damaged ({type(error).__name__}: {error})") from error

@@ -49,6 +49,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.frame_archive import FrameArchive, PixelError, Sampling, is_frame_archive
 from megatron_vl.data.sample.video_decoding import FrameTable, decode_frames_at, list_frames
+from megatron_vl.errors import is_machine_fault
 from megatron_vl.spec.positions import GridTHW
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -497,6 +498,12 @@ def _pixel_errors(media_kind: str) -> Iterator[None]:
     except (PixelError, SampleTimeoutError):
         raise
     except Exception as error:
+        if type(error).__module__.startswith("av."):
+            # FFmpeg's errors have numbers, but its bytes are in memory, and a damaged header may claim any
+            # size. Only if this raises MemoryError as well, memory is too small.
+            bytearray(1 << 30)
+        elif is_machine_fault(error):
+            raise
         raise PixelError(f"not a readable {media_kind} ({type(error).__name__}: {error})") from error
 
 

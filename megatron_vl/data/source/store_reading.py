@@ -9,6 +9,7 @@ rank's loader processes their samples (:func:`serve_samples`, :class:`ServedSamp
 
 from __future__ import annotations
 
+import errno
 import io
 import threading
 from bisect import bisect_right
@@ -268,7 +269,7 @@ def _read_bytes(path: EPath, start: int, end: int) -> bytes:
     except FileNotFoundError as error:
         raise FileNotFoundError(str(path)) from error
     except Exception as error:  # the client raises its own errors and those of each provider
-        raise OSError(f"{path}: {error}") from error
+        raise OSError(errno.EIO, str(error), str(path)) from error
     return bytes(content)
 
 

@@ -23,6 +23,8 @@ from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITa
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
+from megatron_vl.errors import is_machine_fault, retry_machine_faults
+
 BROKEN_FIELD = "__broken__"
 """Field of a crude sample that could not be read; its value is (reason, detail)."""
 CRC_FIELD = b', "crc32": '
@@ -61,7 +63,8 @@ class TolerantReader:
         timeout_seconds: seconds to wait for a sample; 0: no limit.
 
     Raises:
-        MemoryError: memory was too small to read a sample. The sample is not to blame.
+        FatalSampleError, MemoryError: the storage fails, or memory was too small to read a sample. The sample
+            is not to blame.
     """
 
     def __init__(self, shard_reader: Any, timeout_seconds: float = 0.0) -> None:
@@ -73,8 +76,8 @@ class TolerantReader:
 
     def __getitem__(self, sample_index: int) -> dict[str, Any] | None:
         try:
-            return self._read_freeing_files(sample_index)
-        except (FatalSampleError, MemoryError):
+            return self._read_with_retries(sample_index)
+        except FatalSampleError:
             raise
         except StalledReadError as error:
             failure_reason = "reading takes too long"
@@ -83,12 +86,11 @@ class TolerantReader:
             failure_reason = "shard missing"
             failure_detail = f"{error.filename or error} does not exist"
         except OSError as error:
-            # A handle that failed once may keep failing, for instance after a network file system was down.
-            # The next read opens the file again.
-            self.shard_reader.close()
             failure_reason = "shard unreadable"
             failure_detail = str(error)
         except Exception as error:  # tarfile, struct and Energon raise all kinds of errors on a damaged tar
+            if is_machine_fault(error):
+                raise
             failure_reason = "shard damaged"
             failure_detail = f"{type(error).__name__}: {error}"
 
@@ -99,27 +101,41 @@ class TolerantReader:
             BROKEN_FIELD: (failure_reason, f"sample {index_in_shard} of {shard_name}: {failure_detail}"),
         }
 
-    def _read_freeing_files(self, sample_index: int) -> dict[str, Any] | None:
-        """Reads a sample. If no more files may be opened, it closes those of this reader and tries again.
+    def _read_with_retries(self, sample_index: int) -> dict[str, Any] | None:
+        """Reads a sample, and again through new file handles after a fault of the machine.
 
         Raises:
-            FatalSampleError: no file can be opened even then. The sample is not to blame.
+            FatalSampleError: the fault does not pass. The sample is not to blame.
         """
-        for has_closed in (False, True):
+
+        def read_once() -> dict[str, Any] | None:
             try:
                 if self.timeout_seconds:
                     return self._read_with_timeout(sample_index)
                 return self.shard_reader[sample_index]
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
-                if has_closed:
-                    raise FatalSampleError(
-                        f"{error.strerror} ({error.filename}): raise the limit of open files (`ulimit -n`)"
-                        " where the run is started, or lower data.num_workers"
-                    ) from error
-                self._close_files()
-        raise AssertionError  # the second turn returns or raises
+                # A handle that failed once may keep failing, for instance after a network file system was
+                # down, and without these files there may be few enough.
+                if is_machine_fault(error):
+                    self._close_files()
+                raise
+
+        shard_name, index_in_shard = self._shard_position(sample_index)
+        try:
+            return retry_machine_faults(read_once, shard_name)
+        except OSError as error:
+            if not is_machine_fault(error):
+                raise
+            advice = "fix this and start again: the sample is not left out"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                advice = (
+                    "raise the limit of open files (`ulimit -n`) where the run is started, or lower"
+                    " data.num_workers"
+                )
+            raise FatalSampleError(
+                f"sample {index_in_shard} of {shard_name} cannot be read: {error.strerror}"
+                f" ({error.filename}): {advice}"
+            ) from error
 
     def _close_files(self) -> None:
         """Closes the files that are kept open."""
