@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -662,6 +663,44 @@ def test_nodes_share_an_index(plain, dataset, tmp_path, capsys, last):
     assert said("--shard", "1/4") == (0, COUNT, 0)
     assert main([*words[:-1], "--shard", "1/4"]) == 0 and "were there" in capsys.readouterr().out
     assert main([*words, "--shard", "4/4"]) != 0 and "must be I/N" in capsys.readouterr().err
+
+
+def exclude(folder: Path, *names: str) -> None:
+    """Leaves out shards and samples of a data set, as a user edits its ``split.yaml``."""
+    path = folder / METADATA_DIR / "split.yaml"
+    path.write_text(
+        re.sub(r"^exclude:.*\Z", f"exclude: {json.dumps(names)}\n", path.read_text(), flags=re.M | re.S)
+    )
+    assert read_description(folder).excluded_names == list(names)
+
+
+def test_an_index_that_continues_after_a_shard_was_excluded_is_that_of_the_other_shards(dataset, tmp_path):
+    """Results of the first start belong to their shards, whatever place these have at the second one."""
+    words = ["data", "index", "--processor", str(hf()), "--workers", "1", "--data"]
+    whole, continued = tmp_path / "whole", tmp_path / "continued"
+    for folder in (whole, continued):
+        shutil.copytree(dataset, folder)
+        shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
+    assert main([*words, str(continued), "--shard", "0/4"]) == 0
+    for folder in (whole, continued):
+        exclude(folder, "train-000000.tar")
+        assert main([*words, str(folder)]) == 0
+    assert stored_sizes(continued) == stored_sizes(whole)
+
+
+def test_a_shard_that_is_no_longer_excluded_is_measured(dataset, tmp_path, capsys):
+    """Sizes without it are those of other shards, although the content is the same."""
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    exclude(folder, "train-000001.tar")
+    assert lacking(folder) == [], "sizes of more shards than there are still hold"
+    shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
+    words = ["data", "index", "--processor", str(hf()), "--workers", "1", "--data", str(folder)]
+    assert main(words) == 0
+    exclude(folder)
+    assert lacking(folder) == [folder]
+    assert main(words) == 0 and "were there" not in capsys.readouterr().out
+    assert stored_sizes(folder) == stored_sizes(dataset)
 
 
 def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
