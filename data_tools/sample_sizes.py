@@ -7,6 +7,7 @@ that :mod:`megatron_vl.data.source.sample_sizes` describes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +220,13 @@ class _ShardTask:
     sample_source: SampleSource
     shard_index: int
     encoder: RowEncoder
-    result_path: Path
-    """The file of its results."""
+    work_dir: Path
+
+    @cached_property
+    def result_path(self) -> Path:
+        """The file of its results. Its name says of what: between two starts, shards may be excluded."""
+        shard_text = f"{self.sample_source.dataset.content_id} {self.name} {self.num_samples}"
+        return self.work_dir / f"{hashlib.sha256(shard_text.encode()).hexdigest()[:32]}.npz"
 
     @property
     def name(self) -> str:
@@ -250,8 +257,8 @@ def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder, work_dir: Pat
             continue
         source = SampleSource.whole_split(dataset, split)
         for shard_index, shard_name in enumerate(source.shard_names):
-            result_path = work_dir / f"{len(task_by_shard)}.npz"
-            task_by_shard.setdefault(shard_name, _ShardTask(source, shard_index, encoder, result_path))
+            task = _ShardTask(source, shard_index, encoder, work_dir)
+            task_by_shard.setdefault(shard_name, task)
     return list(task_by_shard.values())
 
 

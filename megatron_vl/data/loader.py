@@ -38,7 +38,7 @@ from megatron_vl.data.packing import assemble_row
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlanningContext, open_sample_reader
-from megatron_vl.data.row_loader import PIXEL_FIELDS, STATE_VERSION, RowLoader
+from megatron_vl.data.row_loader import PIXEL_FIELDS, PROCESSOR_PREFIX, STATE_VERSION, RowLoader
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.pixels import (
@@ -568,6 +568,8 @@ def _loader_identity(
         # These determine the lengths of samples, and so the rows.
         "pixels": [getattr(row_encoder.pixel_settings, name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(chat_encoder.chat_template.encode()),
+        "tokenizer": chat_encoder.tokenizer_digest(),
+        **_processor_identity(row_encoder.pixel_settings),
         **video_rule(data_config, row_encoder.spec.vision.video_timestamps),
     }
     if data_config.shuffle:
@@ -577,6 +579,15 @@ def _loader_identity(
     if chat_encoder.template_writes_thinking:
         loader_identity |= dataclasses.asdict(chat_encoder.thinking_rule)
     return loader_identity
+
+
+def _processor_identity(pixel_settings: PixelSettings) -> dict[str, Any]:
+    """The settings of pixels that come from the processor's files, as JSON values, such as
+    ``processor.patch_size``."""
+    settings = json.loads(json.dumps(dataclasses.asdict(pixel_settings)))
+    return {
+        f"{PROCESSOR_PREFIX}{name}": value for name, value in settings.items() if name not in PIXEL_FIELDS
+    }
 
 
 def validation_rows(

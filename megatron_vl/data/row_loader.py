@@ -32,6 +32,8 @@ PIXEL_FIELDS = (
     "video_fps",
     "video_max_frames",
 )
+PROCESSOR_PREFIX = "processor."
+"""Begins the names of an identity's settings of pixels that are not fields of ``data``."""
 GIVE_ORIGINAL_DATASET = "give the data set that the run began with"
 CONTINUE_ADVICE = "go on with the changed blend with --data.on_changed_blend continue"
 RESTART_DATA_ADVICE = (
@@ -43,6 +45,7 @@ ADVICE_BY_FIELD = {
     "dataset": f"{GIVE_ORIGINAL_DATASET}, {RESTART_DATA_ADVICE}",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
+    "tokenizer": "give the tokenizer that the run began with",
     "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
     "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
@@ -109,9 +112,13 @@ class RowLoader:
         return {name: settings[name] for name in names if name in settings}
 
     @property
-    def chat_template_digest(self) -> str:
-        """The CRC-32 of the chat template's text, for messages."""
-        return f"CRC-32 {self._identity['chat_template']:08x}"
+    def model_folder_settings(self) -> dict[str, Any]:
+        """What comes from the folder of the model, for messages: digests, and settings of the processor."""
+        settings = {
+            name: value for name, value in self._identity.items() if name.startswith(PROCESSOR_PREFIX)
+        }
+        template_digest = f"CRC-32 {self._identity['chat_template']:08x}"
+        return {"chat template": template_digest, "tokenizer": self._identity["tokenizer"], **settings}
 
     @property
     def start_notes(self) -> list[str]:
@@ -210,6 +217,12 @@ class RowLoader:
             LoaderStateError,
         )
 
+        if "tokenizer" not in saved_identity:
+            self._change_lines.append(
+                "NOTE: the checkpoint does not record its tokenizer and image processor, so that other ones"
+                " are not noticed; the next one does"
+            )
+
         # A change of the blend is the only difference with which a run may go on.
         blend_change = self._blend_change(saved_identity.get("dataset"), frozenset(saved_state["begun"]))
         if not blend_change.is_same_data:
@@ -217,8 +230,13 @@ class RowLoader:
 
         for field_name, current_value in self._identity.items():
             saved_value = saved_identity.get(field_name)
+            is_of_processor = field_name.startswith(PROCESSOR_PREFIX)
+            if field_name not in saved_identity and (is_of_processor or field_name == "tokenizer"):
+                continue
             if field_name != "dataset" and saved_value != current_value:
                 advice = ADVICE_BY_FIELD.get(field_name, f"set data.{field_name} back")
+                if is_of_processor:
+                    advice = "give the files of the image and video processor that the run began with"
                 raise LoaderStateError(
                     f"the loader state was saved with {field_name} = {saved_value!r}, this loader has"
                     f" {current_value!r} and would not make the same rows; {advice}"

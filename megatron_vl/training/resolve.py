@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.data.source.dataset_description import SplitFacts, read_description
+from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
 from megatron_vl.planning.layout_search import with_split
@@ -25,6 +25,7 @@ from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training import preflight
+from megatron_vl.training.input_files import read_loader_digests, read_model_digests
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import (
     DataRestart,
@@ -163,17 +164,25 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         )
         start_adapter = saved_metadata.get(preflight.START_ADAPTER_KEY)
 
+    dataset_description = read_description(resolve_location(config.data.path))
     return dataclasses.replace(
         resolved_run,
-        facts_by_split=read_split_facts(config),
+        facts_by_split=read_split_facts(config, dataset_description),
+        model_digests=read_model_digests(config, resolved_run.run_start),
+        loader_digests=read_loader_digests(config, dataset_description),
         run_notes=tuple(run_notes),
         base_digest=base_digest,
         start_adapter=start_adapter,
     )
 
 
-def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
+def read_split_facts(
+    config: TrainConfig, dataset_description: Description | None = None
+) -> dict[str, SplitFacts]:
     """Reads the facts of each split that a run uses, about 60 bytes for each shard.
+
+    Args:
+        dataset_description: the description of the data set, if it was read before.
 
     Raises:
         LoaderError: there is no data set, or one of these splits is empty.
@@ -181,7 +190,7 @@ def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
     """
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
-    dataset_description = read_description(resolve_location(config.data.path))
+    dataset_description = dataset_description or read_description(resolve_location(config.data.path))
     facts_by_split = {
         split: dataset_description.split_facts(split)
         for split in sorted({"train", config.eval.split} if config.eval.interval else {"train"})

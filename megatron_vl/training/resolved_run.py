@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_vl.config import TrainConfig
@@ -32,6 +32,10 @@ class ResolvedRun:
     base_digest: str = ""
     """Of a run with LoRA: which model the adapters belong to
     (:meth:`~megatron_vl.weights.weight_reader.WeightReader.model_digest`)."""
+    model_digests: dict[str, str] = field(default_factory=dict)
+    """What every rank reads (:func:`~megatron_vl.training.input_files.read_model_digests`)."""
+    loader_digests: dict[str, str] = field(default_factory=dict)
+    """What ranks that own a loader read (:func:`~megatron_vl.training.input_files.read_loader_digests`)."""
     start_adapter: dict[str, str] | None = None
     """The adapters that the run began with (:func:`~megatron_vl.training.preflight.read_start_adapter`). None
     if its checkpoints do not record them."""

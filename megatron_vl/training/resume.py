@@ -131,8 +131,8 @@ def _run_fields(training_run: TrainingRun) -> dict[str, Any]:
     row_settings = data_loader.row_settings if data_loader is not None else {}
     run_fields = recorded_fields(training_run.config, training_run.spec, row_settings)
     if data_loader is not None:
-        # It comes from the folder of the model. Only a run that restarts its data may have another one.
-        run_fields["chat template"] = data_loader.chat_template_digest
+        # Only a run that restarts its data may have others.
+        run_fields |= data_loader.model_folder_settings
     return run_fields
 
 

@@ -34,6 +34,7 @@ from megatron_vl.spec.layout import Layout
 from megatron_vl.training.checkpoint import CheckpointSaver
 from megatron_vl.training.evaluation import Evaluator
 from megatron_vl.training.export_hf import HfExporter
+from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.model import BuiltModel, build_model
 from megatron_vl.training.offload.build import chunked_state
@@ -133,6 +134,7 @@ def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
     exit_if_stop_requested(platform)  # what follows takes minutes with large models
     config = resolved_run.config
     grid = make_grid(resolved_run.layout)
+    check_same_files(resolved_run, grid.owns_loader)
     context = f", cp {grid.cp_rank}" if grid.cp > 1 else ""
     progress.current_progress.grid_position = (
         f"tp {grid.tp_rank}{context}, pp {grid.pp_rank}, dp {grid.dp_rank}"

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ import psutil
 import pytest
 import torch
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from tokenizers import Tokenizer
 
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import build_loader, cook_sample
 from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedRankRows, open_sample_reader
+from megatron_vl.data.sample.chat import compute_tokenizer_digest
 from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError, read_description
@@ -405,6 +407,69 @@ def test_states_that_do_not_fit_are_refused(dataset):
         half.loaders[0].state_dict()
 
 
+def permute_tokens(folder: Path) -> None:
+    """Another tokenizer of the same size: 256 tokens have each other's ids, and the words are the same."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    ids = sorted(vocabulary.values())[:256]
+    new_ids = dict(zip(ids, reversed(ids), strict=True))
+    tokenizer["model"]["vocab"] = {token: new_ids.get(number, number) for token, number in vocabulary.items()}
+    path.write_text(json.dumps(tokenizer))
+
+
+def change_processor(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (permute_tokens, "tokenizer = '.* give the tokenizer that"),
+        (change_processor(image_mean=[0.5] * 3), "processor.norm = {'mean': .* give the files of the image"),
+        (change_processor(resample=2), "processor.resample = 3, this loader has 2"),
+        (change_processor(min_frames=6), "processor.video_min_frames = 4, this loader has 6"),
+    ],
+)
+def test_a_state_of_another_tokenizer_or_processor_is_refused(dataset, tmp_path, change, named):
+    states = Run(dataset, 1).stop()
+    shutil.copytree(hf(), other := tmp_path / "hf")
+    change(other)
+    shutil.copytree(dataset, folder := tmp_path / "set")
+    index_datasets(data_config(folder), read_spec(other), other)
+    loader = build_loader(data_config(folder), read_spec(other), other, rows_per_step=12)
+    with pytest.raises(LoaderStateError, match=f"saved with {named}"):
+        loader.load_state_dict(states[0])
+
+    # States did not record these once.
+    identity = {
+        name: value
+        for name, value in states[0]["identity"].items()
+        if name != "tokenizer" and not name.startswith("processor.")
+    }
+    loader.load_state_dict(states[0] | {"identity": identity})
+    assert "the checkpoint does not record its tokenizer and image processor" in loader.start_notes[-1]
+
+
+def test_a_tokenizer_written_otherwise_is_the_same(tmp_path):
+    """Its digest is that of what it does."""
+    shutil.copytree(hf(), other := tmp_path / "hf")
+    fields = json.loads((other / "tokenizer.json").read_text())
+    model = fields["model"]
+    model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    model["vocab"] = dict(reversed(model["vocab"].items()))
+    (other / "tokenizer.json").write_text(json.dumps(fields, indent=2))
+    written, rewritten = (str(folder / "tokenizer.json") for folder in (hf(), other))
+    digest = compute_tokenizer_digest(Tokenizer.from_file(written))
+    assert compute_tokenizer_digest(Tokenizer.from_file(rewritten)) == digest
+    permute_tokens(other)
+    assert compute_tokenizer_digest(Tokenizer.from_file(rewritten)) != digest
+
+
 def test_damage_is_found_when_a_state_is_loaded(dataset):
     """With processes too, which would find it only later."""
     first = Run(dataset, 1)
@@ -682,6 +747,44 @@ def test_nodes_share_an_index(plain, dataset, tmp_path, capsys, last):
     assert said("--shard", "1/4") == (0, COUNT, 0)
     assert main([*words[:-1], "--shard", "1/4"]) == 0 and "were there" in capsys.readouterr().out
     assert main([*words, "--shard", "4/4"]) != 0 and "must be I/N" in capsys.readouterr().err
+
+
+def exclude(folder: Path, *names: str) -> None:
+    """Leaves out shards and samples of a data set, as a user edits its ``split.yaml``."""
+    path = folder / METADATA_DIR / "split.yaml"
+    path.write_text(
+        re.sub(r"^exclude:.*\Z", f"exclude: {json.dumps(names)}\n", path.read_text(), flags=re.M | re.S)
+    )
+    assert read_description(folder).excluded_names == list(names)
+
+
+def test_an_index_that_continues_after_a_shard_was_excluded_is_that_of_the_other_shards(dataset, tmp_path):
+    """Results of the first start belong to their shards, whatever place these have at the second one."""
+    words = ["data", "index", "--processor", str(hf()), "--workers", "1", "--data"]
+    whole, continued = tmp_path / "whole", tmp_path / "continued"
+    for folder in (whole, continued):
+        shutil.copytree(dataset, folder)
+        shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
+    assert main([*words, str(continued), "--shard", "0/4"]) == 0
+    for folder in (whole, continued):
+        exclude(folder, "train-000000.tar")
+        assert main([*words, str(folder)]) == 0
+    assert stored_sizes(continued) == stored_sizes(whole)
+
+
+def test_a_shard_that_is_no_longer_excluded_is_measured(dataset, tmp_path, capsys):
+    """Sizes without it are those of other shards, although the content is the same."""
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    exclude(folder, "train-000001.tar")
+    assert lacking(folder) == [], "sizes of more shards than there are still hold"
+    shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
+    words = ["data", "index", "--processor", str(hf()), "--workers", "1", "--data", str(folder)]
+    assert main(words) == 0
+    exclude(folder)
+    assert lacking(folder) == [folder]
+    assert main(words) == 0 and "were there" not in capsys.readouterr().out
+    assert stored_sizes(folder) == stored_sizes(dataset)
 
 
 def test_the_commands_that_write_sizes(plain, tmp_path, capsys):

@@ -6,14 +6,18 @@ closes its connections, and the others would report that; over NCCL they would w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +25,11 @@ import torch
 from converters.convert import convert_weights
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert_dataset as convert_data
+from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.parallel import failures
+from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.loop import TrainingStopped, describe_checkpoints
+from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.setup import close_log_and_data_loader, close_on_failure
 from tests.support.ranks import Ended, run_apart, run_module
 from tests.training.small_run import environment, options_of
@@ -193,6 +200,65 @@ def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path, ba
     assert "checkpoint of step 2 could not be written" in message
     assert "File too large" in message
     assert not (tmp_path / "run" / "step_00000002").exists()
+
+
+def nodes(prepared, folder: Path) -> dict[int, Path]:
+    """Two working folders with the same files, as nodes with copies on their own disks."""
+    folders = {rank: folder / f"node_{rank}" for rank in range(2)}
+    for node in folders.values():
+        for name in ("hf", "weights", "data"):
+            shutil.copytree(prepared[name], node / name)
+    return folders
+
+
+NODE_PATHS = ["--model.hf", "hf", "--model.checkpoint", "weights", "--data.path", "data"]
+
+
+def set_fields(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
+    "hf/preprocessor_config.json": (lambda path: set_fields(path, image_mean=[0.5] * 3), True),
+    "weights/manifest.json": (lambda path: set_fields(path, origin={"step": 7}), True),
+    "hf/tokenizer.json": (lambda path: set_fields(path, normalizer=None), False),
+    "hf/chat_template.jinja": (lambda path: path.write_text("another template"), False),
+    "data/.nv-meta/split.yaml": (lambda path: path.write_text(path.read_text() + "\n"), False),
+    "data/.nv-meta/index.uuid": (Path.unlink, False),
+}
+"""For each file, how the second node has another one, and whether all ranks read it."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_files_under_the_same_path_are_refused(prepared, tmp_path, monkeypatch, name) -> None:
+    folders = nodes(prepared, tmp_path)
+    monkeypatch.chdir(folders[0])
+    config = parse_config(options_of(prepared, tmp_path / "run", *NODE_PATHS))
+    resolved_run = resolve_run(config, 1)
+    monkeypatch.chdir(folders[1])
+    for owns_loader in (False, True):
+        check_same_files(resolved_run, owns_loader)
+
+    change, all_read = CHANGES[name]
+    change(folders[1] / name)
+    refused = pytest.raises(
+        RunConfigError, match=f"^{socket.gethostname()}: {name} is not as rank 0 reads it"
+    )
+    with refused:
+        check_same_files(resolved_run, True)
+    with refused if all_read else contextlib.nullcontext():
+        check_same_files(resolved_run, False)
+
+
+@pytest.mark.ranks
+def test_a_node_with_stale_weights_ends_all(prepared, tmp_path) -> None:
+    folders = nodes(prepared, tmp_path)
+    shutil.rmtree(folders[1] / "weights")
+    convert_weights(prepared["hf"], folders[1] / "weights", {"tp": 1, "pp": 2})
+    words = options_of(prepared, tmp_path / "run", *NODE_PATHS, "--parallel.tp", "2", steps=3)
+    message = one_message(run_apart("megatron_vl.train", words, 2, folders=folders))
+    assert f"rank 1: {socket.gethostname()}: weights/manifest.json is not as rank 0 reads it." in message
+    assert not list((tmp_path / "run").glob("step_*"))
 
 
 @pytest.mark.ranks

@@ -357,6 +357,8 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     template = read_chat_template(other_hf)
     (other_hf / "chat_template.json").unlink()
     (other_hf / "chat_template.jinja").write_text(template + "{# another #}")
+    processor = json.loads((other_hf / "preprocessor_config.json").read_text())
+    (other_hf / "preprocessor_config.json").write_text(json.dumps(processor | {"resample": 2}))
     other = prepare(tmp_path / "other", other_hf, samples=20)
     moved = {**prepared, "data": other["data"], "hf": other_hf}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
@@ -364,7 +366,7 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert said.count("--checkpoint.restart_data") == 1, "the same advice twice"
     [said] = trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
     assert f"NOTE: fields have changed since the checkpoint: data.path was '{prepared['data']}', is " in said
-    assert "; chat template was 'CRC-32 " in said
+    assert "; chat template was 'CRC-32 " in said and "; processor.resample was 3, is 2" in said
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
 
 

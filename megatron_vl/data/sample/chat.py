@@ -24,6 +24,7 @@ thinking.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from bisect import bisect_right
@@ -35,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
@@ -154,6 +156,10 @@ class ChatEncoder:
                 " eos_token_id in generation_config.json"
             )
         return notes
+
+    def tokenizer_digest(self) -> str:
+        """Identifies what turns text into tokens: :func:`compute_tokenizer_digest` of the tokenizer."""
+        return compute_tokenizer_digest(self._fast_tokenizer)
 
     def render_conversation(
         self,
@@ -634,6 +640,17 @@ def _read_eos_tokens(config_path: Path) -> list[int]:
     if eos_token_id is None:
         return []
     return [int(token) for token in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])]
+
+
+def compute_tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """A digest of vocabulary, merges, added tokens, normaliser, pre-tokenizer and post-processor.
+
+    It does not depend on how a file writes them, nor on what only turns tokens into text.
+    """
+    tokenizer_fields = json.loads(tokenizer.to_str())
+    for name in ("version", "truncation", "padding", "decoder"):
+        del tokenizer_fields[name]
+    return hashlib.sha256(json.dumps(tokenizer_fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _load_tokenizer(hf_path: Path) -> Any:

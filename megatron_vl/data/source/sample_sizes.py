@@ -89,18 +89,24 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
 
 
 def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: str) -> bool:
-    """Whether a data set has sizes of its present content.
+    """Whether a data set has sizes of its present content, of all shards of its splits.
 
     Args:
         tokenization_id: the :func:`compute_tokenization_id` of the run.
     """
     path = dataset_description.path / METADATA_DIR / SIZES_DIR / tokenization_id / SHARDS_FILE
     try:
-        return (
-            location_is_file(path)
-            and json.loads(read_text_file(path))["content"] == dataset_description.content_id
+        if not location_is_file(path):
+            return False
+        json_fields = json.loads(read_text_file(path))
+        # A shard that was excluded when the sizes were written may be back.
+        measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
+        present_shards = set().union(*dataset_description.shards_by_split.values())
+        samples_by_shard = dataset_description.samples_by_shard
+        return json_fields["content"] == dataset_description.content_id and all(
+            measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

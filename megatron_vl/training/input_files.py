@@ -1,0 +1,86 @@
+"""Compares the files that decide what a run trains on between its ranks.
+
+Nodes may have other files under the same path: a stale copy of weights, another image processor. Rank 0
+records a digest of each such file in the :class:`~megatron_vl.training.resolved_run.ResolvedRun`, and every
+rank compares those that it reads itself. The files of weights and shards are not read: manifests and ids of
+content hold their hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
+from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.weights.run_folder import StartPoint
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
+)
+DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid")
+
+
+def read_model_digests(config: TrainConfig, run_start: StartPoint) -> dict[str, str]:
+    """Digests of what every rank reads, by path: the processor's settings, and where the weights come
+    from."""
+    from megatron_vl.weights.manifest import MANIFEST_FILE  # they import torch
+    from megatron_vl.weights.weight_reader import find_weights_dir
+
+    files = [Path(config.model.hf) / name for name in PROCESSOR_FILES]
+    weights = [config.model.checkpoint] if config.lora.rank or not run_start.source_checkpoint else []
+    if run_start.source_checkpoint is not None:
+        files.append(run_start.source_checkpoint.path / "run.json")
+    else:
+        weights.append(config.lora.adapter)
+    files += [find_weights_dir(folder) / MANIFEST_FILE for folder in weights if folder]
+    return _digests(files)
+
+
+def read_loader_digests(config: TrainConfig, description: Description) -> dict[str, str]:
+    """Digests of what only ranks that own a loader read: tokenizer, chat template, and the description of
+    the data set."""
+    return _digests([*(Path(config.model.hf) / name for name in TOKENIZER_FILES), *_data_files(description)])
+
+
+def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
+    """Raises RunConfigError if this rank reads other files than rank 0."""
+    own_digests = read_model_digests(resolved_run.config, resolved_run.run_start)
+    expected_digests = resolved_run.model_digests
+    if owns_loader:
+        own_digests |= _digests(map(Path, resolved_run.loader_digests))
+        expected_digests = expected_digests | resolved_run.loader_digests
+    for path, digest in own_digests.items():
+        if digest != expected_digests.get(path):
+            missing_text = "" if digest else ": it is missing"
+            raise RunConfigError(
+                f"{socket.gethostname()}: {path} is not as rank 0 reads it{missing_text}. Give all nodes the"
+                " same files, for instance on shared storage"
+            )
+
+
+def _data_files(description: Description) -> list[Path]:
+    """The files that describe a data set on a disk. An object store is the same one for all nodes."""
+    if not isinstance(description.path, Path):
+        return []
+    if isinstance(description, DatasetDescription):
+        return [description.path / METADATA_DIR / name for name in DATASET_FILES]
+    inner_files = (file for inner in description.inner_by_path.values() for file in _data_files(inner))
+    return [description.path, *inner_files]
+
+
+def _digests(files: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256 of each file, by path; empty for a file that does not exist."""
+    digests = {}
+    for file_path in files:
+        try:
+            with file_path.open("rb") as opened_file:
+                digests[str(file_path)] = hashlib.file_digest(opened_file, "sha256").hexdigest()
+        except FileNotFoundError:
+            digests[str(file_path)] = ""
+    return digests
