@@ -470,8 +470,8 @@ class TrainConfig:
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the random initial weights."""
     max_bad_steps: int = option(10, minimum=1)
-    """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
-    Each such step is skipped: weights and moments do not change, data and schedules advance. At the end of a
+    """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss
+    token or gradient. Each such step is skipped: weights and moments do not change, data and schedules advance. At the end of a
     run two of them are too many."""
 
 
