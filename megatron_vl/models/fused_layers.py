@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,23 +233,28 @@ class ResidualNorm(nn.Module):
         return (normalized, residual) if self.returns_input else normalized
 
 
+@contextmanager
 def recompute_in_backward(
     recomputed_tensor: Tensor, forward_function: Callable[..., Tensor], *function_inputs: Any
-) -> AbstractContextManager[Any]:
+) -> Iterator[None]:
     """A context in which autograd does not keep ``recomputed_tensor``.
 
     The backward pass computes it again, as ``forward_function(*function_inputs)``. This works for every
     operator that saves the tensor (or a view of all of it) through ``save_for_backward``, including
     Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
-    tensor_address = recomputed_tensor.data_ptr()
-    num_elements = recomputed_tensor.numel()
+    tensor_version = recomputed_tensor._version
 
     def pack_tensor(saved_tensor: Tensor) -> Any:
+        # The context holds the tensor, so no other one gets its address. Views that order its elements
+        # differently, and values that were written in place, are kept.
         is_recomputed_tensor = (
-            saved_tensor.data_ptr() == tensor_address
-            and saved_tensor.numel() == num_elements
-            and saved_tensor.dtype == tensor_dtype
+            saved_tensor.data_ptr() == recomputed_tensor.data_ptr()
+            and saved_tensor.numel() == recomputed_tensor.numel()
+            and saved_tensor.dtype == recomputed_tensor.dtype
+            and saved_tensor.is_contiguous()
+            and recomputed_tensor.is_contiguous()
+            and saved_tensor._version == tensor_version
         )
         return saved_tensor.shape if is_recomputed_tensor else saved_tensor
 
@@ -259,5 +264,6 @@ def recompute_in_backward(
         with torch.no_grad():
             return forward_function(*function_inputs).view(packed_tensor)
 
-    tensor_dtype = recomputed_tensor.dtype
-    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor)
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor):
+        yield
+    del recomputed_tensor  # which `pack_tensor` would hold, and autograd holds that
