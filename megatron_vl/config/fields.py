@@ -471,8 +471,8 @@ class TrainConfig:
     """Seed of the random initial weights."""
     max_bad_steps: int = option(10, minimum=1)
     """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss
-    token or gradient. Each such step is skipped: weights and moments do not change, data and schedules advance. At the end of a
-    run two of them are too many."""
+    token or gradient. Each such step is skipped: weights and moments do not change, data and schedules
+    advance. At the end of a run two of them are too many, unless a gradient was missing."""
 
 
 @functools.cache

@@ -243,17 +243,19 @@ def recompute_in_backward(
     operator that saves the tensor (or a view of all of it) through ``save_for_backward``, including
     Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
-    tensor_version = recomputed_tensor._version
+    # The context holds the tensor, so no other one gets its address. Autograd keeps `pack_tensor` for longer,
+    # so that function must not hold it.
+    held_tensors, tensor_version = [recomputed_tensor], recomputed_tensor._version
 
     def pack_tensor(saved_tensor: Tensor) -> Any:
-        # The context holds the tensor, so no other one gets its address. Views that order its elements
-        # differently, and values that were written in place, are kept.
+        # Views that order its elements differently are kept, and values that were written in place.
+        [tensor] = held_tensors
         is_recomputed_tensor = (
-            saved_tensor.data_ptr() == recomputed_tensor.data_ptr()
-            and saved_tensor.numel() == recomputed_tensor.numel()
-            and saved_tensor.dtype == recomputed_tensor.dtype
+            saved_tensor.data_ptr() == tensor.data_ptr()
+            and saved_tensor.numel() == tensor.numel()
+            and saved_tensor.dtype == tensor.dtype
             and saved_tensor.is_contiguous()
-            and recomputed_tensor.is_contiguous()
+            and tensor.is_contiguous()
             and saved_tensor._version == tensor_version
         )
         return saved_tensor.shape if is_recomputed_tensor else saved_tensor
@@ -266,4 +268,4 @@ def recompute_in_backward(
 
     with torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor):
         yield
-    del recomputed_tensor  # which `pack_tensor` would hold, and autograd holds that
+    held_tensors.clear()

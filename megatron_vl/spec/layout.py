@@ -187,7 +187,7 @@ def key_value_copies(key_value_heads: int, cp: int) -> int:
 
 
 def attention_heads(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
-    """The query heads and the key/value heads that a rank's attention computes, after ranks exchanged heads."""
+    """The query heads and the key/value heads of a rank's attention, after ranks have exchanged heads."""
     query_heads, key_value_heads = heads_per_tensor_rank(spec, layout.tp)
     copies = key_value_copies(key_value_heads, layout.head_ranks)
     return query_heads // layout.head_ranks, copies * key_value_heads // layout.head_ranks

@@ -173,8 +173,7 @@ def clip_and_update(
     in 14 ms. Gradients must be sums over tokens before; they may be so afterwards, too.
 
     Core's own ``step`` computes the norm but continues if it is NaN. Here the norm, which is equal on every
-    rank, decides: if it is not finite, or if every gradient is zero, weights, moments and Adam's step count do
-    not change.
+    rank, decides: if it is not finite, or is zero, weights, moments and Adam's step count do not change.
 
     Args:
         loss_tokens: number of loss tokens of the global batch.

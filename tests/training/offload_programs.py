@@ -354,8 +354,8 @@ def poisoned(hf: str) -> dict[str, Any]:
 
 
 def phases_of_slots() -> dict[str, Any]:
-    """The phases of each slot in an update of four chunks, a dropped fetch and another update, in which copies
-    go on into the next step; and what is asserted if a slot is dropped during its update."""
+    """The phases of each slot in an update of four chunks, a dropped fetch and an update whose copies go
+    on into the next step; and what is asserted if a slot is dropped during its update."""
     platform = get_platform("cpu")
     chunks = [StateChunk(False, torch.float32, 64) for _ in range(4)]
     allocate_host_chunks(chunks, is_pinned=False)
