@@ -13,6 +13,9 @@ import pytest
 
 from megatron_vl import config
 from megatron_vl.config import (
+    DataConfig,
+    Fp8Config,
+    ParallelConfig,
     RunConfigError,
     TrainConfig,
     field_types,
@@ -197,6 +200,40 @@ IMPOSSIBLE = [
 def test_impossible(arguments, world_size, message):
     with pytest.raises(RunConfigError, match=message):
         validate_config(parse_config(arguments), world_size)
+
+
+@pytest.mark.parametrize("recipe", ["none", "tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (4, 2), (1, 4), (16, 1)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_rows_that_fp8_cannot_multiply_are_refused(
+    recipe: str, tp: int, cp: int, sequence_parallel: bool
+) -> None:
+    """Transformer Engine's own rules: its layers assert 8 rows in what a rank passes in, and Tensor Cores
+    need 16 in the products of a weight's gradient, blockwise scaling a block of 128."""
+    sequence_parallel &= tp > 1
+    parallel = ParallelConfig(tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+    parts = cp * (tp if sequence_parallel else 1)
+    fp8, refused = Fp8Config(recipe=recipe), set()  # type: ignore[arg-type]
+    lengths = {parts * rows for rows in (*range(1, 65), 128, 192, 256)} | {4096, 32768}
+    for seq_len in lengths:
+        config = TrainConfig(parallel=parallel, fp8=fp8, data=DataConfig(seq_len=seq_len))
+        try:
+            validate_config(config, tp * cp)
+        except RunConfigError as error:
+            assert "data.seq_len" in str(error) and "with fp8.recipe" in str(error)
+            refused.add(seq_len)
+    rows = {seq_len: seq_len // cp for seq_len in lengths}
+    block = {"none": 1, "blockwise": 128}.get(recipe, 16)
+    least = 1 if recipe == "none" else 8
+    assert refused == {n for n in lengths if n // parts % least or rows[n] % block}
+    assert bool(refused) == (recipe != "none")
+
+
+def test_the_refusal_names_lengths_that_fp8_can_multiply() -> None:
+    message = "data.seq_len 4100 must be a multiple of 32 with fp8.recipe delayed, parallel.tp 1 and cp 2"
+    options = ["--fp8.recipe", "delayed", "--data.seq_len", "4100", "--parallel.cp", "2"]
+    with pytest.raises(RunConfigError, match=f"{message}; take 4096 or 4128$"):
+        validate_config(parse_config(options), 2)
 
 
 NUMBERS_CHECKED_WITH_OTHERS = {"checkpoint.export_hf", "profile.ranks", "profile.steps", "parallel.layers"}

@@ -97,6 +97,24 @@ def _check_row_sharing(config: TrainConfig) -> None:
             f"data.seq_len {seq_len} must be a multiple of {shard_count} (parallel.cp"
             f" {parallel.cp}{tensor_text}); take {_near_multiples(seq_len, shard_count)}"
         )
+    _check_fp8_rows(config)
+
+
+def _check_fp8_rows(config: TrainConfig) -> None:
+    """Checks the tokens of a rank's products in FP8: blocks of 128, or for Tensor Cores a multiple of 16.
+
+    With sequence parallelism, Transformer Engine also wants a multiple of 8 in what each rank gathers.
+    """
+    fp8_recipe, parallel, seq_len = config.fp8.recipe, config.parallel, config.data.seq_len
+    if fp8_recipe == "none":
+        return
+    gathered_parts = parallel.tp if parallel.sequence_parallel else 1
+    multiple = parallel.cp * math.lcm(128 if fp8_recipe == "blockwise" else 16, 8 * gathered_parts)
+    if seq_len % multiple:
+        raise RunConfigError(
+            f"data.seq_len {seq_len} must be a multiple of {multiple} with fp8.recipe {fp8_recipe},"
+            f" parallel.tp {parallel.tp} and cp {parallel.cp}; take {_near_multiples(seq_len, multiple)}"
+        )
 
 
 def _check_pipeline_chunks(config: TrainConfig, data_parallel_size: int) -> None:

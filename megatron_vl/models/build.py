@@ -32,7 +32,7 @@ from megatron_vl.parallel.process_groups import group_of_this_rank, nested_conte
 from megatron_vl.platform import Platform
 from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts, trained_tensors
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.layout import Layout, attention_heads
 from megatron_vl.spec.tensors import OUTPUT_TENSOR, tensor_table
 
 
@@ -214,8 +214,10 @@ class _ModelBuilder:
             dtype=self.dtype,
             gathers_keys=gathers_keys,
         )
-        heads_per_group = language_spec.num_heads // language_spec.num_kv_heads
-        check_gradients(attention_backend, heads_per_group, language_spec.head_dim, gathers_keys)
+        query_heads, key_value_heads = attention_heads(self.spec, self.layout)
+        check_gradients(
+            attention_backend, query_heads // key_value_heads, language_spec.head_dim, gathers_keys
+        )
 
         return transformer_block_spec(
             self.platform,

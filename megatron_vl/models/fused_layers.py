@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,23 +233,30 @@ class ResidualNorm(nn.Module):
         return (normalized, residual) if self.returns_input else normalized
 
 
+@contextmanager
 def recompute_in_backward(
     recomputed_tensor: Tensor, forward_function: Callable[..., Tensor], *function_inputs: Any
-) -> AbstractContextManager[Any]:
+) -> Iterator[None]:
     """A context in which autograd does not keep ``recomputed_tensor``.
 
     The backward pass computes it again, as ``forward_function(*function_inputs)``. This works for every
     operator that saves the tensor (or a view of all of it) through ``save_for_backward``, including
     Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
-    tensor_address = recomputed_tensor.data_ptr()
-    num_elements = recomputed_tensor.numel()
+    # The context holds the tensor, so no other one gets its address. Autograd keeps `pack_tensor` for longer,
+    # so that function must not hold it.
+    held_tensors, tensor_version = [recomputed_tensor], recomputed_tensor._version
 
     def pack_tensor(saved_tensor: Tensor) -> Any:
+        # Views that order its elements differently are kept, and values that were written in place.
+        [tensor] = held_tensors
         is_recomputed_tensor = (
-            saved_tensor.data_ptr() == tensor_address
-            and saved_tensor.numel() == num_elements
-            and saved_tensor.dtype == tensor_dtype
+            saved_tensor.data_ptr() == tensor.data_ptr()
+            and saved_tensor.numel() == tensor.numel()
+            and saved_tensor.dtype == tensor.dtype
+            and saved_tensor.is_contiguous()
+            and tensor.is_contiguous()
+            and saved_tensor._version == tensor_version
         )
         return saved_tensor.shape if is_recomputed_tensor else saved_tensor
 
@@ -259,5 +266,6 @@ def recompute_in_backward(
         with torch.no_grad():
             return forward_function(*function_inputs).view(packed_tensor)
 
-    tensor_dtype = recomputed_tensor.dtype
-    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor)
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor):
+        yield
+    held_tensors.clear()

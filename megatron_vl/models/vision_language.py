@@ -153,7 +153,7 @@ class VisionLanguageModel(MegatronModule):
             # The embedding is frozen. Recomputed layers and the absent tower have a backward pass only if
             # their input has a gradient.
             token_embeddings.requires_grad_()
-        if self.absent_tower is not None and (skips_tower or level_features is None):
+        if self.absent_tower is not None and level_features is None:
             token_embeddings = self.absent_tower.skip_tower(token_embeddings)
 
         # The levels of DeepStack are added to the outputs of the first layers. Until then they are zero
@@ -193,9 +193,11 @@ class VisionLanguageModel(MegatronModule):
         assert self.vision_model is not None and row.feature_route is not None
         route = row.feature_route
         if skips_tower:
-            # The exchange has a backward pass on all ranks or on none.
+            assert self.absent_tower is not None
+            # The exchange has a backward pass on all ranks or on none. The tower comes before it, as on the
+            # ranks that run it, so that all ranks start collectives of both groups in one order.
             is_trained = any(parameter.requires_grad for parameter in self.vision_model.parameters())
-            local_features = torch.empty(
+            no_features = torch.empty(
                 0,
                 1 + self.num_deepstack_levels,
                 self.config.hidden_size,
@@ -203,6 +205,7 @@ class VisionLanguageModel(MegatronModule):
                 device=row.tokens.device,
                 requires_grad=is_trained and torch.is_grad_enabled(),
             )
+            local_features = self.absent_tower.skip_tower(no_features)
         else:
             local_features = torch.stack(self.vision_model(row.vision_input), 1)
             if not route.encodes:  # a dummy picture, which no placeholder stands for

@@ -143,14 +143,14 @@ class AbsentTower:
                 if not group.param_gather_dispatched:
                     group.start_param_sync()
 
-    def skip_tower(self, token_embeddings: Tensor) -> Tensor:
-        """Returns ``token_embeddings`` unchanged. In the backward pass, the tower's gradients are reported as
+    def skip_tower(self, hidden_states: Tensor) -> Tensor:
+        """Returns ``hidden_states`` unchanged. In the backward pass, the tower's gradients are reported as
         ready; they stay as they are."""
         if self._gathers_params:
             for group in self.bucket_groups:
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
+                group.finish_param_sync()  # which starts the language model's gather, as the tower does
         return _CallInBackward.apply(
-            token_embeddings, partial(self.ddp_chunk.report_gradients_ready, self.trained_params)
+            hidden_states, partial(self.ddp_chunk.report_gradients_ready, self.trained_params)
         )
 
 

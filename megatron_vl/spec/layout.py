@@ -186,12 +186,24 @@ def key_value_copies(key_value_heads: int, cp: int) -> int:
     return math.lcm(key_value_heads, cp) // key_value_heads
 
 
+def attention_heads(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
+    """The query heads and the key/value heads of a rank's attention, after ranks have exchanged heads."""
+    query_heads, key_value_heads = heads_per_tensor_rank(spec, layout.tp)
+    copies = key_value_copies(key_value_heads, layout.head_ranks)
+    return query_heads // layout.head_ranks, copies * key_value_heads // layout.head_ranks
+
+
+def heads_per_tensor_rank(spec: ModelSpec, tp: int) -> tuple[int, int]:
+    """The query heads and the key/value heads of a tensor-parallel rank, which has at least one of each."""
+    return spec.language.num_heads // tp, max(1, spec.language.num_kv_heads // tp)
+
+
 def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
     """The largest divisor of ``cp`` that divides the query heads of a tensor-parallel rank.
 
     Query heads are divided together with their key/value heads.
     """
-    query_heads, key_value_heads = spec.language.num_heads // tp, max(1, spec.language.num_kv_heads // tp)
+    query_heads, key_value_heads = heads_per_tensor_rank(spec, tp)
     head_ranks = cp
     while cp % head_ranks or query_heads % math.lcm(key_value_heads, head_ranks):
         head_ranks -= 1

@@ -20,11 +20,12 @@ from megatron_vl.training.optimizer import PartLearningRates, set_learning_rates
 from megatron_vl.training.resume import checkpoint_metadata
 from megatron_vl.training.setup import TrainingRun, print_run_summary
 from megatron_vl.training.source_counts import SourceCounts
-from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, StepResult, train_step
+from megatron_vl.training.step import NO_GRADIENT, NO_LOSS_TOKENS, NOT_FINITE, StepResult, train_step
 from megatron_vl.weights.run_folder import split_by_branch
 
 MAX_SKIPPED_STEPS = 10
-"""A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
+"""A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough,
+unless a gradient was missing."""
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -245,7 +246,9 @@ def _stop_if_unrecoverable(
 
     # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the skipped
     # steps of a run that seems to have ended well.
+    # Steps without gradients may come from a few rows without images, and are harmless.
     is_last_step = training_run.completed_steps == training_run.config.steps
+    is_last_step = is_last_step and NO_GRADIENT not in consecutive_skips
     if len(consecutive_skips) >= (2 if is_last_step else MAX_SKIPPED_STEPS):
         raise TrainingStopped(skipped_steps_message(consecutive_skips, training_run.completed_steps))
 
@@ -256,14 +259,19 @@ def _stop_if_unrecoverable(
 def skipped_steps_message(skip_reasons: list[str], step: int) -> str:
     """The message of a run that ends because its last steps were all skipped for ``skip_reasons``."""
     steps_text = f"in {len(skip_reasons)} steps in a row, the last one step {step}"
-    if NOT_FINITE not in skip_reasons:
-        return (
-            f"no token bore loss {steps_text}; only answers of the assistant do, so look for them in the data"
-            " set"
-        )
-
-    no_tokens_text = " or no token bore loss" if NO_LOSS_TOKENS in skip_reasons else ""
-    return f"loss or gradient was not finite{no_tokens_text} {steps_text}"
+    reason_texts = {
+        NOT_FINITE: ("loss or gradient was not finite", ""),
+        NO_LOSS_TOKENS: (
+            "no token bore loss",
+            "; only answers of the assistant do, so look for them in the data set",
+        ),
+        NO_GRADIENT: (
+            "every gradient was zero",
+            "; parts of the vision tower alone need images, so look for them in the data set",
+        ),
+    }
+    found = [texts for reason, texts in reason_texts.items() if reason in skip_reasons]
+    return f"{' or '.join(text for text, _ in found)} {steps_text}{found[0][1]}"
 
 
 def _save_failure_message(training_run: TrainingRun) -> str:

@@ -173,7 +173,7 @@ def clip_and_update(
     in 14 ms. Gradients must be sums over tokens before; they may be so afterwards, too.
 
     Core's own ``step`` computes the norm but continues if it is NaN. Here the norm, which is equal on every
-    rank, decides: if it is not finite, weights, moments and Adam's step count do not change.
+    rank, decides: if it is not finite, or is zero, weights, moments and Adam's step count do not change.
 
     Args:
         loss_tokens: number of loss tokens of the global batch.
@@ -186,7 +186,7 @@ def clip_and_update(
     norm_of_sums = optimizer.get_grad_norm()
     gradient_scale = 1.0 / max(1, loss_tokens)
     grad_norm = float(norm_of_sums) * gradient_scale if norm_of_sums is not None else 0.0
-    if has_overflow or not is_loss_finite or not math.isfinite(grad_norm):
+    if has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):
             state_chunks.chunk_streamer.drop_slots()
         return False, grad_norm

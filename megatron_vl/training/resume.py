@@ -87,7 +87,7 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
     saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
     try:
         training_run.skipped_steps = {
-            reason: int(saved_metadata[_SKIPPED_STEPS_KEY][reason]) for reason in SKIP_REASONS
+            reason: int(saved_metadata[_SKIPPED_STEPS_KEY].get(reason, 0)) for reason in SKIP_REASONS
         }
         training_run.source_counts = dict(saved_metadata[_SOURCES_KEY])
         change_notes = field_change_notes(

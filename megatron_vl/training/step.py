@@ -38,10 +38,11 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.training.optimizer import clip_and_update
 from megatron_vl.training.source_counts import SourceCounts
 
-NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
+NOT_FINITE, NO_LOSS_TOKENS, NO_GRADIENT = "not_finite", "no_loss_tokens", "no_gradient"
 SKIP_REASONS = {
     NOT_FINITE: "loss or gradient is not finite",
     NO_LOSS_TOKENS: "no token of the step bears loss",
+    NO_GRADIENT: "every gradient is zero; parts of the vision tower alone need images",
 }
 """The reasons for which a step's update is skipped. Weights, moments and Adam's step count then stay as they
 are; data and learning-rate schedules advance."""
@@ -252,10 +253,12 @@ def train_step(
     )
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
-    # Without loss tokens, the gradient is zero, but an update would still decay moments and weights.
+    # If the gradient is zero, an update would still decay moments and weights.
     is_updated, grad_norm = clip_and_update(optimizer, loss_tokens, is_loss_finite=math.isfinite(mean_loss))
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
-    skip_reason = "" if is_updated else NO_LOSS_TOKENS if is_finite and not loss_tokens else NOT_FINITE
+    skip_reason = "" if is_updated else NOT_FINITE
+    if is_finite and not (loss_tokens and grad_norm):
+        skip_reason = NO_GRADIENT if loss_tokens else NO_LOSS_TOKENS
 
     # The routers have counted the tokens of each expert during the passes. This sums the counts over ranks.
     core_config = model_chunks[0].config

@@ -83,7 +83,7 @@ def run_cases(cases: list[ParityCase], ranks: int, folder: Path) -> dict[str, An
     folder.mkdir()
     given, out = folder / "cases.json", folder / "results.json"
     write_cases(cases, given)
-    done = run_module("toolkit.parity.worker", [given, out], ranks, timeout_s=1800)
+    done = run_module("tests.distributed.collective_orders", [given, out], ranks, timeout_s=1800)
     results = json.loads(out.read_text()) if out.exists() else {}
     return results | {"log": done.stdout[-4000:] + done.stderr[-20000:]}
 
@@ -95,6 +95,8 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
     assert name in results, f"the group of {ranks} ranks ended before this case:\n{results['log']}"
     result = results[name]
     assert "error" not in result, result["error"]
+    assert not result["order"], f"ranks enter collectives in different orders: {result['order']}"
+    assert ranks == 1 or result["collectives"] > 10
     for number, step in enumerate(result["steps"]):
         if "norm_error" in step:  # a training: every step moves the weights
             assert step["ok"], f"step {number}: {step}"

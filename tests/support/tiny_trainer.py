@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.parallel.process_grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
@@ -60,10 +60,13 @@ class TinyTrainer:
         ).model_chunks
 
 
-def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimizer: Any) -> TinyTrainer:
+def tiny_trainer(
+    hf: str | Path, dtype: str = "float32", pp: int = 1, freeze_language: bool = False, **optimizer: Any
+) -> TinyTrainer:
     """Makes a trainer whose rows alternate between image and text.
 
     Args:
+        freeze_language: whether the vision tower and the merger alone are trained.
         optimizer: fields of :class:`OptimizerConfig` that override the defaults here.
     """
     platform = get_platform("cpu")
@@ -79,6 +82,7 @@ def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimize
         global_batch_size=ROWS,
         parallel=ParallelConfig(pp=pp),
         data=DataConfig(seq_len=SEQ_LEN),
+        model=ModelConfig(freeze_language=freeze_language),
         optimizer=OptimizerConfig(**(rates | optimizer)),
     )
     trainer = TinyTrainer(platform, spec, layout, grid, config, [], [], None, None)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
+from megatron_vl.models import build
 from megatron_vl.models.attention import PackedAttention, PackedRow
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
@@ -98,6 +99,43 @@ def losses_beside_others(hf: str, weights: str) -> dict[str, Any]:
         spans = zip(bounds[:-1], bounds[1:], strict=True)
         out[name] = [torch.equal(before[first:end], after[first:end]) for first, end in spans]
     return out
+
+
+def checked_and_computed_heads(hf: str, weights: str) -> dict[str, list[int]]:
+    """Query heads for each key/value head, by layout: with which kernels are checked before they are built
+    in, and which attention gets."""
+    platform = get_platform("cpu")
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    checked: list[int] = []
+    build.check_gradients = lambda backend, heads_per_group, *_: checked.append(heads_per_group)
+    found = {}
+    layouts: dict[str, dict[str, Any]] = {
+        "DP4": {},
+        "TP4": {"tp": 4, "sequence_parallel": True},
+        "CP4": {"cp": 4},
+        "CP2 x TP2": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    }
+    for name, layout in layouts.items():
+        case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, optimizer=False, **layout)
+        live = build_case(case, platform)
+        computed: list[int] = []
+        for module in live.ddp_chunks[0].modules():
+            if isinstance(module, PackedAttention) and module.causal:
+                module.backend_function = _counting_heads(module.backend_function, computed)
+        samples = draw_samples([["text"]] * live.grid.dp, live.spec, 0)
+        live.ddp_chunks[0].module(live.make_step_data(samples, platform, SEQ_LEN).rows[0])
+        assert len({*computed}) == 1
+        found[name] = [checked[-1], computed[0]]
+    return found
+
+
+def _counting_heads(backend: Any, computed: list[int]) -> Any:
+    def attend(query: Tensor, key: Tensor, *args: Any) -> Tensor:
+        computed.append(query.shape[1] // key.shape[1])
+        return backend(query, key, *args)
+
+    return attend
 
 
 class HostReads(TorchDispatchMode):

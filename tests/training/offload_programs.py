@@ -23,10 +23,10 @@ from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.checkpoint import collect_live_tensors
 from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import ChunkedOptimizerState, chunked_state
-from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
+from megatron_vl.training.offload.chunk_streamer import ChunkStreamer, DeviceSlot, SlotPhase
 from megatron_vl.training.offload.chunked_step import ChunkedStep
-from megatron_vl.training.offload.pinned_memory import allocate_device_chunks
-from megatron_vl.training.offload.state_chunks import ChunkedParameter, lay_out_chunks
+from megatron_vl.training.offload.pinned_memory import allocate_device_chunks, allocate_host_chunks
+from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.optimizer_state import (
     INDEX_FILE,
@@ -350,6 +350,48 @@ def poisoned(hf: str) -> dict[str, Any]:
         moved.chunk_streamer.wait_for_host_state()
         assert not traffic.num_chunks_on_device
     return results
+
+
+def phases_of_slots() -> dict[str, Any]:
+    """The phases of each slot in an update of four chunks, a dropped fetch and an update whose copies go
+    on into the next step; and what is asserted if a slot is dropped during its update."""
+    platform = get_platform("cpu")
+    chunks = [StateChunk(False, torch.float32, 64) for _ in range(4)]
+    allocate_host_chunks(chunks, is_pinned=False)
+    streamer = ChunkStreamer(chunks, platform.device, lambda: (0, 1))
+    streamer.overlaps_passes = True
+
+    slots: list[Any] = []
+    phases: list[list[str]] = []
+    make, enter = streamer._new_slot, DeviceSlot.enter
+
+    def listed() -> DeviceSlot:
+        slots.append(make())
+        phases.append([])
+        return slots[-1]
+
+    def noted(slot: DeviceSlot, phase: SlotPhase) -> None:
+        enter(slot, phase)
+        phases[slots.index(slot)].append(phase.value)
+
+    streamer._new_slot, DeviceSlot.enter = listed, noted  # type: ignore[method-assign]
+    for dropped in (False, True):
+        streamer.fetch_chunks(1)
+        if dropped:
+            streamer.drop_slots()
+        for number in range(len(chunks)):
+            with streamer.chunk_on_device(number) as state:
+                state.exp_avg.add_(number + 1)
+        streamer.release_slots()
+    result: dict[str, Any] = {"phases": [list(each) for each in phases]}
+    result["sums"] = [float(chunk.state_views(chunk.home_buffer).exp_avg.mean()) for chunk in chunks]
+
+    try:
+        with streamer.chunk_on_device(0):
+            streamer.wait_for_host_state()
+    except AssertionError as error:
+        result["error"] = str(error)
+    return result
 
 
 def watch(moved: ChunkedOptimizerState) -> list[int]:

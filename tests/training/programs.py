@@ -70,14 +70,14 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
     return results
 
 
-def steps_with_one_without_loss(hf: str, pp: int = 1) -> list[list[list[Any]]]:
-    """For each rank and three steps, the second without loss tokens: [why skipped, loss tokens, what
+def steps_with_one_skipped(hf: str, second: str, pp: int = 1, **settings: Any) -> list[list[list[Any]]]:
+    """For each rank and three steps, the second of rows of one kind: [why skipped, loss tokens, what
     stayed, what moved].
 
     The kinds of optimizer state are what stays or moves.
     """
-    trainer = tiny_trainer(hf, pp=pp)
-    steps = [("image", "text"), ("without_loss", "without_loss"), ("image", "without_loss")]
+    trainer = tiny_trainer(hf, pp=pp, **settings)
+    steps = [("image", "text"), (second, second), ("image", second)]
     results = []
     for number, kinds in enumerate(steps):
         rows = [pack_row([make_sample(kind, trainer.spec, 0)], trainer.spec, SEQ_LEN) for kind in kinds]

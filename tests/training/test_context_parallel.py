@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, vali
 from megatron_vl.data.packing.training_row import loss_index
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.batch import Segments
+from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.planning.cost import StepCosts
 from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.layout_search import describe_layout
@@ -26,7 +28,7 @@ from megatron_vl.planning.row_statistics import LOSS_MULTIPLE, RowShape, RowStat
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import make_layout, read_layout
+from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training import batch_broadcast
 from megatron_vl.training.picture_scatter import frame_plane_bounds
@@ -43,6 +45,7 @@ from tests.tiny import tiny_checkpoint
 from tests.training.context_programs import (
     MOVES,
     HostReads,
+    checked_and_computed_heads,
     host_reads,
     losses_beside_others,
     moved,
@@ -255,6 +258,43 @@ def test_heads_are_exchanged_as_far_as_they_divide(tp: int, cp: int, key_ranks: 
     spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
     layout = make_layout(spec, tp=tp, cp=cp)
     assert (layout.key_ranks, layout.head_ranks) == (key_ranks, cp // key_ranks)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_the_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monkeypatch) -> None:
+    """For every released size: those that the exchange of heads returns, which for TP above the key/value
+    heads begins with one of them."""
+    monkeypatch.setattr("megatron_vl.models.context_parallel.all_to_all", lambda group, heads: heads)
+    layouts, changed = 0, set()
+    for path in sorted(Path("tests/hf_configs").glob("*.json")):
+        spec = read_spec(path)
+        language = spec.language
+        for cp in (1, 2, 3, 4, 6, 8):
+            try:
+                layout = make_layout(spec, tp=tp, cp=cp)
+            except LayoutError:
+                continue
+            rank_heads = (language.num_heads // tp, *[max(1, language.num_kv_heads // tp)] * 2)
+            tensors = [torch.empty(layout.head_ranks, heads, 8, device="meta") for heads in rank_heads]
+            if layout.head_ranks > 1:
+                group: Any = SimpleNamespace(size=lambda ranks=layout.head_ranks: ranks)
+                tensors = list(heads_for_tokens(*tensors, group))
+            heads = attention_heads(spec, layout)
+            assert heads == (tensors[0].shape[1], tensors[1].shape[1]), (path.stem, tp, cp)
+            layouts += 1
+            if heads[0] * language.num_kv_heads != heads[1] * language.num_heads:
+                changed.add((path.stem, cp))
+    assert layouts > 20
+    assert tp > 2 or ("Qwen3.5-35B-A3B", 4) in changed
+
+
+@pytest.mark.ranks
+def test_kernels_are_checked_with_the_heads_that_attention_gets(tmp_path: Path) -> None:
+    """In ranks: two of four query heads share a key/value head, and where these are cut further, fewer do."""
+    hf = tiny_checkpoint("qwen3_vl", dtype=torch.float32)
+    convert_weights(hf, tmp_path / "weights")
+    found = call(checked_and_computed_heads, 4, hf=str(hf), weights=str(tmp_path / "weights"))
+    assert found == {"DP4": [2, 2], "TP4": [1, 1], "CP4": [1, 1], "CP2 x TP2": [1, 1]}
 
 
 def test_transformer_engine_does_not_gather_keys() -> None:

@@ -17,6 +17,7 @@ from megatron_vl.training.offload.pinned_memory import parse_cpu_list
 from tests.support.ranks import call
 from tests.training.offload_programs import (
     bytes_at_start,
+    phases_of_slots,
     poisoned,
     saved_and_restored,
     steps_by_share,
@@ -151,6 +152,22 @@ def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
     assert out["room"] == out["no room"] == out["plain"] != out["host"]
     assert out["room, on the device"] == [MAX_STATE_CHUNKS_ON_GPU] * 2
     assert out["no room, on the device"] == [0, STATE_CHUNKS_ON_GPU]
+
+
+@pytest.mark.ranks
+def test_slots_say_what_happens_to_their_chunks() -> None:
+    """Each slot goes round from free to free, and a chunk is not dropped during its update."""
+    out = call(phases_of_slots)
+    once = ["fetching", "updating", "leaving", "free"]
+    rounds = 0
+    for phases in out["phases"]:
+        while phases:
+            seen = ["fetching", "free"] if phases[:2] == ["fetching", "free"] else once
+            assert phases[: len(seen)] == seen, out["phases"]
+            rounds += seen == once
+            del phases[: len(seen)]
+    assert rounds == 8 and out["sums"] == [2.0, 4.0, 6.0, 8.0]
+    assert "from SlotPhase.UPDATING to SlotPhase.FREE" in out["error"]
 
 
 # --- Whole runs

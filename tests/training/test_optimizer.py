@@ -17,7 +17,7 @@ from tests.training.programs import (
     parts_that_move,
     rates_and_decays,
     steps_with_one_not_finite,
-    steps_with_one_without_loss,
+    steps_with_one_skipped,
     weights_copied_together,
 )
 
@@ -67,7 +67,9 @@ def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkp
     With two stages, the first has no loss and must learn of it; updates overlapping the forward pass
     wait for none.
     """
-    by_rank = call(steps_with_one_without_loss, pp, hf=str(tiny_checkpoint("qwen2_5_vl")), pp=pp)
+    by_rank = call(
+        steps_with_one_skipped, pp, hf=str(tiny_checkpoint("qwen2_5_vl")), second="without_loss", pp=pp
+    )
     assert len(by_rank) == pp
     everything = ["exp_avg", "exp_avg_sq", "main", "step"]
     for rank, (first, without, mixed) in enumerate(by_rank):
@@ -75,6 +77,24 @@ def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkp
         assert first[1] or rank < pp - 1
         assert without == ["no_loss_tokens", False, everything, []]
         assert mixed == ["", True, [], everything]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("moments_dtype", ["float32", "bfloat16"])
+def test_a_step_without_gradients_leaves_weights_moments_and_count(
+    tiny_checkpoint, pp: int, moments_dtype: str
+) -> None:
+    """Of text alone, where only the vision tower is trained. With two stages, the last has no optimizer."""
+    hf = str(tiny_checkpoint("qwen2_5_vl"))
+    frozen = {"freeze_language": True, "moments_dtype": moments_dtype}
+    by_rank = call(steps_with_one_skipped, pp, hf=hf, second="text", pp=pp, **frozen)
+    everything = ["exp_avg", "exp_avg_sq", "main", "step"]
+    for rank, (first, without, mixed) in enumerate(by_rank):
+        here = everything if rank == 0 else []
+        assert first[0] == ""
+        assert without == ["no_gradient", True, here, []]
+        assert mixed == ["", True, [], here]
 
 
 @pytest.mark.ranks

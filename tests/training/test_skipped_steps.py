@@ -8,20 +8,29 @@ import pytest
 import torch
 
 from megatron_vl.training.loop import skipped_steps_message
-from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
+from megatron_vl.training.step import NO_GRADIENT, NO_LOSS_TOKENS, NOT_FINITE
 from tests.training.small_run import metrics, prepare, train
 
 
 def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
     told = [
         skipped_steps_message(reasons, 40)
-        for reasons in ([NOT_FINITE] * 2, [NO_LOSS_TOKENS] * 3, [NO_LOSS_TOKENS, NOT_FINITE])
+        for reasons in (
+            [NOT_FINITE] * 2,
+            [NO_LOSS_TOKENS] * 3,
+            [NO_GRADIENT] * 3,
+            [NO_LOSS_TOKENS, NOT_FINITE],
+        )
     ]
     assert told == [
         "loss or gradient was not finite in 2 steps in a row, the last one step 40",
         (
             "no token bore loss in 3 steps in a row, the last one step 40; only answers of the assistant do,"
             " so look for them in the data set"
+        ),
+        (
+            "every gradient was zero in 3 steps in a row, the last one step 40; parts of the vision tower"
+            " alone need images, so look for them in the data set"
         ),
         "loss or gradient was not finite or no token bore loss in 2 steps in a row, the last one step 40",
     ]

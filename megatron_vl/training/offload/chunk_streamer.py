@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +22,23 @@ _FETCH_PRIORITY, _WRITE_PRIORITY = -2, -1
 a queue on the GPU, where copies would wait for kernels, and kernels for copies."""
 
 
+class SlotPhase(Enum):
+    """What the host has last launched for a slot. Events order the work on the device."""
+
+    FREE = "free"
+    FETCHING = "fetching"
+    UPDATING = "updating"
+    LEAVING = "leaving"
+
+
+_NEXT_PHASES = {
+    SlotPhase.FREE: {SlotPhase.FETCHING},
+    SlotPhase.FETCHING: {SlotPhase.UPDATING, SlotPhase.FREE},  # free: the step is skipped
+    SlotPhase.UPDATING: {SlotPhase.LEAVING},  # a chunk that is dropped here would lose its update
+    SlotPhase.LEAVING: {SlotPhase.FREE},
+}
+
+
 @dataclass(eq=False)
 class DeviceSlot:
     """Device memory for a chunk that is being fetched, updated or written back."""
@@ -32,6 +50,12 @@ class DeviceSlot:
     """CUDA event of the end of the update."""
     written_event: Any
     """CUDA event of the end of the copy to host memory."""
+    phase: SlotPhase = SlotPhase.FREE
+
+    def enter(self, phase: SlotPhase) -> None:
+        """Begins a phase; asserts that it may follow the current one."""
+        assert phase in _NEXT_PHASES[self.phase], f"a slot goes from {self.phase} to {phase}"
+        self.phase = phase
 
 
 class ChunkStreamer:
@@ -83,12 +107,14 @@ class ChunkStreamer:
                 device_slot = self._new_slot()
             elif self._leaving_slots:
                 device_slot = self._leaving_slots.popleft()
+                device_slot.enter(SlotPhase.FREE)
             else:
                 return
 
             # The write stream may still write the chunk of the last step that is read now.
             if self._next_chunk == 0:
                 self.fetch_stream.wait_stream(self.write_stream)
+            device_slot.enter(SlotPhase.FETCHING)
             self.fetch_stream.wait_event(device_slot.written_event)
             state_chunk = self.state_chunks[self._next_chunk]
             with torch.cuda.stream(self.fetch_stream):
@@ -117,11 +143,13 @@ class ChunkStreamer:
         """A context with the state of a chunk on the device. It ends with the copy back to host memory."""
         self.fetch_chunks(STATE_CHUNKS_ON_GPU)
         device_slot, state_chunk = self._slots_by_chunk[chunk_number], self.state_chunks[chunk_number]
+        device_slot.enter(SlotPhase.UPDATING)
         compute_stream = torch.cuda.current_stream()
         compute_stream.wait_event(device_slot.fetched_event)
         yield state_chunk.state_views(device_slot.device_buffer)
 
         # The host waits for nothing here: events order the copy after the update.
+        device_slot.enter(SlotPhase.LEAVING)
         device_slot.updated_event.record(compute_stream)
         self.write_stream.wait_event(device_slot.updated_event)
         with torch.cuda.stream(self.write_stream):
@@ -147,12 +175,15 @@ class ChunkStreamer:
                 used_bytes, peak_bytes = self.memory_usage()
                 if used_bytes + FREE_MEMORY_SHARE * peak_bytes <= peak_bytes:
                     return
-            torch.cuda.current_stream().wait_event(self._leaving_slots.popleft().written_event)
+            released_slot = self._leaving_slots.popleft()
+            released_slot.enter(SlotPhase.FREE)
+            torch.cuda.current_stream().wait_event(released_slot.written_event)
 
     def drop_slots(self) -> None:
         """Frees all slots. Chunks that were fetched and not updated are unchanged in host memory."""
         compute_stream = torch.cuda.current_stream()
         for device_slot in (*self._slots_by_chunk.values(), *self._leaving_slots):
+            device_slot.enter(SlotPhase.FREE)
             compute_stream.wait_event(device_slot.fetched_event)
             compute_stream.wait_event(device_slot.written_event)
         self._slots_by_chunk.clear()

@@ -1,0 +1,117 @@
+"""Runs the parity worker and compares, case by case, the order in which ranks enter collectives.
+
+    python -m tests.distributed.collective_orders CASES.json OUT.json
+
+Two ranks must enter the collectives of all groups that both belong to in one order. On GPUs, each group has a
+stream of its own: ranks that start two collectives in different orders can wait for each other, even if each
+group by itself sees the same sequence. Messages between two ranks (send, receive) are not compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vl.platform import Platform
+from toolkit.parity import worker
+from toolkit.parity.case import ParityCase
+
+COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+)
+"""Methods of a process group, through which all functions of ``torch.distributed`` go."""
+UNEVEN = ("alltoall", "alltoall_base")
+"""Collectives in which each rank may send another number of elements."""
+
+Entry = tuple[str, tuple[int, ...], str, int]
+"""A group's name, its ranks, the collective, and the number of elements."""
+
+
+class CollectiveLog:
+    """Records the collectives that this rank enters, in order."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        for name in COLLECTIVES:
+            setattr(dist.ProcessGroup, name, self._recorded(name, getattr(dist.ProcessGroup, name)))
+
+    def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def enter(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if group.size() > 1:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                elements = 0 if name in UNEVEN else _num_elements(args[:2])
+                self.entries.append((group.group_name, ranks, name, elements))
+            return original(group, *args, **kwargs)
+
+        return enter
+
+    def take(self) -> list[Entry]:
+        """The entries since the last call."""
+        entries, self.entries = self.entries, []
+        return entries
+
+
+def _num_elements(arguments: Any) -> int:
+    if isinstance(arguments, torch.Tensor):
+        return arguments.numel()
+    return sum(map(_num_elements, arguments)) if isinstance(arguments, list | tuple) else 0
+
+
+def first_difference(entries_by_rank: list[list[Entry]]) -> str:
+    """Describes where two ranks enter different collectives of their common groups; empty if nowhere."""
+    for first, second in itertools.combinations(range(len(entries_by_rank)), 2):
+        common = []
+        for rank in (first, second):
+            common.append([entry for entry in entries_by_rank[rank] if {first, second} <= {*entry[1]}])
+        for number, (ours, theirs) in enumerate(itertools.zip_longest(*common)):
+            if ours != theirs:
+                before = common[0][max(0, number - 2) : number]
+                return (
+                    f"collective {number}: rank {first} enters {ours}, rank {second} {theirs}, after {before}"
+                )
+    return ""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the parity worker; the result of each case has its first difference of orders."""
+    log = CollectiveLog()
+    run_case = worker.run_case
+
+    def run_and_compare(case: ParityCase, platform: Platform) -> dict[str, Any]:
+        log.take()
+        result = run_case(case, platform)
+        entries_by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(entries_by_rank, log.take())
+        return result | {
+            "collectives": len(entries_by_rank[0]),
+            "order": first_difference(entries_by_rank),
+        }
+
+    worker.run_case = run_and_compare
+    return worker.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

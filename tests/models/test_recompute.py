@@ -1,0 +1,78 @@
+"""The tensor that autograd need not keep is found by what it is, not by its address alone."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from megatron_vl.models.fused_layers import recompute_in_backward
+
+SIDE = 300
+"""Tensors of this many rows and columns are too large for an allocator's cache of small blocks."""
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, other = (torch.randn(SIDE, SIDE, dtype=torch.float64) for _ in range(3))
+    return x.requires_grad_(), weight.requires_grad_(), other
+
+
+def test_the_tensor_and_its_flat_views_are_computed_again() -> None:
+    x, weight, _ = _inputs()
+    y = x.exp()
+    recomputations = []
+
+    def forward(given: Tensor) -> Tensor:
+        recomputations.append(1)
+        return given.exp()
+
+    with recompute_in_backward(y, forward, x.detach()):
+        out = y @ weight + (y.view(SIDE, 1, SIDE) @ weight)[:, 0]
+    out.sum().backward()
+    assert len(recomputations) == 2
+    assert torch.allclose(weight.grad, 2 * x.detach().exp().sum(0)[:, None].expand(SIDE, SIDE))
+
+
+def test_another_order_of_its_elements_is_kept() -> None:
+    """A transposed view has the same address, number of elements and type."""
+    x, weight, _ = _inputs()
+    y = x.exp()
+    with recompute_in_backward(y, torch.exp, x.detach()):
+        out = y.t() @ weight
+    out.sum().backward()
+    assert torch.allclose(weight.grad, y.detach().t().sum(0)[:, None].expand(SIDE, SIDE))
+
+
+def test_other_values_in_its_memory_are_kept() -> None:
+    x, weight, _ = _inputs()
+    y = x.detach().exp()
+    with recompute_in_backward(y, torch.exp, x.detach()):
+        y.mul_(2)
+        out = y @ weight
+    out.sum().backward()
+    assert torch.allclose(weight.grad, y.sum(0)[:, None].expand(SIDE, SIDE))
+
+
+def test_a_tensor_that_gets_its_memory_is_kept() -> None:
+    """Here the caller drops the tensor within the context."""
+    for _ in range(20):
+        x, weight, other = _inputs()
+        y = x.detach().exp()
+        context = recompute_in_backward(y, torch.exp, x.detach())
+        with context:
+            del y
+            saved = other.clone()
+            out = saved @ weight
+        out.sum().backward()
+        assert torch.allclose(weight.grad, other.sum(0)[:, None].expand(SIDE, SIDE))
+
+
+def test_nothing_holds_the_tensor_after_the_context() -> None:
+    x, weight, _ = _inputs()
+    y = x.detach().exp()
+    reference = weakref.ref(y)
+    with recompute_in_backward(y, torch.exp, x.detach()):
+        out = y @ weight
+    del y
+    assert out.requires_grad and reference() is None
