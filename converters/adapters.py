@@ -26,6 +26,8 @@ from megatron_vl.spec.adapters import (
 )
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import TensorInfo
+from megatron_vl.weights.model_digest import AdapterBase, recorded_base
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     WeightsError,
@@ -33,6 +35,7 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
     whole_matrix_region,
 )
+from megatron_vl.weights.video_rule import read_json_object
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
 from .peft_folder import (
@@ -219,6 +222,11 @@ class PeftAdapters(PeftFolder):
         factor_matrix = factor.view(matrix_shape(factor.shape))
         region_rows = factor_matrix[region.row : region.row_end]
         return region_rows[:, region.col : region.col_end]
+
+    @property
+    def adapter_base(self) -> AdapterBase:
+        """The weights that the adapter was trained on. Only folders that this project exported name them."""
+        return recorded_base(read_json_object(self.path / EXPORT_FACTS_FILE))
 
     def verify_tensor(self, tensor_name: str) -> None:
         """Does nothing, because PEFT's folders have no hashes. Names and shapes were checked earlier."""

@@ -67,6 +67,7 @@ from megatron_vl.training.optimizer_state import (
 from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
+from megatron_vl.weights.model_digest import recorded_base
 from megatron_vl.weights.run_folder import (
     LATEST_FILE,
     LINEAGE_FILE,
@@ -388,7 +389,7 @@ class CheckpointSaver:
             self.spec,
             dataclasses.replace(self.layout, decoupled=False, cp=1, key_ranks=1),
             manifest_entries,
-            {"step": checkpoint_snapshot.step},
+            {"step": checkpoint_snapshot.step, **recorded_base(checkpoint_snapshot.run_metadata).entry()},
             checkpoint_snapshot.lora,
         )
         file_records[f"optimizer/{INDEX_FILE}"] = write_slice_index(

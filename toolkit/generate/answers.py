@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from converters.convert import megatron_adapter
+from converters.convert import check_base, megatron_adapter
 from converters.peft_folder import is_peft_folder
 from data_tools.formats import Conversation, RecordError, read_prompt
 from data_tools.media import check_reference, describe_reference, read_media
@@ -108,6 +108,7 @@ def _make_job(
     adapter_dir = options.adapter
     if adapter_dir is not None:
         adapter_dir = megatron_adapter(adapter_dir, options.hf, work_dir)
+        check_base(read_adapters(adapter_dir), WeightReader(options.checkpoint, should_verify=False))
     write_samples(samples, work_dir / "samples.safetensors")
     return GenerateJob(
         hf=str(options.hf),

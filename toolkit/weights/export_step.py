@@ -82,7 +82,10 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
     has_adapters = bool(WeightReader(export_job.checkpoint, takes_adapters=True).lora.rank)
     _check_free_space(export_job, partial_dir, has_adapters)
     if has_adapters:
-        export_adapter(export_job.checkpoint, export_job.hf, partial_dir, force=True)
+        # The run may have begun with other weights than those in model.hf, from which its config comes.
+        export_adapter(
+            export_job.checkpoint, export_job.hf, partial_dir, force=True, may_have_other_base=True
+        )
     else:
         export_weights(export_job.checkpoint, export_job.hf, partial_dir, workers=EXPORT_THREADS, force=True)
 
