@@ -113,7 +113,8 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
 
 def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> dict[str, Any]:
     """The entries of a checkpoint's ``run.json`` about the run; layout and files are added by the saver."""
-    base = AdapterBase(training_run.resolved_run.base_digest, training_run.config.model.checkpoint)
+    base_path = str(Path(training_run.config.model.checkpoint).resolve())
+    base = AdapterBase(training_run.resolved_run.base_digest, base_path)
     return data_order_metadata(training_run.config, training_run.grid.dp) | {
         _SKIPPED_STEPS_KEY: dict(training_run.skipped_steps),
         "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),

@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from converters.peft_folder import ADAPTER_FILE
 from megatron_vl.models.adapters import add_to_output
 from megatron_vl.spec.adapters import fused_adapters, trained_table
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
+from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.ranks import call, run_module
 from tests.tiny import tiny_checkpoint
@@ -232,6 +234,21 @@ def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_pat
     refused = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "other"), ranks=1, steps=3)
     assert refused.returncode == 1, refused.stderr[-2000:]
     assert "were trained on another model" in refused.stderr
+
+    on_other = ("--model.checkpoint", str(tmp_path / "other"))
+    refused = train(prepared, tmp_path / "b", "--lora.adapter", str(run), *on_other, ranks=1, steps=1)
+    assert refused.returncode == 1, refused.stderr[-2000:]
+    assert f"the adapters in {run} were trained on other weights ({prepared['weights']})" in refused.stderr
+    assert f"than those in {tmp_path / 'other'}" in refused.stderr
+
+    # The base of what a run exports is what it began with, although its config comes from model.hf.
+    export = ("--checkpoint.export_hf", "last")
+    done = train(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    adapter_config = json.loads((export_dir_path(tmp_path / "c", 1) / ADAPTER_CONFIG_FILE).read_text())
+    assert adapter_config["base_model_name_or_path"] == str(tmp_path / "other")
+    with pytest.raises(WeightsError, match="were trained on other weights"):
+        export_weights(tmp_path / "c", prepared["hf"], tmp_path / "merged", merges_adapter=True)
 
     convert_weights(prepared["hf"], tmp_path / "tp2", {"tp": 2})
     done = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "tp2"), ranks=1, steps=3)
