@@ -45,6 +45,7 @@ from .peft_folder import (
     PEFT_VERSION,
     MatrixFactors,
     PeftFolder,
+    disjoint_patterns,
     is_expert_stack,
     released_matrices,
     rules_by_name,
@@ -340,7 +341,13 @@ def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
         base_name: name or folder of the model that the adapter belongs to.
     """
     spec, lora = source.spec, source.lora
-    alpha_pattern = {pattern: _plain_number(alpha) for pattern, alpha in lora.alpha_pattern.items()}
+    names_by_rank: dict[int, list[str]] = {}
+    names_by_alpha: dict[float, list[str]] = {}
+    for adapter in fused_adapters(spec, lora).values():
+        for part in adapter.parts:
+            if part.rank:
+                names_by_rank.setdefault(part.rank, []).append(part.hf_name)
+                names_by_alpha.setdefault(_plain_number(part.alpha), []).append(part.hf_name)
     module_names = set(saved_modules(spec, lora).values())
     return {
         "peft_type": "LORA",
@@ -357,8 +364,9 @@ def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         **target_settings(adapted_matrices(source), spec),
-        "rank_pattern": lora.rank_pattern,
-        "alpha_pattern": alpha_pattern,
+        # PEFT sorts them when it saves them again, so no two may match one matrix.
+        "rank_pattern": disjoint_patterns(names_by_rank, lora.rank, spec),
+        "alpha_pattern": disjoint_patterns(names_by_alpha, lora.alpha, spec),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from converters.convert import convert_adapter, convert_weights, export_adapter
-from converters.peft_folder import ADAPTER_FILE
+from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.models.adapters import add_to_output
 from megatron_vl.spec.adapters import fused_adapters, trained_table
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
@@ -236,16 +236,16 @@ def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_pat
     assert "were trained on another model" in refused.stderr
 
     on_other = ("--model.checkpoint", str(tmp_path / "other"))
-    refused = train(prepared, tmp_path / "b", "--lora.adapter", str(run), *on_other, ranks=1, steps=1)
+    refused = train(prepared, tmp_path / "b", "--lora.adapter", str(run), *on_other, ranks=1, steps=3)
     assert refused.returncode == 1, refused.stderr[-2000:]
     assert f"the adapters in {run} were trained on other weights ({prepared['weights']})" in refused.stderr
     assert f"than those in {tmp_path / 'other'}" in refused.stderr
 
     # The base of what a run exports is what it began with, although its config comes from model.hf.
     export = ("--checkpoint.export_hf", "last")
-    done = train(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=1)
+    done = train(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
-    adapter_config = json.loads((export_dir_path(tmp_path / "c", 1) / ADAPTER_CONFIG_FILE).read_text())
+    adapter_config = json.loads((export_dir_path(tmp_path / "c", 3) / ADAPTER_CONFIG_FILE).read_text())
     assert adapter_config["base_model_name_or_path"] == str(tmp_path / "other")
     with pytest.raises(WeightsError, match="were trained on other weights"):
         export_weights(tmp_path / "c", prepared["hf"], tmp_path / "merged", merges_adapter=True)
