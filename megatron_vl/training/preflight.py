@@ -387,7 +387,8 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     stored_fields = dataclasses.asdict(stored_lora) | run_fields
     default_fields = dataclasses.asdict(LoraConfig())
     for name, value in dataclasses.asdict(config.lora).items():
-        if value not in (default_fields[name], stored_fields[name]):
+        is_stated = value != default_fields[name] or name in config.lora.stated_fields
+        if is_stated and value != stored_fields[name]:
             raise RunConfigError(
                 f"lora.{name} is {value}, but the adapters in {holder} have {stored_fields[name]}; leave the"
                 " field out"

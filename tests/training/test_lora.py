@@ -315,6 +315,19 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
 
+    # Main weights in float32 are those of the file, although the parameters are rounded.
+    narrow = tmp_path / "narrow"
+    done = train(prepared, narrow, *start, "--dtype", "bfloat16", "--parallel.tp", "2", ranks=2, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    main_weights: dict[str, list[float]] = {}
+    for file in (step_dir_path(narrow, 3) / "optimizer").glob("*.safetensors"):
+        for key, tensor in load_file(file).items():
+            if key.endswith("/main"):
+                main_weights.setdefault(key.partition("[")[0], []).extend(tensor.flatten().tolist())
+    for name, values in main_weights.items():
+        assert set(values) == set(stored.read_shard(name).flatten().tolist()), name
+    assert main_weights.keys() == set(stored.tensor_names())
+
     # The command takes PEFT's folder as it is. A run that goes on no longer needs it, and nor does its plan.
     moved, direct = tmp_path / "peft", tmp_path / "direct"
     folder.rename(moved)
@@ -335,6 +348,7 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
 
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
+        (["--lora.rank", "0"], "lora.rank is 0, but the adapters in lora.adapter .* have 4"),
         (["--lora.adapter", str(folder)], "holds PEFT's files; convert them first"),
         (["--lora.adapter", str(prepared["weights"])], "lora.adapter: .* holds a whole model"),
     ):
