@@ -341,13 +341,9 @@ def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
         base_name: name or folder of the model that the adapter belongs to.
     """
     spec, lora = source.spec, source.lora
-    names_by_rank: dict[int, list[str]] = {}
-    names_by_alpha: dict[float, list[str]] = {}
-    for adapter in fused_adapters(spec, lora).values():
-        for part in adapter.parts:
-            if part.rank:
-                names_by_rank.setdefault(part.rank, []).append(part.hf_name)
-                names_by_alpha.setdefault(_plain_number(part.alpha), []).append(part.hf_name)
+    parts = [part for adapter in fused_adapters(spec, lora).values() for part in adapter.parts if part.rank]
+    ranks = {part.hf_name: part.rank for part in parts}
+    alphas = {part.hf_name: _plain_number(part.alpha) for part in parts}
     module_names = set(saved_modules(spec, lora).values())
     return {
         "peft_type": "LORA",
@@ -363,10 +359,10 @@ def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
         "lora_alpha": _plain_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
-        **target_settings(adapted_matrices(source), spec),
+        **target_settings(ranks, spec),
         # PEFT sorts them when it saves them again, so no two may match one matrix.
-        "rank_pattern": disjoint_patterns(names_by_rank, lora.rank, spec),
-        "alpha_pattern": disjoint_patterns(names_by_alpha, lora.alpha, spec),
+        "rank_pattern": disjoint_patterns(ranks, lora.rank, spec),
+        "alpha_pattern": disjoint_patterns(alphas, lora.alpha, spec),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

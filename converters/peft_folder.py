@@ -527,27 +527,25 @@ class PeftFolder:
         """The settings that give exactly the matrices, ranks and scales of this folder."""
         default_rank = self.config.get("r", 8)
         default_alpha = self.config.get("lora_alpha", 8)
-        names_by_rank: dict[int, list[str]] = {}
-        names_by_alpha: dict[float, list[str]] = {}
-        for hf_name, factors in self.factors.items():
-            names_by_rank.setdefault(factors.rank, []).append(hf_name)
-            names_by_alpha.setdefault(factors.alpha, []).append(hf_name)
+        ranks = {hf_name: factors.rank for hf_name, factors in self.factors.items()}
+        alphas = {hf_name: factors.alpha for hf_name, factors in self.factors.items()}
         return LoraConfig(
             rank=default_rank,
             alpha=float(default_alpha),
             use_rslora=bool(self.config.get("use_rslora")),
             dropout=float(self.config.get("lora_dropout") or 0.0),
             targets=shortest_suffixes(self.factors, self.spec),
-            rank_pattern=disjoint_patterns(names_by_rank, default_rank, self.spec),
-            alpha_pattern=disjoint_patterns(names_by_alpha, default_alpha, self.spec),
+            rank_pattern=disjoint_patterns(ranks, default_rank, self.spec),
+            alpha_pattern=disjoint_patterns(alphas, default_alpha, self.spec),
             modules_to_save=list(dict.fromkeys(map(whole_module, self.saved_keys))),
         )
 
 
-def disjoint_patterns(
-    names_by_value: Mapping[Any, list[str]], default: Any, spec: ModelSpec
-) -> dict[str, Any]:
+def disjoint_patterns(value_by_name: Mapping[str, Any], default: Any, spec: ModelSpec) -> dict[str, Any]:
     """The patterns of PEFT that give each matrix its rank or alpha, in any order."""
+    names_by_value: dict[Any, list[str]] = {}
+    for hf_name, value in value_by_name.items():
+        names_by_value.setdefault(value, []).append(hf_name)
     return {
         re.escape(suffix): value
         for value, names in names_by_value.items()

@@ -1,7 +1,7 @@
 """Tells models of one shape apart: a digest of a sample of their values, and the base that adapters record.
 
-The digest is that of the model's canonical tensors. It does not depend on the layout, on the type in which
-values are stored, or on whether a Hugging Face folder or Megatron weights hold them.
+The digest depends neither on the layout nor on the type in which values are stored, and is the same for a
+Hugging Face folder and the Megatron weights that were converted from it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ from megatron_vl.spec.tensors import TensorInfo
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
 
 DIGEST_SCHEME = "spread1-"
-"""Begins every digest. Digests of other schemes read other values and are not comparable."""
+"""Begins every digest. Digests of other schemes read other values and are not compared."""
 DIGEST_ROWS = 16
 """Rows of a tensor, spread from the first one to the last: 40 MB of a model of 7 B parameters."""
 EXPERT_TILE = 16
-"""Rows and columns that are read of each expert. A tile costs a page or two in either orientation; whole rows
-of the stacks that Qwen3-VL-MoE stores transposed would cost the whole stack."""
-BASE_ENTRY = "base"
-"""The entry of a manifest's origin, or of ``megatron_vl.json``, that names the base of adapters."""
+"""Rows and columns that are read of each expert: a few pages, also of stacks that are stored transposed."""
 
 
 class CanonicalTensors(Protocol):
-    """What :func:`model_digest` reads: Megatron weights, or a Hugging Face folder as canonical tensors."""
+    """Megatron weights, or a Hugging Face folder that is read as such."""
 
     spec: ModelSpec
     lora: LoraConfig
@@ -48,19 +45,15 @@ class AdapterBase(NamedTuple):
     """Where the weights were at that time."""
 
     def entry(self) -> dict[str, Any]:
-        """The entry for a manifest's origin, or for ``megatron_vl.json``; empty if the base is not known."""
-        return {BASE_ENTRY: self._asdict()} if self.digest else {}
+        """The entry for ``run.json``, a manifest's origin or ``megatron_vl.json``; empty if not known."""
+        return {"base": self._asdict()} if self.digest else {}
 
     def differs_from(self, digest: str) -> bool:
         """Whether these are known to be other weights than those with this digest."""
         return self.digest.startswith(DIGEST_SCHEME) and self.digest != digest
 
     def difference_text(self, digest: str, given_dir: str | Path) -> str:
-        """What is wrong with adapters of this base if they meet the weights in a folder; empty if nothing is.
-
-        Args:
-            digest: that of the weights in ``given_dir``.
-        """
+        """What is wrong if adapters of this base meet the weights in ``given_dir``; empty if nothing is."""
         if not self.differs_from(digest):
             return ""
         return (
@@ -70,18 +63,15 @@ class AdapterBase(NamedTuple):
 
 
 def recorded_base(facts: Mapping[str, Any] | None) -> AdapterBase:
-    """Reads the base from a manifest's origin or the content of ``megatron_vl.json``."""
-    base = (facts or {}).get(BASE_ENTRY)
+    """The base that :meth:`AdapterBase.entry` recorded."""
+    base = (facts or {}).get("base")
     if not isinstance(base, dict):
         return AdapterBase("", "")
     return AdapterBase(str(base.get("digest", "")), str(base.get("path", "")))
 
 
 def model_digest(source: CanonicalTensors) -> str:
-    """A digest of values from all over every tensor (see :data:`DIGEST_ROWS`, :data:`EXPERT_TILE`).
-
-    Reads at most a few hundred megabytes: a model of 400 B parameters takes seconds.
-    """
+    """A digest of values from all over every tensor; a model of 400 B parameters takes seconds."""
     digest = hashlib.sha256()
     for tensor_name, tensor_info in trained_table(source.spec, source.lora).items():
         digest.update(f"{tensor_name} {tensor_info.shape}".encode())
@@ -92,7 +82,7 @@ def model_digest(source: CanonicalTensors) -> str:
 
 
 def _sampled_regions(tensor_info: TensorInfo) -> Iterator[MatrixRegion]:
-    """Rows over the whole tensor, or for a stack of experts, a tile of each on the stack's diagonal."""
+    """Whole rows; of a stack of experts a tile of each, which moves from the first corner to the last."""
     row_count, col_count = matrix_shape(tensor_info.shape)
     if not tensor_info.num_experts:
         for row in _spread(row_count, min(row_count, DIGEST_ROWS)):
