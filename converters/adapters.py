@@ -26,6 +26,8 @@ from megatron_vl.spec.adapters import (
 )
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import TensorInfo
+from megatron_vl.weights.model_digest import AdapterBase, recorded_base
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     WeightsError,
@@ -33,6 +35,7 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
     whole_matrix_region,
 )
+from megatron_vl.weights.video_rule import read_json_object
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
 from .peft_folder import (
@@ -42,6 +45,7 @@ from .peft_folder import (
     PEFT_VERSION,
     MatrixFactors,
     PeftFolder,
+    disjoint_patterns,
     is_expert_stack,
     released_matrices,
     rules_by_name,
@@ -220,6 +224,11 @@ class PeftAdapters(PeftFolder):
         region_rows = factor_matrix[region.row : region.row_end]
         return region_rows[:, region.col : region.col_end]
 
+    @property
+    def adapter_base(self) -> AdapterBase:
+        """The weights that the adapter was trained on. Only folders that this project exported name them."""
+        return recorded_base(read_json_object(self.path / EXPORT_FACTS_FILE))
+
     def verify_tensor(self, tensor_name: str) -> None:
         """Does nothing, because PEFT's folders have no hashes. Names and shapes were checked earlier."""
 
@@ -332,7 +341,9 @@ def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
         base_name: name or folder of the model that the adapter belongs to.
     """
     spec, lora = source.spec, source.lora
-    alpha_pattern = {pattern: _plain_number(alpha) for pattern, alpha in lora.alpha_pattern.items()}
+    parts = [part for adapter in fused_adapters(spec, lora).values() for part in adapter.parts if part.rank]
+    ranks = {part.hf_name: part.rank for part in parts}
+    alphas = {part.hf_name: _plain_number(part.alpha) for part in parts}
     module_names = set(saved_modules(spec, lora).values())
     return {
         "peft_type": "LORA",
@@ -348,9 +359,10 @@ def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
         "lora_alpha": _plain_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
-        **target_settings(adapted_matrices(source), spec),
-        "rank_pattern": lora.rank_pattern,
-        "alpha_pattern": alpha_pattern,
+        **target_settings(ranks, spec),
+        # PEFT sorts them when it saves them again, so no two may match one matrix.
+        "rank_pattern": disjoint_patterns(ranks, lora.rank, spec),
+        "alpha_pattern": disjoint_patterns(alphas, lora.alpha, spec),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

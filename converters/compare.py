@@ -13,19 +13,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import LATEST_FILE
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
     MatrixRegion,
-    WeightsError,
     matrix_shape,
     row_regions,
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import ProgressBar, default_worker_count
-from .hf_checkpoint import TensorFolder, short_tensor_name
+from .hf_checkpoint import HfCheckpoint, TensorFolder, short_tensor_name
 
 INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -73,18 +73,21 @@ def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], b
     has_marker = any((checkpoint_path / name).exists() for name in marker_files)
     if has_marker or any(checkpoint_path.glob("step_*")):
         # The reader must not refuse damaged tensors: a comparison shows the differences.
-        weight_reader = WeightReader(checkpoint_path, should_verify=False)
-        for name, info in weight_reader.tensor_infos.items():
-            dtype_code = CODE_BY_DTYPE[weight_reader.dtype(name)]
-            read_region = partial(weight_reader.read_region, name)
-            tensors[name] = _StoredTensor(info.shape, dtype_code, read_region)
-        return tensors, False
+        return _canonical_tensors(WeightReader(checkpoint_path, should_verify=False)), False
 
     folder = TensorFolder(checkpoint_path)
     for name in folder.file_by_tensor:
         read_region = partial(folder.read_region, name)
         tensors[name] = _StoredTensor(folder.shape(name), folder.dtype_code(name), read_region)
     return tensors, True
+
+
+def _canonical_tensors(source: WeightReader | HfCheckpoint) -> dict[str, _StoredTensor]:
+    tensors: dict[str, _StoredTensor] = {}
+    for name, info in tensor_table(source.spec).items():
+        dtype_code = CODE_BY_DTYPE[source.dtype(name)]
+        tensors[name] = _StoredTensor(info.shape, dtype_code, partial(source.read_region, name))
+    return tensors
 
 
 def _match_renamed_tensors(first_tensors: Iterable[str], second_tensors: Iterable[str]) -> dict[str, str]:
@@ -119,21 +122,23 @@ def compare_weights(
 ) -> CheckpointComparison:
     """Compares all tensors of two folders bit for bit: HF folders, or Megatron weights of any layouts.
 
+    A HF folder and Megatron weights are compared as `convert` would write the HF folder.
+
     Tensors of two HF folders whose names differ only in style are compared with each other. Differences are
     sorted by name. They are tensors that only one folder has, other types, other shapes, or other bits.
 
     Raises:
-        WeightsError: one folder is a Hugging Face folder, and the other holds Megatron weights.
+        WeightsError: a folder cannot be read, or not as Megatron weights.
     """
     first_tensors, first_is_hf = _open_checkpoint(Path(first_path))
     second_tensors, second_is_hf = _open_checkpoint(Path(second_path))
     if first_is_hf != second_is_hf:
-        kind_names = ("a folder of Megatron weights", "a Hugging Face folder")
-        raise WeightsError(
-            f"{first_path} is {kind_names[first_is_hf]}, but {second_path} is "
-            f"{kind_names[second_is_hf]}: their names and shapes differ. Compare two folders "
-            "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
-        )
+        hf_checkpoint = HfCheckpoint(first_path if first_is_hf else second_path)
+        hf_checkpoint.check_tied_output()  # Megatron weights do not have it
+        if first_is_hf:
+            first_tensors, first_is_hf = _canonical_tensors(hf_checkpoint), False
+        else:
+            second_tensors = _canonical_tensors(hf_checkpoint)
 
     # transformers saves one model under two styles of names. Such tensors are still the same tensor.
     other_names = _match_renamed_tensors(first_tensors, second_tensors) if first_is_hf else {}

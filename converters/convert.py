@@ -27,6 +27,7 @@ from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
+from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
@@ -452,7 +453,9 @@ def export_weights(
     source: WeightReader | MergedWeights
     if merges_adapter:
         hf_checkpoint = HfCheckpoint(hf)
-        source = MergedWeights(hf_checkpoint, open_adapters(checkpoint, hf_checkpoint))
+        adapters = open_adapters(checkpoint, hf_checkpoint)
+        check_base(adapters, hf_checkpoint)
+        source = MergedWeights(hf_checkpoint, adapters)
     else:
         source = WeightReader(checkpoint)
         hf_checkpoint = HfCheckpoint(hf)
@@ -461,7 +464,13 @@ def export_weights(
 
     # Everything that can be refused is refused before the first byte is written.
     _check_padding(source, hf_checkpoint, workers)
-    return _write_hf_folder(source, hf_checkpoint, Path(output_dir), workers, force)
+    export_report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), workers, force)
+    if merges_adapter and not adapters.adapter_base.digest:
+        export_report.notes.append(
+            f"{checkpoint} does not record which weights its adapters were trained on; the result is right"
+            f" only if they are those in {hf}"
+        )
+    return export_report
 
 
 def _write_hf_folder(
@@ -635,6 +644,17 @@ def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightRea
     return weight_reader
 
 
+def check_base(adapters: WeightReader | PeftAdapters, base: WeightReader | HfCheckpoint) -> None:
+    """Raises :class:`WeightsError` if adapters record that they were trained on other weights than ``base``.
+
+    PEFT folders from elsewhere, and adapters saved before this was recorded, are accepted.
+    """
+    if adapters.adapter_base.digest and (
+        base_difference := adapters.adapter_base.difference_text(model_digest(base), base.path)
+    ):
+        raise WeightsError(f"the adapters in {adapters.path} {base_difference}")
+
+
 def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
     """The Megatron weights of adapters. A PEFT folder is converted within ``parent_dir``, once.
 
@@ -646,7 +666,7 @@ def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
     if not is_peft_folder(adapter):
         return adapter
     peft_digest = hashlib.sha256()
-    for file_name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+    for file_name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE, EXPORT_FACTS_FILE):
         if (adapter / file_name).is_file():
             with open(adapter / file_name, "rb") as peft_file:
                 peft_digest.update(hashlib.file_digest(peft_file, "sha256").digest())
@@ -667,7 +687,12 @@ def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
 
 
 def export_adapter(
-    checkpoint: str | Path, hf: str | Path, output_dir: str | Path, *, force: bool = False
+    checkpoint: str | Path,
+    hf: str | Path,
+    output_dir: str | Path,
+    *,
+    force: bool = False,
+    may_have_other_base: bool = False,
 ) -> WeightsReport:
     """Exports the adapters of a run to a folder that PEFT loads.
 
@@ -675,6 +700,8 @@ def export_adapter(
         checkpoint: a run with LoRA, one of its steps, or adapters in any layout.
         hf: the Hugging Face folder that the adapters belong to.
         force: whether to replace an adapter that is already in ``output_dir``.
+        may_have_other_base: whether the adapters may have been trained on other weights than those in ``hf``.
+            PEFT's files then name the folder of these weights as the base, not ``hf``.
 
     Raises:
         WeightsError: the adapters belong to another model than ``hf``.
@@ -682,6 +709,11 @@ def export_adapter(
     """
     hf_checkpoint = HfCheckpoint(hf)
     source = open_adapters(checkpoint, hf_checkpoint)
+    base_name = str(hf)
+    if not may_have_other_base:
+        check_base(source, hf_checkpoint)
+    elif source.adapter_base.digest and source.adapter_base.differs_from(model_digest(hf_checkpoint)):
+        base_name = source.adapter_base.path
     output_dir = Path(output_dir)
     header_by_file = {ADAPTER_FILE: peft_header(source)}
     training_facts = _known_training_facts(source, hf_checkpoint)
@@ -698,8 +730,8 @@ def export_adapter(
     ) as conversion_output:
         _write_adapter_tensors(source, conversion_output)
         conversion_output.commit_files()
-        write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, str(hf)))
-        _write_training_facts(training_facts, output_dir)
+        write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
+        _write_training_facts(training_facts | source.adapter_base.entry(), output_dir)
         durable_files.fsync_path(output_dir)
 
     return _make_report(output_dir, conversion_output, time.monotonic() - start_time)
@@ -751,6 +783,7 @@ def convert_adapter(
         "hf": Path(hf).resolve().name,
         **video_rule_entry(video_rule),
         **media_entry(media_limits),
+        **source.adapter_base.entry(),
     }
     return _write_weights(
         source, [Path(adapter), Path(hf)], out, layout, "convert", workers, force, weights_origin

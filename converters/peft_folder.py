@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import fused_adapters, pattern_value, whole_module
+from megatron_vl.spec.adapters import fused_adapters, whole_module
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
 
 from . import make_conversion_rules
-from .hf_checkpoint import long_tensor_name
+from .hf_checkpoint import long_tensor_name, short_tensor_name
 from .rules import DOWN_STACK, GATE_UP_STACK, ConversionRule
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -268,6 +268,11 @@ class PeftFolder:
         """The factors of all matrices, in model order."""
         matrix_shapes = released_matrices(self.spec)
         modules = self._tensors_by_module()
+        module_names = matrix_shapes.keys() | modules.keys()
+        self._pattern_entries = {
+            setting: self._resolve_patterns(setting, module_names)
+            for setting in ("rank_pattern", "alpha_pattern")
+        }
         factors: dict[str, MatrixFactors] = {}
         experts_names: dict[str, None] = {}
         for hf_name, shape in matrix_shapes.items():
@@ -275,6 +280,7 @@ class PeftFolder:
                 experts_name, _, _ = hf_name.rpartition(".")
                 experts_names[experts_name] = None
             elif hf_name in modules:
+                self._check_layer(hf_name)
                 factors[hf_name] = self._matrix_factors(hf_name, shape, modules.pop(hf_name))
 
         for experts_name in experts_names:
@@ -295,6 +301,7 @@ class PeftFolder:
     def _tensors_by_module(self) -> dict[str, dict[str, Tensor]]:
         """Module name in ``transformers`` 5 -> {"A": factor, "B": factor}, as stored."""
         modules: dict[str, dict[str, Tensor]] = {}
+        self._has_old_names = False
         for key in self.tensor_reader.tensor_names():
             if key in self.saved_keys.values():
                 continue
@@ -304,6 +311,7 @@ class PeftFolder:
                     f"{self.path / ADAPTER_FILE}: tensor {key!r} is not a factor of an adapter"
                 )
             module_name = long_tensor_name(key_match[1])
+            self._has_old_names |= module_name != key_match[1]
             self.tensor_reader.dtype(key)  # refuses quantised factors
             stored_region = whole_matrix_region(self.tensor_reader.shape(key))
             pair = modules.setdefault(module_name, {})
@@ -451,15 +459,62 @@ class PeftFolder:
         joined_b = torch.cat(stacked_b, dim=1)
         return MatrixFactors(joined_a, joined_b, alpha * alpha_growth)
 
+    def _resolve_patterns(self, setting: str, module_names: Iterable[str]) -> dict[str, dict[Any, str]]:
+        """Name of a matrix -> {value: the entry of ``rank_pattern`` or ``alpha_pattern`` that gives it}.
+
+        PEFT takes the first entry that matches, but its files are sorted and do not keep that order.
+
+        Raises:
+            WeightsError: an entry matches no matrix.
+        """
+        entries_by_name: dict[str, dict[Any, str]] = {}
+        for pattern, value in (self.config.get(setting) or {}).items():
+            regex = re.compile(rf"(.*\.)?({pattern})")  # as in PEFT
+            matching_names = [
+                name for name in module_names if any(map(regex.fullmatch, self._module_spellings(name)))
+            ]
+            if not matching_names:
+                raise WeightsError(
+                    f"{self.path / ADAPTER_CONFIG_FILE}: {setting} {pattern!r} matches no matrix of this"
+                    " model, so that PEFT ignores it; remove it, or correct the name"
+                )
+            for name in matching_names:
+                entries_by_name.setdefault(name, {}).setdefault(value, pattern)
+        return entries_by_name
+
+    def _module_spellings(self, hf_name: str) -> set[str]:
+        """The names that a setting may use for a module: the old one too if the file's tensors have those."""
+        return {hf_name, short_tensor_name(hf_name)} if self._has_old_names else {hf_name}
+
     def _rank_and_alpha(self, hf_name: str) -> tuple[int, float]:
-        """Rank and alpha of a matrix: those of the first patterns that match, as PEFT does it."""
-        rank_patterns = self.config.get("rank_pattern") or {}
-        default_rank = self.config.get("r", 8)
-        rank = pattern_value(rank_patterns, hf_name, default_rank)
-        alpha_patterns = self.config.get("alpha_pattern") or {}
-        default_alpha = self.config.get("lora_alpha", 8)
-        alpha = pattern_value(alpha_patterns, hf_name, default_alpha)
-        return rank, alpha
+        """Rank and alpha of a matrix. Raises WeightsError if two patterns contradict each other."""
+        resolved_values = []
+        for setting, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            entries = self._pattern_entries[setting].get(hf_name, {self.config.get(default, 8): ""})
+            if len(entries) > 1:
+                raise WeightsError(
+                    f"{self.path / ADAPTER_CONFIG_FILE}: {setting} has {len(entries)} values for {hf_name!r}"
+                    f" ({', '.join(map(repr, entries.values()))}), and PEFT's files do not keep their order;"
+                    " leave one of these entries"
+                )
+            resolved_values += entries
+        return resolved_values[0], resolved_values[1]
+
+    def _check_layer(self, hf_name: str) -> None:
+        """Raises WeightsError if ``layers_to_transform`` leaves a module out: PEFT ignores its adapter."""
+        layers = self.config.get("layers_to_transform")
+        patterns = self.config.get("layers_pattern") or r"[^.]*"
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if layers is None or layers == [] or isinstance(self.config.get("target_modules"), str):
+            return  # PEFT does not apply it to a regular expression
+        # As in PEFT, the first number after a part of the name that matches is the layer.
+        matches = [re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", hf_name) for pattern in patterns]
+        layer = next((int(layer_match[1]) for layer_match in matches if layer_match), None)
+        if layer not in (layers if isinstance(layers, list) else [layers]):
+            raise WeightsError(
+                f"{self.path / ADAPTER_FILE}: {hf_name!r} has an adapter, but layers_to_transform"
+                f" in {ADAPTER_CONFIG_FILE} leaves its layer out, so that PEFT ignores it; correct one"
+            )
 
     def _check_shape(self, hf_name: str, letter: str, factor: Tensor, shape: tuple[int, ...]) -> None:
         if factor.shape != shape:
@@ -472,25 +527,25 @@ class PeftFolder:
         """The settings that give exactly the matrices, ranks and scales of this folder."""
         default_rank = self.config.get("r", 8)
         default_alpha = self.config.get("lora_alpha", 8)
-        names_by_rank: dict[int, list[str]] = {}
-        names_by_alpha: dict[float, list[str]] = {}
-        for hf_name, factors in self.factors.items():
-            names_by_rank.setdefault(factors.rank, []).append(hf_name)
-            names_by_alpha.setdefault(factors.alpha, []).append(hf_name)
+        ranks = {hf_name: factors.rank for hf_name, factors in self.factors.items()}
+        alphas = {hf_name: factors.alpha for hf_name, factors in self.factors.items()}
         return LoraConfig(
             rank=default_rank,
             alpha=float(default_alpha),
             use_rslora=bool(self.config.get("use_rslora")),
             dropout=float(self.config.get("lora_dropout") or 0.0),
             targets=shortest_suffixes(self.factors, self.spec),
-            rank_pattern=_patterns(names_by_rank, default_rank, self.spec),
-            alpha_pattern=_patterns(names_by_alpha, default_alpha, self.spec),
+            rank_pattern=disjoint_patterns(ranks, default_rank, self.spec),
+            alpha_pattern=disjoint_patterns(alphas, default_alpha, self.spec),
             modules_to_save=list(dict.fromkeys(map(whole_module, self.saved_keys))),
         )
 
 
-def _patterns(names_by_value: Mapping[Any, list[str]], default: Any, spec: ModelSpec) -> dict[str, Any]:
-    """The patterns of PEFT that give each matrix its rank or alpha."""
+def disjoint_patterns(value_by_name: Mapping[str, Any], default: Any, spec: ModelSpec) -> dict[str, Any]:
+    """The patterns of PEFT that give each matrix its rank or alpha, in any order."""
+    names_by_value: dict[Any, list[str]] = {}
+    for hf_name, value in value_by_name.items():
+        names_by_value.setdefault(value, []).append(hf_name)
     return {
         re.escape(suffix): value
         for value, names in names_by_value.items()

@@ -4,7 +4,8 @@
 # It needs no GPU. Run it once, from the root of the checkout.
 #
 #   HF      Hugging Face folder (default: model.hf of the YAML)
-#   FULL    unsplit Megatron weights (default: checkpoints/NAME-full), which are converted unless they exist
+#   FULL    unsplit Megatron weights (default: checkpoints/NAME-full), which are converted unless they exist; those that
+#           exist must be the weights of HF
 #   SHARDS  weights in the layout of the YAML (default: its model.checkpoint)
 set -euo pipefail
 if [ -z "${1:-}" ]; then
@@ -18,7 +19,11 @@ FULL=${FULL:-checkpoints/$(basename "$config" .yaml)-full}
 SHARDS=${SHARDS:-$(field "$config" model.checkpoint)}
 
 if [ -e "$FULL" ]; then
-  echo "$FULL exists: it is split as it is"
+  echo "$FULL exists: it is compared with $HF, and then split"
+  megatron-vl verify "$HF" "$FULL" || {
+    echo "$FULL does not hold the weights of $HF: remove it, or set FULL to another folder" >&2
+    exit 1
+  }
 else
   megatron-vl convert --hf "$HF" --out "$FULL"
 fi

@@ -388,6 +388,21 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr
     assert WeightReader(tmp_path / "shards").layout.layers_per_chunk == (10, 18)
 
+    # FULL exists now, and must be that of HF.
+    other = tiny_checkpoint("qwen2_vl", layers=28, seed=5)
+    for source, exit_code in ((hf, 0), (other, 1)):
+        done = run(
+            "convert_then_split.sh",
+            str(tmp_path / "cut.yaml"),
+            folder=tmp_path,
+            HF=source,
+            FULL=tmp_path / "full",
+            SHARDS=tmp_path / f"shards of {source.name}",
+        )
+        assert done.returncode == exit_code, done.stderr
+    assert f"{tmp_path / 'full'} does not hold the weights of {other}" in done.stderr
+    assert not (tmp_path / f"shards of {other.name}").exists()
+
 
 def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_path):
     words = ["--parallel.tp", "3", "--parallel.pp", "2"]

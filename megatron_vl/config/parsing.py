@@ -82,6 +82,9 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
 
     # The namespace also has the path of the config file, which is no field of a run.
     config = parser.instantiate_classes(namespace)
+    if config.lora.adapter:
+        stated = parser.parse_args(_bracket_layer_lists(argv), defaults=False)["lora"]
+        object.__setattr__(config.lora, "stated_fields", frozenset(vars(stated)))
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
 
 

@@ -109,6 +109,7 @@ class AdapterPart:
     """Module name in ``transformers`` 5, without ``.weight``."""
     rank: int
     """0: this matrix has no adapter, although another one of the same canonical tensor has."""
+    alpha: float
     scale: float
     """alpha / rank, or alpha / sqrt(rank) with ``lora.use_rslora``."""
 
@@ -441,11 +442,11 @@ def _no_match_text(named_modules: Sequence[tuple[str, str]]) -> str:
 
 def _make_part(lora: LoraConfig, hf_name: str, is_target: bool) -> AdapterPart:
     if not is_target:
-        return AdapterPart(hf_name, 0, 0.0)
+        return AdapterPart(hf_name, 0, 0.0, 0.0)
     rank = pattern_value(lora.rank_pattern, hf_name, lora.rank)
     alpha = pattern_value(lora.alpha_pattern, hf_name, lora.alpha)
     divisor = math.sqrt(rank) if lora.use_rslora else rank
-    return AdapterPart(hf_name, rank, alpha / divisor)
+    return AdapterPart(hf_name, rank, alpha, alpha / divisor)
 
 
 def pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:

@@ -61,6 +61,7 @@ from megatron_vl.training.optimizer_state import (
     check_file_hash,
     host_copy,
     list_index_entries,
+    optimizer_slices,
     restore_optimizer,
     snapshot_optimizer,
     write_hashed_safetensors,
@@ -69,6 +70,7 @@ from megatron_vl.training.optimizer_state import (
 from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
+from megatron_vl.weights.model_digest import recorded_base
 from megatron_vl.weights.run_folder import (
     LATEST_FILE,
     LINEAGE_FILE,
@@ -425,7 +427,7 @@ class CheckpointSaver:
             self.spec,
             dataclasses.replace(self.layout, decoupled=False, cp=1, key_ranks=1),
             manifest_entries,
-            {"step": checkpoint_snapshot.step},
+            {"step": checkpoint_snapshot.step, **recorded_base(checkpoint_snapshot.run_metadata).entry()},
             checkpoint_snapshot.lora,
         )
         file_records[f"optimizer/{INDEX_FILE}"] = write_slice_index(
@@ -847,13 +849,33 @@ def check_resumable(
 @torch.no_grad()
 def load_weights(weight_reader: WeightReader, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
     """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices."""
-    for name, parameter, expert in live_tensors:
-        tensor_info = weight_reader.tensor_infos[name]
-        local_expert = None if expert is None else expert % (tensor_info.num_experts // grid.sharding.ep)
-        parameter.copy_(
-            weight_reader.read_shard(name, grid.shard_index(tensor_info), grid.sharding, local_expert)
-        )
+    for live_tensor in live_tensors:
+        live_tensor.parameter.copy_(_read_live_shard(weight_reader, live_tensor, grid))
         progress.note_progress()
+
+
+@torch.no_grad()
+def load_main_weights(
+    weight_reader: WeightReader,
+    optimizer: ChainedOptimizer,
+    live_tensors: list[LiveTensor],
+    grid: ProcessGrid,
+) -> None:
+    """Fills this rank's main weights from adapters: those in float32 start as float32, not as the parameters
+    in which they were rounded."""
+    for optimizer_slice in optimizer_slices(optimizer, live_tensors):
+        if optimizer_slice.live_tensor.tensor_name in weight_reader.tensor_infos:
+            shard = _read_live_shard(weight_reader, optimizer_slice.live_tensor, grid).float().reshape(-1)
+            optimizer_slice.write_state("main", shard[optimizer_slice.start : optimizer_slice.end])
+
+
+def _read_live_shard(weight_reader: WeightReader, live_tensor: LiveTensor, grid: ProcessGrid) -> Tensor:
+    """A parameter's values in weights of any layout."""
+    tensor_info = weight_reader.tensor_infos[live_tensor.tensor_name]
+    expert = live_tensor.expert_index
+    local_expert = None if expert is None else expert % (tensor_info.num_experts // grid.sharding.ep)
+    shard_index = grid.shard_index(tensor_info)
+    return weight_reader.read_shard(tensor_info.name, shard_index, grid.sharding, local_expert)
 
 
 def verify_files(checkpoint_path: Path) -> list[str]:

@@ -219,8 +219,6 @@ def check_export_weights(config: TrainConfig) -> None:
         )
 
 
-BASE_DIGEST_KEY = "lora_base"
-"""The entry of a checkpoint's ``run.json`` that says which model its adapters belong to."""
 START_ADAPTER_KEY = "lora_start"
 """The entry that says with which adapters the run began, see :func:`read_start_adapter`."""
 
@@ -249,6 +247,7 @@ def check_own_checkpoint(
         RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
     """
     from megatron_vl.training import checkpoint
+    from megatron_vl.weights.model_digest import recorded_base
 
     saved_metadata = checkpoint.check_resumable(
         checkpoint_path, data_order_metadata(config, dp), restart_data
@@ -256,7 +255,7 @@ def check_own_checkpoint(
     weight_reader = checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata)
     check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
     check_same_adapters(checkpoint_path, weight_reader.lora, config, spec)
-    if saved_metadata.get(BASE_DIGEST_KEY, "") != base_digest:
+    if recorded_base(saved_metadata).differs_from(base_digest):
         raise RunConfigError(
             f"the adapters in {checkpoint_path} were trained on another model than the one in"
             f" model.checkpoint {config.model.checkpoint}; give the weights that the run began with"
@@ -265,16 +264,26 @@ def check_own_checkpoint(
     return saved_metadata
 
 
-def read_start_adapter(config: TrainConfig) -> dict[str, str]:
-    """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any."""
+def read_start_adapter(config: TrainConfig, base_digest: str) -> dict[str, str]:
+    """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any.
+
+    Args:
+        base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
+
+    Raises:
+        RunConfigError: the adapters were trained on other weights than those in ``model.checkpoint``.
+    """
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return {"path": "", "digest": ""}
 
-    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+    from megatron_vl.weights.model_digest import model_digest  # it imports torch
+    from megatron_vl.weights.weight_reader import WeightReader
 
     weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
-    return {"path": str(Path(adapter_dir).resolve()), "digest": weight_reader.model_digest()}
+    if base_difference := weight_reader.adapter_base.difference_text(base_digest, config.model.checkpoint):
+        raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {base_difference}")
+    return {"path": str(Path(adapter_dir).resolve()), "digest": model_digest(weight_reader)}
 
 
 def check_start_adapter(
@@ -308,10 +317,11 @@ def check_start_adapter(
 
 def _adapter_digest(adapter_dir: str) -> str | None:
     """The digest of the adapters in a folder; None if it holds no weights of ours."""
+    from megatron_vl.weights.model_digest import model_digest
     from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
     try:
-        return WeightReader(adapter_dir, takes_adapters=True, should_verify=False).model_digest()
+        return model_digest(WeightReader(adapter_dir, takes_adapters=True, should_verify=False))
     except (OSError, WeightsError):
         return None
 
@@ -375,7 +385,8 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     stored_fields = dataclasses.asdict(stored_lora) | run_fields
     default_fields = dataclasses.asdict(LoraConfig())
     for name, value in dataclasses.asdict(config.lora).items():
-        if value not in (default_fields[name], stored_fields[name]):
+        is_stated = value != default_fields[name] or name in config.lora.stated_fields
+        if is_stated and value != stored_fields[name]:
             raise RunConfigError(
                 f"lora.{name} is {value}, but the adapters in {holder} have {stored_fields[name]}; leave the"
                 " field out"
@@ -467,11 +478,12 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
 
 def read_base_digest(config: TrainConfig) -> str:
     """Which model the adapters of a run belong to; empty without LoRA."""
+    from megatron_vl.weights.model_digest import model_digest
     from megatron_vl.weights.weight_reader import WeightReader
 
     if not config.lora.rank:
         return ""
-    return WeightReader(config.model.checkpoint, should_verify=False).model_digest()
+    return model_digest(WeightReader(config.model.checkpoint, should_verify=False))
 
 
 def check_same_model(

@@ -148,7 +148,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         if weights_note := preflight.check_start_weights(config, spec):
             run_notes.append(f"NOTE: {weights_note}")
         base_digest = preflight.read_base_digest(config)
-    start_adapter = preflight.read_start_adapter(config) if source_checkpoint is None else None
+    start_adapter = preflight.read_start_adapter(config, base_digest) if source_checkpoint is None else None
     if source_checkpoint is not None:
         from megatron_vl.training.checkpoint import suggest_remedy
 

@@ -16,9 +16,10 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
-from megatron_vl.training.preflight import BASE_DIGEST_KEY, START_ADAPTER_KEY, data_order_metadata
+from megatron_vl.training.preflight import START_ADAPTER_KEY, data_order_metadata
 from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
+from megatron_vl.weights.model_digest import AdapterBase
 from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
 
 _SKIPPED_STEPS_KEY = "skipped_steps"
@@ -112,10 +113,12 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
 
 def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> dict[str, Any]:
     """The entries of a checkpoint's ``run.json`` about the run; layout and files are added by the saver."""
+    base_path = str(Path(training_run.config.model.checkpoint).resolve())
+    base = AdapterBase(training_run.resolved_run.base_digest, base_path)
     return data_order_metadata(training_run.config, training_run.grid.dp) | {
         _SKIPPED_STEPS_KEY: dict(training_run.skipped_steps),
         "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),
-        BASE_DIGEST_KEY: training_run.resolved_run.base_digest,
+        **base.entry(),
         START_ADAPTER_KEY: training_run.resolved_run.start_adapter,
         _FIELDS_KEY: _run_fields(training_run),
         _SOURCES_KEY: metrics_log.source_meter.state_dict(),

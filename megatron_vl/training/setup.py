@@ -31,7 +31,7 @@ from megatron_vl.plurals import pluralize
 from megatron_vl.signals import requested_stop_signal
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.checkpoint import CheckpointSaver
+from megatron_vl.training.checkpoint import CheckpointSaver, load_main_weights
 from megatron_vl.training.evaluation import Evaluator
 from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.input_files import check_same_files
@@ -140,8 +140,12 @@ def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
         f"tp {grid.tp_rank}{context}, pp {grid.pp_rank}, dp {grid.dp_rank}"
     )
 
-    model_chunks = wrap_in_ddp(config, _build_start_model(resolved_run, platform, grid).model_chunks)
+    built_model = _build_start_model(resolved_run, platform, grid)
+    model_chunks = wrap_in_ddp(config, built_model.model_chunks)
     optimizer = build_optimizer(config, platform, model_chunks)
+    if config.lora.adapter and not resolved_run.is_resumed:
+        adapter_reader = WeightReader(config.lora.adapter, takes_adapters=True)
+        load_main_weights(adapter_reader, optimizer, built_model.live_tensors, grid)
 
     # One rank of each replica reads the rows, and sends them to the others.
     data_loader = _build_data_loader(resolved_run, grid) if grid.owns_loader else None

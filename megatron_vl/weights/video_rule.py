@@ -30,11 +30,11 @@ def trained_video_rule(step_dir: Path, spec: ModelSpec) -> dict[str, str]:
     Raises:
         CheckpointError: ``run.json`` is damaged, and the loader's state does not name the rule either.
     """
-    run_facts = _read_json_object(step_dir / "run.json")
+    run_facts = read_json_object(step_dir / "run.json")
     if run_facts.get("digest") == manifest_digest(run_facts):
         return _rule_from_facts(run_facts, spec)
 
-    loader_identity = _read_json_object(step_dir / "loader" / "dp_00000.json").get("identity")
+    loader_identity = read_json_object(step_dir / "loader" / "dp_00000.json").get("identity")
     if isinstance(loader_identity, dict) and (rule_name := _rule_field_name(spec)) in loader_identity:
         return {rule_name: str(loader_identity[rule_name])}
     raise CheckpointError(
@@ -61,7 +61,7 @@ def exported_video_rule(hf_dir: Path, spec: ModelSpec) -> dict[str, str]:
 
     It is empty if no ``megatron_vl.json`` names a rule, as in a released model's folder.
     """
-    return _rule_from_facts(_read_json_object(hf_dir / EXPORT_FACTS_FILE), spec)
+    return _rule_from_facts(read_json_object(hf_dir / EXPORT_FACTS_FILE), spec)
 
 
 def video_rule_entry(trained_rule: dict[str, str]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _rule_from_facts(stored_facts: Any, spec: ModelSpec) -> dict[str, str]:
     return {name: str(stored_rule[name])} if isinstance(stored_rule, dict) and name in stored_rule else {}
 
 
-def _read_json_object(json_path: Path) -> dict[str, Any]:
+def read_json_object(json_path: Path) -> dict[str, Any]:
     """Reads a JSON object; empty if the file is missing or is not a JSON object."""
     try:
         parsed_json = json.loads(json_path.read_bytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_vl.weights.manifest import (
     read_manifest_layout,
 )
 from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region, shard_blocks
+from megatron_vl.weights.model_digest import AdapterBase, recorded_base
 from megatron_vl.weights.tensor_files import (
     DTYPE_BY_NAME,
     MatrixRegion,
@@ -32,9 +32,6 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
     row_regions,
 )
-
-DIGEST_ROWS = 16
-"""Rows of each tensor that :meth:`WeightReader.model_digest` reads: 40 MB of a model of 7 B parameters."""
 
 
 def find_weights_dir(given_path: str | Path) -> Path:
@@ -247,17 +244,10 @@ class WeightReader:
         """A value that changes if any of these weights changes."""
         return {MANIFEST_FILE: self.manifest["digest"]}
 
-    def model_digest(self) -> str:
-        """SHA-256 of the first rows of every tensor, which is the same in every layout."""
-        digest = hashlib.sha256()
-        for tensor_name, tensor_info in self.tensor_infos.items():
-            rows, columns = matrix_shape(tensor_info.shape)
-            first_rows = MatrixRegion(0, min(rows, DIGEST_ROWS), 0, columns)
-            digest.update(f"{tensor_name} {tensor_info.shape} {self.dtype(tensor_name)}".encode())
-            digest.update(
-                self.read_region(tensor_name, first_rows).contiguous().view(torch.uint8).numpy().data
-            )
-        return digest.hexdigest()
+    @property
+    def adapter_base(self) -> AdapterBase:
+        """The weights that adapters were trained on."""
+        return recorded_base(self.manifest["origin"])
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""

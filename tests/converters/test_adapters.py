@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ from .peft_models import (
     peft_model,
 )
 
-PATTERNS: dict[str, Any] = {
-    "rank_pattern": {"k_proj": 6, "language_model.layers.1.mlp.gate_proj": 2, "gate_up_proj": 3},
-    "alpha_pattern": {"v_proj": 5, "attn.qkv": 3.5},
-}
-"""Ranks and scales that differ within fused matrices."""
+
+def patterns(family: str) -> dict[str, Any]:
+    """Ranks and scales that differ within fused matrices."""
+    mlp = {"gate_up_proj": 3} if family in MOE_FAMILIES else {"language_model.layers.1.mlp.gate_proj": 2}
+    return {"rank_pattern": {"k_proj": 6, **mlp}, "alpha_pattern": {"v_proj": 5, "attn.qkv": 3.5}}
 
 
 def float_checkpoint(family: str) -> Path:
@@ -55,7 +56,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory):
     def adapter(family: str) -> Path:
         if family not in folders:
             hf = float_checkpoint(family)
-            folders[family] = peft_folder(root / family, hf, **all_targets(hf), **PATTERNS)
+            folders[family] = peft_folder(root / family, hf, **all_targets(hf), **patterns(family))
         return folders[family]
 
     return adapter
@@ -116,7 +117,7 @@ def test_whole_modules_go_through_all_layouts_as_peft_has_them(tmp_path: Path, f
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merge_rounds_once(tmp_path: Path, adapters, family: str) -> None:
     hf, adapter = tiny_checkpoint(family), adapters(family)
-    model = peft_model(hf, **all_targets(hf), **PATTERNS).float()
+    model = peft_model(hf, **all_targets(hf), **patterns(family)).float()
     expected = model.merge_and_unload().state_dict()
     export_weights(adapter, hf, tmp_path / "merged", merges_adapter=True)
     for name, tensor in released(read_tensors(tmp_path / "merged"), family).items():
@@ -289,17 +290,65 @@ def test_names_of_older_transformers(tmp_path: Path, adapters) -> None:
         key.replace("model.language_model.", "model.").replace("model.model.visual.", "model.visual."): tensor
         for key, tensor in load_file(adapter / ADAPTER_FILE).items()
     }
-    older = rewritten(
-        adapter, tmp_path / "older", tensors, rank_pattern={"k_proj": 6, "model.layers.1.mlp.gate_proj": 2}
-    )
-    with pytest.raises(WeightsError, match=r"gate_proj.*requires?.*\[4, 64\]|require \[4"):
-        PeftFolder(older, read_spec(hf))
-    older = rewritten(
-        adapter, tmp_path / "old", tensors, rank_pattern={"k_proj": 6, "layers.1.mlp.gate_proj": 2}
-    )
-    assert (
-        PeftFolder(older, read_spec(hf)).factors.keys() == PeftFolder(adapter, read_spec(hf)).factors.keys()
-    )
+    spec, layer = read_spec(hf), "layers.1.mlp.gate_proj"
+    expected = PeftFolder(adapter, spec).factors
+    for number, name in enumerate((f"model.{layer}", f"model.language_model.{layer}", layer)):
+        settings = {
+            "rank_pattern": {"k_proj": 6, name: 2},
+            "alpha_pattern": {"v_proj": 5, "visual.blocks.0.attn.qkv": 60, name: 60},
+        }
+        factors = PeftFolder(rewritten(adapter, tmp_path / str(number), tensors, **settings), spec).factors
+        assert factors.keys() == expected.keys()
+        wide = {name for name, matrix in factors.items() if matrix.alpha == 60}
+        assert wide == {f"model.language_model.{layer}", "model.visual.blocks.0.attn.qkv"}
+
+    # PEFT would ignore the old name of a module whose tensors have the new one.
+    settings = {"alpha_pattern": {f"model.{layer}": 60}}
+    newer = rewritten(adapter, tmp_path / "newer", load_file(adapter / ADAPTER_FILE), **settings)
+    with pytest.raises(WeightsError, match=f"alpha_pattern 'model.{layer}' matches no matrix"):
+        PeftFolder(newer, spec)
+
+
+def test_patterns_that_contradict_each_other_are_refused(tmp_path: Path, adapters) -> None:
+    """PEFT takes the first one at training, but sorts them when it saves. An export has disjoint ones."""
+    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
+    spec, tensors = read_spec(hf), load_file(adapter / ADAPTER_FILE)
+    last = "language_model.layers.1.self_attn.v_proj"
+    for setting, value, other in (("alpha_pattern", 16, 1), ("rank_pattern", 4, 2)):
+        entries = {"v_proj": value, last: other} | patterns("qwen3_vl")[setting] | {"v_proj": value}
+        folder = rewritten(adapter, tmp_path / setting, tensors, **{setting: entries})
+        with pytest.raises(WeightsError, match=f"{setting} has 2 values for 'model.{last}'.*'v_proj', '"):
+            PeftFolder(folder, spec)
+    same = rewritten(adapter, tmp_path / "same", tensors, alpha_pattern={"v_proj": 16, last: 16})
+    assert PeftFolder(same, spec).factors[f"model.{last}"].alpha == 16
+
+    convert_adapter(adapter, hf, tmp_path / "weights")
+    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_FILE).read_text())
+    for setting in ("rank_pattern", "alpha_pattern"):
+        matches = {
+            name: [entry for entry in config[setting] if re.fullmatch(rf"(.*\.)?({entry})", name)]
+            for name in PeftFolder(adapter, spec).factors
+        }
+        assert any(matches.values()) and max(map(len, matches.values())) == 1
+
+
+@pytest.mark.parametrize("layers", [0, [0], [0, 2]])
+def test_layers_that_leave_out_a_factor_are_refused(tmp_path: Path, adapters, layers: Any) -> None:
+    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
+    settings = {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": layers}
+    tensors = {
+        key: tensor
+        for key, tensor in load_file(adapter / ADAPTER_FILE).items()
+        if any(f".{name}." in key for name in settings["target_modules"])
+    }
+    kept = {key: tensor for key, tensor in tensors.items() if ".layers.0." in key}
+    no_patterns = {"rank_pattern": {}, "alpha_pattern": {}}
+    folder = rewritten(adapter, tmp_path / "all", tensors, **settings, **no_patterns)
+    with pytest.raises(WeightsError, match=r"layers\.1\..* has an adapter, but layers_to_transform"):
+        PeftFolder(folder, read_spec(hf))
+    folder = rewritten(adapter, tmp_path / "kept", kept, **settings, **no_patterns)
+    assert len(PeftFolder(folder, read_spec(hf)).factors) == 2
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -136,14 +136,3 @@ def test_megatron_weights_in_two_layouts(tmp_path: Path) -> None:
     (other,) = compare_weights(tmp_path / "a", tmp_path / "b").differences
     assert damaged.name == other.name and "tp03_pp01.safetensors" in damaged.how
     assert read_tensors(hf)  # the source is whole
-
-
-def test_two_kinds_of_folder_are_reported_and_nothing_else(tmp_path: Path, capsys) -> None:
-    hf = released_folder(tmp_path / "hf", SIZE)
-    convert_weights(hf, tmp_path / "megatron")
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path / "megatron"), str(hf)]) == 1
-    shown = capsys.readouterr()
-    assert "megatron is a folder of Megatron weights, but " in shown.err
-    assert "hf is a Hugging Face folder: " in shown.err
-    assert len(shown.err.splitlines()) == 1 and not shown.out

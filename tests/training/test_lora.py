@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from converters.convert import convert_adapter, convert_weights, export_adapter
-from converters.peft_folder import ADAPTER_FILE
+from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.models.adapters import add_to_output
 from megatron_vl.spec.adapters import fused_adapters, trained_table
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
+from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.ranks import call, run_module
 from tests.tiny import tiny_checkpoint
@@ -233,6 +235,21 @@ def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_pat
     assert refused.returncode == 1, refused.stderr[-2000:]
     assert "were trained on another model" in refused.stderr
 
+    on_other = ("--model.checkpoint", str(tmp_path / "other"))
+    refused = train(prepared, tmp_path / "b", "--lora.adapter", str(run), *on_other, ranks=1, steps=3)
+    assert refused.returncode == 1, refused.stderr[-2000:]
+    assert f"the adapters in {run} were trained on other weights ({prepared['weights']})" in refused.stderr
+    assert f"than those in {tmp_path / 'other'}" in refused.stderr
+
+    # The base of what a run exports is what it began with, although its config comes from model.hf.
+    export = ("--checkpoint.export_hf", "last")
+    done = train(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    adapter_config = json.loads((export_dir_path(tmp_path / "c", 3) / ADAPTER_CONFIG_FILE).read_text())
+    assert adapter_config["base_model_name_or_path"] == str(tmp_path / "other")
+    with pytest.raises(WeightsError, match="were trained on other weights"):
+        export_weights(tmp_path / "c", prepared["hf"], tmp_path / "merged", merges_adapter=True)
+
     convert_weights(prepared["hf"], tmp_path / "tp2", {"tp": 2})
     done = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "tp2"), ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -298,6 +315,19 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
 
+    # Main weights in float32 are those of the file, although the parameters are rounded.
+    narrow = tmp_path / "narrow"
+    done = train(prepared, narrow, *start, "--dtype", "bfloat16", "--parallel.tp", "2", ranks=2, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    main_weights: dict[str, list[float]] = {}
+    for file in (step_dir_path(narrow, 3) / "optimizer").glob("*.safetensors"):
+        for key, tensor in load_file(file).items():
+            if key.endswith("/main"):
+                main_weights.setdefault(key.partition("[")[0], []).extend(tensor.flatten().tolist())
+    for name, values in main_weights.items():
+        assert set(values) == set(stored.read_shard(name).flatten().tolist()), name
+    assert main_weights.keys() == set(stored.tensor_names())
+
     # The command takes PEFT's folder as it is. A run that goes on no longer needs it, and nor does its plan.
     moved, direct = tmp_path / "peft", tmp_path / "direct"
     folder.rename(moved)
@@ -318,6 +348,7 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
 
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
+        (["--lora.rank", "0"], "lora.rank is 0, but the adapters in lora.adapter .* have 4"),
         (["--lora.adapter", str(folder)], "holds PEFT's files; convert them first"),
         (["--lora.adapter", str(prepared["weights"])], "lora.adapter: .* holds a whole model"),
     ):

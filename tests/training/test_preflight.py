@@ -23,7 +23,7 @@ from megatron_vl.config import (
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.checkpoint import _FORMAT_VERSION
-from megatron_vl.training.preflight import config_remarks
+from megatron_vl.training.preflight import config_remarks, with_stored_lora
 from megatron_vl.training.resolve import resolve_run
 from tests.support.run_json import write_run_json
 from tests.training.small_run import environment
@@ -168,3 +168,20 @@ def test_fields_of_adapters_without_a_rank_are_remarked() -> None:
     ):
         remarks = config_remarks(TrainConfig(lora=LoraConfig(**fields)), on_cpu=False)
         assert (remark in remarks) == is_remarked, fields
+
+
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_a_stated_default_beside_adapters_is_refused_if_they_differ(tmp_path: Path, is_in_file: bool) -> None:
+    """A field that is left out takes the adapters' value; one that states its default is meant."""
+    stored = LoraConfig(rank=4, alpha=8.0, use_rslora=True)
+    adapter = ["--lora.adapter", "a run"]
+    assert with_stored_lora(parse_config(adapter), stored, "a run").lora.alpha == 8
+    for name, value in (("alpha", "32"), ("use_rslora", "false"), ("rank", "0")):
+        words = [f"--lora.{name}", value]
+        if is_in_file:
+            (tmp_path / "run.yaml").write_text(f"lora:\n  {name}: {value}\n")
+            words = ["--config", str(tmp_path / "run.yaml")]
+        with pytest.raises(RunConfigError, match=rf"lora\.{name} is .*, but the adapters in a run have"):
+            with_stored_lora(parse_config([*words, *adapter]), stored, "a run")
+    same = parse_config([*adapter, "--lora.dropout", "0", "--lora.rank", "4"])
+    assert with_stored_lora(same, stored, "a run").lora.use_rslora

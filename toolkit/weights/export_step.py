@@ -88,7 +88,10 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
     writes_peft = has_adapters and not export_job.merges_adapter
     _check_free_space(export_job, partial_dir, writes_peft)
     if writes_peft:
-        export_adapter(export_job.checkpoint, export_job.hf, partial_dir, force=True)
+        # The run may have begun with other weights than those in model.hf, from which its config comes.
+        export_adapter(
+            export_job.checkpoint, export_job.hf, partial_dir, force=True, may_have_other_base=True
+        )
     else:
         export_weights(
             export_job.checkpoint,

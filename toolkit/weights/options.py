@@ -165,7 +165,7 @@ class VerifyOptions(WeightCommandOptions):
     a: Path = option(metavar="A", positional=True, must_exist=True)
     """Hugging Face folder, or Megatron weights of any layout."""
     b: Path | None = option(None, metavar="B", positional=True, must_exist=True)
-    """Second folder of the same kind; Hugging Face folders may differ in naming style (model.layers,
+    """Second folder. Hugging Face folders may differ in naming style (model.layers,
     model.language_model.layers). Without it, the Megatron weights A are checked against their hashes."""
     show: int = option(10, metavar="N")
     """Name at most N differing tensors."""

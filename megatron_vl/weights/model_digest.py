@@ -1,0 +1,103 @@
+"""Tells models of one shape apart: a digest of a sample of their values, and the base that adapters record.
+
+The digest depends neither on the layout nor on the type in which values are stored, and is the same for a
+Hugging Face folder and the Megatron weights that were converted from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_vl.config import LoraConfig
+from megatron_vl.spec.adapters import trained_table
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import TensorInfo
+from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
+
+DIGEST_SCHEME = "spread1-"
+"""Begins every digest. Digests of other schemes read other values and are not compared."""
+DIGEST_ROWS = 16
+"""Rows of a tensor, spread from the first one to the last: 40 MB of a model of 7 B parameters."""
+EXPERT_TILE = 16
+"""Rows and columns that are read of each expert: a few pages, also of stacks that are stored transposed."""
+
+
+class CanonicalTensors(Protocol):
+    """Megatron weights, or a Hugging Face folder that is read as such."""
+
+    spec: ModelSpec
+    lora: LoraConfig
+
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
+
+
+class AdapterBase(NamedTuple):
+    """The weights that adapters were trained on. Both are empty if nothing records them."""
+
+    digest: str
+    path: str
+    """Where the weights were at that time."""
+
+    def entry(self) -> dict[str, Any]:
+        """The entry for ``run.json``, a manifest's origin or ``megatron_vl.json``; empty if not known."""
+        return {"base": self._asdict()} if self.digest else {}
+
+    def differs_from(self, digest: str) -> bool:
+        """Whether these are known to be other weights than those with this digest."""
+        return self.digest.startswith(DIGEST_SCHEME) and self.digest != digest
+
+    def difference_text(self, digest: str, given_dir: str | Path) -> str:
+        """What is wrong if adapters of this base meet the weights in ``given_dir``; empty if nothing is."""
+        if not self.differs_from(digest):
+            return ""
+        return (
+            f"were trained on other weights ({self.path}) than those in {given_dir}, although the shapes are"
+            " the same; give the weights that they were trained on"
+        )
+
+
+def recorded_base(facts: Mapping[str, Any] | None) -> AdapterBase:
+    """The base that :meth:`AdapterBase.entry` recorded."""
+    base = (facts or {}).get("base")
+    if not isinstance(base, dict):
+        return AdapterBase("", "")
+    return AdapterBase(str(base.get("digest", "")), str(base.get("path", "")))
+
+
+def model_digest(source: CanonicalTensors) -> str:
+    """A digest of values from all over every tensor; a model of 400 B parameters takes seconds."""
+    digest = hashlib.sha256()
+    for tensor_name, tensor_info in trained_table(source.spec, source.lora).items():
+        digest.update(f"{tensor_name} {tensor_info.shape}".encode())
+        for region in _sampled_regions(tensor_info):
+            values = source.read_region(tensor_name, region).to(torch.float32).contiguous()
+            digest.update(values.numpy().data)
+    return DIGEST_SCHEME + digest.hexdigest()
+
+
+def _sampled_regions(tensor_info: TensorInfo) -> Iterator[MatrixRegion]:
+    """Whole rows; of a stack of experts a tile of each, which moves from the first corner to the last."""
+    row_count, col_count = matrix_shape(tensor_info.shape)
+    if not tensor_info.num_experts:
+        for row in _spread(row_count, min(row_count, DIGEST_ROWS)):
+            yield MatrixRegion(row, row + 1, 0, col_count)
+        return
+
+    expert_rows = row_count // tensor_info.num_experts
+    tile_rows, tile_cols = min(EXPERT_TILE, expert_rows), min(EXPERT_TILE, col_count)
+    first_rows = _spread(expert_rows - tile_rows + 1, tensor_info.num_experts)
+    first_cols = _spread(col_count - tile_cols + 1, tensor_info.num_experts)
+    for expert_index, (row, col) in enumerate(zip(first_rows, first_cols, strict=True)):
+        row += expert_index * expert_rows
+        yield MatrixRegion(row, row + tile_rows, col, col + tile_cols)
+
+
+def _spread(size: int, count: int) -> list[int]:
+    """``count`` indices from 0 to ``size - 1``, evenly spread, both ends included."""
+    return [i * (size - 1) // max(1, count - 1) for i in range(count)]

@@ -1,0 +1,143 @@
+"""Models of one shape are told apart: the digest of a model, and the base that adapters record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert_adapter, convert_weights, export_adapter, reshard_weights
+from converters.hf_checkpoint import HfCheckpoint
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.weights.model_digest import AdapterBase, model_digest
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from megatron_vl.weights.weight_reader import WeightReader
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+from toolkit.weights.export_step import ExportJob, export_step
+
+from .helpers import write_hf
+from .peft_models import FAMILIES, peft_folder
+
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_digest_is_that_of_the_converted_weights(tmp_path: Path, family: str) -> None:
+    """In every layout; and in another type, if the values are the same."""
+    hf = tiny_checkpoint(family)
+    digest = model_digest(HfCheckpoint(hf))
+    layout = {"tp": 2, "pp": 2} | ({"ep": 2, "etp": 2} if family.endswith("moe") else {})
+    convert_weights(hf, tmp_path / "full")
+    reshard_weights(tmp_path / "full", tmp_path / "shards", layout)
+    for folder in ("full", "shards"):
+        assert model_digest(WeightReader(tmp_path / folder)) == digest
+
+    wide_tensors = {}
+    for file in sorted(hf.glob("*.safetensors")):
+        wide_tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
+    wide = write_hf(tmp_path / "wide", wide_tensors, json.loads((hf / "config.json").read_text()))
+    assert model_digest(HfCheckpoint(wide)) == digest
+    assert model_digest(HfCheckpoint(tiny_checkpoint(family, seed=7))) != digest
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_digest_reads_the_last_rows_and_every_expert(tmp_path: Path, family: str) -> None:
+    convert_weights(tiny_checkpoint(family), tmp_path / "full")
+    [file] = (tmp_path / "full").glob("*.safetensors")
+    reader = WeightReader(tmp_path / "full", should_verify=False)
+    digest, tensors = model_digest(reader), load_file(file)
+    infos = tensor_table(reader.spec)
+    stack_name = next(name for name, info in infos.items() if info.num_experts)
+    changes = [("language_model.embedding.word_embeddings.weight", -1)]
+    changes += [(stack_name, expert) for expert in range(infos[stack_name].num_experts)]
+    for tensor_name, index in changes:
+        changed = tensors | {tensor_name: tensors[tensor_name].clone()}
+        changed[tensor_name][index] += 1
+        save_file(changed, file, {"format": "pt"})
+        assert model_digest(WeightReader(tmp_path / "full", should_verify=False)) != digest, (
+            tensor_name,
+            index,
+        )
+
+
+def test_base_of_an_older_digest_is_not_compared() -> None:
+    digest = model_digest(HfCheckpoint(tiny_checkpoint("qwen2_vl")))
+    assert not AdapterBase("", "").differs_from(digest)
+    assert not AdapterBase("0" * 64, "base").differs_from(digest)
+    assert AdapterBase(digest[:-1] + "x", "base").differs_from(digest)
+
+
+def adapters_of(folder: Path, base: Path) -> Path:
+    """Megatron weights of adapters that record ``base``, as a run that was trained on it saves them."""
+    peft = peft_folder(folder / "peft", base, **ATTENTION)
+    facts = AdapterBase(model_digest(HfCheckpoint(base)), str(base)).entry()
+    (peft / EXPORT_FACTS_FILE).write_text(json.dumps(facts))
+    convert_adapter(peft, base, folder / "adapters", {"tp": 2})
+    return folder / "adapters"
+
+
+def test_adapters_meet_only_the_weights_that_they_were_trained_on(tmp_path: Path, capsys) -> None:
+    """Whatever file names the base: the manifest of any layout, or what lies beside PEFT's files."""
+    original, tuned = tiny_checkpoint("qwen2_vl"), tiny_checkpoint("qwen2_vl", seed=5)
+    split = adapters_of(tmp_path, tuned)
+    reshard_weights(split, tmp_path / "merged adapters")
+    assert run("export", "--adapter", "--checkpoint", split, "--hf", tuned, "--out", tmp_path / "out") == 0
+    capsys.readouterr()
+    for adapters in (split, tmp_path / "merged adapters", tmp_path / "out"):
+        words = ("export", "--checkpoint", adapters, "--out", tmp_path / "whole", "--force")
+        for way in ("--merge", "--adapter"):
+            assert run(*words, way, "--hf", original) == 1
+            shown = capsys.readouterr().err
+            assert f"the adapters in {adapters} were trained on other weights ({tuned})" in shown
+            assert f"than those in {original}" in shown
+            assert not (tmp_path / "whole").exists()
+        assert run(*words, "--merge", "--hf", tuned) == 0
+        assert "does not record" not in capsys.readouterr().out
+        for file in (tmp_path / "whole").iterdir():
+            file.unlink()
+        (tmp_path / "whole").rmdir()
+
+
+def test_an_adapter_from_elsewhere_is_accepted_with_a_note(tmp_path: Path, capsys) -> None:
+    hf = tiny_checkpoint("qwen2_vl")
+    peft = peft_folder(tmp_path / "peft", hf, **ATTENTION)
+    assert run("export", "--merge", "--checkpoint", peft, "--hf", hf, "--out", tmp_path / "whole") == 0
+    assert "does not record which weights its adapters were trained on" in capsys.readouterr().out
+
+
+def test_the_export_of_a_run_names_the_base_of_its_adapters(tmp_path: Path) -> None:
+    """``model.hf`` gives config and tokenizer; the run may have begun with other weights."""
+    original, tuned = tiny_checkpoint("qwen2_vl"), tiny_checkpoint("qwen2_vl", seed=5)
+    weights = adapters_of(tmp_path, tuned)
+    step = weights.rename(tmp_path / "step_00000001").rename(tmp_path / "weights")
+    (tmp_path / "step_00000001").mkdir()
+    step.rename(tmp_path / "step_00000001" / "weights")
+    for hf, base in ((original, tuned), (tuned, tuned)):
+        out = tmp_path / f"out {hf.name}"
+        job = ExportJob(str(tmp_path / "step_00000001"), str(hf), str(out), 0, 0, {"step": 1})
+        export_step(job, out, tmp_path / "partial")
+        config = json.loads((out / ADAPTER_CONFIG_FILE).read_text())
+        facts = json.loads((out / EXPORT_FACTS_FILE).read_text())
+        assert config["base_model_name_or_path"] == str(base) and facts["base"]["path"] == str(tuned)
+        with safe_open(out / ADAPTER_FILE, "pt") as file:
+            assert list(file.keys())
+    export_adapter(tmp_path / "step_00000001", tuned, tmp_path / "by command")
+
+
+def test_verify_compares_a_hugging_face_folder_with_megatron_weights(tmp_path: Path, capsys) -> None:
+    hf, other = tiny_checkpoint("qwen3_vl_moe"), tiny_checkpoint("qwen3_vl_moe", seed=5)
+    convert_weights(hf, tmp_path / "shards", {"tp": 2, "pp": 2})
+    for folders in ((hf, tmp_path / "shards"), (tmp_path / "shards", hf)):
+        assert run("verify", *folders) == 0
+    capsys.readouterr()
+    assert run("verify", other, tmp_path / "shards") == 1
+    assert "elements differ" in capsys.readouterr().out
