@@ -61,6 +61,8 @@ class MediaInfo(NamedTuple):
     """Of a video given as pictures: how frames are taken of it."""
     assumed_fps: bool = False
     """Whether the record of a video given as pictures gives no frame rate."""
+    has_more_images: bool = False
+    """Whether an image file is an animation or has several pages. The first image is used."""
 
     def loader_record(self, key: str) -> dict[str, object]:
         """The fields that the loader needs to count tokens without decoding."""
@@ -292,13 +294,17 @@ def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:
         width, height = image.size
         image_format = image.format or ""
         mode = image.mode
+        # The other images of an MPO are previews of the first.
+        has_more_images = image_format != "MPO" and getattr(image, "is_animated", False)
     suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(
         image_format, image_format.lower()
     )
     suffix = suffix if SAFE_SUFFIX.fullmatch(suffix) else "img"
     size = (pixels.shape[1], pixels.shape[2], height, width)
     return MediaInfo(
-        "image", suffix, len(media_bytes), *size, image_format, mode, crc32=zlib.crc32(media_bytes)
+        *("image", suffix, len(media_bytes), *size, image_format, mode),
+        crc32=zlib.crc32(media_bytes),
+        has_more_images=has_more_images,
     )
 
 

@@ -382,6 +382,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but does not learn them"
         )
+    if report.first_images:
+        print(f"  {report.first_images} images are animated or have several pages: only the first is used")
     if report.assumed_fps:
         print(
             f"  {report.assumed_fps} videos are pictures whose rate no record names: "

@@ -5,8 +5,8 @@ they are on the device. This takes an eighth of the memory and traffic of HF's `
 same numbers after normalisation.
 
 The code follows ``Qwen2VLImageProcessor`` (torchvision backend) and ``Qwen2VLVideoProcessor`` of transformers
-5.17. Files are opened as in ``transformers.image_utils.load_image``: EXIF orientation is applied, then
-``convert("RGB")``.
+5.17. :func:`decode_image` turns every image file into RGB: EXIF orientation is applied, transparency is laid
+on white, and 16 bits are scaled to 8.
 
 Frames of a video are sampled as in ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and
 ``max_frames = video_max_frames``. Their number is ``n = seconds * fps``, at least the processor's
@@ -474,18 +474,59 @@ def _pixel_errors(media_kind: str) -> Iterator[None]:
 def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Tensor:
     """Decodes an image file into uint8 [3, height, width], in RGB and upright.
 
+    Of a file with several images (an animation, pages) it is the first. Transparency is laid on white as in
+    qwen-vl-utils and vLLM, rounded to the nearest (transformers 5.24 differs by 1 in some pixels). 16-bit
+    values are ``v >> 8``.
+
     Raises:
         PictureTooLargeError: the header says more than ``max_pixels``.
-        PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, or the image is damaged.
+        PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, the image is damaged, or its values
+            have 32 bits, whose range no file says.
     """
-    from PIL import ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     with _pixel_errors("image"), open_image(image_bytes, max_pixels) as opened_image:
-        jpeg_pixels = _decode_plain_jpeg(image_bytes, opened_image)
-        if jpeg_pixels is not None:
-            return jpeg_pixels
-        return pil_to_tensor(ImageOps.exif_transpose(opened_image).convert("RGB"))
+        if opened_image.format in ("JPEG", "MPO"):
+            jpeg_pixels = _decode_jpeg(image_bytes, opened_image)
+            if jpeg_pixels is not None:
+                return jpeg_pixels
+        elif opened_image.format == "PNG":
+            opened_image.verify()  # Pillow's decoder skips the checksums
+            opened_image = open_image(image_bytes, max_pixels)
+        return pil_to_tensor(_upright_rgb(opened_image))
+
+
+def _upright_rgb(opened_image: Any) -> Any:
+    """The upright RGB image of one that Pillow has just opened. It raises PixelError."""
+    from PIL import Image, ImageOps
+
+    raw_mode = opened_image.tile[0].args if opened_image.format == "PNG" else ""
+    # Pillow scales the twelve bits of other formats to 16, and a PPM's values, which it calls 32-bit.
+    shift = 4 if getattr(opened_image, "tag_v2", {}).get(258) == (12,) else 8
+    if opened_image.mode == "I" and opened_image.format == "PPM":
+        opened_image = opened_image.convert("I;16")
+    if opened_image.mode in ("I", "F"):
+        value_kind = "float" if opened_image.mode == "F" else "integer"
+        raise PixelError(f"an image of 32-bit {value_kind} values; scale it to 8 or 16 bits")
+
+    image = ImageOps.exif_transpose(opened_image)
+    # The transparent colour has the file's depth; pixels of fewer or more bits come out of Pillow with 8.
+    color = image.info.get("transparency")
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        alpha = 255 * (values != (-1 if color is None else color))
+        image = Image.fromarray(np.stack([values >> shift, alpha], -1).astype(np.uint8), "LA")
+    elif color is not None and raw_mode in ("L;2", "L;4"):
+        image.info["transparency"] = color * {"L;2": 85, "L;4": 17}[raw_mode]
+    elif color is not None and raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in color)
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba_image = image.convert("RGBA")
+    rgb_image = Image.new("RGB", rgba_image.size, "white")
+    rgb_image.paste(rgba_image, mask=rgba_image.getchannel("A"))
+    return rgb_image
 
 
 def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
@@ -527,27 +568,41 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
     """
     with _pixel_errors("image"), open_image(image_bytes) as opened_image:
         width, height = opened_image.size
-        # Orientations 5 to 8 turn the picture by 90 degrees.
-        is_turned = opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        # Orientations 5 to 8 turn the picture by 90 degrees. Pillow has already turned the size of a TIFF.
+        orientation = opened_image.getexif().get(0x0112, 1)
+        is_turned = orientation in (5, 6, 7, 8) and opened_image.format != "TIFF"
         return (width, height) if is_turned else (height, width)
 
 
-def _decode_plain_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
-    """Decodes an upright RGB JPEG with simplejpeg. Returns None for all other images.
+def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
+    """Decodes a JPEG with simplejpeg. Returns None if Pillow must decode it, for instance one of CMYK.
 
-    simplejpeg gives the same pixels and is 1.4 times as fast as Pillow.
+    simplejpeg gives the same pixels and is 1.4 times as fast as Pillow. Unlike Pillow it reports libjpeg's
+    warnings, which say that data are missing and that what is shown in their place is made up.
     """
-    is_rgb_jpeg = opened_image.format == "JPEG" and opened_image.mode == "RGB"
-    if not is_rgb_jpeg or opened_image.getexif().get(0x0112, 1) != 1:
-        return None
     import simplejpeg
+    from PIL import Image, ImageOps
+    from torchvision.transforms.v2.functional import pil_to_tensor
 
+    colorspace = "CMYK" if opened_image.mode == "CMYK" else "RGB"
     try:
-        if simplejpeg.decode_jpeg_header(image_bytes)[2] != "YCbCr":
-            return None
-        return torch.from_numpy(simplejpeg.decode_jpeg(image_bytes, "RGB")).permute(2, 0, 1)
-    except ValueError:
-        return None  # Pillow decides whether the file is damaged
+        stored_colorspace = simplejpeg.decode_jpeg_header(image_bytes)[2]
+        rgb_array = simplejpeg.decode_jpeg(image_bytes, colorspace)
+    except ValueError as error:
+        try:
+            simplejpeg.decode_jpeg(image_bytes, colorspace, strict=False)
+        except ValueError:
+            return None  # a kind of JPEG that only Pillow reads
+        raise PixelError(f"not a readable image ({error})") from error
+
+    if stored_colorspace not in ("YCbCr", "Gray"):
+        return None
+    orientation = opened_image.getexif().get(0x0112, 1)
+    if orientation == 1:
+        return torch.from_numpy(rgb_array).permute(2, 0, 1)
+    rgb_image = Image.fromarray(rgb_array)
+    rgb_image.getexif()[0x0112] = orientation
+    return pil_to_tensor(ImageOps.exif_transpose(rgb_image))
 
 
 def image_planes(
