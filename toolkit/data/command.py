@@ -33,8 +33,8 @@ SETTING_BY_IGNORED_KEY = {
     "fps": "data.video_fps of the run applies",
     "nframes": "data.video_fps and data.video_max_frames of the run apply",
     "max_frames": "data.video_max_frames of the run applies",
-    "video_start": "the whole video is used",
-    "video_end": "the whole video is used",
+    "start": "no video is cut",
+    "end": "no video is cut",
 }
 """The setting that applies instead of an ignored key."""
 TOO_MANY_QUARANTINED = 3
