@@ -84,7 +84,7 @@ class DataReport:
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but does not learn them."""
     assumed_fps: int = 0
-    """Videos given as pictures whose records do not give a frame rate."""
+    """Videos whose frame rate neither the record nor the file gives."""
     first_images: int = 0
     """Images that are the first of an animation or of several pages."""
     seconds: float = 0.0

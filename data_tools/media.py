@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from megatron_vl.data.sample.frame_archive import (
-    FrameArchive,
     FrameArchiveInfo,
     Sampling,
     is_frame_archive,
@@ -60,7 +59,7 @@ class MediaInfo(NamedTuple):
     sampling: str = ""
     """Of a video given as pictures: how frames are taken of it."""
     assumed_fps: bool = False
-    """Whether the record of a video given as pictures gives no frame rate."""
+    """Whether neither the record nor the file of a video gives a frame rate."""
     has_more_images: bool = False
     """Whether an image file is an animation or has several pages. The first image is used."""
 
@@ -312,10 +311,9 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
     video_info = probe_video(media_bytes, max_pixels)
     written_suffix = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
     suffix = written_suffix if written_suffix in VIDEO_SUFFIXES else "mp4"
-    sampling, assumed_fps = "", False
+    sampling = ""
     if is_frame_archive(media_bytes):
         suffix, sampling = "zip", video_info.sampling
-        assumed_fps = FrameArchive(media_bytes).archive_info.assumed_fps
 
     return MediaInfo(
         "video",
@@ -326,5 +324,5 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
         fps=video_info.fps,
         crc32=zlib.crc32(media_bytes),
         sampling=sampling,
-        assumed_fps=assumed_fps,
+        assumed_fps=video_info.assumed_fps,
     )

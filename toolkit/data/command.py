@@ -386,8 +386,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         print(f"  {report.first_images} images are animated or have several pages: only the first is used")
     if report.assumed_fps:
         print(
-            f"  {report.assumed_fps} videos are pictures whose rate no record names: "
-            f"{ASSUMED_FPS:g} a second are assumed"
+            f"  {report.assumed_fps} videos without a frame rate: {ASSUMED_FPS:g} a second are assumed for"
+            " pictures, 25 for files"
         )
 
     if len(report.refused) > 1:

@@ -47,8 +47,14 @@ from torch import Tensor
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
-from megatron_vl.data.sample.frame_archive import FrameArchive, PixelError, Sampling, is_frame_archive
-from megatron_vl.data.sample.video_decoding import FrameTable, decode_frames_at, list_frames
+from megatron_vl.data.sample.frame_archive import (
+    FrameArchive,
+    PixelError,
+    Sampling,
+    is_frame_archive,
+    is_frame_rate,
+)
+from megatron_vl.data.sample.video_decoding import decode_frames_at, describe_video, upright_frame
 from megatron_vl.spec.positions import GridTHW
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -120,6 +126,8 @@ class VideoInfo:
     height: int
     width: int
     sampling: Sampling = "as a file"
+    assumed_fps: bool = False
+    """Whether neither the file nor the record says the rate."""
 
     def takes_all_frames(self, pixel_settings: PixelSettings) -> bool:
         """Whether all frames are taken because somebody has chosen them."""
@@ -654,40 +662,19 @@ def _pixel_planes(frame_pixels: Tensor, media_grid: GridTHW, pixel_settings: Pix
 
 
 def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> VideoInfo:
-    """Finds the true number of frames, rate and size of a video file, by decoding all of it.
-
-    Of a file with more than :data:`LONG_VIDEO_FRAMES` frames, only the key frames are decoded if its packets
-    say how many frames there are.
+    """Finds the true number of frames, rate and size of a video file, as :func:`describe_video` does.
 
     Raises:
         PictureTooLargeError: a frame has more than ``max_pixels``.
-        PixelError: the bytes are not a video, or a frame does not decode.
+        PixelError: the bytes are not a video, a frame does not decode, or frames are missing.
     """
     if is_frame_archive(video_bytes):
         return _probe_frame_archive(video_bytes, max_pixels)
-    with _pixel_errors("video"), _open_video(video_bytes, max_pixels) as video_container:
-        video_stream = video_container.streams.video[0]
-        listed_frames = None
-        if video_stream.frames > LONG_VIDEO_FRAMES:
-            with _open_video(video_bytes, max_pixels) as listed_container:
-                listed_frames = list_frames(listed_container)
-        frame_count = _count_frames(video_container, listed_frames)
-        frame_rate = video_stream.average_rate or video_stream.guessed_rate
-        video_info = VideoInfo(frame_count, float(frame_rate or 0), video_stream.height, video_stream.width)
-
-    if not frame_count or not video_info.fps:
-        raise PixelError(f"a video of {frame_count} frames at {video_info.fps} frames a second is empty")
-    return video_info
-
-
-def _count_frames(video_container: Any, listed_frames: FrameTable | None) -> int:
-    """Decodes all frames; if a table lists them, only the key frames."""
-    if listed_frames is None:
-        return sum(1 for _ in video_container.decode(video=0))
-    video_container.streams.video[0].codec_context.skip_frame = "NONKEY"
-    if sum(1 for _ in video_container.decode(video=0)) < len(listed_frames.key_frames):
-        raise PixelError("a key frame of the video does not decode")
-    return len(listed_frames.frame_times)
+    with _pixel_errors("video"):
+        track = describe_video(video_bytes, lambda: _open_video(video_bytes, max_pixels))
+    if not is_frame_rate(track.fps):
+        raise PixelError(f"a video of {track.frame_count} frames at {track.fps:g} frames a second is none")
+    return VideoInfo(track.frame_count, track.fps, track.height, track.width, assumed_fps=track.assumed_fps)
 
 
 def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
@@ -710,6 +697,7 @@ def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
         frame_height,
         frame_width,
         frame_archive.archive_info.sampling,
+        frame_archive.archive_info.assumed_fps,
     )
 
 
@@ -745,6 +733,8 @@ def video_planes(
     first_frame = 0
     decoded_frames = _decode_frames(video_bytes, video_info, frame_numbers, deadline)
     for frame_batch in batched(decoded_frames, FRAMES_PER_RESIZE):
+        if {frame.shape[1:] for frame in frame_batch} != {(video_info.height, video_info.width)}:
+            raise PixelError("a frame of the video has another size than when it was converted")
         next_frame = first_frame + len(frame_batch)
         pixel_planes[first_frame:next_frame] = _pixel_planes(
             torch.stack(frame_batch), video_grid_thw, pixel_settings
@@ -759,7 +749,7 @@ def video_frames(
     frame_numbers: Sequence[int],
     deadline: SampleDeadline = NO_DEADLINE,
 ) -> Tensor:
-    """Frames of a video file, uint8 [len(frame_numbers), 3, height, width], in RGB and in their stored size.
+    """Frames of a video file, uint8 [len(frame_numbers), 3, height, width], in RGB, upright, in full size.
 
     Args:
         frame_numbers: ascending numbers of frames, counted from 0.
@@ -793,7 +783,7 @@ def _decode_frames(
         ):
             rgb_array = frame_converter.reformat(video_frame, format="rgb24", threads=1).to_ndarray()
             decoded_count += 1
-            yield torch.from_numpy(rgb_array).permute(2, 0, 1)
+            yield upright_frame(torch.from_numpy(rgb_array).permute(2, 0, 1), video_frame)
 
     if decoded_count < len(frame_numbers):
         raise PixelError(f"frame {frame_numbers[decoded_count]} of the video is missing")
@@ -818,9 +808,6 @@ def _archive_frames(
 
 FRAMES_PER_RESIZE = 8
 """Frames of a video that are decoded before they are resized together."""
-LONG_VIDEO_FRAMES = 18_000
-"""Number of frames above which :func:`probe_video` decodes only key frames; ten minutes at 30 frames a
-second."""
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
 )
