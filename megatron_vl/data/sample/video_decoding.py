@@ -153,12 +153,12 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
 
     mean_rate = len(frames.times) / seconds
     # Times tell a variable rate from missing frames, unless something is known to be damaged.
-    expected_count = (seconds + unseen_seconds) * (stated_rate if frames.damaged_count else mean_rate)
+    expected_rate = stated_rate if frames.damaged_count else mean_rate
+    expected_count = round((seconds + unseen_seconds) * expected_rate)
     missing_count = expected_count - len(frames.times) + frames.damaged_count
     if missing_count > max(MISSING_FRAMES, MISSING_SHARE * expected_count):
         raise PixelError(
-            f"the file is damaged or cut short: {missing_count:.0f} of {expected_count:.0f} frames are"
-            " missing"
+            f"the file is damaged or cut short: {missing_count} of {expected_count} frames are missing"
         )
     _check_file_end(video_bytes, format_name)
 
