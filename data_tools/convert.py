@@ -84,7 +84,9 @@ class DataReport:
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but does not learn them."""
     assumed_fps: int = 0
-    """Videos given as pictures whose records do not give a frame rate."""
+    """Videos whose frame rate neither the record nor the file gives."""
+    first_images: int = 0
+    """Images that are the first of an animation or of several pages."""
     seconds: float = 0.0
     was_complete: bool = False
     """Whether an earlier conversion had written everything."""
@@ -113,6 +115,7 @@ class DataReport:
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += sample.conversation.answer_media
         self.assumed_fps += sum(info.assumed_fps for info in sample.media_infos)
+        self.first_images += sum(info.has_more_images for info in sample.media_infos)
 
     def count_outcome(self, outcome: ConvertedSample | dict[str, Any]) -> None:
         """Counts a record: a sample, or a line of the quarantine file."""

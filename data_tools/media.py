@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from megatron_vl.data.sample.frame_archive import (
-    FrameArchive,
     FrameArchiveInfo,
     Sampling,
     is_frame_archive,
@@ -62,7 +61,9 @@ class MediaInfo(NamedTuple):
     sampling: str = ""
     """Of a video given as pictures: how frames are taken of it."""
     assumed_fps: bool = False
-    """Whether the record of a video given as pictures gives no frame rate."""
+    """Whether neither the record nor the file of a video gives a frame rate."""
+    has_more_images: bool = False
+    """Whether an image file is an animation or has several pages. The first image is used."""
 
     def loader_record(self, key: str) -> dict[str, object]:
         """The fields that the loader needs to count tokens without decoding."""
@@ -300,13 +301,17 @@ def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:
         width, height = image.size
         image_format = image.format or ""
         mode = image.mode
+        # The other images of an MPO are previews of the first.
+        has_more_images = image_format != "MPO" and getattr(image, "is_animated", False)
     suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(
         image_format, image_format.lower()
     )
     suffix = suffix if SAFE_SUFFIX.fullmatch(suffix) else "img"
     size = (pixels.shape[1], pixels.shape[2], height, width)
     return MediaInfo(
-        "image", suffix, len(media_bytes), *size, image_format, mode, crc32=zlib.crc32(media_bytes)
+        *("image", suffix, len(media_bytes), *size, image_format, mode),
+        crc32=zlib.crc32(media_bytes),
+        has_more_images=has_more_images,
     )
 
 
@@ -314,10 +319,9 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
     video_info = probe_video(media_bytes, max_pixels)
     written_suffix = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
     suffix = written_suffix if written_suffix in VIDEO_SUFFIXES else "mp4"
-    sampling, assumed_fps = "", False
+    sampling = ""
     if is_frame_archive(media_bytes):
         suffix, sampling = "zip", video_info.sampling
-        assumed_fps = FrameArchive(media_bytes).archive_info.assumed_fps
 
     return MediaInfo(
         "video",
@@ -328,5 +332,5 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
         fps=video_info.fps,
         crc32=zlib.crc32(media_bytes),
         sampling=sampling,
-        assumed_fps=assumed_fps,
+        assumed_fps=video_info.assumed_fps,
     )

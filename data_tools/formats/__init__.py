@@ -26,7 +26,14 @@ from .conversation import (
     shorten_value,
 )
 from .loss_weights import apply_record_weight
-from .record_reader import EMPTY_VALUES, RecordFormat, RecordReader
+from .record_reader import (
+    BOX_KEYS,
+    CLIP_KEYS,
+    EMPTY_VALUES,
+    RecordFormat,
+    RecordReader,
+    refuse_unread_keys,
+)
 from .tool_calls import drop_null_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation", "read_prompt"]
@@ -75,6 +82,8 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     messages = record_format.read_messages(record, reader)
     # Media are known to belong to their markers only after all turns are read.
     reader.check_media_counts()
+    if reader.media_references:
+        refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS), "")
     if not is_prompt:
         check_answers(messages, record_format.turns_field)
 

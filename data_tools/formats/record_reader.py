@@ -62,6 +62,12 @@ ROLE_TURN_KEYS = {
 }
 """Keys of a turn, by its role, that are read, or only connect turns with each other."""
 EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
+CLIP_KEYS = ("video_start", "video_end", "frames_indices", "frame_indices", "video_metadata")
+BOX_KEYS = ("boxes", "grounding")
+TIME_KEYS = ("start", "end", "start_time", "end_time", "timestamps")
+MEDIUM_KEYS = (*CLIP_KEYS, *TIME_KEYS, *BOX_KEYS, "bbox", "bboxes")
+"""Keys of a medium that change what the sample shows. Beside a turn or a record, those of times often say
+where a finished clip came from, and are counted as ignored."""
 MAX_SHOWN_KEY = 60
 """Characters of an ignored key that are shown; keys come from untrusted input."""
 
@@ -165,6 +171,7 @@ class RecordReader:
                 reference, rate_key = self.medium_reference(
                     media_kind, listed_item, field_path, listed_item, f"{field_path}."
                 )
+                refuse_unread_keys(listed_item, MEDIUM_KEYS, f"{field_path}.")
                 self.note_ignored_keys("listed media", listed_item, "path", "url", "bytes", rate_key)
             else:
                 reference, rate_key = self.medium_reference(media_kind, listed_item, field_path, record, "")
@@ -240,6 +247,7 @@ class RecordReader:
         role_field = "role" if "role" in turn else "from"
         content_field = "content" if "content" in turn else "value"
         refuse_listed_audio(turn, f"{field_path}.")
+        refuse_unread_keys(turn, (*CLIP_KEYS, "boxes"), f"{field_path}.")
         written_role = turn.get(role_field)
         canonical_role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
         if canonical_role is None:
@@ -414,10 +422,13 @@ class RecordReader:
                     f"{field_path}.{conflicting_key}",
                 )
 
+        refuse_unread_keys(item, MEDIUM_KEYS, f"{field_path}.")
         reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path", "value")
         reference_key = next((key for key in reference_keys if item.get(key) is not None), None)
         media_value = item[reference_key] if reference_key else None
         ignored_value_keys: list[tuple[str, str]] = []
+        if isinstance(media_value, dict):
+            refuse_unread_keys(media_value, MEDIUM_KEYS, f"{field_path}.{reference_key}.")
         if isinstance(media_value, dict) and "bytes" not in media_value:
             ignored_value_keys = unread_keys("content parts", media_value, "url")
             media_value = media_value.get("url")
@@ -470,6 +481,22 @@ class RecordReader:
                 if self.unlisted_markers:
                     detail += "; if the text is about the marker itself, give the record 'markers': 'text'"
                 raise RecordError("markers and media differ", detail, self.turns_field)
+
+
+def refuse_unread_keys(json_object: dict[str, Any], keys: tuple[str, ...], key_prefix: str) -> None:
+    """Raises RecordError if one of the keys has a value: without it, the sample would be another one.
+
+    A start at 0 changes nothing.
+    """
+    for key in keys:
+        value = json_object.get(key)
+        if value not in EMPTY_VALUES and value is not False and (value != 0 or "start" not in key):
+            raise RecordError(
+                "part of a medium",
+                f"{key!r} names a part of a medium and is not read; cut the medium beforehand, or write the"
+                " part into the text",
+                f"{key_prefix}{key}",
+            )
 
 
 def unread_keys(

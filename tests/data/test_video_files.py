@@ -23,7 +23,7 @@ from data_tools.formats import RecordError
 from data_tools.media import inspect_medium
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import pack_row
-from megatron_vl.data.sample import pixels, video_decoding
+from megatron_vl.data.sample import video_decoding
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.pixels import (
     PixelError,
@@ -150,7 +150,7 @@ def test_a_long_file_is_not_decoded_where_it_is_not_sampled(monkeypatch):
     # At most a group of 30 for each wanted frame; a whole decode up to the last takes 2,626.
     assert 8 <= len(decoded) <= 8 * 30
 
-    monkeypatch.setattr(pixels, "LONG_VIDEO_FRAMES", 2000)
+    monkeypatch.setattr(video_decoding, "LONG_VIDEO_FRAMES", 2000)
     assert probe_video(data) == info
 
 

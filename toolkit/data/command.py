@@ -33,8 +33,8 @@ SETTING_BY_IGNORED_KEY = {
     "fps": "data.video_fps of the run applies",
     "nframes": "data.video_fps and data.video_max_frames of the run apply",
     "max_frames": "data.video_max_frames of the run applies",
-    "video_start": "the whole video is used",
-    "video_end": "the whole video is used",
+    "start": "no video is cut",
+    "end": "no video is cut",
 }
 """The setting that applies instead of an ignored key."""
 TOO_MANY_QUARANTINED = 3
@@ -382,10 +382,12 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but does not learn them"
         )
+    if report.first_images:
+        print(f"  {report.first_images} images are animated or have several pages: only the first is used")
     if report.assumed_fps:
         print(
-            f"  {report.assumed_fps} videos are pictures whose rate no record names: "
-            f"{ASSUMED_FPS:g} a second are assumed"
+            f"  {report.assumed_fps} videos without a frame rate: {ASSUMED_FPS:g} a second are assumed for"
+            " pictures, 25 for files"
         )
 
     if len(report.refused) > 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_vl.data.sample.pixels import decode_image
 from megatron_vl.spec.families import read_spec
 from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model, load_hf_processor
 
@@ -101,7 +102,7 @@ def read_sharegpt_sample(
 
     A video is a pair of frames, uint8 [n, 3, h, w], and metadata.
     """
-    from PIL import Image
+    from torchvision.transforms.v2.functional import to_pil_image
 
     file_names = {}
     for kind in ("image", "video"):
@@ -116,7 +117,8 @@ def read_sharegpt_sample(
         for text_part in MEDIA_PLACEHOLDER.split(turn["value"]):
             if text_part == "<image>":
                 turn_content.append({"type": "image"})
-                images.append(Image.open(media_dir / file_names["image"].pop(0)).convert("RGB"))
+                image_bytes = (media_dir / file_names["image"].pop(0)).read_bytes()
+                images.append(to_pil_image(decode_image(image_bytes)))
             elif text_part == "<video>":
                 turn_content.append({"type": "video"})
                 videos.append(_read_video(media_dir / file_names["video"].pop(0)))

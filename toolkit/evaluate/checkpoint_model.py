@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.sample.chat import read_stop_tokens
-from megatron_vl.data.sample.pixels import PixelError, VideoInfo, open_image, probe_video, video_frames
+from megatron_vl.data.sample.pixels import PixelError, VideoInfo, decode_image, probe_video, video_frames
 from megatron_vl.data.sample.thinking import GeneratedAnswer, opens_thinking, split_thinking
 from megatron_vl.spec.families import read_spec
 from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model, load_hf_processor
@@ -145,9 +145,10 @@ class CheckpointModel:
         return path
 
     def _read_picture(self, picture_path: Path) -> Any:
-        """Reads an RGB picture, in the formats and up to the size that the loader reads too."""
-        with open_image(picture_path.read_bytes(), self.max_picture_pixels) as image:
-            return image.convert("RGB")
+        """Reads an image as the loader does, up to the same size."""
+        from torchvision.transforms.v2.functional import to_pil_image
+
+        return to_pil_image(decode_image(picture_path.read_bytes(), self.max_picture_pixels))
 
     def _cached_video(self, part: PromptPart) -> tuple[Tensor, Any]:
         """Sampled uint8 frames [n, 3, height, width] and their metadata. Consecutive questions often

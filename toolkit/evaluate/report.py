@@ -9,7 +9,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from megatron_vl.data.sample.pixels import VideoInfo, open_image, video_frames
+from megatron_vl.data.sample.pixels import VideoInfo, decode_image, video_frames
 from toolkit.evaluate.evaluation import EvaluationResult
 from toolkit.html_templates import jpeg_base64, template_environment
 
@@ -150,8 +150,7 @@ def _question_fields(result: EvaluationResult, line: dict[str, Any]) -> dict[str
 
 
 def _read_picture(picture_path: Path) -> Image.Image:
-    with open_image(picture_path.read_bytes()) as image:
-        return image.convert("RGB")
+    return Image.fromarray(decode_image(picture_path.read_bytes()).permute(1, 2, 0).numpy())
 
 
 def _read_first_frame(video_path: Path) -> Image.Image:

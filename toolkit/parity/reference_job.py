@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample
-from megatron_vl.data.sample.pixels import open_image, read_pixel_norm
+from megatron_vl.data.sample.pixels import decode_image, read_pixel_norm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.hf_loading import load_hf_processor
 from toolkit.sample_encoder import read_samples
@@ -178,10 +178,10 @@ def process_conversations(
 
 
 def _open_picture(picture_path: str) -> Any:
-    """Opens a picture as ``transformers.image_utils.load_image`` does; the loader's formats are valid."""
-    from PIL import ImageOps
+    """Opens an image in RGB as the loader does: releases of transformers differ in transparency and depth."""
+    from torchvision.transforms.v2.functional import to_pil_image
 
-    return ImageOps.exif_transpose(open_image(Path(picture_path).read_bytes())).convert("RGB")
+    return to_pil_image(decode_image(Path(picture_path).read_bytes()))
 
 
 def train_transformers(reference_job: ReferenceJob, samples: list[TokenizedSample]) -> dict[str, Any]:

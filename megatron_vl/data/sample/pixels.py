@@ -5,8 +5,8 @@ they are on the device. This takes an eighth of the memory and traffic of HF's `
 same numbers after normalisation.
 
 The code follows ``Qwen2VLImageProcessor`` (torchvision backend) and ``Qwen2VLVideoProcessor`` of transformers
-5.17. Files are opened as in ``transformers.image_utils.load_image``: EXIF orientation is applied, then
-``convert("RGB")``.
+5.17. :func:`decode_image` turns every image file into RGB: EXIF orientation is applied, transparency is laid
+on white, and 16 bits are scaled to 8.
 
 Frames of a video are sampled as in ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and
 ``max_frames = video_max_frames``. Their number is ``n = seconds * fps``, at least the processor's
@@ -47,8 +47,14 @@ from torch import Tensor
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
-from megatron_vl.data.sample.frame_archive import FrameArchive, PixelError, Sampling, is_frame_archive
-from megatron_vl.data.sample.video_decoding import FrameTable, decode_frames_at, list_frames
+from megatron_vl.data.sample.frame_archive import (
+    FrameArchive,
+    PixelError,
+    Sampling,
+    is_frame_archive,
+    is_frame_rate,
+)
+from megatron_vl.data.sample.video_decoding import decode_frames_at, describe_video, upright_frame
 from megatron_vl.errors import is_machine_fault
 from megatron_vl.spec.positions import GridTHW
 
@@ -121,6 +127,8 @@ class VideoInfo:
     height: int
     width: int
     sampling: Sampling = "as a file"
+    assumed_fps: bool = False
+    """Whether neither the file nor the record says the rate."""
 
     def takes_all_frames(self, pixel_settings: PixelSettings) -> bool:
         """Whether all frames are taken because somebody has chosen them."""
@@ -510,18 +518,59 @@ def _pixel_errors(media_kind: str) -> Iterator[None]:
 def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Tensor:
     """Decodes an image file into uint8 [3, height, width], in RGB and upright.
 
+    Of a file with several images (an animation, pages) it is the first. Transparency is laid on white as in
+    qwen-vl-utils and vLLM, rounded to the nearest (transformers 5.24 differs by 1 in some pixels). 16-bit
+    values are ``v >> 8``.
+
     Raises:
         PictureTooLargeError: the header says more than ``max_pixels``.
-        PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, or the image is damaged.
+        PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, the image is damaged, or its values
+            have 32 bits, whose range no file says.
     """
-    from PIL import ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     with _pixel_errors("image"), open_image(image_bytes, max_pixels) as opened_image:
-        jpeg_pixels = _decode_plain_jpeg(image_bytes, opened_image)
-        if jpeg_pixels is not None:
-            return jpeg_pixels
-        return pil_to_tensor(ImageOps.exif_transpose(opened_image).convert("RGB"))
+        if opened_image.format in ("JPEG", "MPO"):
+            jpeg_pixels = _decode_jpeg(image_bytes, opened_image)
+            if jpeg_pixels is not None:
+                return jpeg_pixels
+        elif opened_image.format == "PNG":
+            opened_image.verify()  # Pillow's decoder skips the checksums
+            opened_image = open_image(image_bytes, max_pixels)
+        return pil_to_tensor(_upright_rgb(opened_image))
+
+
+def _upright_rgb(opened_image: Any) -> Any:
+    """The upright RGB image of one that Pillow has just opened. It raises PixelError."""
+    from PIL import Image, ImageOps
+
+    raw_mode = opened_image.tile[0].args if opened_image.format == "PNG" else ""
+    # Pillow scales the twelve bits of other formats to 16, and a PPM's values, which it calls 32-bit.
+    shift = 4 if getattr(opened_image, "tag_v2", {}).get(258) == (12,) else 8
+    if opened_image.mode == "I" and opened_image.format == "PPM":
+        opened_image = opened_image.convert("I;16")
+    if opened_image.mode in ("I", "F"):
+        value_kind = "float" if opened_image.mode == "F" else "integer"
+        raise PixelError(f"an image of 32-bit {value_kind} values; scale it to 8 or 16 bits")
+
+    image = ImageOps.exif_transpose(opened_image)
+    # The transparent colour has the file's depth; pixels of fewer or more bits come out of Pillow with 8.
+    color = image.info.get("transparency")
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        alpha = 255 * (values != (-1 if color is None else color))
+        image = Image.fromarray(np.stack([values >> shift, alpha], -1).astype(np.uint8), "LA")
+    elif color is not None and raw_mode in ("L;2", "L;4"):
+        image.info["transparency"] = color * {"L;2": 85, "L;4": 17}[raw_mode]
+    elif color is not None and raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in color)
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba_image = image.convert("RGBA")
+    rgb_image = Image.new("RGB", rgba_image.size, "white")
+    rgb_image.paste(rgba_image, mask=rgba_image.getchannel("A"))
+    return rgb_image
 
 
 def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
@@ -563,27 +612,41 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
     """
     with _pixel_errors("image"), open_image(image_bytes) as opened_image:
         width, height = opened_image.size
-        # Orientations 5 to 8 turn the picture by 90 degrees.
-        is_turned = opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        # Orientations 5 to 8 turn the picture by 90 degrees. Pillow has already turned the size of a TIFF.
+        orientation = opened_image.getexif().get(0x0112, 1)
+        is_turned = orientation in (5, 6, 7, 8) and opened_image.format != "TIFF"
         return (width, height) if is_turned else (height, width)
 
 
-def _decode_plain_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
-    """Decodes an upright RGB JPEG with simplejpeg. Returns None for all other images.
+def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
+    """Decodes a JPEG with simplejpeg. Returns None if Pillow must decode it, for instance one of CMYK.
 
-    simplejpeg gives the same pixels and is 1.4 times as fast as Pillow.
+    simplejpeg gives the same pixels and is 1.4 times as fast as Pillow. Unlike Pillow it reports libjpeg's
+    warnings, which say that data are missing and that what is shown in their place is made up.
     """
-    is_rgb_jpeg = opened_image.format == "JPEG" and opened_image.mode == "RGB"
-    if not is_rgb_jpeg or opened_image.getexif().get(0x0112, 1) != 1:
-        return None
     import simplejpeg
+    from PIL import Image, ImageOps
+    from torchvision.transforms.v2.functional import pil_to_tensor
 
+    colorspace = "CMYK" if opened_image.mode == "CMYK" else "RGB"
     try:
-        if simplejpeg.decode_jpeg_header(image_bytes)[2] != "YCbCr":
-            return None
-        return torch.from_numpy(simplejpeg.decode_jpeg(image_bytes, "RGB")).permute(2, 0, 1)
-    except ValueError:
-        return None  # Pillow decides whether the file is damaged
+        stored_colorspace = simplejpeg.decode_jpeg_header(image_bytes)[2]
+        rgb_array = simplejpeg.decode_jpeg(image_bytes, colorspace)
+    except ValueError as error:
+        try:
+            simplejpeg.decode_jpeg(image_bytes, colorspace, strict=False)
+        except ValueError:
+            return None  # a kind of JPEG that only Pillow reads
+        raise PixelError(f"not a readable image ({error})") from error
+
+    if stored_colorspace not in ("YCbCr", "Gray"):
+        return None
+    orientation = opened_image.getexif().get(0x0112, 1)
+    if orientation == 1:
+        return torch.from_numpy(rgb_array).permute(2, 0, 1)
+    rgb_image = Image.fromarray(rgb_array)
+    rgb_image.getexif()[0x0112] = orientation
+    return pil_to_tensor(ImageOps.exif_transpose(rgb_image))
 
 
 def image_planes(
@@ -635,40 +698,19 @@ def _pixel_planes(frame_pixels: Tensor, media_grid: GridTHW, pixel_settings: Pix
 
 
 def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> VideoInfo:
-    """Finds the true number of frames, rate and size of a video file, by decoding all of it.
-
-    Of a file with more than :data:`LONG_VIDEO_FRAMES` frames, only the key frames are decoded if its packets
-    say how many frames there are.
+    """Finds the true number of frames, rate and size of a video file, as :func:`describe_video` does.
 
     Raises:
         PictureTooLargeError: a frame has more than ``max_pixels``.
-        PixelError: the bytes are not a video, or a frame does not decode.
+        PixelError: the bytes are not a video, a frame does not decode, or frames are missing.
     """
     if is_frame_archive(video_bytes):
         return _probe_frame_archive(video_bytes, max_pixels)
-    with _pixel_errors("video"), _open_video(video_bytes, max_pixels) as video_container:
-        video_stream = video_container.streams.video[0]
-        listed_frames = None
-        if video_stream.frames > LONG_VIDEO_FRAMES:
-            with _open_video(video_bytes, max_pixels) as listed_container:
-                listed_frames = list_frames(listed_container)
-        frame_count = _count_frames(video_container, listed_frames)
-        frame_rate = video_stream.average_rate or video_stream.guessed_rate
-        video_info = VideoInfo(frame_count, float(frame_rate or 0), video_stream.height, video_stream.width)
-
-    if not frame_count or not video_info.fps:
-        raise PixelError(f"a video of {frame_count} frames at {video_info.fps} frames a second is empty")
-    return video_info
-
-
-def _count_frames(video_container: Any, listed_frames: FrameTable | None) -> int:
-    """Decodes all frames; if a table lists them, only the key frames."""
-    if listed_frames is None:
-        return sum(1 for _ in video_container.decode(video=0))
-    video_container.streams.video[0].codec_context.skip_frame = "NONKEY"
-    if sum(1 for _ in video_container.decode(video=0)) < len(listed_frames.key_frames):
-        raise PixelError("a key frame of the video does not decode")
-    return len(listed_frames.frame_times)
+    with _pixel_errors("video"):
+        track = describe_video(video_bytes, lambda: _open_video(video_bytes, max_pixels))
+    if not is_frame_rate(track.fps):
+        raise PixelError(f"a video of {track.frame_count} frames at {track.fps:g} frames a second is none")
+    return VideoInfo(track.frame_count, track.fps, track.height, track.width, assumed_fps=track.assumed_fps)
 
 
 def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
@@ -691,6 +733,7 @@ def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
         frame_height,
         frame_width,
         frame_archive.archive_info.sampling,
+        frame_archive.archive_info.assumed_fps,
     )
 
 
@@ -726,6 +769,8 @@ def video_planes(
     first_frame = 0
     decoded_frames = _decode_frames(video_bytes, video_info, frame_numbers, deadline)
     for frame_batch in batched(decoded_frames, FRAMES_PER_RESIZE):
+        if {frame.shape[1:] for frame in frame_batch} != {(video_info.height, video_info.width)}:
+            raise PixelError("a frame of the video has another size than when it was converted")
         next_frame = first_frame + len(frame_batch)
         pixel_planes[first_frame:next_frame] = _pixel_planes(
             torch.stack(frame_batch), video_grid_thw, pixel_settings
@@ -740,7 +785,7 @@ def video_frames(
     frame_numbers: Sequence[int],
     deadline: SampleDeadline = NO_DEADLINE,
 ) -> Tensor:
-    """Frames of a video file, uint8 [len(frame_numbers), 3, height, width], in RGB and in their stored size.
+    """Frames of a video file, uint8 [len(frame_numbers), 3, height, width], in RGB, upright, in full size.
 
     Args:
         frame_numbers: ascending numbers of frames, counted from 0.
@@ -774,7 +819,7 @@ def _decode_frames(
         ):
             rgb_array = frame_converter.reformat(video_frame, format="rgb24", threads=1).to_ndarray()
             decoded_count += 1
-            yield torch.from_numpy(rgb_array).permute(2, 0, 1)
+            yield upright_frame(torch.from_numpy(rgb_array).permute(2, 0, 1), video_frame)
 
     if decoded_count < len(frame_numbers):
         raise PixelError(f"frame {frame_numbers[decoded_count]} of the video is missing")
@@ -799,9 +844,6 @@ def _archive_frames(
 
 FRAMES_PER_RESIZE = 8
 """Frames of a video that are decoded before they are resized together."""
-LONG_VIDEO_FRAMES = 18_000
-"""Number of frames above which :func:`probe_video` decodes only key frames; ten minutes at 30 frames a
-second."""
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
 )

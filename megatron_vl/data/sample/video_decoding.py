@@ -1,4 +1,4 @@
-"""Decodes chosen frames of a video file, and as few others as possible.
+"""Chooses and describes a file's video track, and decodes chosen frames and as few others as possible.
 
 Frame ``i`` is the frame that comes ``i``-th when the whole file is decoded. If the chosen frames are close
 together, the file is decoded from its start. Otherwise the packets are listed without decoding, and decoding
@@ -10,12 +10,16 @@ after a key frame depends on one before it. Frames are identified by their times
 from __future__ import annotations
 
 import operator
+import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.frame_archive import PixelError
 
 SEEK_DISTANCE = 60
 """If two chosen frames are further apart than this number of frames, it is faster to list the packets."""
@@ -23,6 +27,20 @@ MAX_DECODED_GAP = 12
 """Largest number of frames that are decoded instead of being skipped by a seek."""
 SEEKABLE_CODECS = {"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "mpeg2video", "mjpeg"}
 """Codecs whose key frames depend on no other frame. A frame of a GIF is painted over the one before it."""
+
+
+LONG_VIDEO_FRAMES = 18_000
+"""Number of frames above which :func:`describe_video` decodes only key frames; ten minutes at 30 frames a
+second."""
+RAW_FORMATS = ("h264", "hevc", "m4v", "mpegvideo")
+"""Formats without times. Their rate is the codec's; if that has none, FFmpeg assumes 25 frames a second."""
+BROADCAST_FORMATS = ("mpegts", "mpeg")
+"""Formats whose times may jump, for instance where two recordings were joined."""
+HEADER_FORMATS = ("mov", "matroska", "avi", "flv", "asf")
+"""Formats whose header says how long the video is. FFmpeg estimates that of others from what is there."""
+MISSING_FRAMES, MISSING_SHARE = 3, 0.02
+"""A video is refused if it lacks more than this number of frames and more than this share of its frames."""
+TS_PACKET_BYTES = 188
 
 
 class _SeekMismatchError(Exception):
@@ -39,12 +57,187 @@ class FrameTable:
     """Numbers of the key frames, ascending."""
 
 
+@dataclass(frozen=True)
+class VideoTrack:
+    """What a player shows of a file."""
+
+    frame_count: int
+    fps: float
+    """Frames a second: the header's, or the mean if the frames' times say otherwise."""
+    height: int
+    width: int
+    assumed_fps: bool
+    """Whether nothing in the file says the rate."""
+
+
+@dataclass
+class _DecodedFrames:
+    """What is kept of the frames of a track."""
+
+    size: tuple[int, int]
+    """Height and width, upright."""
+    times: list[int | None]
+    last_duration: int
+    damaged_count: int
+    """Packets and frames that FFmpeg calls corrupt."""
+
+
+def choose_track(video_container: Any) -> Any:
+    """The video stream that a player shows: the first default one, or the first of all.
+
+    Raises:
+        PixelError: there is none. The cover of an audio file is an image.
+    """
+    tracks = [s for s in video_container.streams.video if not s.disposition & s.disposition.attached_pic]
+    if not tracks:
+        raise PixelError("the file has no video track" + " but a cover" * bool(video_container.streams.video))
+    return max(tracks, key=lambda stream: bool(stream.disposition & stream.disposition.default))
+
+
+def upright_frame(frame_pixels: Tensor, video_frame: Any) -> Tensor:
+    """Turns and mirrors a frame, [..., height, width], as the track's display matrix says."""
+    is_transposed, mirrored_dims = _frame_turn(video_frame)
+    if is_transposed:
+        frame_pixels = frame_pixels.transpose(-1, -2)
+    return frame_pixels.flip(mirrored_dims) if mirrored_dims else frame_pixels
+
+
+def _frame_turn(video_frame: Any) -> tuple[bool, list[int]]:
+    """Whether height and width change places, and which dimensions are mirrored afterwards.
+
+    Raises:
+        PixelError: the display matrix does not consist of quarter turns.
+    """
+    matrix_data = video_frame.side_data.get("DISPLAYMATRIX")
+    if matrix_data is None:
+        return False, []
+    # x' = a x + c y and y' = b x + d y. PyAV's ``rotation`` is the same for half a turn and for a mirror.
+    a, b, _, c, d = struct.unpack("=5i", bytes(matrix_data)[:20])
+    if (a or d) and (b or c):
+        raise PixelError("the display matrix of the video has other than quarter turns")
+    is_transposed = bool(b or c)
+    x_factor, y_factor = (c, b) if is_transposed else (a, d)
+    return is_transposed, [-1] * (x_factor < 0) + [-2] * (y_factor < 0)
+
+
+def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> VideoTrack:
+    """Describes a video file by decoding all of it, or the key frames of a long one.
+
+    Raises:
+        PixelError: there is no video track, its frames differ in size, or frames are missing.
+    """
+    with open_container() as video_container:
+        track = choose_track(video_container)
+        format_name = video_container.format.name.partition(",")[0]
+        is_raw = format_name in RAW_FORMATS
+        stated_rate = float(
+            (not is_raw and track.average_rate) or track.guessed_rate or track.average_rate or 0
+        )
+        frames = _decode_track(video_container, track, open_container)
+        if not frames.times or not stated_rate:
+            raise PixelError(
+                f"a video of {len(frames.times)} frames at {stated_rate} frames a second is empty"
+            )
+
+        first_time, seconds = 0.0, len(frames.times) / stated_rate
+        known_times = [time for time in frames.times if time is not None]
+        if len(known_times) == len(frames.times) and format_name not in (*RAW_FORMATS, *BROADCAST_FORMATS):
+            first_time = float(min(known_times) * track.time_base)
+            last_duration = float(frames.last_duration * track.time_base) or 1 / stated_rate
+            seconds = float(max(known_times) * track.time_base) - first_time + last_duration
+        unseen_seconds = 0.0
+        if format_name in HEADER_FORMATS:
+            last_end = max(seconds, first_time + seconds)
+            unseen_seconds = _unseen_seconds(video_container, track, last_end, open_container)
+        has_no_rate = is_raw and not track.codec_context.framerate
+
+    mean_rate = len(frames.times) / seconds
+    # Times tell a variable rate from missing frames, unless something is known to be damaged.
+    expected_rate = stated_rate if frames.damaged_count else mean_rate
+    expected_count = round((seconds + unseen_seconds) * expected_rate)
+    missing_count = expected_count - len(frames.times) + frames.damaged_count
+    if missing_count > max(MISSING_FRAMES, MISSING_SHARE * expected_count):
+        raise PixelError(
+            f"the file is damaged or cut short: {missing_count} of {expected_count} frames are missing"
+        )
+    _check_file_end(video_bytes, format_name)
+
+    # Containers round the times of a constant rate, so only a larger difference is one of a variable rate.
+    is_constant = abs(len(frames.times) / stated_rate - seconds) <= max(2 / stated_rate, 0.02 * seconds)
+    fps = stated_rate if is_constant else mean_rate
+    return VideoTrack(len(frames.times), fps, *frames.size, assumed_fps=has_no_rate)
+
+
+def _decode_track(video_container: Any, track: Any, open_container: Callable[[], Any]) -> _DecodedFrames:
+    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others.
+
+    Raises:
+        PixelError: their sizes differ, or a key frame does not decode.
+    """
+    listed_frames = None
+    if track.frames > LONG_VIDEO_FRAMES:
+        with open_container() as listed_container:
+            listed_frames = list_frames(listed_container)
+        if listed_frames is not None:
+            track.codec_context.skip_frame = "NONKEY"
+
+    frames = _DecodedFrames((0, 0), [], 0, 0)
+    for packet in video_container.demux(track):
+        frames.damaged_count += packet.is_corrupt
+        for video_frame in packet.decode():
+            frame_size = (video_frame.height, video_frame.width)
+            frame_size = frame_size[::-1] if _frame_turn(video_frame)[0] else frame_size
+            if frames.times and frame_size != frames.size:
+                raise PixelError(
+                    f"frame {len(frames.times)} has {frame_size[0]} x {frame_size[1]} pixels, those before it"
+                    f" {frames.size[0]} x {frames.size[1]}; the frames of a video must have one size"
+                )
+            frames.size = frame_size
+            frames.times.append(video_frame.pts)
+            frames.last_duration = video_frame.duration
+            frames.damaged_count += video_frame.is_corrupt
+
+    if listed_frames is not None:
+        if len(frames.times) < len(listed_frames.key_frames):
+            raise PixelError("a key frame of the video does not decode")
+        frames.times = [*listed_frames.frame_times]
+    return frames
+
+
+def _unseen_seconds(
+    video_container: Any, track: Any, last_end: float, open_container: Callable[[], Any]
+) -> float:
+    """How much longer the video should be than what the file has of it, by its header."""
+    if track.duration:
+        promised_seconds = float(track.duration * track.time_base)
+    elif tag := track.metadata.get("DURATION"):  # of Matroska, as 00:01:02.345
+        promised_seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(tag.split(":"))))
+    elif video_container.duration:  # of the longest track, which need not be this one
+        promised_seconds = video_container.duration / 1e6
+        with open_container() as other_container:
+            for packet in other_container.demux():
+                if packet.pts is not None:
+                    last_end = max(last_end, float((packet.pts + packet.duration) * packet.time_base))
+    else:
+        return 0.0
+    return max(0.0, promised_seconds - last_end)
+
+
+def _check_file_end(video_bytes: bytes, format_name: str) -> None:
+    """Raises PixelError if a file without a header of its length ends where none may end."""
+    is_cut = format_name == "gif" and not video_bytes.rstrip(b"\0\r\n").endswith(b";")
+    if format_name == "mpegts" and video_bytes[0] == video_bytes[TS_PACKET_BYTES] == 0x47:
+        is_cut = len(video_bytes) % TS_PACKET_BYTES != 0
+    if is_cut:
+        raise PixelError("the file is cut short: it ends within a frame or packet")
+
+
 def list_frames(video_container: Any, deadline: SampleDeadline = NO_DEADLINE) -> FrameTable | None:
-    """Lists the packets of the first video stream. Returns None if they do not say which frames there are.
+    """Lists the packets of the video track. Returns None if they do not say which frames there are.
 
     The container is at its end afterwards.
     """
-    video_stream = video_container.streams.video[0]
+    video_stream = choose_track(video_container)
     if video_stream.codec_context.name not in SEEKABLE_CODECS:
         return None
     packet_times = []
@@ -70,7 +263,7 @@ def decode_frames_at(
     frame_numbers: Sequence[int],
     deadline: SampleDeadline,
 ) -> Iterator[Any]:
-    """PyAV's frames of the first video stream, in order.
+    """PyAV's frames of the video track, in order.
 
     Args:
         open_container: opens the file as PyAV's container.
@@ -103,7 +296,7 @@ def decode_frames_at(
     with open_container() as video_container:
         remaining_numbers = iter(frame_numbers[yielded_frames:])
         next_number = next(remaining_numbers)
-        for current_number, video_frame in enumerate(video_container.decode(video=0)):
+        for current_number, video_frame in enumerate(video_container.decode(choose_track(video_container))):
             deadline.check_time()
             if current_number == next_number:
                 yield video_frame
@@ -116,7 +309,7 @@ def _seek_frames(
     video_container: Any, listed_frames: FrameTable, frame_numbers: Sequence[int], deadline: SampleDeadline
 ) -> Iterator[Any]:
     """Yields the chosen frames, each decoded from a key frame before it."""
-    video_stream = video_container.streams.video[0]
+    video_stream = choose_track(video_container)
     decoded_frames: Iterator[Any] | None = None
     current_number = -1
 

@@ -1,0 +1,279 @@
+"""Which track of a video file is shown and how, and files that are cut, damaged or no video."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tempfile
+
+import av
+import numpy as np
+import pytest
+from av.stream import Disposition
+
+from data_tools.formats import RecordError
+from data_tools.media import inspect_medium
+from megatron_vl.data.sample.pixels import (
+    PixelError,
+    PixelSettings,
+    VideoInfo,
+    frame_indices,
+    probe_video,
+    video_frames,
+    video_grid,
+    video_planes,
+)
+
+from .media import encoded
+from .test_images import TURNS, corners
+from .test_video_files import SIDE, numbers, written
+
+
+def clip(form: str = "mp4", count: int = 12, height: int = 32, width: int = 64, **options: str) -> bytes:
+    """Frames with a white quarter at the top left and a grey one at the top right, 10 a second."""
+    picture = np.zeros((height, width, 3), np.uint8)
+    picture[: height // 2, : width // 2] = 255
+    picture[: height // 2, width // 2 :] = 128
+    out = io.BytesIO()
+    with av.open(out, "w", format=form, options=options) as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for _ in range(count):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+def with_matrix(data: bytes, a: float, b: float, c: float, d: float) -> bytes:
+    """An MP4 whose track has another display matrix: version 0 of ``tkhd`` has it after 40 bytes."""
+    at = data.index(b"tkhd") + 4 + 40
+    a, b, c, d = (int(factor * 0x10000) for factor in (a, b, c, d))
+    return data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 0x40000000) + data[at + 36 :]
+
+
+MATRICES = {  # by the number that EXIF gives to the same turn; x' = a x + c y, y' = b x + d y
+    1: (1, 0, 0, 1),
+    2: (-1, 0, 0, 1),
+    3: (-1, 0, 0, -1),
+    4: (1, 0, 0, -1),
+    5: (0, 1, 1, 0),
+    6: (0, 1, -1, 0),
+    7: (0, -1, -1, 0),
+    8: (0, -1, 1, 0),
+}
+
+
+@pytest.mark.parametrize("form", ["mp4", "mov"])
+@pytest.mark.parametrize("turn", MATRICES)
+def test_every_turn_of_a_track(form, turn):
+    """What is probed, sampled and packed are the same upright frames."""
+    data = with_matrix(clip(form), *MATRICES[turn])
+    size = (64, 32) if turn > 4 else (32, 64)
+    info = probe_video(data)
+    assert (info.height, info.width) == size
+    frame = video_frames(data, info, [3])[0]
+    assert frame.shape == (3, *size) and corners(frame.float().mean(0).numpy()) == TURNS[turn]
+
+    settings = PixelSettings(video_min_pixels=3136, video_max_pixels=50176)
+    grid = video_grid(info, settings)
+    assert (grid.h > grid.w) == (turn > 4)
+    planes = video_planes(data, info, grid, settings)
+    first_unit = planes[0, 0].float().mean()  # the patch at the top left
+    assert (first_unit > 200) == (TURNS[turn][0] == "top left")
+    with pytest.raises(PixelError, match="another size than when it was converted"):
+        video_planes(data, VideoInfo(12, 10.0, 48, 48), grid, settings)
+
+
+def test_matrices_of_no_quarter_turn():
+    """Players scale by a matrix or ignore it; an eighth turn has no pixels of its own."""
+    assert (probe_video(with_matrix(clip(), 2, 0, 0, 2)).height) == 32
+    assert (probe_video(with_matrix(clip(), 0, 0, 0, 0)).height) == 32
+    with pytest.raises(PixelError, match="quarter turns"):
+        probe_video(with_matrix(clip(), 0.7, 0.7, -0.7, 0.7))
+
+
+def tracks(
+    form: str, shades: dict[int, int], *, audio: float = 0, cover: bool = False, seconds: float = 1.2
+) -> bytes:
+    """A file of video tracks of one shade each with a disposition each, perhaps with audio and a cover."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=form) as container:
+        streams = []
+        if cover and form == "matroska":
+            container.add_attachment("cover.png", "image/png", encoded(96, 96))
+        elif cover:
+            stream = container.add_stream("mjpeg", rate=1)
+            stream.width = stream.height = 96
+            stream.pix_fmt, stream.disposition = "yuvj420p", Disposition.attached_pic
+            streams.append((stream, 40, 1))
+        for shade, disposition in shades.items():
+            stream = container.add_stream("libx264", rate=10)
+            stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+            stream.disposition = Disposition(disposition)
+            streams.append((stream, shade, round(seconds * 10)))
+        sound = container.add_stream("aac", rate=48000) if audio else None
+        for i in range(int(audio * 46.875)):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 48000, i * 1024
+            container.mux(sound.encode(frame))
+        for stream, shade, count in streams:
+            picture = np.full((stream.height, stream.width, 3), shade, np.uint8)
+            for _ in range(count):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+            container.mux(stream.encode())
+        if sound:
+            container.mux(sound.encode())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("form", ["mp4", "mov", "matroska"])
+def test_the_default_track_is_shown(form):
+    for shades, shown in (({30: 1, 220: 0}, 30), ({30: 0, 220: 1}, 220), ({30: 0, 220: 0}, 30)):
+        data = tracks(form, shades)
+        info = probe_video(data)
+        assert (info.frame_count, info.fps, info.height, info.width) == (12, 10.0, 32, 64)
+        assert abs(video_frames(data, info, [0, 11]).float().mean() - shown) < 3
+
+
+@pytest.mark.parametrize("form", ["mp4", "mov", "matroska"])
+def test_a_cover_is_no_video(form):
+    data = tracks(form, {220: 1}, audio=1.2, cover=True)
+    info = probe_video(data)
+    assert (info.frame_count, info.fps, info.height) == (12, 10.0, 32)
+    assert abs(video_frames(data, info, [3]).float().mean() - 220) < 3
+    only_sound = tracks(form, {}, audio=1.2, cover=True)
+    with pytest.raises(PixelError, match="no video track" + " but a cover" * (form != "mov")):
+        probe_video(only_sound)
+    with pytest.raises(RecordError, match=r"a\.mp4: the file has no video track"):
+        inspect_medium("video", "a.mp4", tracks(form, {}, audio=1.2), 1 << 20)
+
+
+def test_a_track_that_changes_its_size_is_refused():
+    """As of a call whose resolution drops: two MPEG-TS files, one after the other, are one."""
+    for first, second in (((32, 64), (64, 128)), ((64, 64), (32, 64)), ((32, 64), (64, 32))):
+        data = clip("mpegts", height=first[0], width=first[1]) + clip(
+            "mpegts", height=second[0], width=second[1]
+        )
+        with pytest.raises(PixelError, match=rf"frame 12 has {second[0]} x {second[1]} pixels.*one size"):
+            probe_video(data)
+
+
+FAST = {"movflags": "faststart"}  # the table of the frames comes first
+
+
+def numbered(form: str, codec: str = "libx264", pixel: str = "yuv420p") -> bytes:
+    return written(form, codec, pixel, 60)
+
+
+def cut(data: bytes, share: float) -> bytes:
+    return data[: int(len(data) * share)]
+
+
+def hole(data: bytes) -> bytes:
+    """The third quarter of a file is zeros."""
+    quarter = len(data) // 4
+    return data[: 2 * quarter] + bytes(quarter) + data[3 * quarter :]
+
+
+NOISE = np.random.default_rng(0).integers(0, 255, (60, 64, 64, 3), np.uint8)
+
+
+def noisy(form: str, **options: str) -> bytes:
+    """60 frames of noise, of about the same size in the file."""
+    with tempfile.NamedTemporaryFile() as file:  # to put the table first, FFmpeg reads the file again
+        with av.open(file.name, "w", format=form, options=options) as container:
+            stream = container.add_stream("libx264", rate=10, options={"preset": "ultrafast", "qp": "30"})
+            stream.width = stream.height = 64
+            stream.pix_fmt = "yuv420p"
+            for picture in NOISE:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+            container.mux(stream.encode())
+        return file.read()
+
+
+def fragmented() -> bytes:
+    return noisy("mp4", movflags="frag_keyframe+empty_moov")
+
+
+WHOLE = {
+    "mp4": noisy("mp4", **FAST),
+    "mov": noisy("mov", **FAST),
+    "matroska": noisy("matroska"),
+    "webm vp9": numbered("webm", "libvpx-vp9"),
+    "webm vp8": numbered("webm", "libvpx"),
+    "mpegts": noisy("mpegts"),
+    "avi": numbered("avi", "mpeg4"),
+    "flv": noisy("flv"),
+    "gif": numbered("gif", "gif", "rgb8"),
+    "matroska with sound": tracks("matroska", {30: 1}, audio=6, seconds=6),
+    "mp4 of a longer sound": tracks("mp4", {30: 1}, audio=9, seconds=6),
+    "matroska of a longer sound": tracks("matroska", {30: 1}, audio=9, seconds=6),
+    "live webm": noisy("matroska", live="1"),
+    "fragmented mp4": fragmented(),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_files_are_taken(name):
+    info = probe_video(WHOLE[name])
+    assert info.frame_count == 60 and info.fps == pytest.approx(10, rel=0.02) and not info.assumed_fps
+
+
+CUT = [(name, share) for name in ("mp4", "mov", "matroska", "webm vp8", "flv") for share in (0.3, 0.5, 0.9)]
+CUT += [("mpegts", 0.5), ("mpegts", 0.9), ("gif", 0.5), ("gif", 0.9), ("avi", 0.5), ("webm vp9", 0.5)]
+CUT += [("matroska with sound", 0.5)]
+
+
+@pytest.mark.parametrize(("name", "share"), CUT, ids=[f"{name} at {share:.0%}" for name, share in CUT])
+def test_a_file_that_was_cut_is_refused(name, share):
+    with pytest.raises(PixelError, match="cut short|not a readable video|does not decode"):
+        probe_video(cut(WHOLE[name], share))
+    with pytest.raises(RecordError, match=r"x\.mp4: ") as caught:
+        inspect_medium("video", "x.mp4", cut(WHOLE[name], share), 1 << 20)
+    assert caught.value.reason == "video does not decode"
+
+
+def test_the_tolerance_is_three_frames_or_two_percent():
+    """Of 60 frames in a Matroska file: where 3 are missing the rest is taken, where 4 are, it is not."""
+    data = WHOLE["matroska"]
+    taken = set()
+    for length in range(len(data) * 85 // 100, len(data), 150):
+        try:
+            taken.add(probe_video(data[:length]).frame_count)
+        except PixelError as error:
+            assert "frames are missing" in str(error)
+    assert {57, 58, 59} <= taken <= {57, 58, 59, 60}
+
+
+@pytest.mark.parametrize("name", ["mp4", "mov", "matroska", "webm vp9", "avi", "flv"])
+def test_a_file_with_a_hole_is_refused(name):
+    with pytest.raises(PixelError, match="damaged or cut short|not a readable video"):
+        probe_video(hole(WHOLE[name]))
+
+
+@pytest.mark.parametrize("form", ["matroska", "mp4", "webm"])
+def test_the_rate_of_a_variable_rate_is_the_mean(form):
+    """Eight frames, the last from 3 to 3.1 s: 80/31 a second, where a Matroska header says 10."""
+    data = written(
+        form, "libvpx" if form == "webm" else "libx264", "yuv420p", 8, times=[0, 1, 2, 10, 20, 21, 22, 30]
+    )
+    info = probe_video(data)
+    assert info.frame_count == 8 and info.fps == pytest.approx(80 / 31, rel=1e-3)
+    indices = frame_indices(info, PixelSettings(video_spread=True, video_fps=2.0))
+    assert indices == [0, 1, 3, 4, 6, 7] and numbers(video_frames(data, info, indices)) == indices
+
+
+def test_a_rate_that_is_assumed_is_counted():
+    """A raw stream has no times. Its first unit says 10 a second; without that, FFmpeg assumes 25.
+
+    The eighth byte of that unit begins with 0 1: no cropping, and a description of the rate follows. 0 0 1
+    and zeros end it without one.
+    """
+    raw = numbered("h264")
+    assert probe_video(raw) == VideoInfo(60, 10.0, SIDE, SIDE)
+    start = raw.index(b"\x00\x00\x00\x01\x67") + 4
+    unit = raw[start : raw.index(b"\x00\x00\x00\x01", start)]
+    assert unit[7] >> 6 == 0b01
+    bare = raw.replace(unit, unit[:7] + b"\x20")
+    assert probe_video(bare) == VideoInfo(60, 25.0, SIDE, SIDE, assumed_fps=True)
+    assert inspect_medium("video", "x.h264", bare, 1 << 20).assumed_fps

@@ -1,0 +1,104 @@
+"""Keys that name a part of a medium are refused; those of its cost or origin are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_tools.formats import RecordError, read_conversation
+from tests.data.media import video, write
+from toolkit.cli import main
+
+ANSWER = {"role": "assistant", "content": "It gets brighter."}
+
+
+def in_part(kind: str = "video", **keys: object) -> dict:
+    """A record whose medium is a content part with these keys."""
+    part = {"type": kind, kind: "a.mp4", **keys}
+    return {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}, ANSWER]}
+
+
+def in_address(**keys: object) -> dict:
+    part = {"type": "video_url", "video_url": {"url": "a.mp4", **keys}}
+    return {"messages": [{"role": "user", "content": [part]}, ANSWER]}
+
+
+def listed(turn: dict | None = None, entry: object = "a.mp4", **keys: object) -> dict:
+    """A record with a listed video, and keys beside the turn or the record."""
+    question = {"role": "user", "content": "<video>What?", **(turn or {})}
+    return {"videos": [entry], "messages": [question, ANSWER], **keys}
+
+
+REFUSED = [
+    (in_part(video_start=5, video_end=8), "messages[0].content[0].video_start"),
+    (in_part(video_start=0, video_end=8), "messages[0].content[0].video_end"),
+    (in_part(start=5, end=8), "messages[0].content[0].start"),
+    (in_part(start="00:05"), "messages[0].content[0].start"),
+    (in_part(frames_indices=[0, 5]), "messages[0].content[0].frames_indices"),
+    (in_part(timestamps=[0.0, 2.5]), "messages[0].content[0].timestamps"),
+    (in_part(video_metadata={"fps": 2}), "messages[0].content[0].video_metadata"),
+    (in_part("image", boxes=[[1, 2, 3, 4]]), "messages[0].content[0].boxes"),
+    (in_part("image", bbox=[1, 2, 3, 4]), "messages[0].content[0].bbox"),
+    (in_address(start_time=3.5), "messages[0].content[0].video_url.start_time"),
+    (listed(entry={"path": "a.mp4", "end": 8}), "videos[0].end"),
+    (listed(entry={"path": "a.mp4", "grounding": {"cat": [1, 2]}}), "videos[0].grounding"),
+    (listed(turn={"video_end": 8}), "messages[0].video_end"),
+    (listed(turn={"boxes": [[1, 2, 3, 4]]}), "messages[0].boxes"),
+    (listed(video_start=5, video_end=8), "video_start"),
+    (listed(frames_indices=[[0, 5]]), "frames_indices"),
+    (listed(boxes=[[1, 2, 3, 4]]), "boxes"),
+    (listed(grounding="<box>"), "grounding"),
+    ({"video": "a.mp4", "instruction": "<video>What?", "output": "A cat.", "video_end": 8}, "video_end"),
+]
+
+
+@pytest.mark.parametrize(("record", "field"), REFUSED, ids=[field for _, field in REFUSED])
+def test_a_part_of_a_medium_is_refused(record, field):
+    with pytest.raises(RecordError, match="is not read") as caught:
+        read_conversation(record)
+    assert (caught.value.reason, caught.value.field_path) == ("part of a medium", field)
+
+
+@pytest.mark.parametrize(
+    ("record", "ignored"),
+    [
+        (in_part(nframes=4, max_pixels=50176), {"nframes", "max_pixels"}),
+        (in_part(fps=2, resized_height=56, resized_width=84), {"fps", "resized_height", "resized_width"}),
+        (in_part(video_start=None, video_end=None, frames_indices=[], video_metadata={}), set()),
+        (in_part(video_start=0, start=0.0), {"video_start", "start"}),
+        (in_part("image", boxes=[], grounding=False), {"grounding"}),
+        (in_address(detail="low"), {"detail"}),
+        (listed(turn={"start": 5, "end": 8}), {"start", "end"}),
+        (listed(start=5, end=8, timestamps=[0.0, 2.5]), {"start", "end", "timestamps"}),
+        ({"messages": [{"role": "user", "content": "Hi"}, ANSWER], "grounding": "web"}, {"grounding"}),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "Hi", "start": 3, "end": 9}]},
+                    ANSWER,
+                ]
+            },
+            {"start", "end"},
+        ),
+    ],
+)
+def test_cost_origin_and_empty_values_are_not_refused(record, ignored):
+    assert {key for _, key in read_conversation(record).ignored_keys} == ignored
+
+
+def test_a_clip_is_not_converted_as_the_whole_video(tmp_path: Path, capsys):
+    write(tmp_path / "m/a.mp4", video(8))
+    records = [
+        in_part(video_start=5, video_end=8),
+        in_part(start=5, end=8),
+        listed(video_start=5),
+        in_part(nframes=4),
+    ]
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    inputs = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "m"), "--workers", "1"]
+    assert main(["data", "convert", *inputs, "--out", str(tmp_path / "out")]) == 3
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["samples"] == 1 and list(report["refused"].values()) == [{"part of a medium": 3}]
+    assert report["ignored"] == {"content parts": {"nframes": 1}}
