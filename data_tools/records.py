@@ -18,10 +18,10 @@ from typing import IO, Any
 from megatron_vl.errors import UserError
 
 from . import tables
+from .exact_json import EXACT_DECODER
 
 CHUNK_BYTES = 1 << 20
 MAX_RECORD_BYTES = 1 << 30
-JSON_DECODER = json.JSONDecoder()
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
 """Finds the end of a record with an integer that has more digits than Python reads."""
 MAX_NESTING = 200
@@ -174,7 +174,7 @@ def _read_json_lines(
 
 def _parse_line(line: bytes) -> Any:
     try:
-        return _check_nesting(json.loads(line.decode()), line.count(b"[") + line.count(b"{"))
+        return _check_nesting(EXACT_DECODER.decode(line.decode()), line.count(b"[") + line.count(b"{"))
     except UnicodeDecodeError as error:
         return UnreadableRecord.with_reason("not UTF-8", error)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -301,7 +301,7 @@ class _JsonArrayBuffer:
         """Reads the record at the current position, and moves to its end."""
         self.peek_character(record_number - 1)
         chunk_bytes = CHUNK_BYTES
-        json_decoder, refused_record = JSON_DECODER, None
+        json_decoder, refused_record = EXACT_DECODER, None
         while True:
             try:
                 json_value, end_position = json_decoder.raw_decode(self.buffered_text, self.position)
