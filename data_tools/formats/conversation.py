@@ -8,6 +8,7 @@ with an object of arguments) and ``loss_weight`` (a float; without it the weight
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_vl.errors import UserError
 from .. import audio
 
 Message = dict[str, Any]
-MEDIA_PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
+MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 
 
 class RecordError(UserError, ValueError):
@@ -211,21 +212,19 @@ def unsupported_audio_error(audio_text: str, field_path: str, advice: str = "") 
 
 
 def checked_text(text_value: Any, field_path: str) -> str:
-    """A text without control tokens. Raises RecordError if it is something else."""
+    """A text without placeholders or control tokens. Raises RecordError if it is something else."""
     if not isinstance(text_value, str):
         raise RecordError(
             "bad text", f"a string is required, but this is a {type(text_value).__name__}", field_path
         )
-    if control_token := CONTROL_TOKEN.search(text_value):
-        if control_token[0] in MEDIA_PLACEHOLDERS:
-            raise RecordError(
-                "placeholder token in text",
-                "the text holds a token that stands for image or video features",
-                field_path,
-            )
+    if MEDIA_PLACEHOLDER.search(text_value):
         raise RecordError(
-            "control token in text", control_token_text(control_token[0]), field_path
+            "placeholder token in text",
+            "the text holds a token that stands for image or video features",
+            field_path,
         )
+    if control_token := CONTROL_TOKEN.search(text_value):
+        raise RecordError("control token in text", control_token_text(control_token[0]), field_path)
     if audio_token := audio.AUDIO_TOKEN.search(text_value):
         raise unsupported_audio_error(audio_token[0], field_path)
     try:

@@ -18,8 +18,9 @@ from typing import Any
 from megatron_vl.data.sample.thinking import THINK_CLOSING, THINK_TAG
 from megatron_vl.errors import UserError
 
-CONTROL_TOKEN = re.compile(r"<\|(?:im_start|im_end|endoftext|(?:vision|image|video)_(?:pad|start|end))\|>")
-"""Tokens that begin or end turns, documents and media. Those of boxes and of code may stand in a text."""
+CONTROL_TOKEN = re.compile(r"<\|(?:im_start|im_end|endoftext|vision_start|vision_end|vision_pad)\|>")
+"""Tokens that begin or end turns, documents and media. Those of boxes and of code may stand in a text; the
+placeholders of images and videos have rules of their own."""
 THINKING_TAGS = re.compile(f"({THINK_TAG}|{THINK_CLOSING})")
 
 
