@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoProcessor
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
@@ -35,6 +34,7 @@ from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.planning.row_statistics import PICTURE_SIZES
 from megatron_vl.spec.families import read_spec
 from toolkit.demo.demo_data import load_pictures, random_crop
+from toolkit.hf_loading import load_hf_processor
 
 
 def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:
@@ -105,7 +105,7 @@ def main() -> None:
 
         args.hf = write_tiny_checkpoint(Path(tempfile.mkdtemp()) / "hf", "qwen2_5_vl")
     encoder = RowEncoder(DataConfig(seq_len=8192), read_spec(args.hf), args.hf)
-    processor = AutoProcessor.from_pretrained(args.hf, trust_remote_code=False)
+    processor = load_hf_processor(args.hf)
 
     made = samples(args.count)
     for messages, jpeg in made:

@@ -18,26 +18,10 @@ from typing import IO, Any
 from megatron_vl.errors import UserError
 
 from . import tables
+from .exact_json import EXACT_DECODER, DuplicateKeyError
 
 CHUNK_BYTES = 1 << 20
 MAX_RECORD_BYTES = 1 << 30
-
-
-class DuplicateKeyError(ValueError):
-    """A JSON object has a key twice. Python would keep the last value without a word."""
-
-
-def unique_keys(key_value_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a JSON parser (``object_pairs_hook``). Raises DuplicateKeyError."""
-    json_object = dict(key_value_pairs)
-    if len(json_object) < len(key_value_pairs):
-        keys = [key for key, _ in key_value_pairs]
-        repeated_key = next(key for key in json_object if keys.count(key) > 1)
-        raise DuplicateKeyError(f"the key {repeated_key[:100]!r} occurs twice in one object")
-    return json_object
-
-
-JSON_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
 """Finds the end of a record that is refused for its keys, or for an integer that Python does not read."""
 MAX_NESTING = 200
@@ -200,7 +184,7 @@ def _read_json_lines(
 
 def _parse_line(line: bytes) -> Any:
     try:
-        return _check_nesting(JSON_DECODER.decode(line.decode()), line.count(b"[") + line.count(b"{"))
+        return _check_nesting(EXACT_DECODER.decode(line.decode()), line.count(b"[") + line.count(b"{"))
     except UnicodeDecodeError as error:
         return UnreadableRecord.with_reason("not UTF-8", error)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -329,7 +313,7 @@ class _JsonArrayBuffer:
         """Reads the record at the current position, and moves to its end."""
         self.peek_character(record_number - 1)
         chunk_bytes = CHUNK_BYTES
-        json_decoder, refused_record = JSON_DECODER, None
+        json_decoder, refused_record = EXACT_DECODER, None
         while True:
             try:
                 json_value, end_position = json_decoder.raw_decode(self.buffered_text, self.position)

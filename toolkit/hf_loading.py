@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,10 @@ from torch import Tensor
 
 from converters.hf_checkpoint import TensorFolder
 from megatron_vl.config import VideoPositions, VideoPrompt
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.data.sample.conversation_checks import iterate_texts
+from megatron_vl.data.sample.tokenizer import load_tokenizer
+from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 
 SAFE_LOADING_ARGUMENTS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -34,18 +38,44 @@ def check_hf_folder(hf_dir: str | Path) -> TensorFolder:
 
     Raises:
         FileNotFoundError: there is no config or no safetensors weights.
-        ConfigError: ``model_type`` is unknown, or a field is impossible or names other weights.
+        ConfigError: ``model_type`` is unknown, or a field is impossible or names other weights or models.
         WeightsError: index and files disagree, or a name leaves the folder.
     """
     read_spec(hf_dir)
+    refuse_named_models(Path(hf_dir))
     return TensorFolder(hf_dir)
 
 
 def load_hf_processor(hf_dir: str | Path) -> Any:
-    """Loads the folder's tokenizer, image processor and chat template (rendered in transformers' sandbox)."""
-    from transformers import AutoProcessor
+    """Loads the folder's tokenizer, image and video processor and chat template (rendered in transformers'
+    sandbox).
 
-    return AutoProcessor.from_pretrained(hf_dir, **SAFE_LOADING_ARGUMENTS)
+    They are loaded one by one: transformers' processors also load the models that their files name, from
+    other folders and with pickles. The tokenizer is the one that training uses.
+
+    Raises:
+        ConfigError: a processor's file names another folder or model.
+        The errors of :class:`~megatron_vl.data.sample.chat.ChatEncoder`'s tokenizer and template.
+    """
+    from transformers import AutoImageProcessor, AutoVideoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+    refuse_named_models(Path(hf_dir))
+    tokenizer, _ = load_tokenizer(hf_dir)
+    return processor_class_from_name(PROCESSOR_MAPPING_NAMES[read_spec(hf_dir).family])(
+        image_processor=AutoImageProcessor.from_pretrained(hf_dir, **SAFE_LOADING_ARGUMENTS),
+        tokenizer=tokenizer,
+        video_processor=AutoVideoProcessor.from_pretrained(hf_dir, **SAFE_LOADING_ARGUMENTS),
+        chat_template=read_chat_template(hf_dir),
+    )
+
+
+def refuse_named_models(hf_path: Path) -> None:
+    """Raises ConfigError if a processor's file has a ``*_name_or_path``, which transformers would load."""
+    for file_path in sorted(hf_path.glob("*processor*config.json")):
+        for text in iterate_texts(json.loads(file_path.read_text())):
+            if text.endswith("_name_or_path"):
+                raise ConfigError(f"{file_path}: field {text!r} names another model or folder; remove it")
 
 
 def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None = None) -> Any:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens, order_results
+
 from . import alpaca, llamafactory, openai, qwen, sharegpt, turn_pairs
 from .conversation import (
     Conversation,
@@ -96,6 +98,11 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
 
     tools = read_tools(record)
     drop_null_arguments(messages, tools)
+    try:
+        messages = order_results(messages)
+        check_control_tokens(messages, tools)
+    except ChatError as error:
+        raise RecordError(error.reason, str(error), record_format.turns_field) from error
     return Conversation(
         messages,
         reader.media_references,

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
 from megatron_vl.errors import UserError
 
 from .. import audio
@@ -211,7 +212,7 @@ def unsupported_audio_error(audio_text: str, field_path: str, advice: str = "") 
 
 
 def checked_text(text_value: Any, field_path: str) -> str:
-    """A text without placeholder tokens. Raises RecordError if it is something else."""
+    """A text without placeholders or control tokens. Raises RecordError if it is something else."""
     if not isinstance(text_value, str):
         raise RecordError(
             "bad text", f"a string is required, but this is a {type(text_value).__name__}", field_path
@@ -222,6 +223,8 @@ def checked_text(text_value: Any, field_path: str) -> str:
             "the text holds a token that stands for image or video features",
             field_path,
         )
+    if control_token := CONTROL_TOKEN.search(text_value):
+        raise RecordError("control token in text", control_token_text(control_token[0]), field_path)
     if audio_token := audio.AUDIO_TOKEN.search(text_value):
         raise unsupported_audio_error(audio_token[0], field_path)
     try:

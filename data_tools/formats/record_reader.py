@@ -268,6 +268,8 @@ class RecordReader:
             message = self.read_content(
                 canonical_role, turn.get(content_field), f"{field_path}.{content_field}"
             )
+            if canonical_role == "tool" and turn.get("tool_call_id") not in EMPTY_VALUES:
+                message["tool_call_id"] = turn["tool_call_id"]
         apply_turn_weight(turn, message, f"{field_path}.")
         return message
 
@@ -276,6 +278,8 @@ class RecordReader:
         tool_calls.refuse_second_calls(turn, content_field, ("tool_calls", "function_call"), f"{field_path}.")
         content_text = checked_text(turn.get(content_field), f"{field_path}.{content_field}")
         reasoning_text, turn_calls = tool_calls.read_text_calls(content_text, field_path)
+        if len(turn_calls) == 1 and turn.get("tool_call_id") not in EMPTY_VALUES:
+            turn_calls[0]["id"] = turn["tool_call_id"]
         message = {"role": "assistant", "content": reasoning_text, "tool_calls": turn_calls, "call": True}
         self.add_turn_reasoning(message, turn, field_path)
         if reasoning_text and "reasoning_content" in message:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Any
 
+from ..exact_json import EXACT_DECODER, DuplicateKeyError, RoundedNumber
 from .conversation import Message, RecordError, checked_text, shorten_value
 
 THINK_BLOCK = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
@@ -60,8 +60,11 @@ def check_plain_json(json_value: Any, field_path: str, reason: str, depth: int =
     """Checks that a value is plain JSON whose texts, also its keys, could stand in a turn.
 
     Raises:
-        RecordError: it holds something else, for instance a date of a table, or is nested too deeply.
+        RecordError: it holds something else, for instance a date of a table, is nested too deeply, or would
+            not be written as in the record (a number that a float rounds).
     """
+    if isinstance(json_value, RoundedNumber):
+        raise RecordError(reason, json_value.difference, field_path)
     if depth > MAX_JSON_DEPTH:
         raise RecordError(reason, f"more than {MAX_JSON_DEPTH} levels of lists and objects", field_path)
     if isinstance(json_value, dict):
@@ -84,7 +87,9 @@ def parse_json_text(json_value: Any, field_path: str, reason: str) -> Any:
     if not isinstance(json_value, str):
         return json_value
     try:
-        return json.loads(json_value)
+        return EXACT_DECODER.decode(json_value)
+    except DuplicateKeyError as error:
+        raise RecordError(reason, str(error), field_path) from error
     except (ValueError, RecursionError) as error:
         raise RecordError(reason, f"{shorten_value(json_value)} is not JSON: {error}", field_path) from error
 
@@ -122,7 +127,8 @@ def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
         )
     checked_text(function["name"], f"{field_path}.name")
     check_plain_json(arguments, f"{field_path}.arguments", "bad tool call")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    call_id = {"id": call["id"]} if call.get("id") not in (None, "") else {}
+    return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def drop_null_arguments(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:

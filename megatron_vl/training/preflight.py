@@ -476,6 +476,20 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
     )
 
 
+def check_tokenizer(config: TrainConfig, spec: ModelSpec) -> str:
+    """Checks tokenizer and chat template of ``model.hf``.
+
+    Returns:
+        A note if transformers would give a text other tokens than training does; otherwise an empty text.
+
+    Raises:
+        ChatError, FileNotFoundError: they are missing, or the tokenizer does not fit the model.
+    """
+    from megatron_vl.data.sample.chat import ChatEncoder
+
+    return ChatEncoder(config.model.hf, spec).serving_note
+
+
 def read_base_digest(config: TrainConfig) -> str:
     """Which model the adapters of a run belong to; empty without LoRA."""
     from megatron_vl.weights.model_digest import model_digest

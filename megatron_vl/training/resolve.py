@@ -143,6 +143,9 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
+    if serving_note := preflight.check_tokenizer(config, spec):
+        run_notes.append(f"NOTE: {serving_note}")
+
     base_digest = ""
     if config.model.checkpoint and (source_checkpoint is None or config.lora.rank):
         if weights_note := preflight.check_start_weights(config, spec):

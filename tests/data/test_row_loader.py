@@ -28,8 +28,8 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import build_loader, cook_sample
 from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedRankRows, open_sample_reader
-from megatron_vl.data.sample.chat import compute_tokenizer_digest
 from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.sample.tokenizer import compute_tokenizer_digest
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError, read_description
 from megatron_vl.data.source.sample_sizes import (

@@ -70,7 +70,7 @@ TOOL_CALL = [
 def tokenizers_once() -> Iterator[None]:
     """Reading the released vocabulary takes a second. The encoders of a folder share it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "_load_tokenizer", cache(chat._load_tokenizer))
+        patch.setattr(chat, "load_tokenizer", cache(chat.load_tokenizer))
         yield
 
 

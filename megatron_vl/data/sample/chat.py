@@ -24,7 +24,6 @@ thinking.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from bisect import bisect_right
@@ -36,10 +35,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
+from megatron_vl.data.sample.conversation_checks import (
+    ChatError,
+    check_control_tokens,
+    find_lost_text,
+    order_results,
+)
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.thinking import (
     EMPTY_THINK_BLOCK,
@@ -47,7 +51,12 @@ from megatron_vl.data.sample.thinking import (
     has_thinking_switch,
     template_has_thinking,
 )
-from megatron_vl.errors import UserError, is_machine_fault
+from megatron_vl.data.sample.tokenizer import (
+    check_embedding_rows,
+    compute_tokenizer_digest,
+    load_tokenizer,
+)
+from megatron_vl.errors import is_machine_fault
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -73,10 +82,6 @@ TURNS_NOT_FOUND_TEXT = (
 )
 
 
-class ChatError(UserError, ValueError):
-    """A conversation cannot be rendered, or its media do not match its text."""
-
-
 class ChatTemplateError(ChatError):
     """The checkpoint's chat template leaves out a part of the conversation. Only another template helps."""
 
@@ -92,7 +97,8 @@ class ChatEncoder:
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
-        ChatError: the tokenizer does not know the model's placeholder tokens.
+        ChatError: the tokenizer does not know the model's placeholder tokens, or has tokens without a row in
+            the embedding.
     """
 
     def __init__(
@@ -105,11 +111,13 @@ class ChatEncoder:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()
         self._hf_dir = Path(hf_dir)
-        self.tokenizer = _load_tokenizer(self._hf_dir)
+        self.tokenizer, self.serving_note = load_tokenizer(hf_dir)
         # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
         self._fast_tokenizer = self.tokenizer.backend_tokenizer
-        self._fast_tokenizer.no_truncation()
-        self._fast_tokenizer.no_padding()
+        check_embedding_rows(self._fast_tokenizer, spec.language.vocab_size, hf_dir)
+        added_tokens = self._fast_tokenizer.get_added_tokens_decoder()
+        self._space_eating_ids = [token_id for token_id, token in added_tokens.items() if token.rstrip]
+        """Added tokens that take the white space after them, as their ``rstrip`` says."""
         self.chat_template = read_chat_template(hf_dir)
         self.template_writes_thinking = template_has_thinking(self.chat_template)
         placeholder_ids = (spec.image_token_id, spec.video_token_id)
@@ -212,10 +220,13 @@ class ChatEncoder:
             ChatError: the template renders other turns differently when an answer changes.
             SampleTimeoutError: the deadline has passed.
         """
+        return self._learnt_spans(rendered_text, self._find_answers(messages, rendered_text, tools, deadline))
+
+    def _learnt_spans(
+        self, rendered_text: str, answer_places: Sequence[tuple[int, int, int]]
+    ) -> list[tuple[int, int]]:
         learnt_spans = []
-        for answer_start, answer_end, turn_end in self._find_answers(
-            messages, rendered_text, tools, deadline
-        ):
+        for answer_start, answer_end, turn_end in answer_places:
             first_learnt: int | None = 0
             if self.template_writes_thinking:
                 answer_text = rendered_text[answer_start:answer_end]
@@ -307,14 +318,24 @@ class ChatEncoder:
             if message.get("role") == "assistant":
                 turn_weights.append(message.get("loss_weight", 1.0))
 
-        # The weights are not for the template, which might write them.
-        messages = _without_loss_weights(messages)
-        self._check_template_features(messages, tools)
+        messages = self._checked_messages(messages, tools)
         rendered_text = self.render_conversation(messages, tools=tools)
         self._check_placeholders(rendered_text, media_grids)
 
         # Turns are found before timestamps change the text.
-        learnt_spans = self.assistant_spans(messages, rendered_text, tools, deadline)
+        answer_places = self._find_answers(messages, rendered_text, tools, deadline)
+        lost_text = find_lost_text(
+            messages,
+            rendered_text,
+            [(answer_start, answer_end) for answer_start, answer_end, _ in answer_places],
+            self.template_writes_thinking,
+        )
+        if lost_text:
+            raise ChatError(
+                f"the chat template leaves out a text or reads it as thinking: {lost_text[:80]!r}; write"
+                " reasoning as one block (<think>...</think>) before the answer, or as reasoning_content"
+            )
+        learnt_spans = self._learnt_spans(rendered_text, answer_places)
         rendered_text, learnt_spans, timestamp_spans = self._insert_timestamps(
             rendered_text, learnt_spans, media_grids
         )
@@ -344,8 +365,7 @@ class ChatEncoder:
         Arguments and errors are those of :meth:`encode` and :meth:`render_conversation`. It is also an error
         to set ``enable_thinking`` if the template has no switch for it.
         """
-        messages = _without_loss_weights(messages)
-        self._check_template_features(messages, tools)
+        messages = self._checked_messages(messages, tools)
         if enable_thinking is not None and not has_thinking_switch(self.chat_template):
             raise ChatError(
                 "the checkpoint's chat template does not let a request switch thinking on or off"
@@ -404,7 +424,9 @@ class ChatEncoder:
         is_written = ~self._is_media(token_ids) & (token_ends > token_starts)
         is_written &= ~_overlaps_spans(token_starts, token_ends, timestamp_spans)
 
-        turn_of_token = _span_index_of_tokens(token_starts, token_ends, learnt_spans)
+        # The token that ends a turn may have taken the newline after it.
+        written_ends = np.where(np.isin(token_ids, self._space_eating_ids), token_starts + 1, token_ends)
+        turn_of_token = _span_index_of_tokens(token_starts, written_ends, learnt_spans)
         loss_mask = is_written & (turn_of_token >= 0)
         if set(turn_weights) <= {1.0}:
             return loss_mask
@@ -465,6 +487,15 @@ class ChatEncoder:
 
         new_spans = [(new_position(start), new_position(end)) for start, end in learnt_spans]
         return "".join([*text_parts, rendered_text[handled_length:]]), new_spans, inserted_spans
+
+    def _checked_messages(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The messages for the template, which might write loss weights and ids."""
+        messages = order_results(_without_loss_weights(messages))
+        check_control_tokens(messages, tools)
+        self._check_template_features(messages, tools)
+        return messages
 
     def _check_template_features(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
@@ -640,27 +671,3 @@ def _read_eos_tokens(config_path: Path) -> list[int]:
     if eos_token_id is None:
         return []
     return [int(token) for token in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])]
-
-
-def compute_tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """A digest of vocabulary, merges, added tokens, normaliser, pre-tokenizer and post-processor.
-
-    It does not depend on how a file writes them, nor on what only turns tokens into text.
-    """
-    tokenizer_fields = json.loads(tokenizer.to_str())
-    for name in ("version", "truncation", "padding", "decoder"):
-        del tokenizer_fields[name]
-    return hashlib.sha256(json.dumps(tokenizer_fields, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _load_tokenizer(hf_path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not any((hf_path / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise FileNotFoundError(f"{hf_path} has no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
-    tokenizer = AutoTokenizer.from_pretrained(
-        hf_path, trust_remote_code=False, local_files_only=True, use_fast=True
-    )
-    if not tokenizer.is_fast:
-        raise ChatError(f"{hf_path}: the tokenizer gives no character offsets; a tokenizer.json is needed")
-    return tokenizer
