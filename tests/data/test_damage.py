@@ -445,7 +445,9 @@ def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault, tim
     monkeypatch.setattr("megatron_vl.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
     assert epoch(dataset, sample_timeout_s=timeout) == (whole, {}) and not failures_left
     failures_left, attempts = 1 << 30, 0
-    with pytest.raises(LoaderError, match=rf"sample \d of train-\d+\.tar cannot be read: {os.strerror(fault)}"):
+    with pytest.raises(
+        LoaderError, match=rf"sample \d of train-\d+\.tar cannot be read: {os.strerror(fault)}"
+    ):
         epoch(dataset, sample_timeout_s=timeout, num_workers=1)
 
 
