@@ -209,8 +209,8 @@ def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
     for file_path in file_paths:
         if not file_path.resolve().is_relative_to(allowed_dir):
             raise InputError(
-                f"{file_path} leads to {file_path.resolve()}, which is not inside {allowed_dir}; copy the file"
-                " there, or give it as an --input of its own"
+                f"{file_path} leads to {file_path.resolve()}, which is not inside {allowed_dir}; copy the"
+                " file there, or give it as an --input of its own"
             )
 
 
