@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 20
 MAX_RECORD_BYTES = 1 << 30
 
 
-class DuplicateKeyError(ValueError):
+class DuplicateKeyError(UserError, ValueError):
     """A JSON object has a key twice. Python would keep the last value without a word."""
 
 
