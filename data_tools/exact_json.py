@@ -6,11 +6,13 @@ import json
 from decimal import Decimal
 from typing import Any
 
+from megatron_vl.errors import UserError
+
 EXACT_DIGITS = 15
 """A decimal number of so many digits is the same after it was a float."""
 
 
-class DuplicateKeyError(ValueError):
+class DuplicateKeyError(UserError, ValueError):
     """A JSON object has a key twice. Python would keep the last value without a word."""
 
 

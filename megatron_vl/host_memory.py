@@ -57,7 +57,11 @@ def explain_kill(was_local: bool = True) -> str:
 
 def available_bytes() -> int:
     """Bytes that this node has left, or fewer if the job's control group may use fewer."""
-    return min([psutil.virtual_memory().available, *_cgroup_limits()])
+    try:
+        free_bytes = psutil.virtual_memory().available
+    except OSError:  # there is no /proc
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([free_bytes, *_cgroup_limits()])
 
 
 def _cgroup_limits() -> list[int]:
@@ -82,7 +86,10 @@ def available_gib_per_rank() -> float:
 
 def memory_limits_text() -> str:
     """The memory that this process uses and may use, as part of a sentence."""
-    process_memory = psutil.Process().memory_info()
+    try:
+        process_memory, virtual_memory = psutil.Process().memory_info(), psutil.virtual_memory()
+    except (psutil.Error, OSError):
+        return "without /proc, no more is known"
     limit_texts = [f"this process holds {process_memory.rss / GIB:.1f} GiB"]
 
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -90,7 +97,6 @@ def memory_limits_text() -> str:
         limit_texts.append(
             f"its address space {process_memory.vms / GIB:.1f} of {address_space / GIB:.1f} GiB (ulimit -v)"
         )
-    virtual_memory = psutil.virtual_memory()
     cgroup_limit = min(_cgroup_limits(), default=virtual_memory.total)
     if cgroup_limit < virtual_memory.total:
         limit_texts.append(f"the job's control group may use {cgroup_limit / GIB:.1f} GiB")

@@ -105,3 +105,27 @@ def test_the_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["-9", "True", "None"], done.stderr
     assert "was stopped for 0 s and is killed" in done.stderr
+
+
+def test_without_proc_memory_and_this_process_are_still_known(monkeypatch):
+    from megatron_vl import host_memory
+    from megatron_vl.parallel import heartbeat
+
+    def fails(*_):
+        raise FileNotFoundError("/proc/meminfo")
+
+    def not_found(*_):
+        raise psutil.NoSuchProcess(1)
+
+    monkeypatch.setattr(psutil, "virtual_memory", fails)
+    monkeypatch.setattr(psutil, "Process", not_found)
+    assert host_memory.available_bytes() > 0 and host_memory.memory_limits_text()
+    assert heartbeat.own_process().pid == os.getpid() and not heartbeat.own_process().is_local()
+
+
+def test_a_closed_stderr_is_no_bug(tmp_path):
+    """Its number must not go to a file, and nothing may write to None."""
+    words = [sys.executable, "-m", "toolkit.cli", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
+    words += ["--out", str(tmp_path / "out")]
+    ended = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True)
+    assert (ended.returncode, ended.stdout) == (1, b"")

@@ -106,7 +106,10 @@ class RankProcess:
 
 
 def own_process() -> RankProcess:
-    system_process = psutil.Process()
+    try:
+        system_process = psutil.Process()
+    except psutil.Error:  # there is no /proc, so that no process can find this one
+        return RankProcess(socket.gethostname(), os.getpid(), "", 0.0)
     return RankProcess(socket.gethostname(), system_process.pid, _machine_id(), system_process.create_time())
 
 
