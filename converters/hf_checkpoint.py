@@ -442,6 +442,10 @@ class HfCheckpoint:
             self.rule_by_name[tensor_name].blocks, region, read_hf_region, self.dtype(tensor_name)
         )
 
+    def expect_scattered_reads(self, is_scattered: bool) -> None:
+        for tensor_reader in self.tensor_folder.reader_by_file.values():
+            tensor_reader.expect_scattered_reads(is_scattered)
+
     def hf_blocks(self, released_name: str) -> Sequence[MatrixBlock]:
         """The rectangles of a HF tensor in the canonical tensors: the inverse of the rules."""
         return self._hf_blocks[

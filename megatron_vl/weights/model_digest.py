@@ -24,8 +24,8 @@ DIGEST_SCHEME = "spread1-"
 """Begins every digest. Digests of other schemes read other values and are not compared."""
 DIGEST_ROWS = 16
 """Rows of a tensor, spread from the first one to the last: 40 MB of a model of 7 B parameters."""
-EXPERT_TILE = 16
-"""Rows and columns that are read of each expert: a few pages, also of stacks that are stored transposed."""
+EXPERT_TILE = 4
+"""Rows and columns that are read of each expert: four pages, also of stacks that are stored transposed."""
 
 
 class CanonicalTensors(Protocol):
@@ -35,6 +35,8 @@ class CanonicalTensors(Protocol):
     lora: LoraConfig
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
+
+    def expect_scattered_reads(self, is_scattered: bool) -> None: ...
 
 
 class AdapterBase(NamedTuple):
@@ -73,11 +75,13 @@ def recorded_base(facts: Mapping[str, Any] | None) -> AdapterBase:
 def model_digest(source: CanonicalTensors) -> str:
     """A digest of values from all over every tensor; a model of 400 B parameters takes seconds."""
     digest = hashlib.sha256()
+    source.expect_scattered_reads(True)
     for tensor_name, tensor_info in trained_table(source.spec, source.lora).items():
         digest.update(f"{tensor_name} {tensor_info.shape}".encode())
         for region in _sampled_regions(tensor_info):
             values = source.read_region(tensor_name, region).to(torch.float32).contiguous()
             digest.update(values.numpy().data)
+    source.expect_scattered_reads(False)
     return DIGEST_SCHEME + digest.hexdigest()
 
 

@@ -182,6 +182,10 @@ class TensorReader:
             region_bytes = region_bytes.clone()
         return region_bytes.view(dtype).view(-1, col_count)[:, region.col : region.col_end]
 
+    def expect_scattered_reads(self, is_scattered: bool) -> None:
+        """Whether reading ahead, which is 8 MB on some disks, would be in vain."""
+        self._memory_map.madvise(mmap.MADV_RANDOM if is_scattered else mmap.MADV_NORMAL)
+
     def _release_pages(self, byte_count: int) -> None:
         """Releases all mapped pages once in a while.
 

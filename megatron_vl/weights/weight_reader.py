@@ -244,6 +244,12 @@ class WeightReader:
         """A value that changes if any of these weights changes."""
         return {MANIFEST_FILE: self.manifest["digest"]}
 
+    def expect_scattered_reads(self, is_scattered: bool) -> None:
+        for file_name in self.manifest["files"]:
+            if file_name not in self._open_readers:
+                self._open_readers[file_name] = self.open_file(file_name)
+            self._open_readers[file_name].expect_scattered_reads(is_scattered)
+
     @property
     def adapter_base(self) -> AdapterBase:
         """The weights that adapters were trained on."""
