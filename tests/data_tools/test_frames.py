@@ -163,9 +163,7 @@ def test_the_table_of_inspect_and_the_summary_name_them(media, tmp_path, capsys)
     (tmp_path / "in.json").write_text(json.dumps([listed(["clip"]), listed(["clip"], id=2)]))
     words = ["--input", str(tmp_path / "in.json"), "--media-root", str(media), "--out", str(tmp_path / "out")]
     assert main(["data", "convert", *words]) == 0
-    assert (
-        "2 videos are pictures whose rate no record names: 2 a second are assumed" in capsys.readouterr().out
-    )
+    assert "2 videos without a frame rate: 2 a second are assumed for pictures" in capsys.readouterr().out
     run = ["--data", str(tmp_path / "out"), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]
     assert main(["data", "inspect", *run, "--index", "0"]) == 0
     assert "5 pictures, 2 a second" in " ".join(capsys.readouterr().out.split())
