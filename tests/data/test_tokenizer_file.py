@@ -1,0 +1,153 @@
+"""The ids of training are those of the folder's tokenizer.json, whatever class transformers takes for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer
+
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.spec.families import read_spec
+from toolkit.hf_loading import load_hf_processor
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
+
+HINDI = "मशीन लर्निंग में हम मॉडल को डेटा से सिखाते हैं।"
+TEXTS = [
+    "abc 123456 x",
+    "हिन्दी में",
+    "กำลัง",
+    "x\u0323\u0302 e\u0301",
+    "don't\n\n x",
+    "\ufb01 Å \u212b ２０２６",
+    "ABC",
+    "עִבְרִית, العَرَبِيَّة",
+    "日本語 ２３ 👩‍👩‍👧",
+]
+MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def replace_pattern(rules: dict, old: str, new: str) -> None:
+    pattern = rules["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+    pattern["Regex"] = pattern["Regex"].replace(old, new, 1)
+
+
+CHANGES = {
+    "as written": lambda rules: None,
+    "marks with letters": lambda rules: replace_pattern(
+        rules, rules["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], MARKS
+    ),
+    "digits by three": lambda rules: replace_pattern(rules, r"\p{N}|", r"\p{N}{1,3}|"),
+    "no normaliser": lambda rules: rules.update(normalizer=None),
+    "lower case": lambda rules: rules.update(normalizer={"type": "Lowercase"}),
+    "NFKC": lambda rules: rules.update(normalizer={"type": "NFKC"}),
+    "white space alone": lambda rules: rules["pre_tokenizer"]["pretokenizers"].insert(
+        0, {"type": "WhitespaceSplit"}
+    ),
+    "a space in front": lambda rules: rules["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+}
+REPLACED = {"no normaliser": "normaliser", "lower case": "normaliser", "NFKC": "normaliser"}
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+def folder(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp(request.param) / "hf"
+    write_tiny_checkpoint(path, request.param)
+    (path / "kept.json").write_text((path / "tokenizer.json").read_text())
+    (path / "kept_config.json").write_text((path / "tokenizer_config.json").read_text())
+    return path
+
+
+def write_rules(folder: Path, change, tokenizer_class: str | None) -> Tokenizer:
+    rules = json.loads((folder / "kept.json").read_text())
+    change(rules)
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    config = json.loads((folder / "kept_config.json").read_text())
+    config.pop("tokenizer_class", None)
+    if tokenizer_class:
+        config["tokenizer_class"] = tokenizer_class
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    "tokenizer_class", ["Qwen2Tokenizer", "PreTrainedTokenizerFast", "Qwen3_5Tokenizer", None]
+)
+@pytest.mark.parametrize("name", CHANGES)
+def test_ids_are_those_of_the_file(folder, name, tokenizer_class):
+    file = write_rules(folder, CHANGES[name], tokenizer_class)
+    encoder = ChatEncoder(folder, read_spec(folder))
+    for text in TEXTS:
+        assert encoder._fast_tokenizer.encode(text).ids == file.encode(text).ids, text
+        assert encoder.tokenizer(text)["input_ids"] == file.encode(text).ids, text
+        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        ids, _ = encoder.encode(messages, [])
+        assert ids.tolist() == file.encode(encoder.render_conversation(messages)).ids, text
+
+    alone = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    is_other = any(alone.encode(text).ids != file.encode(text).ids for text in TEXTS)
+    assert bool(encoder.serving_note) or not is_other
+    if encoder.serving_note:
+        assert REPLACED.get(name, "split pattern") in encoder.serving_note
+        assert type(encoder.tokenizer).__name__ in encoder.serving_note
+
+
+def test_the_processor_of_a_reference_gives_the_ids_of_the_file(folder):
+    file = write_rules(folder, CHANGES["digits by three"], "Qwen2Tokenizer")
+    tokenizer = load_hf_processor(folder).tokenizer
+    assert tokenizer("abc 123456 x")["input_ids"] == file.encode("abc 123456 x").ids
+
+
+def test_a_folder_without_the_file_keeps_the_rules_of_its_class(tmp_path):
+    write_tiny_checkpoint(tmp_path / "hf", "qwen3_vl")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    encoder = ChatEncoder(tmp_path / "hf", read_spec(tmp_path / "hf"))
+    assert not encoder.serving_note
+    alone = AutoTokenizer.from_pretrained(tmp_path / "hf").backend_tokenizer
+    assert [encoder._fast_tokenizer.encode(text).ids for text in TEXTS] == [
+        alone.encode(text).ids for text in TEXTS
+    ]
+
+
+# --- Added tokens -------------------------------------------------------------------------------------------
+
+
+def test_added_tokens_keep_their_lstrip_and_rstrip_and_the_end_of_a_turn_its_loss(tmp_path):
+    folder = tmp_path / "hf"
+    write_tiny_checkpoint(folder, "qwen3_vl")
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    for token in rules["added_tokens"]:
+        token["rstrip"] |= token["content"] == "<|im_end|>"
+        token["lstrip"] |= token["content"] == "<|box_start|>"
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    encoder = ChatEncoder(folder, read_spec(folder))
+    assert "added tokens" in encoder.serving_note
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a  <|box_start|>b"}]
+    ids, mask = encoder.encode(messages, [])
+    trained = [encoder._fast_tokenizer.id_to_token(int(i)) for i in ids[mask]]
+    assert trained == ["a", "<|box_start|>", "b", "<|im_end|>"]  # both tokens have taken white space
+
+
+def with_tokens(folder: Path, count: int) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(f"<loc_{i}>") for i in range(count)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_a_token_without_a_row_in_the_embedding_is_refused(tmp_path):
+    folder = tmp_path / "hf"
+    write_tiny_checkpoint(folder, "qwen3_vl")
+    spec = read_spec(folder)
+    rows = spec.language.vocab_size
+    used = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    with_tokens(folder, rows - used)  # the last one has the last row
+    ChatEncoder(folder, spec)
+    with_tokens(folder, rows - used + 1)
+    with pytest.raises(ChatError, match=rf"token ids up to {rows} .*embedding has {rows} rows"):
+        ChatEncoder(folder, spec)
