@@ -35,7 +35,7 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
     whole_matrix_region,
 )
-from megatron_vl.weights.video_rule import read_json_object
+from megatron_vl.weights.trained_media import read_json_object
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
 from .peft_folder import (

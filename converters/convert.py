@@ -37,7 +37,6 @@ from megatron_vl.weights.tensor_files import (
     read_safetensors_header,
 )
 from megatron_vl.weights.trained_media import exported_media, media_entry, trained_media
-from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry, weights_video_rule
 from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 
 from .adapters import (
@@ -110,7 +109,6 @@ def convert_weights(
     source.check_tied_output()
     weights_origin = {
         "hf": Path(hf).resolve().name,
-        **video_rule_entry(exported_video_rule(Path(hf), source.spec)),
         **media_entry(exported_media(Path(hf))),
     }
 
@@ -138,11 +136,9 @@ def reshard_weights(
     source = WeightReader(checkpoint, takes_adapters=True)
     command_name = "split" if layout else "merge"
 
-    # A run's rule for videos is not stored in its weights but in the step folder.
-    trained_rule = weights_video_rule(source.path, source.manifest, source.spec)
+    # A run's limits of media are not stored in its weights but in the step folder.
     weights_origin = {
         **(source.manifest.get("origin") or {}),
-        **video_rule_entry(trained_rule),
         **media_entry(trained_media(source.path, source.manifest)),
     }
     return _write_weights(source, [source.path], out, layout, command_name, workers, force, weights_origin)
@@ -570,18 +566,14 @@ def _count_casts(
 
 
 def _known_training_facts(source: WeightSource, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
-    """The rule for videos and the limits of media in training: those of the weights, else of the folder."""
+    """The limits of media in training: those of the weights, else of the folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
-    weights_rule: dict[str, str] = {}
     media_limits: dict[str, float] = {}
     if isinstance(trained_source, WeightReader):
-        weights_rule = weights_video_rule(trained_source.path, trained_source.manifest, trained_source.spec)
         media_limits = trained_media(trained_source.path, trained_source.manifest)
     elif isinstance(trained_source, PeftAdapters):
-        weights_rule = exported_video_rule(trained_source.path, trained_source.spec)
         media_limits = exported_media(trained_source.path)
-    trained_rule = weights_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
-    return video_rule_entry(trained_rule) | media_entry(media_limits or exported_media(hf_checkpoint.path))
+    return media_entry(media_limits or exported_media(hf_checkpoint.path))
 
 
 def _write_training_facts(training_facts: dict[str, Any], output_dir: Path) -> None:
@@ -777,11 +769,9 @@ def convert_adapter(
     """
     spec = read_spec(hf)
     source = PeftAdapters(adapter, spec)
-    video_rule = exported_video_rule(source.path, spec) or exported_video_rule(Path(hf), spec)
     media_limits = exported_media(source.path) or exported_media(Path(hf))
     weights_origin = {
         "hf": Path(hf).resolve().name,
-        **video_rule_entry(video_rule),
         **media_entry(media_limits),
         **source.adapter_base.entry(),
     }

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from converters.hf_checkpoint import TensorFolder
-from megatron_vl.config import VideoPositions, VideoPrompt
 from megatron_vl.data.sample.conversation_checks import iterate_texts
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
@@ -120,15 +119,13 @@ def use_torch_for_linear_attention(spec: ModelSpec) -> None:
 # --- Videos as the models were trained ----------------------------------------------------------------------
 
 
-def apply_video_prompt(
-    rendered_text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPrompt = "released"
-) -> str:
-    """Prepares a rendered conversation so that the processor writes videos according to ``video_prompt``.
+def apply_video_prompt(rendered_text: str, processor: Any, spec: ModelSpec) -> str:
+    """Prepares a rendered conversation so that the processor writes videos as for the released models.
 
-    Since transformers 5.10, Qwen3-VL's processor replaces only the placeholder with frame groups. With the
-    rule ``released``, the pair of tokens around it is removed first, as in transformers 4.57.
+    Since transformers 5.10, Qwen3-VL's processor replaces only the placeholder with frame groups. The pair of
+    tokens around it is removed first, as in transformers 4.57.
     """
-    if not spec.vision.video_timestamps or video_prompt != "released":
+    if not spec.vision.video_timestamps:
         return rendered_text
     video_token = processor.video_token
     return rendered_text.replace(
@@ -136,7 +133,7 @@ def apply_video_prompt(
     )
 
 
-def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPositions = "released") -> Any:
+def follow_video_positions(model: Any, spec: ModelSpec) -> Any:
     """Makes a transformers model use our positions instead of its own, in ``forward`` and in ``generate``.
 
     In transformers 5.3 to 5.24, the positions of text continue within a video (their issue 45381). Up to
@@ -147,13 +144,12 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
         model: a ``...ForConditionalGeneration`` of ``spec``; it is changed and returned.
     """
     if not spec.vision.video_timestamps:
-        model.model.get_rope_index = partial(_rope_index, spec, video_positions)
+        model.model.get_rope_index = partial(_rope_index, spec)
     return model
 
 
 def _rope_index(
     spec: ModelSpec,
-    video_positions: VideoPositions,
     input_ids: Tensor,
     mm_token_type_ids: Tensor | None = None,
     image_grid_thw: Tensor | None = None,
@@ -175,7 +171,6 @@ def _rope_index(
             real_token_ids,
             _grids_in_text_order(real_token_ids, image_grids, video_grids, spec),
             spec,
-            video_positions,
         )
         position_ids[:, sample_index, is_real_token] = row_position_ids
         rope_deltas[sample_index] = row_position_ids[:, -1].max() + 1 - len(real_token_ids)

@@ -42,7 +42,7 @@ class SampleEncoder:
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.data_config = data_config or DataConfig()
         thinking_rule = ThinkingRule.from_data_config(self.data_config)
-        self.chat_encoder = ChatEncoder(hf_dir, self.spec, self.data_config.video_prompt, thinking_rule)
+        self.chat_encoder = ChatEncoder(hf_dir, self.spec, thinking_rule)
 
     def encode_sample(
         self,

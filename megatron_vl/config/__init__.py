@@ -19,10 +19,7 @@ from megatron_vl.config.fields import (
     RecomputeConfig,
     RunConfigError,
     TrainConfig,
-    VideoPositions,
-    VideoPrompt,
     VisionConfig,
     field_types,
-    video_rule,
 )
 from megatron_vl.config.parsing import build_parser, parse_config, parse_or_exit

@@ -19,10 +19,6 @@ CALLS_WITHOUT_ACTIVATIONS = 4
 """How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
-VideoPositions = Literal["released", "transformers_5_3"]
-"""The rules for positions after and within a video; :attr:`DataConfig.video_positions` explains them."""
-VideoPrompt = Literal["released", "transformers_5_10"]
-"""The rules for the text around a video; :attr:`DataConfig.video_prompt` explains them."""
 LearntOrMasked = Literal["learnt", "masked"]
 """Whether something bears loss."""
 
@@ -226,15 +222,6 @@ class DataConfig:
     video_max_pixels: int = option(0, minimum=0)
     """Largest area of a video frame in pixels after resizing (Qwen3-VL: of all frames together). 0: the same
     as for images (Qwen3-VL: the checkpoint's video processor decides)."""
-    video_positions: VideoPositions = "released"
-    """M-RoPE positions at videos, for Qwen2-VL and Qwen2.5-VL. released: text continues after the largest
-    position of the video, time included, as in the released models' own code and in vLLM. transformers_5_3:
-    text continues after the video's height and width only, and the time of a frame group is truncated to
-    whole seconds, as in transformers 5.3 to 5.17."""
-    video_prompt: VideoPrompt = "released"
-    """Text around videos, for Qwen3-VL. released: <|vision_start|> and <|vision_end|> surround each frame
-    group only, as the processor released with the model writes them (transformers 4.57). transformers_5_10: a
-    second pair surrounds the whole video, as in transformers 5.10 and later."""
     empty_think: LearntOrMasked = "masked"
     """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
     without thinking. masked: none, as a request without thinking already contains the block. learnt: the
@@ -257,17 +244,6 @@ class DataConfig:
     videos may each take. A sample that takes longer cannot be used. 0: wait without end."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the sample order."""
-
-
-def video_rule(data: DataConfig, uses_timestamps: bool) -> dict[str, str]:
-    """The field and value of the rule that a model's videos follow.
-    The other rule does not apply to the model.
-
-    Args:
-        uses_timestamps: whether the family writes timestamps into the text (``VisionSpec.video_timestamps``).
-    """
-    name = "video_prompt" if uses_timestamps else "video_positions"
-    return {name: getattr(data, name)}
 
 
 @dataclass(frozen=True)
@@ -455,6 +431,8 @@ def field_types(config_class: type = TrainConfig, name_prefix: str = "") -> dict
     """All fields in order: dotted name -> type."""
     types_by_name: dict[str, Any] = {}
     for name, type_hint in typing.get_type_hints(config_class).items():
+        if typing.get_origin(type_hint) is ClassVar:
+            continue
         is_section = dataclasses.is_dataclass(type_hint)
         types_by_name |= (
             field_types(type_hint, f"{name_prefix}{name}.") if is_section else {name_prefix + name: type_hint}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ANSWERS = "the loss is still evaluated; answer a split with `megatron-vl generate --data SET --split val`"
+VIDEOS = "videos are always presented as to the released models"
 BUCKETS = "gradients are always reduced, and weights gathered, during the passes"
 
 REMOVED_FIELDS = {
@@ -12,6 +13,8 @@ REMOVED_FIELDS = {
     "parallel.bucket_size": BUCKETS,
     "parallel.overlap_grad_reduce": BUCKETS,
     "parallel.overlap_param_gather": BUCKETS,
+    "data.video_positions": VIDEOS,
+    "data.video_prompt": VIDEOS,
     "profile.dir": "traces go to profile/ in checkpoint.dir",
     "vision.backward_patches": "set vision.patches_a_call",
     "vision.encode_patches": "set vision.patches_a_call; calls without activations take four times as many",

@@ -33,7 +33,7 @@ from megatron.energon.metadataset import load_dataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from torch import Tensor
 
-from megatron_vl.config import DataConfig, video_rule
+from megatron_vl.config import DataConfig
 from megatron_vl.data.packing import assemble_row
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
 from megatron_vl.data.packing.training_row import TrainingRow
@@ -174,9 +174,7 @@ class RowEncoder:
 
     def __init__(self, data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         self.data_config, self.spec = data_config, spec
-        self.chat_encoder = ChatEncoder(
-            hf_dir, spec, data_config.video_prompt, ThinkingRule.from_data_config(data_config)
-        )
+        self.chat_encoder = ChatEncoder(hf_dir, spec, ThinkingRule.from_data_config(data_config))
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
@@ -407,7 +405,6 @@ class RowEncoder:
             self.spec,
             self.data_config.seq_len,
             self.chat_encoder.pad_token_id,
-            self.data_config.video_positions,
         )
         packed_row.sample_keys = [sample.key for sample in usable_samples]
         if self.source_names:
@@ -570,7 +567,6 @@ def _loader_identity(
         "chat_template": zlib.crc32(chat_encoder.chat_template.encode()),
         "tokenizer": chat_encoder.tokenizer_digest(),
         **_processor_identity(row_encoder.pixel_settings),
-        **video_rule(data_config, row_encoder.spec.vision.video_timestamps),
     }
     if data_config.shuffle:
         loader_identity["shuffle_block"] = data_config.shuffle_block

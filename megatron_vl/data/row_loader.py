@@ -46,8 +46,6 @@ ADVICE_BY_FIELD = {
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
     "tokenizer": "give the tokenizer that the run began with",
-    "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
-    "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
     "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
 }

@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_vl.config import VideoPositions
 from megatron_vl.spec.families import ModelSpec, VisionSpec
 
 
@@ -108,19 +107,17 @@ def mrope_positions(
     token_ids: Tensor,
     media_grids: Sequence[GridTHW],
     spec: ModelSpec,
-    video_positions: VideoPositions = "released",
 ) -> Tensor:
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
     For text, all three positions are equal and increase by 1 per token. A medium at position ``p`` spans
     ``p + (time, row, column)`` in merge units (see :func:`_merge_unit_positions`). The text after it
-    continues after the largest of these positions. With the rule ``transformers_5_3``, it continues at
-    ``p + max(rows, columns)``, which may lie within the video.
+    continues after the largest of these positions, as in the released models' own code and in vLLM. (In
+    transformers 5.3 to 5.24 it continues at ``p + max(rows, columns)``, which may lie within a video.)
 
     Args:
         token_ids: int64 [S], with expanded placeholders.
         media_grids: the media of the sample in the order of the text.
-        video_positions: the rule. It makes no difference for images or for Qwen3-VL.
 
     Raises:
         PositionError: the placeholders do not match the grids.
@@ -137,13 +134,10 @@ def mrope_positions(
         position_parts.append((torch.arange(text_length) + next_position).expand(3, -1))
         next_position += text_length
 
-        # The medium. The rules differ in where the text after it continues.
-        medium_positions = _merge_unit_positions(run_grid, spec.vision, video_positions)
+        # The medium.
+        medium_positions = _merge_unit_positions(run_grid, spec.vision)
         position_parts.append(medium_positions + next_position)
-        if video_positions == "released":
-            next_position += int(medium_positions.max()) + 1
-        else:
-            next_position += max(run_grid.h, run_grid.w) // merge_size
+        next_position += int(medium_positions.max()) + 1
         next_token = run_start + run_grid.num_tokens(merge_size)
 
     # The text after the last medium.
@@ -151,21 +145,15 @@ def mrope_positions(
     return torch.cat(position_parts, dim=1)
 
 
-def _merge_unit_positions(
-    media_grid: GridTHW, vision_spec: VisionSpec, video_positions: VideoPositions
-) -> Tensor:
+def _merge_unit_positions(media_grid: GridTHW, vision_spec: VisionSpec) -> Tensor:
     """int64 [3, tokens]: time, row and column of each merge unit, from 0.
 
     In Qwen2-VL, frame groups are 1 apart in time. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid
-    * tokens_per_second)``. In Qwen3-VL, each group is a separate medium. With the rule ``transformers_5_3``,
-    ``second_per_grid`` is first truncated to whole seconds. If a group covers less than a second, all groups
-    of a clip therefore have the same time.
+    * tokens_per_second)``. In Qwen3-VL, each group is a separate medium.
     """
     time_positions = torch.arange(media_grid.t)
     if media_grid.kind == "video" and vision_spec.tokens_per_second:
         seconds = media_grid.second_per_grid
-        if video_positions != "released":
-            seconds = int(seconds)
         # Computed in float32, as in the references: a float64 product may be truncated to another number.
         group_seconds = time_positions * torch.tensor(seconds, dtype=torch.float32)
         time_positions = (group_seconds * vision_spec.tokens_per_second).long()

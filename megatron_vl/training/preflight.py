@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl import host_memory
-from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, video_rule
+from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig
 from megatron_vl.data.source.location import is_in_object_store, resolve_location
 from megatron_vl.planning.memory import stage_memories
 from megatron_vl.planning.offload_fraction import (
@@ -26,7 +26,6 @@ from megatron_vl.spec.adapters import fused_adapters, saved_modules
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.run_folder import SavedCheckpoint
-from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
 
 MAX_UNREMARKED_STEPS = 10
 """If a trace has more steps than this, a line warns of its cost."""
@@ -424,32 +423,8 @@ def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
     return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
-def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path) -> None:
-    """Raises RunConfigError unless the rule for videos is that of the step folder ``checkpoint_path``.
-
-    Restarting the data does not allow another rule.
-    """
-    field_name, current_rule = _video_rule_of_run(config, spec)
-    trained_rule = trained_video_rule(checkpoint_path, spec).get(field_name, current_rule)
-    if trained_rule != current_rule:
-        raise RunConfigError(
-            f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under"
-            f" {trained_rule!r}: set data.{field_name} to {trained_rule!r} to continue this run, or start"
-            f" a new one from its weights (model.checkpoint) under {current_rule!r}"
-        )
-
-
-def _video_rule_of_run(config: TrainConfig, spec: ModelSpec) -> tuple[str, str]:
-    """The field of ``data`` that decides how the model's videos are presented, and its value."""
-    [rule] = video_rule(config.data, spec.vision.video_timestamps).items()
-    return rule
-
-
-def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
+def check_start_weights(config: TrainConfig, spec: ModelSpec) -> None:
     """Checks the weights in ``model.checkpoint``.
-
-    Returns:
-        A note if they were trained under another rule for videos than this run's; otherwise an empty text.
 
     Raises:
         RunConfigError: they do not exist, or are of another model than ``model.hf``.
@@ -464,16 +439,6 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
         )
     weight_reader = WeightReader(weights_path)
     check_same_model(f"model.checkpoint {weights_path}", weight_reader.spec, config, spec)
-
-    field_name, current_rule = _video_rule_of_run(config, spec)
-    trained_rules = weights_video_rule(weight_reader.path, weight_reader.manifest, spec)
-    trained_rule = trained_rules.get(field_name, current_rule)
-    if trained_rule == current_rule:
-        return ""
-    return (
-        f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run"
-        f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
-    )
 
 
 def check_tokenizer(config: TrainConfig, spec: ModelSpec) -> str:

@@ -148,15 +148,10 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
 
     base_digest = ""
     if config.model.checkpoint and (source_checkpoint is None or config.lora.rank):
-        if weights_note := preflight.check_start_weights(config, spec):
-            run_notes.append(f"NOTE: {weights_note}")
+        preflight.check_start_weights(config, spec)
         base_digest = preflight.read_base_digest(config)
     start_adapter = preflight.read_start_adapter(config, base_digest) if source_checkpoint is None else None
     if source_checkpoint is not None:
-        from megatron_vl.training.checkpoint import suggest_remedy
-
-        with suggest_remedy(source_checkpoint.path):
-            preflight.check_video_rule(config, spec, source_checkpoint.path)
         saved_metadata = preflight.check_own_checkpoint(
             config,
             spec,

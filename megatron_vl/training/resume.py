@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vl.config import TrainConfig, field_types, video_rule
+from megatron_vl.config import TrainConfig, field_types
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training import checkpoint
@@ -117,7 +117,6 @@ def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> d
     base = AdapterBase(training_run.resolved_run.base_digest, base_path)
     return data_order_metadata(training_run.config, training_run.grid.dp) | {
         _SKIPPED_STEPS_KEY: dict(training_run.skipped_steps),
-        "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),
         **base.entry(),
         START_ADAPTER_KEY: training_run.resolved_run.start_adapter,
         _FIELDS_KEY: _run_fields(training_run),

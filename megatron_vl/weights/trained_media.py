@@ -21,7 +21,7 @@ MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "vi
 
 def trained_media(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, float]:
     """The limits of a folder of weights by field of ``data``; empty if they are not known."""
-    run_facts = _read_json_object(weights_dir.parent / "run.json")
+    run_facts = read_json_object(weights_dir.parent / "run.json")
     run_fields = run_facts.get("fields") if run_facts.get("digest") == manifest_digest(run_facts) else None
     if isinstance(run_fields, dict) and "data.max_pixels" in run_fields:
         return {name: run_fields[f"data.{name}"] for name in MEDIA_FIELDS if f"data.{name}" in run_fields}
@@ -30,7 +30,7 @@ def trained_media(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, f
 
 def exported_media(hf_dir: Path) -> dict[str, float]:
     """The limits that an exported folder names; empty if it names none, as a released one."""
-    return _media_of(_read_json_object(hf_dir / EXPORT_FACTS_FILE))
+    return _media_of(read_json_object(hf_dir / EXPORT_FACTS_FILE))
 
 
 def media_entry(media_limits: dict[str, float]) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def _media_of(facts: Any) -> dict[str, float]:
     return {k: limits[k] for k in MEDIA_FIELDS if k in limits} if isinstance(limits, dict) else {}
 
 
-def _read_json_object(json_path: Path) -> dict[str, Any]:
+def read_json_object(json_path: Path) -> dict[str, Any]:
+    """Reads a JSON object; empty if the file is missing or is not a JSON object."""
     try:
         parsed_json = json.loads(json_path.read_bytes())
     except (OSError, ValueError):

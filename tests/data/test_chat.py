@@ -238,9 +238,8 @@ VIDEO_CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("rule", ["released", "transformers_5_10"])
 @pytest.mark.parametrize("name", VIDEO_CONVERSATIONS)
-def test_times_before_frames_equal_the_hf_processor(name, rule):
+def test_times_before_frames_equal_the_hf_processor(name):
     """Compares with Qwen3VLProcessor's own text for each video, inserted by its own code and tokenized
     as a whole."""
     from types import SimpleNamespace
@@ -251,7 +250,7 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
     folder = tiny_checkpoint("qwen3_vl")
     spec = read_spec(folder)
     processor = AutoProcessor.from_pretrained(folder)
-    ours = ChatEncoder(folder, spec, rule)
+    ours = ChatEncoder(folder, spec)
     messages, grids = VIDEO_CONVERSATIONS[name]
     clips = [grid for grid in grids if grid.kind == "video"]
     # Frame numbers at 1000 frames a second whose means are the times.
@@ -262,7 +261,7 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
     videos = {"video_grid_thw": torch.tensor([[g.t, g.h, g.w] for g in clips]), "video_metadata": metadata}
     written = [processor.replace_video_token(videos, i) for i in range(len(clips))]
     pictures = [processor.image_token * grid.num_tokens(2) for grid in grids if grid.kind == "image"]
-    rendered = apply_video_prompt(ours.render_conversation(messages), processor, spec, rule)
+    rendered = apply_video_prompt(ours.render_conversation(messages), processor, spec)
     expanded, _ = processor.get_text_with_replacements([rendered], pictures, written)
 
     ids, mask = ours.encode(messages, grids)
@@ -270,9 +269,8 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
     prompt = processor.tokenizer(expanded[0] + "<|im_start|>assistant\n")["input_ids"]
     assert ours.encode_prompt(messages, grids).tolist() == prompt
 
-    # What stands for a video is nothing that the assistant says, but for the pair of the former rule.
-    pair = "<|vision_start|><|vision_end|>" if rule == "transformers_5_10" else ""
-    answers = f"A road, 12 seconds.<|im_end|>This: {pair} and this.<|im_end|>"
+    # What stands for a video is nothing that the assistant says.
+    answers = "A road, 12 seconds.<|im_end|>This:  and this.<|im_end|>"
     assert ours.tokenizer.decode(ids[mask]) == (answers if name == "with images" else "")
 
 
@@ -283,28 +281,20 @@ GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "before", "after", "frames", "last"),
-    [
-        # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14
-        # + 7. It spans 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later
-        # (25 to 31), the third one eight (36 to 43: 12 is two). Its <|vision_end|> is at 47, "Who?" at 48 and
-        # 49.
-        ("released", "", "", [21, 32, 44], 49),
-        # One more token before, and one after.
-        ("transformers_5_10", "<|vision_start|>", "<|vision_end|>", [22, 33, 45], 51),
-    ],
-)
-def test_a_video_prompt_written_by_hand(rule, before, after, frames, last):
+def test_a_video_prompt_written_by_hand():
     """Text and positions are checked with the released vocabulary."""
+    # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7.
+    # It spans 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later (25 to
+    # 31), the third one eight (36 to 43: 12 is two). Its <|vision_end|> is at 47, "Who?" at 48 and 49.
+    frames, last = [21, 32, 44], 49
     from megatron_vl.spec.positions import mrope_positions
     from tests.data.helpers import spec_of
 
     spec = spec_of("qwen3_vl")
-    ours = ChatEncoder(released_tokenizer_folder(), spec, rule)
+    ours = ChatEncoder(released_tokenizer_folder(), spec)
     ids = ours.encode_prompt([{"role": "user", "content": [VIDEO, text("Who?")]}], [CLIP])
     end = "<|im_end|>\n<|im_start|>assistant\n"
-    assert ours.tokenizer.decode(ids) == f"{SYSTEM_TURN}<|im_start|>user\n{before}{GROUPS}{after}Who?{end}"
+    assert ours.tokenizer.decode(ids) == f"{SYSTEM_TURN}<|im_start|>user\n{GROUPS}Who?{end}"
 
     positions = mrope_positions(ids, [CLIP], spec)
     pads = positions[:, ids == spec.video_token_id]

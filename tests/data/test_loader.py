@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
 
@@ -75,7 +75,7 @@ def stored(path):
     return {key: (json.loads(parts["json"]), parts) for key, parts in out.items()}
 
 
-def hf_inputs(folder, record, parts, video_prompt):
+def hf_inputs(folder, record, parts):
     """The HF processor's inputs for a stored conversation, with this loader's limits."""
     from PIL import Image
 
@@ -91,7 +91,7 @@ def hf_inputs(folder, record, parts, video_prompt):
         extra |= {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
 
     text = processor.apply_chat_template(record["messages"], tokenize=False)
-    text = apply_video_prompt(text, processor, read_spec(folder), video_prompt)
+    text = apply_video_prompt(text, processor, read_spec(folder))
     limits: dict = dict(PIXELS)
     if (
         type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor"
@@ -138,27 +138,17 @@ def hf_grids(hf, record):
     return found
 
 
-RELEASED = {"video_positions": "released", "video_prompt": "released"}
-TRANSFORMERS = {"video_positions": "transformers_5_3", "video_prompt": "transformers_5_10"}
-
-
-@pytest.mark.parametrize("rules", [RELEASED, TRANSFORMERS], ids=["released", "transformers"])
 @pytest.mark.parametrize(
     "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)]
 )
-def test_rows_equal_the_hf_processor(dataset, family, rules):
+def test_rows_equal_the_hf_processor(dataset, family):
     """Compares tokens, M-RoPE positions and pixels of every sample in the rows; no sample is missing."""
     folder = tiny_checkpoint(family)
     spec = read_spec(folder)
     norm = read_pixel_norm(folder)
     samples = stored(dataset)
-    with torch.device("meta"):
-        from transformers import AutoConfig
-
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).model
-
     volume = VOLUME if spec.vision.video_timestamps else 0
-    rows = list(validation(dataset, family, video_max_pixels=volume, **rules))
+    rows = list(validation(dataset, family, video_max_pixels=volume))
     seen = [key for row in rows for key in row.sample_keys]
     assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
 
@@ -167,20 +157,12 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
         for i, key in enumerate(row.sample_keys):
             start = row.cu_seqlens[i]
             end = row.cu_seqlens[i + 1]
-            hf = hf_inputs(folder, *samples[key], rules["video_prompt"])
+            hf = hf_inputs(folder, *samples[key])
             assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
 
-            names = ("image_grid_thw", "video_grid_thw") + (
-                ("second_per_grid_ts",) if family == "qwen2_5_vl" else ()
-            )
-            grids = {n: torch.as_tensor(hf[n]) for n in names if n in hf}
+            media = hf_grids(hf, samples[key][0])
             ours = row.position_ids[:, start:end]
-            if rules == RELEASED:
-                media = hf_grids(hf, samples[key][0])
-                assert ours.T.tolist() == positions_one_by_one(hf["input_ids"][0], media, spec)
-            elif CUTS_SECONDS or "second_per_grid_ts" not in grids:
-                given = {"mm_token_type_ids": hf["mm_token_type_ids"], **grids}
-                assert torch.equal(ours, model.get_rope_index(hf["input_ids"], **given)[0][:, 0])
+            assert ours.T.tolist() == positions_one_by_one(hf["input_ids"][0], media, spec)
 
             for token, name in (
                 (spec.image_token_id, "pixel_values"),
@@ -249,31 +231,6 @@ def same(a, b) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "field", "former"),
-    [
-        ("qwen2_5_vl", "video_positions", "transformers_5_3"),
-        ("qwen3_vl", "video_prompt", "transformers_5_10"),
-    ],
-)
-def test_a_state_of_another_rule_for_videos_is_refused(dataset, family, field, former):
-    """The message names the field."""
-    state = loader(dataset, family, **{field: former}).state_dict()
-    assert state["identity"][field] == former
-    message = rf"{field} = '{former}', this loader has 'released'.* set data\.{field} to that$"
-    with pytest.raises(LoaderStateError, match=message):
-        loader(dataset, family).load_state_dict(state)
-    loader(dataset, family, **{field: former}).load_state_dict(state)
-
-    state = loader(dataset, family).state_dict()
-    with pytest.raises(LoaderStateError, match=rf"{field} = 'released', this loader has '{former}'"):
-        loader(dataset, family, **{field: former}).load_state_dict(state)
-
-    # The other family's rule means nothing to this model.
-    other = next(name for name in TRANSFORMERS if name != field)
-    loader(dataset, family, **{other: TRANSFORMERS[other]}).load_state_dict(state)
-
-
 @pytest.mark.parametrize(("field", "other"), [("empty_think", "learnt"), ("earlier_answers", "masked")])
 def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, field, other):
     """The rule belongs to a state only if the checkpoint's template writes thinking."""
@@ -302,10 +259,10 @@ def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, fiel
 
 def test_settings_of_rows_are_those_that_hold(dataset):
     settings = loader(dataset, pack=False, shuffle=False, max_pixels=0).row_settings
-    assert settings["seq_len"] == 320 and settings["video_positions"] == "released"
+    assert settings["seq_len"] == 320
     processor = json.loads((tiny_checkpoint("qwen2_5_vl") / "preprocessor_config.json").read_text())
     assert settings["max_pixels"] == processor["max_pixels"]
-    assert not {"shuffle_block", "packing_buffer", "video_prompt", "path"} & set(settings)
+    assert not {"shuffle_block", "packing_buffer", "path"} & set(settings)
 
 
 def test_a_state_of_other_rows_is_refused(dataset):

@@ -22,11 +22,11 @@ MINUTE = GridTHW(16, 32, 20, "video", 3.75)
 SMALL_MINUTE = GridTHW(16, 8, 8, "video", 3.75)
 
 
-def positions_of(family, parts, rule="released"):
+def positions_of(family, parts):
     spec = spec_of(family)
     sample = sample_of(spec, parts)
     grids = [item.grid_thw for item in sample.media_items]
-    return mrope_positions(sample.token_ids, grids, spec, rule), sample
+    return mrope_positions(sample.token_ids, grids, spec), sample
 
 
 # Of each text token, and of <|vision_start|> and <|vision_end|>, its position; of a medium the positions of
@@ -108,27 +108,6 @@ def test_positions_are_those_worked_out_by_hand(family, name):
             assert frame[2].tolist() == [first + column for _ in range(rows) for column in range(columns)]
             done += rows * columns
     assert done == media.shape[1]
-
-
-def test_the_former_rule_is_kept_for_runs_that_began_under_it():
-    """By the former rule, text lies within the video, and a clip of less than a second per group is
-    at one time."""
-    positions, sample = positions_of("qwen2_5_vl", [2, MINUTE, 2], "transformers_5_3")
-    assert positions[:, -3:].tolist() == [[19, 20, 21]] * 3
-    video = positions[0, sample.token_ids == 151656]
-    assert video.unique().tolist() == [3 + 6 * i for i in range(16)]
-
-    positions, sample = positions_of("qwen2_5_vl", [3, SHORT, 2], "transformers_5_3")
-    assert positions[0, sample.token_ids == 151656].unique().tolist() == [4]
-    assert positions[:, -3:].tolist() == [[7, 8, 9]] * 3
-
-
-def test_images_and_times_in_the_text_have_one_rule():
-    for family, parts in (
-        ("qwen2_5_vl", [3, GridTHW(1, 8, 12), 2, GridTHW(1, 4, 4), 1]),
-        ("qwen3_vl", [2, MINUTE, 3]),
-    ):
-        assert torch.equal(positions_of(family, parts)[0], positions_of(family, parts, "transformers_5_3")[0])
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import typing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
@@ -17,7 +15,6 @@ from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs, load_hf_for_training
-from toolkit.video_rules import VideoRuleOptions
 
 LONG = GridTHW(6, 4, 4, "video", 3.75)
 FAST = GridTHW(3, 4, 8, "video", 0.75)
@@ -108,12 +105,4 @@ def test_the_pair_goes_away_where_the_rule_says_so() -> None:
     video, image = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("video", "image"))
     text = f"a{video}b{image}{video}c"
     assert apply_video_prompt(text, processor, spec_of("qwen3_vl")) == f"a<|video_pad|>b{image}<|video_pad|>c"
-    assert apply_video_prompt(text, processor, spec_of("qwen3_vl"), "transformers_5_10") == text
     assert apply_video_prompt(text, processor, spec_of("qwen2_5_vl")) == text
-
-
-def test_options_are_those_of_a_run() -> None:
-    of_run, of_commands = typing.get_type_hints(DataConfig), typing.get_type_hints(VideoRuleOptions)
-    for name in ("video_positions", "video_prompt"):
-        assert of_commands[name] == of_run[name] | None
-        assert getattr(DataConfig(), name) == "released" and getattr(VideoRuleOptions, name) is None

@@ -19,7 +19,6 @@ from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.preflight import check_export_weights
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, Lineage, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.run_json import write_run_json
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
 
 # --- What is refused ---------------------------------------------------------------------------------------
@@ -125,16 +124,13 @@ def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["released", "transformers_5_3"])
-def test_the_rule_for_videos_is_beside_the_step(steps: Steps, rule: str) -> None:
+def test_an_export_names_its_step_and_weights(steps: Steps) -> None:
     saved = steps.save(4)
-    write_run_json(saved.path, {"video_rule": {"video_positions": rule}})
     exporter = steps.exporter(4, 8)
     exporter.enqueue_export(saved)
     wait(exporter)
 
     noted = json.loads((steps.run / "hf" / "step_00000004" / EXPORT_FACTS_FILE).read_text())
-    assert noted["video_rule"] == {"video_positions": rule}
     assert noted["step"] == 4 and noted["weights"]
     exporter.enqueue_export(saved)
     assert exporter.pending_checkpoints() == set()  # the note does not make it another export
@@ -275,7 +271,7 @@ def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: 
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
     noted = json.loads((last / EXPORT_FACTS_FILE).read_text())
-    assert noted["step"] == 5 and noted["video_rule"] == {"video_positions": "released"}
+    assert noted["step"] == 5
     assert noted["media"]["max_pixels"] and noted["media"]["video_max_frames"] == 32
     AutoTokenizer.from_pretrained(last)
     AutoModelForImageTextToText.from_pretrained(last)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from converters.convert import convert_weights
 from megatron_vl.config import (
     LoraConfig,
     ModelConfig,
@@ -22,10 +19,8 @@ from megatron_vl.config import (
 )
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training.checkpoint import _FORMAT_VERSION
 from megatron_vl.training.preflight import config_remarks, with_stored_lora
 from megatron_vl.training.resolve import resolve_run
-from tests.support.run_json import write_run_json
 from tests.training.small_run import environment
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
@@ -64,37 +59,6 @@ def test_a_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
     config = parse_config([*fields, "--parallel.layers", "[1,1]", "--parallel.pp", "2"])
     with pytest.raises(LayoutError, match="add up to 2"):
         resolve_run(config, 2)
-
-
-@pytest.mark.parametrize("restart", ["true", "false"])
-def test_another_rule_for_videos_is_refused_before_anything_starts(
-    fields: list[str], tiny_checkpoint: Any, tmp_path: Path, restart: str
-) -> None:
-    """The rule of another family is ignored."""
-    step = tmp_path / "run" / "step_00000020"
-    hf = tiny_checkpoint("qwen2_5_vl")
-    convert_weights(Path(hf), step / "weights", {"tp": 1, "pp": 1})
-    facts: dict[str, Any] = {"dp": 1, "num_workers": 2, "seq_len": 4096}
-    facts |= {"format": _FORMAT_VERSION, "step": 20, "layout": {}, "files": {}}
-    facts["weights"] = json.loads((step / "weights" / "manifest.json").read_text())["digest"]
-    command = [*fields, "--model.hf", str(hf), "--checkpoint.dir", str(tmp_path / "run")]
-    command += ["--checkpoint.restart_data", restart]
-    former = ["--data.video_positions", "transformers_5_3"]
-
-    def says(rule: str, *options: str) -> str:
-        write_run_json(step, facts | {"video_rule": {"video_positions": rule}})
-        try:
-            resolve_run(parse_config([*command, "--checkpoint.step", "20", *options]), 1)
-        except RunConfigError as error:
-            return str(error)
-        except FileNotFoundError as error:  # what is asked next: this checkpoint holds no weights
-            assert "holds no weights" in str(error)
-        return ""
-
-    assert "set data.video_positions to 'transformers_5_3'" in says("transformers_5_3")
-    assert says("transformers_5_3", *former) == ""
-    assert "set data.video_positions to 'released'" in says("released", *former)
-    assert says("released", "--data.video_prompt", "transformers_5_10") == ""
 
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])

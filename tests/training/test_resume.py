@@ -314,7 +314,6 @@ def dropped(run: Path, last: int) -> dict[str, Any]:
 
 def saved_counts(run: Path, step: int) -> dict[str, Any]:
     saved = json.loads((step_dir_path(run, step) / "run.json").read_text())
-    assert list(saved["video_rule"].values()) == ["released"], "generate asks for it"
     counts = saved["bad_samples"]
     return {name: counts[name] for name in ("used", "reasons")}
 

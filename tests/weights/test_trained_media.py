@@ -81,9 +81,6 @@ def test_a_changed_run_json_is_not_believed(hf: Path, step: Path, tmp_path: Path
     run_facts = json.loads((step / "run.json").read_text())
     run_facts["fields"]["data.max_pixels"] = 1
     (step / "run.json").write_text(json.dumps(run_facts))
-    (step / "loader").mkdir()
-    identity = {"identity": {"video_positions": "released"}}
-    (step / "loader" / "dp_00000.json").write_text(json.dumps(identity))
     export_weights(step, hf, tmp_path / "out")
     assert exported_media(tmp_path / "out") == {}
 

@@ -164,9 +164,7 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
         resized_size = (grid.h * patch_size, grid.w * patch_size)
         media.append(MediumView(item, resized_size, grid, grid.num_tokens(merge_size), pixels))
 
-    position_ids = mrope_positions(
-        decoded_sample.token_ids, encoded.grids, spec, prepared.config.data.video_positions
-    )
+    position_ids = mrope_positions(decoded_sample.token_ids, encoded.grids, spec)
     runs = find_token_runs(
         decoded_sample.token_ids, decoded_sample.loss_mask, encoder.chat_encoder.tokenizer, spec
     )

@@ -35,8 +35,7 @@ class CheckpointModel:
             ``max_new_tokens`` of an answer, and of one with thinking ``max_new_tokens_thinking`` (left out:
             the same), ``thinking`` (``on``, ``off``; None or left out: as the chat template does),
             ``largest_picture`` in pixels. For videos without their own settings: ``video_fps`` frames per
-            second, at most ``video_max_frames`` (None or left out: the checkpoint's own). Rules for videos:
-            ``video_positions`` and ``video_prompt`` (left out: ``released``).
+            second, at most ``video_max_frames`` (None or left out: the checkpoint's own).
         allowed_roots: folders from which pictures and videos may be read.
     """
 
@@ -44,7 +43,6 @@ class CheckpointModel:
         self.allowed_roots = [root.resolve() for root in allowed_roots]
         self.max_picture_pixels = settings["largest_picture"]
         self.spec = read_spec(hf_dir)
-        self.video_prompt_rule = settings.get("video_prompt", "released")
         self.latest_video: tuple[Any, Any] = (None, None)
         thinking_mode = settings.get("thinking")
         self.thinking_switch = {"enable_thinking": thinking_mode == "on"} if thinking_mode else {}
@@ -64,7 +62,7 @@ class CheckpointModel:
         device = settings["device"]
         device_map = "auto" if device == "auto" else None
         self.model = load_hf_model(hf_dir, getattr(torch, settings["dtype"]), device_map)
-        follow_video_positions(self.model, self.spec, settings.get("video_positions", "released"))
+        follow_video_positions(self.model, self.spec)
         if device != "auto":
             self.model.to(device)
         self.generation_configs = self._generation_configs(hf_dir, settings)
@@ -106,7 +104,7 @@ class CheckpointModel:
         prompt_text = self.processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self.thinking_switch
         )
-        prompt_text = apply_video_prompt(prompt_text, self.processor, self.spec, self.video_prompt_rule)
+        prompt_text = apply_video_prompt(prompt_text, self.processor, self.spec)
         processor_arguments: dict[str, Any] = {"images": images} if images else {}
         if videos:
             # Released folders do not limit the pixels of a frame, and transformers warns without a limit.

@@ -24,9 +24,7 @@ from huggingface_hub import constants
 from converters.convert import export_weights
 from megatron_vl.data.sample.thinking import has_thinking_switch
 from megatron_vl.errors import UsageError, UserError
-from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
-from megatron_vl.weights.video_rule import exported_video_rule
 from toolkit.evaluate import gates
 from toolkit.evaluate.gates import ConversionGate
 from toolkit.evaluate.options import EvaluateOptions
@@ -38,7 +36,6 @@ from toolkit.evaluate.vlmevalkit_adapter import (
     read_answers,
 )
 from toolkit.hf_loading import check_hf_folder
-from toolkit.video_rules import resolve_video_rules
 
 MARKER_FILE = ".megatron-vl-evaluate"
 VLMEVALKIT_VERSION = "0.0.20"
@@ -90,7 +87,6 @@ def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None
     model_settings = _choose_settings(options)
     if options.adapter is not None:
         _merge_adapter(options, show_progress)
-    model_settings["video_rules"] = video_rules_by_folder(options, show_progress)
 
     facts_by_role: dict[str, dict[str, Any]] = {}
     for role, hf_dir in options.checkpoints.items():
@@ -394,44 +390,6 @@ def check_vlmevalkit() -> None:
             f"VLMEvalKit {state}; version {VLMEVALKIT_VERSION} is needed, so install the eval extra:"
             " pip install 'megatron-vl[eval]'"
         )
-
-
-def video_rules_by_folder(
-    options: EvaluateOptions, show_progress: Callable[[str], None]
-) -> dict[str, dict[str, str]]:
-    """The rules for videos that each folder follows: those that its ``megatron_vl.json`` names or the user
-    asks for.
-
-    The original and the converted checkpoint are one model: a rule that one of them names holds for both.
-
-    Returns:
-        Resolved folder -> fields of ``DataConfig``.
-
-    Raises:
-        UsageError: the original and the converted checkpoint name different rules, or one was asked for that
-            contradicts a folder's.
-        UserError: a folder names a rule that this version does not know.
-    """
-    rule_by_role = {}
-    for role, hf_dir in options.checkpoints.items():
-        rule_by_role[role] = exported_video_rule(hf_dir, read_spec(hf_dir))
-
-    original_rule, converted_rule = rule_by_role.get("original", {}), rule_by_role.get("converted", {})
-    if original_rule and converted_rule and original_rule != converted_rule:
-        raise UsageError(
-            f"{options.checkpoints['original']} was trained under {original_rule}, but"
-            f" {options.checkpoints['converted']} under {converted_rule}: they are not one model;"
-            " compare a folder with what was exported from it"
-        )
-    shared_rule = original_rule or converted_rule
-
-    rules_by_folder = {}
-    for role, hf_dir in options.checkpoints.items():
-        folder_rule = rule_by_role[role] if role == "trained" else shared_rule
-        rules_by_folder[str(hf_dir.resolve())] = resolve_video_rules(
-            hf_dir, folder_rule, options.asked_rules(), show_progress
-        )
-    return rules_by_folder
 
 
 def _weights_dtype(hf_dir: Path) -> str:

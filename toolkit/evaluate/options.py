@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_vl.errors import UsageError
-from toolkit.options import option
-from toolkit.video_rules import VideoRuleOptions
+from toolkit.options import CommandOptions, option
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions(VideoRuleOptions):
+class EvaluateOptions(CommandOptions):
     """Compare a converted checkpoint with its original, up to benchmark scores (VLMEvalKit), and score
     a trained one.
 

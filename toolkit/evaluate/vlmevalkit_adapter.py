@@ -95,8 +95,7 @@ class VlmEvalKitModel:
         if self.checkpoint_model is None:
             gc.collect()  # the checkpoint before this one
             checkpoint_dir = self.evaluation_job["checkpoints"][self.model_name]
-            job_settings = self.evaluation_job["settings"]
-            model_settings = job_settings | job_settings["video_rules"].get(checkpoint_dir, {})
+            model_settings = self.evaluation_job["settings"]
             self.checkpoint_model = CheckpointModel(
                 Path(checkpoint_dir), model_settings, [Path(root) for root in self.evaluation_job["roots"]]
             )

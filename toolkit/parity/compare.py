@@ -21,14 +21,12 @@ from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
-from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.hf_loading import check_hf_folder
 from toolkit.launch import last_output_lines, run_group
 from toolkit.layouts import LayoutSpec
 from toolkit.sample_encoder import SampleEncoder, write_samples
 from toolkit.tiny_checkpoint import TINY_FAMILIES, write_tiny_checkpoint
-from toolkit.video_rules import resolve_video_rules
 
 from .case import ParityCase, write_cases
 from .locations import tensor_location
@@ -67,7 +65,6 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         spec = read_spec(hf_dir)
         for layout in options.layout_specs:
             _check_layout(spec, layout)
-        _report_video_rule(options, hf_dir, spec, print_line)
 
         weights_dir = _megatron_weights(options, hf_dir, spec, work_dir, print_line)
         samples = prepare_samples(options.image, hf_dir, work_dir, _rows_per_step(options.layout_specs))
@@ -152,30 +149,6 @@ def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
         make_layout(spec, **layout_spec.layout_arguments)
     except LayoutError as error:
         raise UserError(f"--layouts {layout_spec.layout_text}: {error}") from error
-
-
-def _report_video_rule(
-    options: ParityOptions, hf_dir: Path, spec: ModelSpec, print_line: Callable[[str], None]
-) -> None:
-    """Says which rule for videos the checkpoint was trained under.
-
-    The rule changes nothing here, because only pictures and text are compared.
-
-    Raises:
-        UserError: this version does not know the rule.
-    """
-    rule_dir = hf_dir
-    trained_rules = exported_video_rule(hf_dir, spec)
-    if options.checkpoint:
-        weight_reader = WeightReader(options.checkpoint)
-        if checkpoint_rule := weights_video_rule(weight_reader.path, weight_reader.manifest, spec):
-            rule_dir, trained_rules = weight_reader.path, checkpoint_rule
-    resolve_video_rules(
-        rule_dir,
-        trained_rules,
-        {},
-        lambda line: print_line(f"{line}; the pictures and texts compared here do not depend on it"),
-    )
 
 
 def _known_family(family_name: str) -> str:

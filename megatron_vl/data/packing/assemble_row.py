@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_vl.config import VideoPositions
 from megatron_vl.data.packing.training_row import TrainingRow, VisionBatch
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
@@ -77,14 +76,12 @@ def pack_row(
     spec: ModelSpec,
     seq_len: int,
     pad_token_id: int | None = None,
-    video_positions: VideoPositions = "released",
 ) -> TrainingRow:
     """Concatenates whole samples into a row of ``seq_len`` tokens. The padded tail is one more segment.
 
     Args:
         seq_len: number of tokens of the row.
         pad_token_id: token that fills the tail; None: that of the model.
-        video_positions: as in :func:`~megatron_vl.spec.positions.mrope_positions`.
 
     Raises:
         PackingError: there is no sample, or there are more tokens than ``seq_len``.
@@ -123,7 +120,7 @@ def pack_row(
         tokens=token_ids,
         labels=labels,
         loss_mask=loss_mask,
-        position_ids=_row_positions(samples, padding_length, spec, video_positions),
+        position_ids=_row_positions(samples, padding_length, spec),
         cu_seqlens=pad(segment_lengths.cumsum(0), (1, 0)).int(),
         max_seqlen=int(segment_lengths.max()),
         vision=vision_batch,
@@ -133,17 +130,12 @@ def pack_row(
     )
 
 
-def _row_positions(
-    samples: Sequence[TokenizedSample],
-    padding_length: int,
-    spec: ModelSpec,
-    video_positions: VideoPositions,
-) -> Tensor:
+def _row_positions(samples: Sequence[TokenizedSample], padding_length: int, spec: ModelSpec) -> Tensor:
     """int64 [3, S]. Positions start again at 0 in each sample, and in the padded tail."""
     position_ids = []
     for sample in samples:
         sample_grids = [item.grid_thw for item in sample.media_items]
-        position_ids.append(mrope_positions(sample.token_ids, sample_grids, spec, video_positions))
+        position_ids.append(mrope_positions(sample.token_ids, sample_grids, spec))
     position_ids.append(torch.arange(padding_length).expand(3, -1))
     return torch.cat(position_ids, dim=1)
 

@@ -5,12 +5,10 @@ The placeholders of images and videos are repeated as ``Qwen2VLProcessor`` repea
 
 In a family that writes timestamps into the text (Qwen3-VL), each frame group of a video becomes
 ``<1.5 seconds><|vision_start|>...<|vision_end|>``. The template also writes a ``<|vision_start|>`` and a
-``<|vision_end|>`` around the whole video. ``data.video_prompt`` decides whether they stay:
-
-* ``released``, the default: they are removed. So does the processor that Qwen added to transformers for the
-  release (4.57, which the model's README and fine-tuning code require), and so did Qwen's code in vLLM.
-* ``transformers_5_10``: they stay. The processors of transformers have kept them since they were rewritten in
-  5.10, and vLLM does the same with 5.10 or later (its issue 46817).
+``<|vision_end|>`` around the whole video, which are removed. So does the processor that Qwen added to
+transformers for the release (4.57, which the model's README and fine-tuning code require), and so did Qwen's
+code in vLLM. The processors of transformers have kept them since 5.10, and so does vLLM with 5.10 or later
+(its issue 46817).
 
 The loss mask covers the content of each assistant turn and the token that ends the turn, but neither its
 header nor the newline after it. Released templates have no ``{% generation %}`` marks, so an answer is what
@@ -37,7 +35,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vl.config import VideoPrompt
 from megatron_vl.data.sample.conversation_checks import (
     ChatError,
     check_control_tokens,
@@ -92,7 +89,6 @@ class ChatEncoder:
     Args:
         hf_dir: folder with the tokenizer and the chat template.
         spec: the model (its placeholder tokens and merge size).
-        video_prompt: rule for the text around a video, for families that write timestamps into the text.
         thinking_rule: what is learnt, for chat templates that write thinking.
 
     Raises:
@@ -105,7 +101,6 @@ class ChatEncoder:
         self,
         hf_dir: str | Path,
         spec: ModelSpec,
-        video_prompt: VideoPrompt = "released",
         thinking_rule: ThinkingRule | None = None,
     ) -> None:
         self.spec = spec
@@ -134,9 +129,8 @@ class ChatEncoder:
         )
         self._frame_group_text = f"{vision_markers[0]}{self.video_token}{vision_markers[1]}"
         # Frame groups replace the video with the pair around it, if it has one, or else the placeholder.
-        wrapped_patterns = [self._frame_group_text] if video_prompt == "released" else []
         self._replaced_pattern = re.compile(
-            "|".join(map(re.escape, (*wrapped_patterns, self.image_token, self.video_token)))
+            "|".join(map(re.escape, (self._frame_group_text, self.image_token, self.video_token)))
         )
 
         self._timestamp_token_counts: dict[str, int] = {}

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_vl.config import DataConfig, video_rule
+from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.frame_archive import Sampling
 from megatron_vl.data.sample.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
@@ -81,10 +81,7 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
         spec.vision_start_token_id,
         spec.vision_end_token_id,
     ]
-    writes_timestamps = spec.vision.video_timestamps
-    # The other rule is about positions, which do not change the number of tokens.
-    video_prompt_rule = video_rule(data_config, writes_timestamps) if writes_timestamps else {}
-    hasher.update(json.dumps([SIZES_VERSION, special_token_ids, video_prompt_rule]).encode())
+    hasher.update(json.dumps([SIZES_VERSION, special_token_ids]).encode())
     return hasher.hexdigest()[:16]
 
 
@@ -136,13 +133,9 @@ def missing_sizes_advice(
     if not datasets_lacking_sizes:
         return ""
 
-    command_options = f"--data {data_config.path} --processor {hf_dir}"
-    writes_timestamps = read_spec(hf_dir).vision.video_timestamps
-    if writes_timestamps and data_config.video_prompt != DataConfig.video_prompt:
-        command_options = "--config RUN.yaml"  # the rule for the text around videos is a field of the run
     return (
         f"{datasets_lacking_sizes[0].path} has no sizes for this tokenizer and chat template: run"
-        f" `megatron-vl data index {command_options}`"
+        f" `megatron-vl data index --data {data_config.path} --processor {hf_dir}`"
     )
 
 
