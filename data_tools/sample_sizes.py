@@ -375,7 +375,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
     except ChatTemplateError:
         return 0, 0, no_media, NOT_IN_CHAT_TEMPLATE
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
-        root_cause = error.__cause__ if isinstance(error, ChatError) else error
+        root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
             raise SizesWriteError(
                 f"sample {sample.key if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"

@@ -131,10 +131,8 @@ class ChunkStreamer:
         return used_bytes + self.slot_bytes + FREE_MEMORY_SHARE * peak_bytes <= peak_bytes
 
     def _new_slot(self) -> DeviceSlot:
-        device_slot = DeviceSlot(
-            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device),
-            *(torch.cuda.Event() for _ in range(3)),
-        )
+        device_buffer = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
+        device_slot = DeviceSlot(device_buffer, torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event())
         self.fetch_stream.wait_stream(torch.cuda.current_stream())  # which may still use this memory
         return device_slot
 
