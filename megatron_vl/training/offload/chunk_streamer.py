@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -50,7 +50,7 @@ class DeviceSlot:
     """CUDA event of the end of the update."""
     written_event: Any
     """CUDA event of the end of the copy to host memory."""
-    phase: SlotPhase = SlotPhase.FREE
+    phase: SlotPhase = field(default=SlotPhase.FREE, init=False)
 
     def enter(self, phase: SlotPhase) -> None:
         """Begins a phase; asserts that it may follow the current one."""
