@@ -363,6 +363,10 @@ class CheckpointSaver:
         except BaseException as error:  # a thread's exception would be lost, so the loop asks save_error
             progress.set_background_task("")
             error_text = host_memory_message(error) or f"{type(error).__name__}: {error}"
+            try:
+                self._check_owner()
+            except CheckpointError as owner_error:  # its start has deleted the files of this save
+                error_text = str(owner_error)
             self._write_error = (
                 f"checkpoint of step {checkpoint_snapshot.step} could not be written: {error_text}"
             )

@@ -131,6 +131,15 @@ def test_a_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     saver.close()
 
 
+def test_a_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path) -> None:
+    saver = saver_of(tmp_path)
+    (tmp_path / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(ELSEWHERE)))
+    snapshot: Any = SimpleNamespace(step=2, optimizer_state=None)
+    saver._write_snapshot(snapshot)
+    assert "node7) has begun to write to" in (saver.save_error() or "")
+    saver.close()
+
+
 @pytest.mark.parametrize(
     "number, is_held",
     [(errno.EAGAIN, True), (errno.EACCES, True), (errno.ENOLCK, False), (errno.ENOSYS, False)],
