@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from docs.card_page import card_section  # noqa: E402
 from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig  # noqa: E402
 from megatron_vl.planning.predict import RunPrediction, predict_layout  # noqa: E402
 from megatron_vl.planning.row_statistics import make_assumed_rows  # noqa: E402
@@ -29,7 +30,6 @@ from megatron_vl.planning.run_layout import run_layout  # noqa: E402
 from megatron_vl.spec.families import ModelSpec, read_spec  # noqa: E402
 from megatron_vl.spec.tensors import LayoutError  # noqa: E402
 from tests.distributed import matrix  # noqa: E402
-from toolkit.card.page import card_section  # noqa: E402
 from toolkit.commands import COMMANDS  # noqa: E402
 from toolkit.options import CommandOptions, field_docstrings, option_flag, shown_options  # noqa: E402
 
@@ -275,7 +275,7 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
 # --- Cards of the families ----------------------------------------------------------------------------------
 
 CARDS = ROOT / "docs" / "families" / "cards"
-"""Files of `megatron-vl card`: ``PAGE.json``, or ``PAGE-ANYTHING.json`` where a page has several."""
+"""Files of `benchmarks.card`: ``PAGE.json``, or ``PAGE-ANYTHING.json`` where a page has several."""
 
 
 def family_cards(page: str) -> str:

@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Callable
 
+from megatron_vl.config.removed import REMOVED_COMMANDS
 from megatron_vl.errors import UsageError, describe_error, exit_code_of_error
 from megatron_vl.signals import open_missing_streams
 from toolkit.commands import COMMANDS, Command, command_groups
@@ -78,6 +79,9 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
 def _unknown_command_message(argv: list[str]) -> str:
     """Explains that a command is unknown, and names similar ones."""
     first_word, second_words = argv[0], argv[1:2]
+    for words in (f"{first_word} {' '.join(second_words)}", first_word):
+        if words in REMOVED_COMMANDS:
+            return f"the command {words} was removed: {REMOVED_COMMANDS[words]}"
     group_commands = {f"{first_word} {name}": name for name in command_groups().get(first_word, [])}
     if group_commands and not second_words:
         return f"{first_word} needs a command after it; valid: {', '.join(group_commands)}"

@@ -49,7 +49,6 @@ COMMANDS = {
     "parity": Command("parity", "ParityOptions", "parity"),
     "evaluate": Command("evaluate", "EvaluateOptions", "evaluate"),
     "bench": Command("bench", "BenchOptions", "bench"),
-    "card": Command("card", "CardOptions", "card"),
     "doctor": Command("doctor", "DoctorOptions", "doctor"),
     "demo": Command("demo", "DemoOptions", "demo"),
 }

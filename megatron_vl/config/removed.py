@@ -25,3 +25,6 @@ REMOVED_FIELDS = {
     "wandb.name": "set the variable WANDB_NAME",
 }
 """Dotted name -> what to do instead."""
+
+REMOVED_COMMANDS = {"card": "run `python -m benchmarks.card` in a checkout"}
+"""Words of the command line -> what to do instead."""

@@ -78,18 +78,18 @@ def busiest_experts(hf: str) -> list[float]:
 
 def card_losses(hf: str, folder: str, dtype: str, steps: int, lr: float) -> dict[str, Any]:
     """Gaps to a card's losses in transformers: here, there with other kernels, here with another rate."""
-    from toolkit.card import curves
+    from benchmarks import card
 
     platform = get_platform("cpu")
     init_distributed(platform)
-    run = curves.prepare_curve(read_spec(hf), Path(folder), "cpu", steps=steps, learning_rate=lr)
+    run = card.prepare_curve(read_spec(hf), Path(folder), "cpu", steps=steps, learning_rate=lr)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, dtype=dtype))
     other = dataclasses.replace(run.config, optimizer=dataclasses.replace(run.config.optimizer, lr=3 * lr))
 
-    expected = curves.train_in_transformers(run)
+    expected = card.train_in_transformers(run)
     found = {
-        "same": curves.train_here(run, platform),
-        "eager": curves.train_in_transformers(run, attention="eager"),
-        "other rate": curves.train_here(dataclasses.replace(run, config=other), platform),
+        "same": card.train_here(run),
+        "eager": card.train_in_transformers(run, attention="eager"),
+        "other rate": card.train_here(dataclasses.replace(run, config=other)),
     }
-    return {name: curves.curve_gap(losses, expected) for name, losses in found.items()}
+    return {name: card.curve_gap(losses, expected) for name, losses in found.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_vl.config.removed import REMOVED_COMMANDS
 from megatron_vl.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, MANIFEST_VERSION, WEIGHTS_FORMAT
 from tests.support.run_json import write_run_json
@@ -209,3 +210,9 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
 def test_an_unknown_command_is_answered_with_those_that_were_meant(capsys, words, message):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", REMOVED_COMMANDS)
+def test_a_removed_command_is_refused_with_what_to_do(capsys, name):
+    assert main([*name.split(), "--hf", "."]) == 2
+    assert f"the command {name} was removed: {REMOVED_COMMANDS[name]}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Shows a card as a section of Markdown, with a picture of the losses as SVG. Nothing here imports torch."""
+"""Shows a card of ``benchmarks.card`` as a section of Markdown, with its losses as SVG."""
 
 from __future__ import annotations
 
@@ -57,13 +57,8 @@ def card_section(model_card: dict[str, Any]) -> str:
     return _render("card.md.jinja", model_card["curve"], **model_card)
 
 
-def loss_picture(curve_figures: dict[str, Any]) -> str:
-    """An SVG of the losses of all trainings and, below, of their gaps to ``transformers``."""
-    return _render("losses.svg.jinja", curve_figures)
-
-
 def _render(template_name: str, curve_figures: dict[str, Any], **model_card: Any) -> str:
-    environment = template_environment(Path(__file__).parent)
+    environment = template_environment(Path(__file__).parent / "templates")
     template = environment.get_template(template_name)
     loss_curves = curve_figures["losses"]
     return template.render(

@@ -13,12 +13,11 @@ from mkdocs.config import load_config
 from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page
 
+from benchmarks.card import DISTINCT_ROWS, TIMED_ROWS, TIMED_STEPS, main
 from megatron_vl.spec.families import read_spec
 from tests.docs_site import docs_hooks
 from tests.support.ranks import call
 from tests.toolkit.programs import card_losses
-from toolkit.card.options import DISTINCT_ROWS, TIMED_ROWS, TIMED_STEPS, CardOptions
-from toolkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
@@ -29,10 +28,10 @@ LR = 1e-3
 def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
     """The card of a model with fewer layers than its config, written by the command."""
     folder = tmp_path_factory.mktemp("card")
-    words = ["card", "--hf", str(tiny_checkpoint("qwen3_vl"))]
+    words = ["--hf", str(tiny_checkpoint("qwen3_vl"))]
     words += "--language-layers 3 --vision-layers 2 --platform cpu --seq-len 512".split()
     words += ["--steps", str(STEPS), "--lr", str(LR)]
-    words += ["--out", str(folder / "card.json"), "--picture", str(folder / "losses.svg")]
+    words += ["--out", str(folder / "card.json")]
     assert call(main, argv=words) == 0
     return folder / "card.json"
 
@@ -44,9 +43,8 @@ def test_the_card_has_what_was_measured(card_file: Path) -> None:
     assert (model["language_layers"], model["config_language_layers"]) == (3, 4)
     assert (model["vision_layers"], model["config_vision_layers"]) == (2, 4)
 
-    speed, predicted = card["speed"], card["predicted"]
+    speed = card["speed"]
     assert speed["work"]["rows"] == TIMED_ROWS * TIMED_STEPS and speed["tokens_per_s_per_gpu"] > 0
-    assert speed["step_s"] / predicted["step_s"] - 1 == pytest.approx(predicted["step_error"])
     assert TIMED_ROWS * TIMED_STEPS % DISTINCT_ROWS == 0  # each row is timed equally often
 
     curve = card["curve"]
@@ -84,8 +82,8 @@ def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     hooks = docs_hooks()
     monkeypatch.setattr(hooks, "CARDS", tmp_path)
     text = site_page("qwen3_vl")
-    assert "day of qwen3_vl by" in text
-    assert "day of qwen3_vl-small by" in text
+    assert "day of qwen3_vl on" in text
+    assert "day of qwen3_vl-small on" in text
     assert "day of qwen3_vl_moe" not in text
     assert "| ms a step | " in text and f"{card['curve']['gaps']['megatron-vl']['mean']:.1e}" in text
     assert "3 of\n4 decoder layers, 2 of 4 vision layers" in text
@@ -95,7 +93,6 @@ def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     lines = ElementTree.fromstring(picture).findall(f"{namespace}polyline")
     assert [len(line.attrib["points"].split()) for line in lines] == [STEPS] * 5
     assert "\n\n" not in picture  # a blank line ends Markdown's block of HTML
-    assert card_file.with_name("losses.svg").read_text().strip() == picture
 
 
 def test_a_page_without_a_card_stays_as_it_is(tmp_path, monkeypatch) -> None:
@@ -111,23 +108,6 @@ def site_page(name: str) -> str:
     file = File(address, "docs", "site", use_directory_urls=False)
     page: Any = Page(None, file, load_config(str(ROOT / "mkdocs.yml")))
     return docs_hooks().on_page_markdown((ROOT / "docs" / address).read_text(), page=page)
-
-
-# --- Options ------------------------------------------------------------------------------------------------
-
-
-def test_wrong_options_are_refused(capsys, tmp_path) -> None:
-    out = str(tmp_path / "card.json")
-    assert main(["card", "--hf", "nowhere", "--out", out]) == 1
-    assert main(["card", "--hf", "tests/hf_configs", "--platform", "cpu", "--out", out]) == 1
-    assert main(["card", "--hf", "pyproject.toml", "--out", out, "--picture", "losses.png"]) == 2
-    errors = capsys.readouterr().err
-    assert "nowhere" in errors and "holds no config.json" in errors and "must end in .svg" in errors
-
-
-@pytest.mark.parametrize("hf", ["a/Qwen2.5-VL-7B", "a/Qwen2.5-VL-7B.json", "Qwen2.5-VL-7B/config.json"])
-def test_a_card_names_its_model(hf: str) -> None:
-    assert CardOptions(hf=hf, out=Path("card.json")).model_name == "Qwen2.5-VL-7B"
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL-2B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5-35B-A3B"])
