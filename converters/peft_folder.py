@@ -488,7 +488,7 @@ class PeftFolder:
 
     def _rank_and_alpha(self, hf_name: str) -> tuple[int, float]:
         """Rank and alpha of a matrix. Raises WeightsError if two patterns contradict each other."""
-        resolved_values = []
+        resolved_values: list[Any] = []
         for setting, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
             entries = self._pattern_entries[setting].get(hf_name, {self.config.get(default, 8): ""})
             if len(entries) > 1:
