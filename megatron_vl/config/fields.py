@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import typing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from megatron_vl.config.options import option
 from megatron_vl.errors import UserError
@@ -90,7 +90,7 @@ class LoraConfig:
     """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, which `megatron-vl train`
     converts into checkpoint.dir, or what `megatron-vl convert --adapter` made of one. Their ranks, targets
     and scales hold; leave out the other fields of lora, but for dropout. Empty: new adapters."""
-    stated_fields: ClassVar[frozenset[str]] = frozenset()
+    stated_fields = frozenset[str]()
     """Fields that the user stated beside ``adapter``, defaults included. The parser sets it on its result; it
     is no field of a run, and copies do not have it."""
 
