@@ -431,7 +431,7 @@ def field_types(config_class: type = TrainConfig, name_prefix: str = "") -> dict
     """All fields in order: dotted name -> type."""
     types_by_name: dict[str, Any] = {}
     for name, type_hint in typing.get_type_hints(config_class).items():
-        if typing.get_origin(type_hint) is ClassVar:
+        if typing.get_origin(type_hint) is typing.ClassVar:
             continue
         is_section = dataclasses.is_dataclass(type_hint)
         types_by_name |= (
