@@ -514,6 +514,31 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     ),
     # Loader
     DependencyFix(
+        fix_location="megatron_vl.data.sample.tokenizer:load_tokenizer",
+        touched_names=("transformers.PreTrainedTokenizerFast._tokenizer",),
+        fix_reason="Classes of transformers replace rules of tokenizer.json, and have no public setter.",
+        written_for=_TRANSFORMERS,
+        upstream_issue="huggingface/transformers#44297",
+        removal_condition="transformers keeps the rules of the file",
+        guarding_test="tests/data/test_tokenizer_file.py::test_ids_are_those_of_the_file",
+    ),
+    DependencyFix(
+        fix_location="megatron_vl.launch:_meet_nodes",
+        touched_names=("torch.distributed.elastic.rendezvous.utils._matches_machine_hostname",),
+        fix_reason="torch waits for its meeting point in native code, silent and deaf to signals.",
+        written_for=_TORCH,
+        removal_condition="torch's wait says who is missing, and ends at a signal",
+        guarding_test="tests/parallel/test_joining.py::test_a_node_that_waits_for_others_says_so_and_ends_at_a_signal",
+    ),
+    DependencyFix(
+        fix_location="megatron_vl.models.fused_layers:recompute_in_backward",
+        touched_names=("torch.Tensor._version",),
+        fix_reason="A tensor that was written in place must not be taken for the recomputed one.",
+        written_for=_TORCH,
+        removal_condition="torch has a public count of a tensor's writes",
+        guarding_test="tests/models/test_recompute.py::test_other_values_in_its_memory_are_kept",
+    ),
+    DependencyFix(
         fix_location="megatron_vl.data.planned_rows:PlannedRankRows",
         touched_names=(
             "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",

@@ -18,6 +18,7 @@ from megatron_vl.signals import requested_stop_signal
 
 NOTE_AFTER_S = 30.0
 """Seconds after which a line says who is missing. Further lines follow, each after twice the time."""
+STOPPED_EARLY = "a signal stopped the run before its first step; nothing was saved"
 
 
 class JoinError(UserError, RuntimeError):
@@ -47,6 +48,8 @@ class JoinWait:
             SystemExit: a signal asked this process to stop.
         """
         if signal_name := requested_stop_signal():
+            if os.environ.get("RANK", "0") == "0":
+                print(STOPPED_EARLY, flush=True)
             raise SystemExit(128 + signal.Signals[signal_name])
         waited_s = time.monotonic() - self.start_time
         if waited_s > self.limit_s:

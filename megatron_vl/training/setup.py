@@ -22,7 +22,7 @@ from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.models.build import aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.heartbeat import slow_start_timeout_s
-from megatron_vl.parallel.joining import join_limit_s
+from megatron_vl.parallel.joining import STOPPED_EARLY, join_limit_s
 from megatron_vl.parallel.process_grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.process_groups import destroy_groups
 from megatron_vl.planning.memory import count_parameters, trained_text
@@ -214,7 +214,7 @@ def exit_if_stop_requested(platform: Platform) -> None:
         return
 
     if dist.get_rank() == 0:
-        print("a signal stopped the run before its first step; nothing was saved", flush=True)
+        print(STOPPED_EARLY, flush=True)
     failures.stop_watching()
     raise SystemExit(128 + signal_number)
 

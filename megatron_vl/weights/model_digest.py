@@ -48,7 +48,7 @@ class AdapterBase(NamedTuple):
 
     def entry(self) -> dict[str, Any]:
         """The entry for ``run.json``, a manifest's origin or ``megatron_vl.json``; empty if not known."""
-        return {"base": self._asdict()} if self.digest else {}
+        return {"base": {"digest": self.digest, "path": self.path}} if self.digest else {}
 
     def differs_from(self, digest: str) -> bool:
         """Whether these are known to be other weights than those with this digest."""

@@ -165,7 +165,6 @@ DECOUPLED_QUICK = {
     "One rank, decoupled, qwen3_vl",
     "PP2, decoupled, a rank without a picture",
     "PP2, decoupled, vision frozen",
-    "PP2, decoupled, some patches kept",
     "PP2 x VPP2, decoupled, qwen3_vl",
     "TP2 + SP, decoupled, qwen3_vl, tied",
     "EP2, experts, decoupled",

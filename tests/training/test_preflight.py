@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,8 +65,9 @@ def test_a_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
 @pytest.mark.parametrize("below", ["", "/board"])
 def test_a_file_in_a_folders_place_is_reported_with_the_field(
-    fields: list[str], tmp_path: Path, field: str, below: str
+    fields: list[str], tiny_checkpoint: Any, tmp_path: Path, field: str, below: str
 ) -> None:
+    fields = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl")), *fields[2:]]
     resolve_run(parse_config([*fields, f"--{field}", str(tmp_path / "new" / "folder")]), 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunConfigError, match=rf"^{field} .*file{below}: .*file is a file; give a folder"):

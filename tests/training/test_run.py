@@ -144,8 +144,6 @@ def test_evaluations_are_in_tensorboard(evaluated: Path) -> None:
     assert [line["step"] for line in lines] == [0, 3, 6] and lines[-1]["loss"] < lines[0]["loss"]
     written = [(event.step, event.value) for event in events.Scalars("validation_loss")]
     assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines]
-    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("answer_1/text_summary")]
-    assert all(line["answers"][1]["answer"] in text for line, text in zip(lines, texts, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +261,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
 def test_a_run_goes_on_with_the_tower_on_every_rank(
     prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path
 ) -> None:
-    """Saved with the tower on the first stage, resumed with one on every rank: losses, validation and answers
+    """Saved with the tower on the first stage, resumed with one on every rank: losses and validation
     stay the same."""
     run = prepared["folder"] / "decoupled"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
@@ -275,7 +273,7 @@ def test_a_run_goes_on_with_the_tower_on_every_rank(
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     ours, theirs = metrics(run, "eval.jsonl")[-1], metrics(evaluated, "eval.jsonl")[-1]
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and ours["answers"] == theirs["answers"]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
 def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refused(

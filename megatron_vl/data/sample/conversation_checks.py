@@ -139,10 +139,12 @@ def find_lost_text(
         answer_spans: start and end of each assistant turn, without its header, in ``rendered_text``.
     """
     remaining_spans = iter(answer_spans)
-    last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    last_question = max(
+        (i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1
+    )
     position = 0
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message.get("role") != "assistant":
             texts, turn_text = _content_texts(message), rendered_text[position:]
         else:
             start, position = next(remaining_spans)
@@ -154,7 +156,7 @@ def find_lost_text(
             if i < last_question and not turn_text.startswith(THINK_TAG):
                 texts = _without_thinking(message)
         lost_text, found_end = _find_in_order(texts, turn_text)
-        if message["role"] != "assistant":
+        if message.get("role") != "assistant":
             position += found_end
         lost_text = lost_text or _find_lost_argument(message, turn_text)
         if lost_text:

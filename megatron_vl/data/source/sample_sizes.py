@@ -81,7 +81,9 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
         spec.vision_start_token_id,
         spec.vision_end_token_id,
     ]
-    hasher.update(json.dumps([SIZES_VERSION, special_token_ids]).encode())
+    # A family that writes timestamps leaves out the pair of tokens around a video.
+    text_rules = [SIZES_VERSION, special_token_ids, spec.vision.video_timestamps]
+    hasher.update(json.dumps(text_rules).encode())
     return hasher.hexdigest()[:16]
 
 
