@@ -431,8 +431,8 @@ def export_weights(
     copied from the original. Values of another type, such as the weights of a float32 run, are rounded to the
     original's type and counted in the report. All other files are copied unchanged.
 
-    ``megatron_vl.json`` next to the weights names the rule for videos and the limits of pixels and frames
-    under which they were trained, if they are known: those of the weights, otherwise those of ``hf``.
+    ``megatron_vl.json`` next to the weights names the limits of pixels and frames under which they were
+    trained, if they are known: those of the weights, otherwise those of ``hf``.
 
     Args:
         checkpoint: weights of any layout, or a run, whose latest checkpoint is exported.

@@ -30,8 +30,8 @@ class SampleEncoder:
 
     Args:
         hf_dir: folder of config, tokenizer, chat template and image processor.
-        data_config: limits of pictures and videos that replace the folder's own, the rule for text at videos,
-            and what is learnt of thinking.
+        data_config: limits of images and videos that replace the folder's own, and what of thinking is
+            trained on.
 
     Raises:
         FileNotFoundError, ChatError, PixelError, ConfigError: the folder is unusable.

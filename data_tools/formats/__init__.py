@@ -32,6 +32,7 @@ from .record_reader import (
     BOX_KEYS,
     CLIP_KEYS,
     EMPTY_VALUES,
+    TIME_KEYS,
     RecordFormat,
     RecordReader,
     refuse_unread_keys,
@@ -86,6 +87,8 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     reader.check_media_counts()
     if reader.media_references:
         refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS), "")
+    if any(kind == "video" for kind, _ in reader.media_references):
+        refuse_unread_keys(record, TIME_KEYS, "")
     if not is_prompt:
         check_answers(messages, record_format.turns_field)
 

@@ -247,7 +247,7 @@ class RecordReader:
         role_field = "role" if "role" in turn else "from"
         content_field = "content" if "content" in turn else "value"
         refuse_listed_audio(turn, f"{field_path}.")
-        refuse_unread_keys(turn, (*CLIP_KEYS, "boxes"), f"{field_path}.")
+        refuse_unread_keys(turn, (*CLIP_KEYS, *BOX_KEYS), f"{field_path}.")
         written_role = turn.get(role_field)
         canonical_role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
         if canonical_role is None:

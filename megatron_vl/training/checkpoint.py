@@ -2,7 +2,7 @@
 
     DIR/latest.json                     the checkpoint saved last
                                         (see :mod:`megatron_vl.weights.run_folder`)
-    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, rule for videos,
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology,
                                         fields, lineage, and files with their hashes
     DIR/step_00000120/lineage.json      what the checkpoint was trained from; a small file, because a start
                                         reads those of all checkpoints
@@ -251,6 +251,8 @@ class CheckpointSaver:
         if grid.rank == 0:
             durable_files.make_dirs(run_dir)
             self._lock_file = lock_run_dir(run_dir)
+            # As it was written: the system's start time of a process moves when its clock is set.
+            self._owner = read_owner(run_dir)
             for leftover_dir in run_dir.glob("step_*.partial"):  # from a run that was killed while it saved
                 with contextlib.suppress(OSError):
                     _remove_dir(leftover_dir)
@@ -289,7 +291,7 @@ class CheckpointSaver:
 
     def _check_owner(self) -> None:
         """On rank 0: raises CheckpointError if another run has begun to write to the folder."""
-        if self.grid.rank == 0 and (owner := read_owner(self.run_dir)) not in (None, own_process()):
+        if self.grid.rank == 0 and (owner := read_owner(self.run_dir)) not in (None, self._owner):
             raise CheckpointError(
                 f"another run ({owner}) has begun to write to {self.run_dir}, so this one saves nothing more"
                 " there; give each run a checkpoint.dir of its own"
@@ -320,10 +322,9 @@ class CheckpointSaver:
             is_updated: whether the latest step was not skipped.
         """
         self._is_newest_proven = is_updated
-        if is_updated and self._may_have_old:
+        is_writing = self._writer_thread is not None and self._writer_thread.is_alive()
+        if is_updated and self._may_have_old and not is_writing:
             self._may_have_old = False
-            if self._writer_thread is not None:
-                self._writer_thread.join()  # it is done
             self._writer_thread = threading.Thread(target=self.delete_old_checkpoints, name="old-checkpoints")
             self._writer_thread.start()
 
@@ -598,7 +599,7 @@ def lock_run_dir(run_dir: Path) -> Any:
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # of any other number: the file system has no locks
         owner = read_owner(run_dir)
-        is_owned = owner is not None and owner != own_process() and owner.is_running()
+        is_owned = owner is not None and owner.pid != os.getpid() and owner.is_running()
         if is_owned or error.errno in (errno.EAGAIN, errno.EACCES):
             lock_file.close()
             raise CheckpointError(

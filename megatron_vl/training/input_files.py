@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
+from megatron_vl.errors import UserError
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import StartPoint
 
@@ -50,7 +51,10 @@ def read_loader_digests(config: TrainConfig, description: Description) -> dict[s
 
 def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
     """Raises RunConfigError if this rank reads other files than rank 0."""
-    own_digests = read_model_digests(resolved_run.config, resolved_run.run_start)
+    try:
+        own_digests = read_model_digests(resolved_run.config, resolved_run.run_start)
+    except (OSError, UserError) as error:
+        raise RunConfigError(f"{socket.gethostname()}: {error}") from error
     expected_digests = resolved_run.model_digests
     if owns_loader:
         own_digests |= _digests(map(Path, resolved_run.loader_digests))

@@ -24,8 +24,7 @@ from megatron_vl.training.step import NO_GRADIENT, NO_LOSS_TOKENS, NOT_FINITE, S
 from megatron_vl.weights.run_folder import split_by_branch
 
 MAX_SKIPPED_STEPS = 10
-"""A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough,
-unless a gradient was missing."""
+"""A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -55,6 +54,7 @@ def run_steps(training_run: TrainingRun) -> None:
     run_dir, first_step = Path(config.checkpoint.dir), training_run.completed_steps
     if first_step == 0 or (
         training_run.evaluator is not None
+        and config.checkpoint.dir
         and not broadcast_from_rank_0(lambda: is_evaluated(run_dir, first_step))
     ):
         evaluate_if_due(training_run)
@@ -62,7 +62,8 @@ def run_steps(training_run: TrainingRun) -> None:
     while training_run.completed_steps < last_step and not stop_requested:
         step_result = _run_step(training_run, batch_broadcast)
         stop_requested, skip_reason = step_result.stop_requested, step_result.skip_reason
-        consecutive_skips = [*consecutive_skips, skip_reason] if skip_reason else []
+        if skip_reason != NO_GRADIENT:  # a few rows without images, which are harmless
+            consecutive_skips = [*consecutive_skips, skip_reason] if skip_reason else []
 
         # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
         _stop_if_unrecoverable(training_run, step_result, consecutive_skips)
@@ -246,9 +247,7 @@ def _stop_if_unrecoverable(
 
     # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the skipped
     # steps of a run that seems to have ended well.
-    # Steps without gradients may come from a few rows without images, and are harmless.
     is_last_step = training_run.completed_steps == training_run.config.steps
-    is_last_step = is_last_step and NO_GRADIENT not in consecutive_skips
     if len(consecutive_skips) >= (2 if is_last_step else MAX_SKIPPED_STEPS):
         raise TrainingStopped(skipped_steps_message(consecutive_skips, training_run.completed_steps))
 
@@ -264,10 +263,6 @@ def skipped_steps_message(skip_reasons: list[str], step: int) -> str:
         NO_LOSS_TOKENS: (
             "no token bore loss",
             "; only answers of the assistant do, so look for them in the data set",
-        ),
-        NO_GRADIENT: (
-            "every gradient was zero",
-            "; parts of the vision tower alone need images, so look for them in the data set",
         ),
     }
     found = [texts for reason, texts in reason_texts.items() if reason in skip_reasons]

@@ -35,8 +35,8 @@ LINEAGE_FILE = "lineage.json"
 EXPORTS_DIR = "hf"
 """Subfolder of a run in which ``checkpoint.export_hf`` writes Hugging Face folders."""
 EXPORT_FACTS_FILE = "megatron_vl.json"
-"""A file next to exported weights. It holds their rule for videos, the limits of pixels and frames that
-they were trained with and, in a folder of :data:`EXPORTS_DIR`, the saved step that they come from."""
+"""A file next to exported weights. It holds the limits of pixels and frames that they were trained with and,
+in a folder of :data:`EXPORTS_DIR`, the saved step that they come from."""
 UNKNOWN_BRANCH = "unknown"
 """The branch of a step folder that holds only weights, or whose lineage is damaged."""
 

@@ -50,6 +50,9 @@ REFUSED = [
     (listed(frames_indices=[[0, 5]]), "frames_indices"),
     (listed(boxes=[[1, 2, 3, 4]]), "boxes"),
     (listed(grounding="<box>"), "grounding"),
+    (listed(start=5, end=8), "start"),
+    (listed(timestamps=[0.0, 2.5]), "timestamps"),
+    (listed(turn={"grounding": "<box>"}), "messages[0].grounding"),
     ({"video": "a.mp4", "instruction": "<video>What?", "output": "A cat.", "video_end": 8}, "video_end"),
 ]
 
@@ -71,7 +74,6 @@ def test_a_part_of_a_medium_is_refused(record, field):
         (in_part("image", boxes=[], grounding=False), {"grounding"}),
         (in_address(detail="low"), {"detail"}),
         (listed(turn={"start": 5, "end": 8}), {"start", "end"}),
-        (listed(start=5, end=8, timestamps=[0.0, 2.5]), {"start", "end", "timestamps"}),
         ({"messages": [{"role": "user", "content": "Hi"}, ANSWER], "grounding": "web"}, {"grounding"}),
         (
             {

@@ -22,6 +22,7 @@ from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.errors import UserError
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
+from megatron_vl.weights.trained_media import exported_media
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.hf_loading import follow_video_positions, load_hf_model
 from toolkit.parity.reference import hf_inputs
@@ -76,6 +77,16 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
         )
         export_step(job, export_dir, export_dir.with_name(f"{export_dir.name}.partial"))
     return export_dir
+
+
+def with_trained_media(data_config: DataConfig, hf_dir: Path) -> DataConfig:
+    """The limits of images and videos that the export of ``hf_dir`` names, where none is given."""
+    default = DataConfig()
+    unstated: dict[str, Any] = {}
+    for name, limit in exported_media(hf_dir).items():
+        if getattr(data_config, name) == getattr(default, name):
+            unstated[name] = limit
+    return dataclasses.replace(data_config, **unstated)
 
 
 class Answerer:
@@ -146,20 +157,20 @@ def answer_dataset(answerer: Answerer, options: GenerateOptions, print_line: Cal
     assert options.data is not None and options.out is not None
     equal = answered = 0
     left_out: dict[str, int] = {}
-    with options.out.open("x", encoding="utf-8") as out_file:
-        samples = _encoded_samples(answerer, options.data, options.split, left_out)
-        for key, sample in itertools.islice(samples, options.samples):
-            prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
-            begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
-            reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
-            answer = answerer.answer(prompt)[0].answer_text
-            line = {"key": key, "prompt": answerer.decode(prompt.token_ids)}
-            line |= {"reference": reference, "answer": answer}
-            print(json.dumps(line, ensure_ascii=False), file=out_file, flush=True)
-            answered += 1
-            equal += answer.strip() == reference.strip()
-            if answered % PROGRESS_INTERVAL == 0:
-                print_line(f"{answered} answers")
+    samples = _encoded_samples(answerer, options.data, options.split, left_out)
+    for key, sample in itertools.islice(samples, options.samples):
+        prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
+        begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
+        reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
+        answer = answerer.answer(prompt)[0].answer_text
+        line = {"key": key, "prompt": answerer.decode(prompt.token_ids)}
+        line |= {"reference": reference, "answer": answer}
+        with options.out.open("a", encoding="utf-8") as out_file:
+            print(json.dumps(line, ensure_ascii=False), file=out_file)
+        answered += 1
+        equal += answer.strip() == reference.strip()
+        if answered % PROGRESS_INTERVAL == 0:
+            print_line(f"{answered} answers")
     reasons = "".join(f"; {count} left out: {reason}" for reason, count in left_out.items())
     if not answered:
         raise UserError(f"{options.data}: no sample of {options.split} can be answered{reasons}")

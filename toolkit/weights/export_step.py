@@ -104,7 +104,7 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
 
     manifest_path = Path(export_job.checkpoint) / "weights" / MANIFEST_FILE
     weights_digest = json.loads(manifest_path.read_text())["digest"]
-    # The export may have written the rule for videos to this file; keep it.
+    # The export may have written what training saw to this file; keep it.
     origin_note_path = partial_dir / EXPORT_FACTS_FILE
     existing_note = json.loads(origin_note_path.read_text()) if origin_note_path.is_file() else {}
     write_json(origin_note_path, export_job.facts | existing_note | {"weights": weights_digest})

@@ -101,17 +101,19 @@ def _in_call_order(results: list[dict[str, Any]], call_ids: list[Any]) -> list[d
     if any(result_id is not None for result_id in result_ids):
         # Ids of results alone connect nothing, but there must be one for each call.
         expected_ids = call_ids if any(call_id is not None for call_id in call_ids) else result_ids
+        result_names, expected_names = list(map(str, result_ids)), list(map(str, expected_ids))
         if (
-            len(call_ids) != len(results)
-            or len(set(map(repr, result_ids))) != len(results)
-            or set(map(repr, result_ids)) != set(map(repr, expected_ids))
+            None in result_ids
+            or len(call_ids) != len(results)
+            or len(set(result_names)) != len(results)
+            or set(result_names) != set(expected_names)
         ):
             raise ChatError(
                 f"the calls have the ids {call_ids}, but their results {result_ids}; each call needs one"
                 " result with its id (tool_call_id)",
                 "results and calls differ",
             )
-        ordered_results = sorted(results, key=lambda result: expected_ids.index(result["tool_call_id"]))
+        ordered_results = [results[result_names.index(name)] for name in expected_names]
         if ordered_results != results and any(isinstance(result["content"], list) for result in results):
             raise ChatError(
                 f"results with media are not in the order of their calls {call_ids}; write them in it",

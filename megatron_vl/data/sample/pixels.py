@@ -29,6 +29,7 @@ last frame, as in ``Qwen3VLProcessor``.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -71,6 +72,9 @@ is a program that Pillow passes to Ghostscript."""
 
 class PictureTooLargeError(PixelError):
     """A picture or video frame with more pixels than are allowed."""
+
+
+JPEG_END_MARKER = b"\xff\xd9"
 
 
 @dataclass(frozen=True)
@@ -509,7 +513,8 @@ def _pixel_errors(media_kind: str) -> Iterator[None]:
         if type(error).__module__.startswith("av."):
             # FFmpeg's errors have numbers, but its bytes are in memory, and a damaged header may claim any
             # size. Only if this raises MemoryError as well, memory is too small.
-            bytearray(1 << 30)
+            if getattr(error, "errno", None) == errno.ENOMEM:
+                bytearray(1 << 30)
         elif is_machine_fault(error):
             raise
         raise PixelError(f"not a readable {media_kind} ({type(error).__name__}: {error})") from error
@@ -568,6 +573,8 @@ def _upright_rgb(opened_image: Any) -> Any:
     if not image.has_transparency_data:
         return image.convert("RGB")
     rgba_image = image.convert("RGBA")
+    if rgba_image.getchannel("A").getextrema() == (255, 255):  # as of screenshots
+        return rgba_image.convert("RGB")
     rgb_image = Image.new("RGB", rgba_image.size, "white")
     rgb_image.paste(rgba_image, mask=rgba_image.getchannel("A"))
     return rgb_image
@@ -618,6 +625,21 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
         return (width, height) if is_turned else (height, width)
 
 
+def _strict_rgb(image_bytes: bytes, colorspace: str, is_progressive: bool) -> np.ndarray:
+    """uint8 [height, width, 3]. Raises ValueError for libjpeg's warnings.
+
+    A sequential JPEG may lack its end marker, as some cameras write it: all pixels stand before it.
+    """
+    import simplejpeg
+
+    try:
+        return simplejpeg.decode_jpeg(image_bytes, colorspace)
+    except ValueError:
+        if is_progressive:  # a later scan may be missing
+            raise
+        return simplejpeg.decode_jpeg(image_bytes + JPEG_END_MARKER, colorspace)
+
+
 def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
     """Decodes a JPEG with simplejpeg. Returns None if Pillow must decode it, for instance one of CMYK.
 
@@ -631,7 +653,7 @@ def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
     colorspace = "CMYK" if opened_image.mode == "CMYK" else "RGB"
     try:
         stored_colorspace = simplejpeg.decode_jpeg_header(image_bytes)[2]
-        rgb_array = simplejpeg.decode_jpeg(image_bytes, colorspace)
+        rgb_array = _strict_rgb(image_bytes, colorspace, is_progressive="progressive" in opened_image.info)
     except ValueError as error:
         try:
             simplejpeg.decode_jpeg(image_bytes, colorspace, strict=False)

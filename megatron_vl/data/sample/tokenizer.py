@@ -95,4 +95,7 @@ def compute_tokenizer_digest(tokenizer: Tokenizer) -> str:
     tokenizer_fields = json.loads(tokenizer.to_str())
     for name in ("version", "truncation", "padding", "decoder"):
         del tokenizer_fields[name]
+    # Versions of the library write merges as pairs or as texts.
+    merges = tokenizer_fields["model"].get("merges", ())
+    tokenizer_fields["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
     return hashlib.sha256(json.dumps(tokenizer_fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -45,7 +45,7 @@ from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW
 
 SHARDS_FILE = "shards.json"
-SIZES_VERSION = 1
+SIZES_VERSION = 2
 SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
 MEDIUM_DTYPE = np.dtype(
