@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from data_tools.formats import read_conversation
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.data.sample.conversation_checks import order_results
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.step import token_loss
 from tests.data.helpers import spec_of
@@ -145,3 +146,15 @@ def test_the_loss_is_divided_by_the_number_of_learnt_tokens():
     total, tokens, report = token_loss(SimpleNamespace(loss_mask=row.loss_mask, segment_sources=None), losses)
     assert (total.item(), tokens.item()) == (11.0, 3) and tokens.dtype == torch.int
     assert report["loss"].tolist() == [11.0, 3.0]
+
+
+def test_ids_of_calls_and_results_may_be_numbers_and_texts_but_none_may_lack() -> None:
+    calls = [{"type": "function", "id": i, "function": {"name": "f", "arguments": {}}} for i in (1, 2)]
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in ("2", "1")]
+    ordered = order_results([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert [message["content"] for message in ordered[1:]] == ["1", "2"]
+
+    mixed = [{**calls[0], "id": None}, {**calls[1], "id": "a"}]
+    unnamed = [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y", "tool_call_id": "a"}]
+    with pytest.raises(ChatError, match="each call needs one result with its id"):
+        order_results([{"role": "assistant", "content": "", "tool_calls": mixed}, *unnamed])

@@ -250,7 +250,10 @@ JPEGS = {
 DAMAGED = {f"half of {kind}": data[: len(data) // 2] for kind, data in JPEGS.items()}
 DAMAGED |= {f"{kind} with a zeroed half": zeroed(data) for kind, data in JPEGS.items()}
 DAMAGED |= {
-    "jpeg without its end": JPEGS["jpeg"][:-2],
+    "jpeg without its last data": JPEGS["jpeg"][:-4],
+    "progressive jpeg without its end": saved(Image.fromarray(picture(40, 40)), "JPEG", progressive=True)[
+        :-2
+    ],
     "jpeg of the header alone": JPEGS["jpeg"][:200],
     "half of a png": encoded(90, 130, "png")[:20000],
     "png with a zeroed half": zeroed(encoded(90, 130, "png")),
@@ -277,13 +280,15 @@ def test_damage_is_refused(name):
 
 
 def test_usual_files_are_taken():
-    """Also a JPEG with bytes after its end, as cameras append them, and one with two images in it."""
+    """Also a JPEG with bytes after its end or without its end marker, as cameras write them, and one with two
+    images in it."""
     first, second = (Image.fromarray(np.full((16, 16, 3), value, np.uint8)) for value in (90, 10))
     trailing = saved(first, "JPEG") + b"maker's notes"
     two = saved(first, "MPO", save_all=True, append_images=[second])
     yuv = saved(first, "JPEG", subsampling=2, progressive=True)
     stored_rgb = saved(first, "JPEG", keep_rgb=True)
-    for data in (trailing, two, yuv, stored_rgb, saved(first, "BMP"), saved(first, "TGA")):
+    endless = saved(first, "JPEG")[:-2]
+    for data in (trailing, endless, two, yuv, stored_rgb, saved(first, "BMP"), saved(first, "TGA")):
         assert abs(pixels(data) - 90).max() <= 2
         assert not inspect_medium("image", "x", data, 1 << 20).has_more_images
 
