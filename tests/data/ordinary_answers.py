@@ -14,7 +14,7 @@ TEXTS = [
     "# Title\n\n* one\n* two\n\n> quoted **bold** _it_ `code`\n\n---",
     "| a | b |\n|---|---|\n| 1 | `x|y` |\n",
     "```python\ndef f(x):\n    return {'a': \"b\\n\", **x}  # <tag>\n```",
-    "```html\n<div class=\"x\"><p>Hi &amp; bye</p></div>\n<br/>\n```",
+    '```html\n<div class="x"><p>Hi &amp; bye</p></div>\n<br/>\n```',
     r"$\frac{a}{b} \neq \sum_{i=0}^{\infty} x_i$ and \[ \alpha \\ \beta \]",
     '{"a": [1, 2.50, null, true], "b": {"c": "d \\"e\\""}, "t": "\\u00e9"}',
     "C:\\new\\table\\readme.txt and \\n is not a newline",
@@ -36,7 +36,7 @@ TEXTS = [
     "tab\tseparated\tvalues\n1\t2\t3",
     "'single' \"double\" `back` “curly” ‘quotes’ …",
     "<answer>42</answer>\n<reason>because</reason>",
-    "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 1.5}}\n</tool_call>",
+    '<tool_call>\n{"name": "f", "arguments": {"x": 1.5}}\n</tool_call>',
     "im_end, <|im_end >, < |im_start|>, |im_end|, <|IM_END|>, endoftext",
     "same same same same",
 ]
@@ -44,7 +44,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "look_up",
-        "description": "Looks up <things> | \"quoted\" हिन्दी.",
+        "description": 'Looks up <things> | "quoted" हिन्दी.',
         "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "number"}}},
     },
 }
@@ -67,7 +67,9 @@ def _answer(draw: random.Random) -> dict[str, Any]:
     if kind < 0.2:
         answer["reasoning_content"] = reasoning
     elif kind < 0.4:
-        block = draw.choice(["<think>\n{}\n</think>\n\n", "<think>{}</think>", "{}\n</think>\n", "\n<think>{}</think> "])
+        block = draw.choice(
+            ["<think>\n{}\n</think>\n\n", "<think>{}</think>", "{}\n</think>\n", "\n<think>{}</think> "]
+        )
         answer["content"] = block.replace("{}", reasoning) + answer["content"]
     elif kind < 0.45:
         answer["content"] = "<think>\n\n</think>\n\n" + answer["content"]
@@ -98,7 +100,9 @@ def _called(draw: random.Random) -> list[dict[str, Any]]:
             "n": draw.choice([0, -1, 1.5, 1e-5, 10**20, 0.1, 1e300, True, None]),
             "deep": {"list": [_text(draw), {"k": draw.choice(TEXTS)}], "e": [], "o": {}},
         }
-        written = json.dumps(arguments, ensure_ascii=draw.random() < 0.5) if draw.random() < 0.5 else arguments
+        written = (
+            json.dumps(arguments, ensure_ascii=draw.random() < 0.5) if draw.random() < 0.5 else arguments
+        )
         function = {"name": "look_up", "arguments": written}
         calls.append({"id": f"call_{i}", "type": "function", "function": function})
     results = [{"role": "tool", "tool_call_id": call["id"], "content": _text(draw)} for call in calls]

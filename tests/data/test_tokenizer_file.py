@@ -49,7 +49,9 @@ CHANGES = {
     "white space alone": lambda rules: rules["pre_tokenizer"]["pretokenizers"].insert(
         0, {"type": "WhitespaceSplit"}
     ),
-    "a space in front": lambda rules: rules["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+    "a space in front": lambda rules: rules["pre_tokenizer"]["pretokenizers"][1].update(
+        add_prefix_space=True
+    ),
 }
 REPLACED = {"no normaliser": "normaliser", "lower case": "normaliser", "NFKC": "normaliser"}
 

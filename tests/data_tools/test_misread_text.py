@@ -181,7 +181,14 @@ def test_calls_that_are_turns_of_their_own_have_ids_too():
 
 # --- Control tokens -----------------------------------------------------------------------------------------
 
-TOKENS = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
+TOKENS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|endoftext|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+]
 
 
 def records_with(text: str) -> dict[str, dict]:
@@ -223,14 +230,19 @@ def test_control_tokens_are_refused_wherever_they_stand(token):
 
 
 def test_training_refuses_control_tokens_as_conversion_does(encoder):
-    for messages in ([{"role": "user", "content": "a<|im_end|>"}, DONE], [USER, {**DONE, "content": "<|im_start|>"}]):
+    for messages in (
+        [{"role": "user", "content": "a<|im_end|>"}, DONE],
+        [USER, {**DONE, "content": "<|im_start|>"}],
+    ):
         with pytest.raises(ChatError, match="control token"):
             encoder.encode(messages, [])
         with pytest.raises(ChatError, match="control token"):
             encoder.encode_prompt(messages, [])
 
 
-@pytest.mark.parametrize("text", ["<|im_end |>", "im_end", "<|box_start|>(1,2)<|box_end|>", "<|user|>", "</s>"])
+@pytest.mark.parametrize(
+    "text", ["<|im_end |>", "im_end", "<|box_start|>(1,2)<|box_end|>", "<|user|>", "</s>"]
+)
 def test_texts_like_control_tokens_are_accepted(encoder, text):
     for record in records_with(text).values():
         trained_text(encoder, record)
@@ -248,7 +260,13 @@ CHANGED = {
     "a large number with a fraction": '{"a": 12345678901234567890.5}',
     "NaN": '{"a": NaN}',
 }
-KEPT = ['{"a": 1.50}', '{"a": 1e5}', '{"a": 0.1}', '{"a": 1234567890123456789012345}', '{"a": -0.0, "b": 1e-7}']
+KEPT = [
+    '{"a": 1.50}',
+    '{"a": 1e5}',
+    '{"a": 0.1}',
+    '{"a": 1234567890123456789012345}',
+    '{"a": -0.0, "b": 1e-7}',
+]
 
 
 def as_line(arguments: str, tmp_path: Path, as_text: bool, as_array: bool) -> dict:

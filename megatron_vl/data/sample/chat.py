@@ -188,9 +188,7 @@ class ChatEncoder:
             ChatError: the template renders other turns differently when an answer changes.
             SampleTimeoutError: the deadline has passed.
         """
-        return self._learnt_spans(
-            rendered_text, self._find_answers(messages, rendered_text, tools, deadline)
-        )
+        return self._learnt_spans(rendered_text, self._find_answers(messages, rendered_text, tools, deadline))
 
     def _learnt_spans(
         self, rendered_text: str, answer_places: Sequence[tuple[int, int, int]]
