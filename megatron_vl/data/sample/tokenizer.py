@@ -1,8 +1,9 @@
 """Loads the tokenizer of a Hugging Face folder, with the rules of its ``tokenizer.json``.
 
-The classes of transformers rebuild some tokenizers: ``Qwen2Tokenizer`` keeps vocabulary and merges of the file
-and replaces its normaliser and split pattern. The released Qwen3.5 folders name that class, although their
-pattern joins combining marks to letters, so that it gives other ids than the file (transformers issue 44297).
+The classes of transformers rebuild some tokenizers: ``Qwen2Tokenizer`` keeps vocabulary and merges of the
+file and replaces its normaliser and split pattern. The released Qwen3.5 folders name that class, although
+their pattern joins combining marks to letters, so that it gives other ids than the file (transformers issue
+44297).
 """
 
 from __future__ import annotations
