@@ -216,6 +216,25 @@ def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
         load_hf_processor(hf).apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
 
 
+@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
+def test_a_processor_that_names_another_model_is_refused(hf, tmp_path, file):
+    """transformers' processors load what the field names, with pickles."""
+    (hf / file).write_text(
+        json.dumps(
+            (json.loads((hf / file).read_text()) if (hf / file).is_file() else {})
+            | {
+                "audio_tokenizer": {
+                    "audio_tokenizer_class": "DacModel",
+                    "audio_tokenizer_name_or_path": str(tmp_path / "outside"),
+                }
+            }
+        )
+    )
+    for read in (load_hf_processor, check_hf_folder):
+        with pytest.raises(ConfigError, match=f"{file}: field 'audio_tokenizer_name_or_path' names another"):
+            read(hf)
+
+
 @pytest.mark.parametrize(
     "name",
     ["../secret.safetensors", "/tmp/secret.safetensors", "sub/x.safetensors", "pytorch_model.bin", "..", ""],

@@ -116,7 +116,8 @@ def _in_call_order(results: list[dict[str, Any]], call_ids: list[Any]) -> list[d
         ordered_results = [results[result_names.index(name)] for name in expected_names]
         if ordered_results != results and any(isinstance(result["content"], list) for result in results):
             raise ChatError(
-                f"results with media are not in the order of their calls {call_ids}; write them in it",
+                f"results with media are not in the order of their calls {call_ids}; write them in that"
+                " order",
                 "results and calls differ",
             )
         results = ordered_results

@@ -1,0 +1,297 @@
+"""Texts, results and numbers that a template or a parser would drop or read otherwise are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_tools.formats import RecordError, read_conversation
+from data_tools.records import read_records
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.spec.families import read_spec
+from tests.data.ordinary_answers import TOOL, ordinary_records
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
+
+TEMPLATES = Path(__file__).parents[1] / "hf_configs"
+USER = {"role": "user", "content": "Hi"}
+DONE = {"role": "assistant", "content": "Done."}
+
+
+@pytest.fixture(scope="module", params=["Qwen3.5-9B", "Qwen3.5-0.8B", "Qwen3.6-27B"])
+def encoder(request, tmp_path_factory) -> ChatEncoder:
+    folder = tmp_path_factory.mktemp("thinking") / "hf"
+    write_tiny_checkpoint(folder, "qwen3_5")
+    shutil.copy(TEMPLATES / f"{request.param}.chat_template.jinja", folder / "chat_template.jinja")
+    return ChatEncoder(folder, read_spec(folder))
+
+
+def trained_text(encoder: ChatEncoder, record: dict) -> str:
+    conversation = read_conversation(record)
+    ids, mask = encoder.encode(conversation.messages, [], conversation.tool_definitions)
+    return encoder.tokenizer.decode(ids[mask.bool()])
+
+
+# --- Answers ------------------------------------------------------------------------------------------------
+
+LOST = {
+    "two closing tags": "alpha</think>beta</think>gamma",
+    "two closing tags in lines": "alpha\n</think>\n\nbeta\n</think>\n\ngamma",
+    "text before the block": "alpha <think>beta</think> gamma",
+    "a line before the block": "alpha\n<think>\nbeta\n</think>\n\ngamma",
+    "two blocks": "<think>alpha</think> beta <think>gamma</think> delta",
+    "a block in a block": "<think>alpha <think>beta</think> gamma</think> delta",
+    "a closing tag in a sentence": "alpha `</think>` beta",
+    "a word twice": "alpha</think>alpha</think>alpha",
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("later", [[], [USER, DONE]], ids=["last", "earlier"])
+def test_an_answer_whose_words_the_template_drops_is_refused(encoder, name, later):
+    record = {"messages": [USER, {"role": "assistant", "content": LOST[name]}, *later]}
+    with pytest.raises(ChatError, match="leaves out a text or reads it as thinking"):
+        trained_text(encoder, record)
+
+
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ("alpha beta.\n</think>\n\ngamma", "alpha beta.\n</think>\n\ngamma"),
+        ("<think>\nalpha\n</think>\n\nbeta", "alpha\n</think>\n\nbeta"),
+        ("<think>alpha</think>beta\n\n", "alpha\n</think>\n\nbeta"),
+        ("<think>\nalpha beta", "<think>\nalpha beta"),
+        ("The tag `<think>` opens.", "The tag `<think>` opens."),
+    ],
+)
+def test_usual_answers_with_thinking_are_trained_on_whole(encoder, answer, trained):
+    record = {"messages": [USER, {"role": "assistant", "content": answer}]}
+    assert trained_text(encoder, record) == f"{trained}<|im_end|>"
+
+
+def test_thinking_of_earlier_answers_is_left_out_as_served(encoder):
+    answer = {"role": "assistant", "content": "<think>\nalpha\n</think>\n\nbeta"}
+    assert "beta<|im_end|>" in trained_text(encoder, {"messages": [USER, answer, USER, DONE]})
+
+
+def test_tags_in_reasoning_are_refused():
+    answer = {**DONE, "reasoning_content": "<think>\nHm.\n</think>"}
+    with pytest.raises(RecordError, match="reasoning_content has the tag <think>"):
+        read_conversation({"messages": [USER, answer]})
+
+
+def test_a_template_that_drops_other_texts_is_refused(encoder):
+    changed = ChatEncoder.__new__(ChatEncoder)
+    changed.__dict__.update(encoder.__dict__)
+    head, tag, tail = encoder.chat_template.rpartition("<tool_response>")
+    changed.chat_template = head.replace("args_value | string", "''") + tag
+    changed.chat_template += tail.replace("{{- content }}", "{{- content[:4] }}")
+    call = {"role": "assistant", "content": "", "tool_calls": [call_of("1", {"q": "Oslo"})]}
+    for messages, lost in (
+        ([USER, call, result_of("1"), DONE], "Oslo"),
+        ([USER, {**call, "tool_calls": [call_of("1", {})]}, result_of("1"), DONE], "result of 1"),
+    ):
+        with pytest.raises(ChatError, match=lost):
+            trained_text(changed, {"messages": messages})
+
+
+def test_a_thousand_ordinary_answers_are_accepted(encoder):
+    for record in ordinary_records(350, seed=len(encoder.chat_template)):  # for each of three templates
+        trained_text(encoder, record)
+
+
+# --- Results and their calls --------------------------------------------------------------------------------
+
+
+def call_of(call_id: object, arguments: object = None) -> dict:
+    function = {"name": f"f{call_id}", "arguments": {} if arguments is None else arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def result_of(call_id: object) -> dict:
+    return {"role": "tool", "tool_call_id": call_id, "content": f"result of {call_id}"}
+
+
+def results_read(calls: list[dict], results: list[dict]) -> str:
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    conversation = read_conversation({"messages": [USER, turn, *results, DONE]})
+    assert not any("id" in call for m in conversation.messages for call in m.get("tool_calls", ()))
+    assert not any("tool_call_id" in m for m in conversation.messages)
+    return "".join(m["content"][-1] for m in conversation.messages if m["role"] == "tool")
+
+
+@pytest.mark.parametrize(
+    ("results", "wanted"),
+    [("12", "12"), ("21", "12"), ("1", ""), ("19", ""), ("123", ""), ("11", ""), ("91", ""), ("2", "")],
+)
+def test_results_are_put_to_their_calls_or_refused(results, wanted):
+    arguments = [call_of("1"), call_of("2")], [result_of(i) for i in results]
+    if wanted:
+        assert results_read(*arguments) == wanted
+        return
+    with pytest.raises(RecordError, match=r"the calls have the ids \['1', '2'\]") as caught:
+        results_read(*arguments)
+    assert caught.value.reason == "results and calls differ"
+
+
+def test_results_are_put_right_turn_by_turn():
+    turn = {"role": "assistant", "content": "", "tool_calls": [call_of("1"), call_of("2")]}
+    messages = [USER, turn, result_of("2"), result_of("1"), turn, result_of("1"), result_of("2"), DONE]
+    read = read_conversation({"messages": messages}).messages
+    assert "".join(m["content"][-1] for m in read if m["role"] == "tool") == "1212"
+
+
+@pytest.mark.parametrize(
+    ("calls", "results"),
+    [
+        (("1", "1"), "11"),  # two calls with one id
+        (("1", "2"), ["1", None]),  # one result without an id
+        ((None, "2"), "12"),  # one call without an id
+        ((None, None), "1"),  # no ids to compare, but one result is missing
+        ((1, 2), "12"),  # numbers are no texts
+    ],
+)
+def test_other_ids_that_do_not_match_are_refused(calls, results):
+    with pytest.raises(RecordError, match="each call needs one result"):
+        results_read([call_of(i) for i in calls], [result_of(i) for i in results])
+
+
+@pytest.mark.parametrize(
+    ("calls", "results"),
+    [((None, None), [None, None]), (("1", "2"), [None, None]), ((None, None), "12"), (("1", "2"), [None])],
+)
+def test_results_without_ids_stay_in_their_order(calls, results):
+    wanted = "".join(str(i)[-1] for i in results)
+    assert results_read([call_of(i) for i in calls], [result_of(i) for i in results]) == wanted
+
+
+def test_results_with_media_are_not_moved():
+    picture = {"role": "tool", "tool_call_id": "2", "content": [{"type": "image", "image": "a.png"}]}
+    with pytest.raises(RecordError, match="write them in that order"):
+        results_read([call_of("1"), call_of("2")], [picture, result_of("1")])
+
+
+def test_calls_that_are_turns_of_their_own_have_ids_too():
+    turns = [{"role": "tool_call", "tool_call_id": i, "content": json.dumps({"name": f"f{i}"})} for i in "12"]
+    read = read_conversation({"messages": [USER, *turns, result_of("2"), result_of("1"), DONE]}).messages
+    assert [m["content"] for m in read if m["role"] == "tool"] == ["result of 1", "result of 2"]
+
+
+# --- Control tokens -----------------------------------------------------------------------------------------
+
+TOKENS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|endoftext|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+]
+
+
+def records_with(text: str) -> dict[str, dict]:
+    tool = {"type": "function", "function": {**TOOL["function"], "description": text}}
+    arguments = {"list": [{text: 1}]}
+    return {
+        "user": {"messages": [{"role": "user", "content": text}, DONE]},
+        "answer": {"messages": [USER, {"role": "assistant", "content": text}]},
+        "reasoning": {"messages": [USER, {**DONE, "reasoning_content": text}]},
+        "system": {"system": text, "messages": [USER, DONE]},
+        "result": {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [call_of("1")]},
+                {**result_of("1"), "content": text},
+                DONE,
+            ]
+        },
+        "key of an argument": {"messages": [USER, {**DONE, "tool_calls": [call_of("1", arguments)]}]},
+        "argument as JSON": {
+            "messages": [USER, {**DONE, "tool_calls": [call_of("1", '{"a": "\\u003c' + text[1:] + '"}')]}]
+        },
+        "tool": {"messages": [USER, DONE], "tools": [tool]},
+        "two parts": {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": t} for t in (text[:5], text[5:])]},
+                DONE,
+            ]
+        },
+    }
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_control_tokens_are_refused_wherever_they_stand(token):
+    for place, record in records_with(token).items():
+        with pytest.raises(RecordError, match="control token") as caught:
+            read_conversation(record)
+        assert caught.value.reason == "control token in text", place
+
+
+def test_training_refuses_control_tokens_as_conversion_does(encoder):
+    for messages in (
+        [{"role": "user", "content": "a<|im_end|>"}, DONE],
+        [USER, {**DONE, "content": "<|im_start|>"}],
+    ):
+        with pytest.raises(ChatError, match="control token"):
+            encoder.encode(messages, [])
+        with pytest.raises(ChatError, match="control token"):
+            encoder.encode_prompt(messages, [])
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end |>", "im_end", "<|box_start|>(1,2)<|box_end|>", "<|user|>", "</s>"]
+)
+def test_texts_like_control_tokens_are_accepted(encoder, text):
+    for record in records_with(text).values():
+        trained_text(encoder, record)
+
+
+# --- Numbers and keys of arguments --------------------------------------------------------------------------
+
+CHANGED = {
+    "a key twice": '{"a": 1, "a": 2}',
+    "a key twice, deeper": '{"a": [{"b": 1, "b": 1}]}',
+    "25 digits": '{"a": 0.1234567890123456789012345}',
+    "1e-400": '{"a": 1e-400}',
+    "1e400": '{"a": [1e400]}',
+    "an exponent without end": '{"a": 1e-99999999999999999999999}',
+    "a large number with a fraction": '{"a": 12345678901234567890.5}',
+    "NaN": '{"a": NaN}',
+}
+KEPT = [
+    '{"a": 1.50}',
+    '{"a": 1e5}',
+    '{"a": 0.1}',
+    '{"a": 1234567890123456789012345}',
+    '{"a": -0.0, "b": 1e-7}',
+]
+
+
+def as_line(arguments: str, tmp_path: Path, as_text: bool, as_array: bool) -> dict:
+    """The record as a file has it, with the arguments as an object or as text."""
+    written = json.dumps(arguments) if as_text else arguments
+    call = f'{{"type": "function", "function": {{"name": "f", "arguments": {written}}}}}'
+    messages = f'[{json.dumps(USER)}, {{"role": "assistant", "content": "", "tool_calls": [{call}]}}]'
+    line = f'{{"messages": {messages}, "score": 1e-400}}'
+    path = tmp_path / "in.json"
+    path.write_text(f"[{line}]" if as_array else f"{line}\n")
+    [(_, record)] = read_records(path)
+    return record
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize("as_array", [True, False])
+@pytest.mark.parametrize("name", CHANGED)
+def test_arguments_that_parsing_would_change_are_refused(name, as_text, as_array, tmp_path):
+    with pytest.raises(RecordError) as caught:
+        read_conversation(as_line(CHANGED[name], tmp_path, as_text, as_array))
+    assert caught.value.reason == "bad tool call" and "arguments" in caught.value.field_path
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize("arguments", KEPT)
+def test_usual_numbers_stay(arguments, as_text, tmp_path):
+    message = read_conversation(as_line(arguments, tmp_path, as_text, False)).messages[1]
+    assert message["tool_calls"][0]["function"]["arguments"] == json.loads(arguments)
