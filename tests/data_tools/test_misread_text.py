@@ -24,6 +24,7 @@ DONE = {"role": "assistant", "content": "Done."}
 def encoder(request, tmp_path_factory) -> ChatEncoder:
     folder = tmp_path_factory.mktemp("thinking") / "hf"
     write_tiny_checkpoint(folder, "qwen3_5")
+    (folder / "chat_template.json").unlink()
     shutil.copy(TEMPLATES / f"{request.param}.chat_template.jinja", folder / "chat_template.jinja")
     return ChatEncoder(folder, read_spec(folder))
 
