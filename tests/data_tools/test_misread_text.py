@@ -151,7 +151,6 @@ def test_results_are_put_right_turn_by_turn():
         (("1", "2"), ["1", None]),  # one result without an id
         ((None, "2"), "12"),  # one call without an id
         ((None, None), "1"),  # no ids to compare, but one result is missing
-        ((1, 2), "12"),  # numbers are no texts
     ],
 )
 def test_other_ids_that_do_not_match_are_refused(calls, results):
@@ -286,8 +285,12 @@ def as_line(arguments: str, tmp_path: Path, as_text: bool, as_array: bool) -> di
 @pytest.mark.parametrize("as_array", [True, False])
 @pytest.mark.parametrize("name", CHANGED)
 def test_arguments_that_parsing_would_change_are_refused(name, as_text, as_array, tmp_path):
+    record = as_line(CHANGED[name], tmp_path, as_text, as_array)
+    if "twice" in name and not as_text:  # the reader refuses any object with a key twice
+        assert record.reason == "duplicate key"
+        return
     with pytest.raises(RecordError) as caught:
-        read_conversation(as_line(CHANGED[name], tmp_path, as_text, as_array))
+        read_conversation(record)
     assert caught.value.reason == "bad tool call" and "arguments" in caught.value.field_path
 
 
