@@ -9,8 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
+from megatron_vl.config import parse_config
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
+from megatron_vl.training.resolve import resolve_run
+from tests.training.test_preflight import describe_data
 from toolkit.hf_loading import load_hf_processor
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
@@ -136,6 +139,44 @@ def test_added_tokens_keep_their_lstrip_and_rstrip_and_the_end_of_a_turn_its_los
     assert trained == ["a", "<|box_start|>", "b", "<|im_end|>"]  # both tokens have taken white space
 
 
+def start(folder: Path, tmp_path: Path):
+    """What a start and ``doctor`` ask for first."""
+    if not (tmp_path / "data").exists():
+        describe_data(tmp_path / "data")
+    fields = ["--model.hf", str(folder), "--data.path", str(tmp_path / "data"), "--platform", "cpu"]
+    return resolve_run(parse_config([*fields, "--data.seq_len", "512"]), 1)
+
+
+def test_a_start_names_the_class_that_replaces_rules(folder, tmp_path):
+    write_rules(folder, CHANGES["as written"], "PreTrainedTokenizerFast")
+    assert not any("tokenizer.json" in note for note in start(folder, tmp_path).run_notes)
+    write_rules(folder, CHANGES["digits by three"], "Qwen2Tokenizer")
+    [note] = [note for note in start(folder, tmp_path).run_notes if "tokenizer.json" in note]
+    assert note.startswith("NOTE: Qwen2Tokenizer of transformers ") and "split pattern" in note
+
+
+PIECES = {"Qwen2": ["ह", "िन", "्द", "ी", "Ġम", "ें"], "Qwen3.5": ["हिन्दी", "Ġमें"]}
+"""Of "हिन्दी में", by hand. Where marks are no letters, a mark begins a piece, with a letter after it if any;
+where they are, it continues one."""
+
+
+def test_combining_marks_are_split_as_the_file_says(folder):
+    for name, change in (("Qwen2", None), ("Qwen3.5", "marks with letters")):
+        rules = (
+            CHANGES[change]
+            if change
+            else lambda rules: replace_pattern(
+                rules,
+                rules["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"],
+                MARKS.replace(r"\p{M}", ""),
+            )
+        )
+        write_rules(folder, rules, "Qwen2Tokenizer")
+        split = ChatEncoder(folder, read_spec(folder))._fast_tokenizer.pre_tokenizer
+        pieces = ["हिन्दी में"[start:end] for _, (start, end) in split.pre_tokenize_str("हिन्दी में")]
+        assert pieces == [piece.replace("Ġ", " ") for piece in PIECES[name]]
+
+
 def with_tokens(folder: Path, count: int) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(f"<loc_{i}>") for i in range(count)])
@@ -151,5 +192,6 @@ def test_a_token_without_a_row_in_the_embedding_is_refused(tmp_path):
     with_tokens(folder, rows - used)  # the last one has the last row
     ChatEncoder(folder, spec)
     with_tokens(folder, rows - used + 1)
-    with pytest.raises(ChatError, match=rf"token ids up to {rows} .*embedding has {rows} rows"):
-        ChatEncoder(folder, spec)
+    for refuse in (lambda: ChatEncoder(folder, spec), lambda: start(folder, tmp_path)):
+        with pytest.raises(ChatError, match=rf"token ids up to {rows} .*embedding has {rows} rows"):
+            refuse()
