@@ -22,7 +22,6 @@ from .conversation import (
     check_answers,
     check_loss_weights,
     check_role_order,
-    drop_last_answer,
     record_identity,
     refuse_listed_audio,
     shorten_value,
@@ -39,7 +38,7 @@ from .record_reader import (
 )
 from .tool_calls import drop_null_arguments, read_tools
 
-__all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation", "read_prompt"]
+__all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
 FORMATS: dict[str, RecordFormat] = {
     module.FORMAT.name: module.FORMAT for module in (llamafactory, openai, qwen, sharegpt, turn_pairs, alpaca)
@@ -57,25 +56,11 @@ UNSUPERVISED_FIELDS = {
 """Fields that belong to the task and have no place in a supervised sample."""
 
 
-def read_prompt(record: Any) -> Conversation:
-    """Reads what is said before the requested answer: a record without a last turn that is the assistant's.
-
-    Raises:
-        RecordError: like :func:`read_conversation`, but the record need not contain anything to learn.
-    """
-    conversation = read_conversation(record, is_prompt=True)
-    drop_last_answer(conversation)
-    if not conversation.messages or conversation.messages[-1]["role"] not in ("user", "tool"):
-        raise RecordError("no user turn", "a prompt must end with a user's turn")
-    return conversation
-
-
-def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = False) -> Conversation:
+def read_conversation(record: Any, format_name: str = "") -> Conversation:
     """Reads a record. Raises RecordError if it cannot be used.
 
     Args:
         format_name: name in :data:`FORMATS`; empty: the format is recognised.
-        is_prompt: whether the record needs no assistant turn.
     """
     _check_object(record)
     refuse_listed_audio(record, "")
@@ -89,15 +74,13 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
         refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS), "")
     if any(kind == "video" for kind, _ in reader.media_references):
         refuse_unread_keys(record, TIME_KEYS, "")
-    if not is_prompt:
-        check_answers(messages, record_format.turns_field)
+    check_answers(messages, record_format.turns_field)
 
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
-    check_role_order(messages, record_format.turns_field, is_prompt=is_prompt)
+    check_role_order(messages, record_format.turns_field)
     apply_record_weight(record, messages)
-    if not is_prompt:
-        check_loss_weights(messages, record_format.turns_field)
+    check_loss_weights(messages, record_format.turns_field)
 
     tools = read_tools(record)
     drop_null_arguments(messages, tools)

@@ -133,16 +133,13 @@ ALLOWED_NEXT_ROLES = {
 """Whose turn may follow; ``call`` is an assistant's turn that calls tools."""
 
 
-def check_role_order(messages: list[Message], turns_field: str, *, is_prompt: bool) -> None:
+def check_role_order(messages: list[Message], turns_field: str) -> None:
     """Raises RecordError if the roles do not follow the order (system,) user, assistant, user, ...
 
     Results of tools may follow a turn that calls them.
-
-    Args:
-        is_prompt: whether no assistant turn is required.
     """
     turns = messages[1:] if messages[0]["role"] == "system" else messages
-    if not is_prompt and not any(message["role"] == "assistant" for message in turns):
+    if not any(message["role"] == "assistant" for message in turns):
         raise RecordError(
             "no assistant turn", "without an assistant turn there is nothing to learn", turns_field
         )
@@ -175,16 +172,6 @@ def check_loss_weights(messages: list[Message], turns_field: str) -> None:
     answers = [message for message in messages if message["role"] == "assistant"]
     if answers and all(message.get("loss_weight") == 0 for message in answers):
         raise RecordError("no loss", "every assistant turn has the loss weight 0", turns_field)
-
-
-def drop_last_answer(conversation: Conversation) -> None:
-    """Takes the last turn away, with its media, if it is the assistant's."""
-    last_message = conversation.messages[-1]
-    if last_message["role"] == "assistant":
-        conversation.messages.pop()
-        kept_media_count = len(conversation.media_references) - count_media(last_message)
-        conversation.media_references = conversation.media_references[:kept_media_count]
-        conversation.field_paths = conversation.field_paths[:kept_media_count]
 
 
 def refuse_listed_audio(json_object: dict[str, Any], field_prefix: str) -> None:

@@ -66,8 +66,7 @@ CLIP_KEYS = ("video_start", "video_end", "frames_indices", "frame_indices", "vid
 BOX_KEYS = ("boxes", "grounding")
 TIME_KEYS = ("start", "end", "start_time", "end_time", "timestamps")
 MEDIUM_KEYS = (*CLIP_KEYS, *TIME_KEYS, *BOX_KEYS, "bbox", "bboxes")
-"""Keys of a medium that change what the sample shows. Beside a turn or a record, those of times often say
-where a finished clip came from, and are counted as ignored."""
+"""Keys of a medium that change what the sample shows. Beside a turn, those of times are only counted."""
 MAX_SHOWN_KEY = 60
 """Characters of an ignored key that are shown; keys come from untrusted input."""
 

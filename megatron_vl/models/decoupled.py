@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,16 +149,16 @@ class DecoupledTower:
     def _is_trained(self) -> bool:
         return self.ddp is not None
 
-    def encode(self, step_rows: Sequence[Any], is_training: bool) -> None:
+    def encode(self, step_rows: Sequence[DeviceRow], is_training: bool) -> None:
         """Computes the features of a step and attaches them to the rows of the first stage.
 
         Collective over the replica.
 
         Args:
-            step_rows: the rows of a step, or objects whose attribute ``row`` is a row.
+            step_rows: the rows of a step.
             is_training: whether :meth:`backward` will follow.
         """
-        step_vision = getattr(step_rows[0], "row", step_rows[0]).step_vision
+        step_vision = step_rows[0].step_vision
         if is_training and self.ddp is not None:
             self.ddp.zero_grad_buffer()
         if step_vision is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,18 +165,16 @@ def forward_step(row_iterator: Iterator[DeviceRow], model: torch.nn.Module) -> t
 
 def run_schedule(
     model_chunks: list[DistributedDataParallel] | list[VisionLanguageModel],
-    rows: list[Any],
+    rows: list[DeviceRow],
     *,
     seq_len: int,
     forward_only: bool = False,
-    forward_step_func: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
 ) -> list[Any]:
     """Runs the forward passes (and backward passes) of all rows through this rank's chunks.
 
     Args:
-        rows: the inputs of ``forward_step_func``, one for each micro-batch.
+        rows: one for each micro-batch.
         forward_only: whether to leave out the backward passes.
-        forward_step_func: the function that core's schedules call, as :func:`forward_step`.
 
     Returns:
         The reports of the rows on the last stage; an empty list on other stages.
@@ -198,7 +196,7 @@ def run_schedule(
         decoupled_tower.encode(rows, is_training=not forward_only)
 
     row_reports = get_forward_backward_func()(
-        forward_step_func=forward_step_func,
+        forward_step_func=forward_step,
         data_iterator=row_iterators if len(model_chunks) > 1 else row_iterators[0],
         model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
         num_microbatches=len(rows),

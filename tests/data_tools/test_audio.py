@@ -11,7 +11,7 @@ import pytest
 
 from data_tools.audio import find_audio_placeholder
 from data_tools.convert import ConversionOptions, convert_dataset
-from data_tools.formats import RecordError, read_conversation, read_prompt
+from data_tools.formats import RecordError, read_conversation
 from tests.data.media import encoded, write
 
 SOUND = "UklGRiQAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQAAAAA="
@@ -164,9 +164,6 @@ def test_a_record_with_audio_is_refused(record: dict[str, Any], field: str) -> N
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field_path) == ("audio not supported", field)
-
-    with pytest.raises(RecordError, match="audio"):
-        read_prompt(record)
 
 
 READ = {

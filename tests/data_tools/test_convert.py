@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
-from data_tools.formats import RecordError, read_conversation, read_prompt
+from data_tools.formats import RecordError, read_conversation
 from data_tools.records import ReadError, UnreadableRecord, read_records
 from tests.data.datasets import converted, mixed_records
 from tests.data.media import encoded, video, write
@@ -175,9 +175,7 @@ def test_a_last_question_and_a_system_turn_are_fine():
     assert read_conversation({"system": "a", "messages": turns}).messages == turns
 
 
-def test_a_prompt_may_end_with_an_empty_answer_and_an_exported_table_with_an_empty_column():
-    turns = [USER, {"role": "assistant", "content": ""}]
-    assert read_prompt({"messages": turns}).messages == [USER]
+def test_an_exported_table_may_have_an_empty_column():
     assert read_conversation({"messages": [USER, BOT], "conversations": []}).messages == [USER, BOT]
 
 

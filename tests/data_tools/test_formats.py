@@ -10,7 +10,7 @@ from decimal import Decimal
 import pytest
 
 from data_tools.convert import ConversionOptions, convert_dataset
-from data_tools.formats import FORMATS, RecordError, detect_format, read_conversation, read_prompt
+from data_tools.formats import FORMATS, RecordError, detect_format, read_conversation
 from tests.data.media import encoded, write
 
 ASK = {"role": "user", "content": "Hi"}
@@ -291,12 +291,6 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
-def test_an_alpaca_prompt_with_a_history_needs_no_output():
-    record = {"instruction": "a", "output": "", "history": [["b", "c"]]}
-    turns = [("user", "b"), ("assistant", "c"), ("user", "a")]
-    assert read_prompt(record).messages == [{"role": role, "content": said} for role, said in turns]
-
-
 def test_a_second_spelling_in_a_pair_is_listed_as_ignored():
     read = read_conversation({"conversation": [{"human": "a", "user": "z", "gpt": "b", "bot": "y"}]})
     assert read.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -534,10 +528,6 @@ def test_markers_are_text_beside_media_parts(record):
     assert "<image>\nHi" in json.dumps(conversation.messages[0]["content"]).replace("\\n", "\n")
     assert len(conversation.media_references) == str(record).count("a.png")
     assert not conversation.ignored_keys
-
-
-def test_a_prompt_may_end_with_the_result_of_a_tool():
-    assert read_prompt({"messages": CALLS}).messages == CALLS[:3]
 
 
 # --- From the file to the loader ----------------------------------------------------------------------------

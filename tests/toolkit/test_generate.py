@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from converters.convert import convert_adapter, convert_weights, export_weights
-from data_tools.formats import RecordError, read_prompt
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.errors import UserError
@@ -148,13 +147,6 @@ def test_the_prompt_ends_before_the_first_answer(tiny_checkpoint: Any) -> None:
     prompt, answer = split_at_answer(TokenizedSample(tokens, mask, media), spec)
     assert prompt.token_ids.tolist() == [text, image, image, text] and prompt.media_items == media[:1]
     assert answer.tolist() == [7, 8]
-
-
-def test_a_prompt_is_what_comes_before_the_answer() -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    assert read_prompt({"messages": turns}).messages == turns[:1]
-    with pytest.raises(RecordError):
-        read_prompt({"messages": turns[1:]})
 
 
 @pytest.mark.parametrize(

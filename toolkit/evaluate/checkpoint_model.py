@@ -14,7 +14,13 @@ from megatron_vl.data.sample.chat import read_stop_tokens
 from megatron_vl.data.sample.pixels import PixelError, VideoInfo, decode_image, probe_video, video_frames
 from megatron_vl.data.sample.thinking import GeneratedAnswer, opens_thinking, split_thinking
 from megatron_vl.spec.families import read_spec
-from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model, load_hf_processor
+from toolkit.hf_loading import (
+    apply_video_prompt,
+    follow_video_positions,
+    greedy_settings,
+    load_hf_model,
+    load_hf_processor,
+)
 
 PromptPart = Mapping[str, Any]
 """VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
@@ -72,21 +78,12 @@ class CheckpointModel:
 
         Released folders set sampling and a repetition penalty; only their end-of-answer tokens are kept.
         """
-        from transformers import GenerationConfig
-
         stop_token_ids = read_stop_tokens(hf_dir, self.processor.tokenizer)
-        pad_token_id = self.model.generation_config.pad_token_id
-        max_new_tokens = settings["max_new_tokens"]
-        token_limits = {False: max_new_tokens, True: settings.get("max_new_tokens_thinking", max_new_tokens)}
-        generation_configs = {}
-        for thinks, token_limit in token_limits.items():
-            generation_configs[thinks] = GenerationConfig(
-                max_new_tokens=token_limit,
-                do_sample=False,
-                eos_token_id=stop_token_ids,
-                pad_token_id=stop_token_ids[0] if pad_token_id is None else pad_token_id,
-            )
-        return generation_configs
+        limit = settings["max_new_tokens"]
+        return {
+            False: greedy_settings(stop_token_ids, limit),
+            True: greedy_settings(stop_token_ids, settings.get("max_new_tokens_thinking", limit)),
+        }
 
     def model_inputs(self, prompt: EvaluationPrompt) -> Any:
         """The model's inputs: the prompt after the checkpoint's own processor and chat template."""
@@ -240,7 +237,6 @@ class CheckpointModel:
     def generate_answer(self, prompt: EvaluationPrompt) -> GeneratedAnswer:
         """Generates the greedy answer to the last turn."""
         model_inputs, begins_thinking = self._prepare_inputs(prompt)
-        # In place of the folder's own, whose repetition penalty would fill in what is left out.
         self.model.generation_config = self.generation_configs[begins_thinking]
         tokens = self.model.generate(**model_inputs)
         answer_ids = tokens[0, model_inputs["input_ids"].shape[1] :]

@@ -24,7 +24,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
 from megatron_vl.weights.trained_media import exported_media
 from megatron_vl.weights.weight_reader import WeightReader
-from toolkit.hf_loading import follow_video_positions, load_hf_model
+from toolkit.hf_loading import follow_video_positions, greedy_settings, load_hf_model
 from toolkit.parity.reference import hf_inputs
 from toolkit.sample_encoder import SampleEncoder
 from toolkit.weights.export_step import ExportJob, export_step
@@ -114,19 +114,11 @@ class Answerer:
     def answer(self, prompt: TokenizedSample) -> tuple[GeneratedAnswer, str]:
         """The greedy answer to a prompt that ends with the header of the assistant's turn, and what it lacks
         in words; empty if it lacks nothing."""
-        from transformers import GenerationConfig
-
         begins_by_thinking = self.encoder.begins_by_thinking(prompt)
         limit = self.max_new_tokens or (THINKING_TOKENS if begins_by_thinking else ANSWER_TOKENS)
         inputs = hf_inputs([prompt], self.encoder.spec, self.pixel_norm, str(self.model.device))
         inputs.pop("position_ids", None)  # the model computes those of the answer too
-        # The folder's own settings (sampling, a repetition penalty) would fill in what is left out.
-        self.model.generation_config = GenerationConfig(
-            max_new_tokens=limit,
-            do_sample=False,
-            eos_token_id=self.stop_token_ids,
-            pad_token_id=self.stop_token_ids[0],
-        )
+        self.model.generation_config = greedy_settings(self.stop_token_ids, limit)
         all_tokens = self.model.generate(**inputs)
         tokens = all_tokens[0, len(prompt) :].tolist()
         answer = split_thinking(self.decode(tokens), begins_by_thinking)
