@@ -178,7 +178,7 @@ def import_training_stack(module_name: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers.models.auto.tokenization_auto  # noqa: F401
 
-    import megatron_vl.training.loop  # noqa: F401
+    import megatron_vl.training.trainer  # noqa: F401
 
     importlib.import_module(module_name)
     gc.collect()

@@ -58,11 +58,13 @@ def train(config: TrainConfig) -> None:
     check_inputs(config)
 
     from megatron_vl.parallel.process_groups import broadcast_from_rank_0, min_over_ranks
-    from megatron_vl.training import loop, missing_sizes, resume, setup
+    from megatron_vl.parallel.start import join_ranks
+    from megatron_vl.training.missing_sizes import write_missing_sizes
     from megatron_vl.training.out_of_memory import explain_memory_errors
     from megatron_vl.training.resolve import MachineMemory, resolve_run
+    from megatron_vl.training.trainer import Trainer
 
-    platform = setup.join_ranks(config)
+    platform = join_ranks(config)
     try:
         machine_memory = MachineMemory(
             platform.total_memory_gib(), min_over_ranks(host_memory.available_gib_per_rank(), platform.device)
@@ -71,13 +73,11 @@ def train(config: TrainConfig) -> None:
         resolved_run = broadcast_from_rank_0(
             lambda: resolve_run(config, launched_world_size(), machine_memory)
         )
-        missing_sizes.write_missing_sizes(resolved_run, platform)
-        with explain_memory_errors(resolved_run):
-            training_run = setup.build_run(resolved_run, platform)
-        with setup.close_on_failure(training_run), explain_memory_errors(resolved_run):
-            resume.restore_run(training_run)
-            loop.run_steps(training_run)
-        setup.close_run(training_run)
+        write_missing_sizes(resolved_run, platform)
+        with Trainer(resolved_run, platform) as trainer, explain_memory_errors(resolved_run):
+            trainer.build()
+            trainer.restore()
+            trainer.run()
     finally:
         failures.stop_single_rank_monitor()
 

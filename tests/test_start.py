@@ -22,7 +22,7 @@ CODE = """
 import importlib, json, sys
 import torch
 compile_ = torch.compile
-import megatron_vl.training.loop
+import megatron_vl.training.trainer
 from megatron.core.jit import jit_fuser
 from megatron.core.fusions.fused_bias_gelu import bias_gelu
 facts = {
@@ -43,7 +43,7 @@ print(json.dumps(facts))
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, bool]:
-    """Of a process that has imported the training loop."""
+    """Of a process that has imported the trainer."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

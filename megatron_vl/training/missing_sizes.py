@@ -23,10 +23,10 @@ from megatron_vl.data.source.dataset_description import LoaderError, read_descri
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
+from megatron_vl.parallel.start import exit_if_stop_requested
 from megatron_vl.platform import Platform
 from megatron_vl.processes import python_path_with_tools
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.training.setup import exit_if_stop_requested
 
 POLL_INTERVAL_S = 10.0
 """Seconds between two looks at the process. The other ranks wait in a collective for this long."""

@@ -1,31 +1,16 @@
-"""Continues a run from its own checkpoint, and lists what a checkpoint records for that."""
+"""The fields of a run that a checkpoint records, and what has changed since it was saved."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import operator
-from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig, field_types
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training import checkpoint
-from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
-from megatron_vl.training.preflight import START_ADAPTER_KEY, data_order_metadata
-from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
-from megatron_vl.training.step import SKIP_REASONS
-from megatron_vl.weights.model_digest import AdapterBase
-from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
-
-_SKIPPED_STEPS_KEY = "skipped_steps"
-_FIELDS_KEY = "fields"
-_SOURCES_KEY = "sources"
-"""Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
 _RECORDED_SECTIONS = ("model", "fp8", "optimizer")
 _RECORDED_FIELDS = ("data.path", "lora.dropout", "steps", "global_batch_size", "dtype", "seed")
@@ -38,104 +23,6 @@ _NOT_RECORDED = (
 )
 """A checkpoint records the fields of these sections, and these fields, but not the last ones. They say where
 something is read or how it is computed, and not what. Other fields of ``data`` come from the loader."""
-
-
-def restore_run(training_run: TrainingRun) -> None:
-    """Resumes from the chosen checkpoint, if there is one, and prints which one was chosen. Collective.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used. The message says what to do.
-        SystemExit: a signal asked a rank to stop, see :func:`exit_if_stop_requested`.
-    """
-    for user_message in training_run.resolved_run.run_start.user_messages:
-        log_rank_0(training_run.grid, user_message)
-    if training_run.resolved_run.is_resumed:
-        _restore_checkpoint(training_run)
-    exit_if_stop_requested(training_run.platform)  # building and loading take minutes with large models
-    _start_missing_exports(training_run)
-
-
-def _restore_checkpoint(training_run: TrainingRun) -> None:
-    """Restores model, optimizer, loader and counts of the run, and prints what has changed since the save."""
-    run_start = training_run.resolved_run.run_start
-    assert run_start.source_checkpoint is not None
-    restored_state = checkpoint.load_checkpoint(
-        run_start.source_checkpoint.path,
-        model_chunks=training_run.model_chunks,
-        optimizer=training_run.optimizer,
-        spec=training_run.spec,
-        layout=training_run.layout,
-        grid=training_run.grid,
-        run_metadata=data_order_metadata(training_run.config, training_run.grid.dp),
-        restart_data=run_start.restarts_data,
-    )
-
-    # Only ranks that own a loader have states. There are none if the data set is read from its start.
-    if (
-        training_run.data_loader is not None
-        and restored_state.loader_states is not None
-        and restored_state.loader_states.num_ranks
-    ):
-        _load_loader_state(training_run, restored_state.loader_states)
-
-    training_run.completed_steps = run_start.source_checkpoint.step
-    training_run.bad_samples = _continued_bad_sample_counts(training_run, restored_state.bad_sample_counts)
-
-    # The notes name fields that may change between two starts. A user who did not mean to change one sees it.
-    current_fields = _run_fields(training_run)
-    if not run_start.restarts_data:
-        del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
-    saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
-    try:
-        training_run.skipped_steps = {
-            reason: int(saved_metadata[_SKIPPED_STEPS_KEY].get(reason, 0)) for reason in SKIP_REASONS
-        }
-        training_run.source_counts = dict(saved_metadata[_SOURCES_KEY])
-        change_notes = field_change_notes(
-            training_run.config,
-            current_fields,
-            dict(saved_metadata.get(_FIELDS_KEY, {})),
-            training_run.completed_steps,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        error_text = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
-        ) from error
-
-    log_rank_0(
-        training_run.grid,
-        f"resumed at step {training_run.completed_steps} from {training_run.config.checkpoint.dir}",
-    )
-    for change_note in change_notes:
-        log_rank_0(training_run.grid, f"NOTE: {change_note}")
-
-
-def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> dict[str, Any]:
-    """The entries of a checkpoint's ``run.json`` about the run; layout and files are added by the saver."""
-    base_path = str(Path(training_run.config.model.checkpoint).resolve())
-    base = AdapterBase(training_run.resolved_run.base_digest, base_path)
-    return data_order_metadata(training_run.config, training_run.grid.dp) | {
-        _SKIPPED_STEPS_KEY: dict(training_run.skipped_steps),
-        **base.entry(),
-        START_ADAPTER_KEY: training_run.resolved_run.start_adapter,
-        _FIELDS_KEY: _run_fields(training_run),
-        _SOURCES_KEY: metrics_log.source_meter.state_dict(),
-    }
-
-
-# --- What has changed since the checkpoint ------------------------------------------------------------------
-
-
-def _run_fields(training_run: TrainingRun) -> dict[str, Any]:
-    """The fields of a run to record. They are complete on ranks that own a loader, of which rank 0 is one."""
-    data_loader = training_run.data_loader
-    row_settings = data_loader.row_settings if data_loader is not None else {}
-    run_fields = recorded_fields(training_run.config, training_run.spec, row_settings)
-    if data_loader is not None:
-        # Only a run that restarts its data may have others.
-        run_fields |= data_loader.model_folder_settings
-    return run_fields
 
 
 def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str, Any]) -> dict[str, Any]:
@@ -229,63 +116,3 @@ def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: 
     if saved_rate == current_rate:
         return []
     return [f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"]
-
-
-# --- Data and exports ---------------------------------------------------------------------------------------
-
-
-def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.LoaderStates) -> None:
-    """Lets the loader continue where the checkpoint stopped in the data.
-
-    Raises:
-        CheckpointError: the loader refuses the state. The message says how to restart the data instead.
-    """
-    try:
-        training_run.data_loader.load_state_dict(
-            loader_states.read_state(training_run.grid.dp_rank % loader_states.num_ranks),
-            loader_states.read_state,
-        )
-    except ValueError as error:
-        source_checkpoint = training_run.resolved_run.run_start.source_checkpoint
-        earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
-        restart_options = restart_option = "--checkpoint.restart_data true"
-        if earlier_restart:
-            restart_options += f" --checkpoint.attempt {earlier_restart.attempt + 1}"
-        if restart_option in str(error):
-            raise CheckpointError(str(error).replace(restart_option, restart_options)) from error
-        raise CheckpointError(
-            f"{error}. Or keep weights and optimizer and read the data set from its start: {restart_options}"
-        ) from error
-
-
-def _continued_bad_sample_counts(
-    training_run: TrainingRun, saved_counts: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """The checkpoint's counts of bad samples; None if the run continues with another data set.
-
-    Collective if the data was restarted.
-    """
-    if saved_counts is None or not training_run.resolved_run.run_start.restarts_data:
-        return saved_counts
-    is_same_dataset = [
-        training_run.data_loader is not None
-        and training_run.data_loader.is_same_dataset(saved_counts.get("dataset"))
-    ]
-    if training_run.grid.world_size > 1:
-        dist.broadcast_object_list(is_same_dataset)  # rank 0 owns a loader
-    return saved_counts if is_same_dataset[0] else None
-
-
-def _start_missing_exports(training_run: TrainingRun) -> None:
-    """Starts the exports that an earlier start of the run did not finish. Only rank 0 exports."""
-    run_start = training_run.resolved_run.run_start
-    if training_run.hf_exporter is None or run_start.source_checkpoint is None:
-        return
-
-    ancestor_checkpoints = []
-    for saved_checkpoint in saved_checkpoints(Path(training_run.config.checkpoint.dir)):
-        if run_start.lineage.contains_checkpoint(
-            run_start.source_checkpoint.step, saved_checkpoint.checkpoint_point
-        ):
-            ancestor_checkpoints.append(saved_checkpoint)
-    training_run.hf_exporter.enqueue_missing_exports(sorted(ancestor_checkpoints, key=lambda c: c.step))

@@ -347,9 +347,10 @@ class Bench:
     def _trained(self) -> Any:
         """A run of two steps on one rank with a checkpoint after each, as the trainer writes them,
         and its model."""
+        from megatron_vl.parallel.start import join_ranks
         from megatron_vl.train import train
-        from megatron_vl.training import resume, setup
         from megatron_vl.training.resolve import resolve_run
+        from megatron_vl.training.trainer import Trainer
 
         data = self._data()
         words = ["--model.hf", self.hf, "--model.checkpoint", self.folder / "full"]
@@ -360,9 +361,10 @@ class Bench:
         config = parse_config([str(word) for word in words])
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
-            run = setup.build_run(resolve_run(config, 1), setup.join_ranks(config))
-            resume.restore_run(run)
-        return run
+            trainer = Trainer(resolve_run(config, 1), join_ranks(config))
+            trainer.build()
+            trainer.restore()
+        return trainer
 
     def _data(self) -> Path:
         from data_tools.convert import ConversionOptions

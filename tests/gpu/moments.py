@@ -71,8 +71,10 @@ def start_peak(work: Path, args: argparse.Namespace, moments: str, share: int) -
     """Most GiB in use until the run is set up, in a process of its own."""
     program = (
         "import sys, torch; from megatron_vl.config import parse_config;"
-        " from megatron_vl.training import resolve, setup; config = parse_config(sys.argv[1:]);"
-        " setup.build_run(resolve.resolve_run(config, 1), setup.join_ranks(config));"
+        " from megatron_vl.parallel.start import join_ranks;"
+        " from megatron_vl.training.resolve import resolve_run;"
+        " from megatron_vl.training.trainer import Trainer; config = parse_config(sys.argv[1:]);"
+        " Trainer(resolve_run(config, 1), join_ranks(config)).build();"
         " print('PEAK', torch.cuda.max_memory_allocated())"
     )
     # The run of the same settings, which goes on at the same time, has locked its folder.

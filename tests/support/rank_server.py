@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 PRELOADED = (
     "megatron_vl.train",
     "megatron_vl.training.preflight",
-    "megatron_vl.training.loop",
+    "megatron_vl.training.trainer",
     "toolkit.parity.worker",
     "toolkit.cli",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",

@@ -28,9 +28,9 @@ from data_tools.convert import convert_dataset as convert_data
 from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.parallel import failures
 from megatron_vl.training.input_files import check_same_files
-from megatron_vl.training.loop import TrainingStopped, describe_checkpoints
 from megatron_vl.training.resolve import resolve_run
-from megatron_vl.training.setup import close_log_and_data_loader, close_on_failure
+from megatron_vl.training.run_messages import describe_checkpoints
+from megatron_vl.training.trainer import Trainer, TrainingStopped
 from tests.support.ranks import Ended, run_apart, run_module
 from tests.training.small_run import environment, options_of
 
@@ -163,16 +163,21 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
         raise OSError("No space left on device")
 
     monkeypatch.setattr(failures, "report_failure", report)
-    loader = SimpleNamespace(close=lambda: order.append("loader closed"))
-    profiler = SimpleNamespace(drop_trace=lambda: order.append("trace dropped"))
-    run = SimpleNamespace(data_loader=loader, hf_exporter=None, checkpoint_saver=None, step_profiler=profiler)
-    run.metrics_log, run.grid = SimpleNamespace(close=close), SimpleNamespace(world_size=1)
-    with pytest.raises(TrainingStopped, match="the reason"), close_on_failure(run):
+    resolved_run = SimpleNamespace(config=None, spec=None, layout=None, last_step=1)
+
+    def failing_trainer() -> Trainer:
+        trainer = Trainer(resolved_run, None)
+        trainer.hooks = [SimpleNamespace(end=lambda trainer, has_failed: order.append(f"hook: {has_failed}"))]
+        trainer._on_close.callback(lambda: order.append("loader closed"))
+        trainer._on_close.push(lambda kind, *_: close(has_failed=kind is not None))
+        return trainer
+
+    with pytest.raises(TrainingStopped, match="the reason"), failing_trainer():
         raise TrainingStopped("the reason")
-    assert order == ["reported the reason", "trace dropped", "closed", "loader closed"]
+    assert order == ["reported the reason", "hook: True", "closed", "loader closed"]
 
     with pytest.raises(OSError, match="No space left"):
-        close_log_and_data_loader(run)
+        failing_trainer().close()
 
 
 def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:

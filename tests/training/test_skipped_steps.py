@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.training.loop import skipped_steps_message
+from megatron_vl.training.run_messages import skipped_steps_message
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from tests.training.small_run import metrics, prepare, train
 

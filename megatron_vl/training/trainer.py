@@ -1,0 +1,575 @@
+"""The trainer: one rank of a run, from its resolved inputs to its last checkpoint.
+
+Every command that trains or measures runs it: ``train``, ``bench`` and ``parity``. What happens once in a
+while is in :mod:`megatron_vl.training.hooks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_vl import progress
+from megatron_vl.data.source.blend import BlendSource, read_blend_sources
+from megatron_vl.errors import UserError
+from megatron_vl.models.adapters import seed_dropout
+from megatron_vl.models.parameter_names import LiveTensor
+from megatron_vl.parallel import failures
+from megatron_vl.parallel.ddp import ReplicaDDP
+from megatron_vl.parallel.process_grid import ProcessGrid, make_grid
+from megatron_vl.parallel.process_groups import destroy_groups
+from megatron_vl.parallel.start import exit_if_stop_requested
+from megatron_vl.platform import Platform
+from megatron_vl.signals import requested_stop_signal
+from megatron_vl.training import checkpoint
+from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
+from megatron_vl.training.checkpoint import CheckpointSaver, load_main_weights
+from megatron_vl.training.evaluation import Evaluator
+from megatron_vl.training.export_hf import HfExporter
+from megatron_vl.training.hooks import Evaluate, Hook, Profile, SaveCheckpoints
+from megatron_vl.training.input_files import check_same_files
+from megatron_vl.training.metrics import MetricsLog, log_rank_0
+from megatron_vl.training.model import build_model
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.preflight import START_ADAPTER_KEY, data_order_metadata
+from megatron_vl.training.profiling import StepProfiler
+from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.training.resume import field_change_notes, recorded_fields
+from megatron_vl.training.run_messages import describe_checkpoints, run_summary, skipped_steps_message
+from megatron_vl.training.source_counts import SourceCounts
+from megatron_vl.training.step import (
+    NO_GRADIENT,
+    SKIP_REASONS,
+    StepResult,
+    train_step,
+    wrap_in_ddp,
+)
+from megatron_vl.weights.model_digest import AdapterBase
+from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
+from megatron_vl.weights.weight_reader import WeightReader
+
+MAX_SKIPPED_STEPS = 10
+"""A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
+
+_SKIPPED_STEPS_KEY = "skipped_steps"
+_FIELDS_KEY = "fields"
+_SOURCES_KEY = "sources"
+"""Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
+
+
+class TrainingStopped(UserError, RuntimeError):
+    """The run cannot continue. The message says why."""
+
+
+class Trainer:
+    """One rank of a run. All ranks call its methods together, in this order::
+
+        with Trainer(resolved_run, platform) as trainer:
+            trainer.build()
+            trainer.restore()
+            trainer.run()
+
+    The context ends the run: it releases the loader and the folder, also of a run that fails.
+
+    Args:
+        platform: the result of :func:`~megatron_vl.parallel.start.join_ranks`.
+        hooks: further hooks, which are called after the run's own.
+    """
+
+    grid: ProcessGrid
+    model_chunks: list[ReplicaDDP]
+    """This rank's part of the model, one chunk for each virtual stage."""
+    live_tensors: list[LiveTensor]
+    """The chunks' parameters with canonical names."""
+    optimizer: ChainedOptimizer
+    batches: BatchBroadcast
+    metrics_log: MetricsLog
+    """From :meth:`run` on."""
+
+    def __init__(self, resolved_run: ResolvedRun, platform: Platform, hooks: Iterable[Hook] = ()) -> None:
+        self.resolved_run, self.platform = resolved_run, platform
+        self.config, self.spec = resolved_run.config, resolved_run.spec
+        self.layout, self.last_step = resolved_run.layout, resolved_run.last_step
+
+        self.hooks: list[Hook] = []
+        self.further_hooks = list(hooks)
+        self.data_loader: Any = None
+        """The loader on the rank that owns it; None elsewhere."""
+        self.checkpoint_saver: CheckpointSaver | None = None
+        self.hf_exporter: HfExporter | None = None
+        """On rank 0, if the run exports saved steps."""
+
+        self.step = 0
+        """Number of optimizer steps done, including skipped ones."""
+        self.skipped_steps = dict.fromkeys(SKIP_REASONS, 0)
+        """Skipped steps of the whole run, by reason."""
+        self.consecutive_skips: list[str] = []
+        self.stop_requested = False
+        """Whether a signal asked any rank to stop, as all ranks learnt with the last step."""
+        self.bad_samples: dict[str, Any] | None = None
+        """Counts of bad samples over all ranks, from the checkpoint that the run resumes from."""
+        self.source_counts: dict[str, Any] = {}
+        """Samples, loss tokens and losses of each source up to that checkpoint."""
+        self._on_close = contextlib.ExitStack()
+
+    # --- Build ----------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Builds model, optimizer and loader of this rank. Collective.
+
+        A new run takes its weights from ``model.checkpoint``; a resumed run gets them in :meth:`restore`.
+
+        Raises:
+            SystemExit: a signal asked a rank to stop.
+        """
+        exit_if_stop_requested(self.platform)  # what follows takes minutes with large models
+        self.grid = make_grid(self.layout)
+        check_same_files(self.resolved_run, self.grid.owns_loader)
+        context = f", cp {self.grid.cp_rank}" if self.grid.cp > 1 else ""
+        progress.current_progress.grid_position = (
+            f"tp {self.grid.tp_rank}{context}, pp {self.grid.pp_rank}, dp {self.grid.dp_rank}"
+        )
+
+        self.build_model()
+        # One rank of each replica reads the rows, and sends them to the others.
+        if self.grid.owns_loader:
+            self.data_loader = self._on_close.enter_context(contextlib.closing(self._build_loader()))
+        self.batches = BatchBroadcast(
+            self.grid,
+            self.platform,
+            self.data_loader,
+            self.config.global_batch_size // self.grid.dp,
+            vision_spec=self.spec.vision,
+        )
+        self._build_hooks()
+
+    def build_model(self, *, overlap: bool = True, bucket_size: int | None = None) -> None:
+        """Builds this rank's chunks, wraps them in DDP, and builds their optimizer. Collective.
+
+        Args:
+            overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
+        """
+        config, is_resumed = self.config, self.resolved_run.is_resumed
+        # The run's own checkpoint fills the model later, and model.checkpoint is not opened then. With LoRA,
+        # the checkpoint has only the adapters.
+        starts_from_weights = config.model.checkpoint and (config.lora.rank or not is_resumed)
+        adapter_reader = None
+        if config.lora.adapter and not is_resumed:
+            adapter_reader = WeightReader(config.lora.adapter, takes_adapters=True)
+        built_model = build_model(
+            config,
+            self.spec,
+            self.layout,
+            self.platform,
+            self.grid,
+            weight_reader=WeightReader(config.model.checkpoint) if starts_from_weights else None,
+            adapter_reader=adapter_reader,
+        )
+        self.live_tensors = built_model.live_tensors
+        self.model_chunks = wrap_in_ddp(
+            config, built_model.model_chunks, overlap=overlap, bucket_size=bucket_size
+        )
+        self.optimizer = build_optimizer(config, self.platform, self.model_chunks)
+        if adapter_reader is not None:
+            load_main_weights(adapter_reader, self.optimizer, self.live_tensors, self.grid)
+
+    def _build_loader(self) -> Any:
+        from megatron_vl.data.loader import build_loader
+
+        return build_loader(
+            self.config.data,
+            self.spec,
+            self.config.model.hf,
+            dp_rank=self.grid.dp_rank,
+            dp_size=self.grid.dp,
+            split_facts=self.resolved_run.facts_by_split["train"],
+            rows_per_step=self.config.global_batch_size,
+        )
+
+    def _build_hooks(self) -> None:
+        """Opens the run's folder, plans the rows of validation, and lists the hooks in their order."""
+        config = self.config
+        self.hooks.append(Profile(StepProfiler(config, self.grid.rank)))
+        if config.checkpoint.dir:
+            self.checkpoint_saver = self._open_run_dir()
+            self.hooks.append(SaveCheckpoints(self.checkpoint_saver, self.hf_exporter))
+        if config.eval.interval:
+            split_facts = self.resolved_run.facts_by_split[config.eval.split]
+            self.hooks.append(Evaluate(Evaluator(config, self.spec, self.grid, self.platform, split_facts)))
+        self.hooks += self.further_hooks
+
+    def _open_run_dir(self) -> CheckpointSaver:
+        """Makes what saves checkpoints and, on rank 0, exports them if the run does so."""
+        config, run_dir = self.config.checkpoint, Path(self.config.checkpoint.dir)
+        if self.grid.rank == 0 and config.export_hf:
+            self.hf_exporter = HfExporter(
+                run_dir, Path(self.config.model.hf), config.export_hf, self.last_step
+            )
+        return CheckpointSaver(
+            run_dir,
+            self.spec,
+            self.layout,
+            self.grid,
+            config.keep,
+            config.keep_every,
+            self.resolved_run.run_start.lineage,
+            self.hf_exporter,
+        )
+
+    # --- Restore --------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Resumes from the chosen checkpoint, if there is one, and prints which one was chosen. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used. The message says what to do.
+            SystemExit: a signal asked a rank to stop.
+        """
+        for user_message in self.resolved_run.run_start.user_messages:
+            log_rank_0(self.grid, user_message)
+        if self.resolved_run.is_resumed:
+            self._restore_checkpoint()
+        exit_if_stop_requested(self.platform)  # building and loading take minutes with large models
+        self._start_missing_exports()
+
+    def _restore_checkpoint(self) -> None:
+        """Restores model, optimizer, loader and counts, and prints what has changed since the save."""
+        run_start = self.resolved_run.run_start
+        assert run_start.source_checkpoint is not None
+        restored_state = checkpoint.load_checkpoint(
+            run_start.source_checkpoint.path,
+            model_chunks=self.model_chunks,
+            optimizer=self.optimizer,
+            spec=self.spec,
+            layout=self.layout,
+            grid=self.grid,
+            run_metadata=data_order_metadata(self.config, self.grid.dp),
+            restart_data=run_start.restarts_data,
+        )
+
+        # Only ranks that own a loader have states. There are none if the data set is read from its start.
+        if (
+            self.data_loader is not None
+            and restored_state.loader_states is not None
+            and restored_state.loader_states.num_ranks
+        ):
+            self._load_loader_state(restored_state.loader_states)
+
+        self.step = run_start.source_checkpoint.step
+        self.bad_samples = self._continued_bad_sample_counts(restored_state.bad_sample_counts)
+
+        # The notes name fields that may change between two starts. A user who did not mean to change one
+        # sees it.
+        current_fields = self._recorded_fields()
+        if not run_start.restarts_data:
+            del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
+        saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
+        try:
+            self.skipped_steps = {
+                reason: int(saved_metadata[_SKIPPED_STEPS_KEY].get(reason, 0)) for reason in SKIP_REASONS
+            }
+            self.source_counts = dict(saved_metadata[_SOURCES_KEY])
+            saved_fields = dict(saved_metadata.get(_FIELDS_KEY, {}))
+            change_notes = field_change_notes(self.config, current_fields, saved_fields, self.step)
+        except (KeyError, TypeError, ValueError) as error:
+            error_text = f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
+            ) from error
+
+        log_rank_0(self.grid, f"resumed at step {self.step} from {self.config.checkpoint.dir}")
+        for change_note in change_notes:
+            log_rank_0(self.grid, f"NOTE: {change_note}")
+
+    def _load_loader_state(self, loader_states: checkpoint.LoaderStates) -> None:
+        """Lets the loader continue where the checkpoint stopped in the data.
+
+        Raises:
+            CheckpointError: the loader refuses the state. The message says how to restart the data instead.
+        """
+        try:
+            self.data_loader.load_state_dict(
+                loader_states.read_state(self.grid.dp_rank % loader_states.num_ranks),
+                loader_states.read_state,
+            )
+        except ValueError as error:
+            source_checkpoint = self.resolved_run.run_start.source_checkpoint
+            earlier_restart = (
+                source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
+            )
+            restart_options = restart_option = "--checkpoint.restart_data true"
+            if earlier_restart:
+                restart_options += f" --checkpoint.attempt {earlier_restart.attempt + 1}"
+            if restart_option in str(error):
+                raise CheckpointError(str(error).replace(restart_option, restart_options)) from error
+            raise CheckpointError(
+                f"{error}. Or keep weights and optimizer and read the data set from its start:"
+                f" {restart_options}"
+            ) from error
+
+    def _continued_bad_sample_counts(self, saved_counts: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The checkpoint's counts of bad samples; None if the run continues with another data set.
+
+        Collective if the data was restarted.
+        """
+        if saved_counts is None or not self.resolved_run.run_start.restarts_data:
+            return saved_counts
+        is_same_dataset = [
+            self.data_loader is not None and self.data_loader.is_same_dataset(saved_counts.get("dataset"))
+        ]
+        if self.grid.world_size > 1:
+            dist.broadcast_object_list(is_same_dataset)  # rank 0 owns a loader
+        return saved_counts if is_same_dataset[0] else None
+
+    def _start_missing_exports(self) -> None:
+        """Starts the exports that an earlier start of the run did not finish. Only rank 0 exports."""
+        run_start = self.resolved_run.run_start
+        if self.hf_exporter is None or run_start.source_checkpoint is None:
+            return
+
+        ancestor_checkpoints = []
+        for saved_checkpoint in saved_checkpoints(Path(self.config.checkpoint.dir)):
+            if run_start.lineage.contains_checkpoint(
+                run_start.source_checkpoint.step, saved_checkpoint.checkpoint_point
+            ):
+                ancestor_checkpoints.append(saved_checkpoint)
+        self.hf_exporter.enqueue_missing_exports(sorted(ancestor_checkpoints, key=lambda c: c.step))
+
+    # --- Run ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no step follows in this start."""
+        return self.step >= self.last_step or self.stop_requested
+
+    def run(self) -> None:
+        """Runs the remaining steps, and saves the last one. Collective.
+
+        Raises:
+            TrainingStopped, CheckpointError: the run cannot continue.
+        """
+        self._print_summary()
+        self._open_metrics_log()
+        for hook in self.hooks:
+            hook.begin(self)
+
+        while not self.is_at_end:
+            progress.enter_phase(progress.LOADING_ROWS, self.step + 1)
+            for hook in self.hooks:
+                hook.before_step(self)
+
+            step_batch = self.batches.next_batch()
+            learning_rates = set_learning_rates(self.optimizer, self.config, self.step)
+            step_result = self.train_step(step_batch)
+
+            # A step is done whether or not its update was skipped.
+            self.step += 1
+            progress.note_step_done()
+            self.stop_requested = step_result.stop_requested
+            self.metrics_log.add_step(step_batch, step_result.source_counts)
+            if step_result.skip_reason:
+                self.skipped_steps[step_result.skip_reason] += 1
+            is_line_due = self.step % self.config.log.interval == 0
+            if is_line_due or self.is_at_end or step_result.skip_reason:
+                self.metrics_log.log_step(self.step, step_result, learning_rates, self.skipped_steps)
+
+            # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
+            self._stop_if_unrecoverable(step_result)
+            for hook in self.hooks:  # once in a while: save, evaluate, ...
+                hook.after_step(self, step_batch, step_result)
+
+        self._finish()
+
+    def train_step(self, step_batch: StepBatch) -> StepResult:
+        """Trains on the rows of a step. Collective."""
+        local_source_counts = None
+        if self.blend_sources:
+            local_source_counts = SourceCounts.from_rows(
+                step_batch.source_loss_tokens, len(self.blend_sources)
+            )
+        if self.config.lora.dropout:
+            seed_dropout(self.config.seed, self.step)
+
+        # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
+        saver = self.checkpoint_saver
+        return train_step(
+            self.model_chunks,
+            self.optimizer,
+            step_batch.rows,
+            self.grid,
+            self.config.data.seq_len,
+            has_failed=saver is not None and saver.save_error() is not None,
+            stop_requested=bool(requested_stop_signal()),
+            local_source_counts=local_source_counts,
+        )
+
+    def save(self) -> None:
+        """Starts to save a checkpoint of the current step, which a thread writes. Collective."""
+        assert self.checkpoint_saver is not None
+        progress.enter_phase(progress.SAVING_CHECKPOINT)
+        bad_sample_counts, unlogged_counts = self.metrics_log.bad_sample_state()
+        if self.data_loader is not None:
+            bad_sample_counts["dataset"] = self.data_loader.dataset_identity
+
+        def take_run_snapshot() -> checkpoint.CheckpointSnapshot:
+            return checkpoint.take_snapshot(
+                self.step,
+                model_chunks=self.model_chunks,
+                optimizer=self.optimizer,
+                spec=self.spec,
+                layout=self.layout,
+                grid=self.grid,
+                loader_state=self.data_loader.state_dict() if self.data_loader is not None else None,
+                run_metadata=self._checkpoint_metadata() | {"bad_samples": bad_sample_counts},
+                unlogged_counts=unlogged_counts,
+            )
+
+        self.checkpoint_saver.start_save(take_run_snapshot, self.step)
+        if not self.config.checkpoint.background:
+            self.checkpoint_saver.wait_until_saved()
+
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        """The entries of ``run.json`` about the run; layout and files are added by the saver."""
+        base_path = str(Path(self.config.model.checkpoint).resolve())
+        base = AdapterBase(self.resolved_run.base_digest, base_path)
+        return data_order_metadata(self.config, self.grid.dp) | {
+            _SKIPPED_STEPS_KEY: dict(self.skipped_steps),
+            **base.entry(),
+            START_ADAPTER_KEY: self.resolved_run.start_adapter,
+            _FIELDS_KEY: self._recorded_fields(),
+            _SOURCES_KEY: self.metrics_log.source_meter.state_dict(),
+        }
+
+    def _recorded_fields(self) -> dict[str, Any]:
+        """The fields of the run to record. They are complete on ranks that own a loader, as rank 0 does."""
+        row_settings = self.data_loader.row_settings if self.data_loader is not None else {}
+        run_fields = recorded_fields(self.config, self.spec, row_settings)
+        if self.data_loader is not None:
+            # Only a run that restarts its data may have others.
+            run_fields |= self.data_loader.model_folder_settings
+        return run_fields
+
+    @property
+    def blend_sources(self) -> tuple[BlendSource, ...]:
+        """The sources of the blend; none if the data set is no blend."""
+        sources = read_blend_sources(self.resolved_run.facts_by_split["train"].dataset_identity)
+        return sources if len(sources) > 1 else ()
+
+    def _open_metrics_log(self) -> None:
+        self.metrics_log = MetricsLog(self.config, self.spec, self.grid, self.platform, self.blend_sources)
+        self._on_close.push(lambda kind, *_: self.metrics_log.close(has_failed=kind is not None))
+        self.metrics_log.source_meter.load_state_dict(self.source_counts)
+        if self.bad_samples is not None:
+            self.metrics_log.bad_sample_meter.load_state_dict(self.bad_samples)
+
+    def _stop_if_unrecoverable(self, step_result: StepResult) -> None:
+        """Raises TrainingStopped, on all ranks at once, if data, weights or checkpoints are of no use."""
+        # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
+        run_dir, skip_reason = self.config.checkpoint.dir, step_result.skip_reason
+        if bad_sample_problem := self.metrics_log.bad_sample_meter.stop_reason():
+            list_name = Path(run_dir) / "quarantine.jsonl" if run_dir else "a run with checkpoint.dir"
+            raise TrainingStopped(f"{bad_sample_problem}; {list_name} lists them")
+
+        if skip_reason != NO_GRADIENT:  # a few rows without images, which are harmless
+            self.consecutive_skips = [*self.consecutive_skips, skip_reason] if skip_reason else []
+        # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the
+        # skipped steps of a run that seems to have ended well.
+        if len(self.consecutive_skips) >= (2 if self.step == self.config.steps else MAX_SKIPPED_STEPS):
+            raise TrainingStopped(skipped_steps_message(self.consecutive_skips, self.step))
+
+        if step_result.any_rank_failed:
+            raise TrainingStopped(self._save_failure_message())
+
+    def _save_failure_message(self) -> str:
+        """Why a checkpoint could not be written, as reported by the rank that failed."""
+        own_error = self.checkpoint_saver.save_error() if self.checkpoint_saver is not None else None
+        if own_error is None and (reported_failure := failures.first_failure_message()):
+            return reported_failure
+        latest_text = checkpoint.last_good_text(Path(self.config.checkpoint.dir))
+        return f"{own_error or 'another rank could not write its checkpoint'}; {latest_text}"
+
+    def _print_summary(self) -> None:
+        """Prints model, layout and notes of the run on rank 0."""
+        if self.grid.rank != 0:
+            return
+        lines = [
+            *run_summary(self.resolved_run, self.platform, self.optimizer),
+            *self.data_loader.start_notes,
+        ]
+        if self.step >= self.last_step:
+            lines.append(
+                f"nothing to do: step {self.step} of {self.last_step} is done; raise steps (or stop_after) to"
+                " continue"
+            )
+        for line in lines:
+            print(line, flush=True)
+
+    def _finish(self) -> None:
+        """Waits until all files are written, and prints which checkpoints exist. Collective."""
+        for hook in self.hooks:
+            hook.end(self, has_failed=False)
+        progress.enter_phase(progress.ENDING_RUN)
+        dist.barrier()  # no rank ends before rank 0 has named the checkpoint
+        run_dir = self.config.checkpoint.dir
+        if run_dir:
+            log_rank_0(self.grid, f"checkpoints in {run_dir}: {describe_checkpoints(Path(run_dir))}")
+        if self.stop_requested and self.step < self.last_step:
+            resume_hint = (
+                "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"
+            )
+            log_rank_0(
+                self.grid,
+                f"a signal stopped the run after step {self.step} of {self.config.steps}; {resume_hint}",
+            )
+        failures.stop_watching()
+
+    # --- Close ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._close_after_failure(error, trace)
+
+    def close(self) -> None:
+        """Ends a run whose steps are done. Rank 0 waits for its exports, while the other ranks may end."""
+        try:
+            self._on_close.close()
+            if self.hf_exporter is not None and self.checkpoint_saver is not None:
+                destroy_groups()  # first, because ending them may wait for all ranks
+                self.hf_exporter.wait_for_exports(requested_stop_signal)  # a signal ends the wait
+                # Some checkpoints were kept only for their export.
+                if self.step == self.last_step:
+                    self.checkpoint_saver.delete_old_checkpoints()
+        finally:
+            if self.checkpoint_saver is not None:
+                self.checkpoint_saver.close()
+
+    def _close_after_failure(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Closes hooks, log, loader and folder.
+
+        The failure is reported to the other ranks first, because closing may take a while. Errors while
+        closing are dropped, because they usually have the same cause.
+        """
+        if isinstance(error, Exception):
+            failures.report_failure(error)
+        for hook in self.hooks:
+            with contextlib.suppress(Exception):
+                hook.end(self, has_failed=True)
+        with contextlib.suppress(Exception):
+            self._on_close.__exit__(type(error), error, trace)
+        # Other ranks may still write their parts of a checkpoint.
+        if self.checkpoint_saver is not None and self.grid.world_size == 1:
+            with contextlib.suppress(Exception):
+                self.checkpoint_saver.close()
