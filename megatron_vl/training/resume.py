@@ -14,9 +14,10 @@ from megatron_vl.config import TrainConfig, field_types
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training import checkpoint
+from megatron_vl.training.adapters import START_ADAPTER_KEY
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
-from megatron_vl.training.preflight import START_ADAPTER_KEY, data_order_metadata
+from megatron_vl.training.resolve import data_order_metadata
 from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
 from megatron_vl.weights.model_digest import AdapterBase
