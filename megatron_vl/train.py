@@ -14,12 +14,10 @@ import os
 import sys
 
 from megatron_vl import host_memory
-from megatron_vl.config import TrainConfig, parse_or_exit, validate_config
-from megatron_vl.core_fixes.register import check_core_version
+from megatron_vl.config import TrainConfig, parse_or_exit
 from megatron_vl.errors import exit_code_of_error
 from megatron_vl.parallel import failures
 from megatron_vl.signals import handle_stop_signals, survive_closed_outputs
-from megatron_vl.training.preflight import check_inputs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,11 +50,6 @@ def train(config: TrainConfig) -> None:
         UserError: the run is impossible or cannot continue. The message says why.
         SystemExit: a signal asked a rank to stop before the first step.
     """
-    # Mistakes that can be found without torch are reported before any process group starts.
-    check_core_version()
-    validate_config(config, launched_world_size())
-    check_inputs(config)
-
     from megatron_vl.parallel.process_groups import broadcast_from_rank_0, min_over_ranks
     from megatron_vl.parallel.start import join_ranks
     from megatron_vl.training.missing_sizes import write_missing_sizes

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.training.preflight import with_start_adapter, with_stored_lora
+from megatron_vl.training.adapters import with_start_adapter, with_stored_lora
 from megatron_vl.training.resolve import find_start_point
 
 

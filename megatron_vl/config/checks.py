@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from megatron_vl.config.fields import RECOMPUTE_MODULES, RunConfigError, TrainConfig
+from megatron_vl.config.fields import RECOMPUTE_MODULES, LoraConfig, RunConfigError, TrainConfig
 from megatron_vl.config.options import is_in_range
 from megatron_vl.plurals import pluralize
 
@@ -256,3 +260,151 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
                 f"{name} {value} must be"
                 f" {f'above {exclusive_minimum:g}' if exclusive_minimum > minimum else valid_range}"
             )
+
+
+# --- Files and folders --------------------------------------------------------------------------------------
+
+
+def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
+    """Raises RunConfigError for a run whose model does not exist, or lacks weights. No file is read.
+
+    Args:
+        model_only: whether to check only ``model.hf``, which may then be a ``config.json`` too.
+    """
+    hf_dir = config.model.hf
+    if not hf_dir:
+        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
+    if model_only:
+        return
+
+    if not (Path(hf_dir) / "config.json").is_file():
+        raise RunConfigError(
+            f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
+            "(hf download REPOSITORY --local-dir FOLDER)"
+        )
+    if (config.lora.rank or config.lora.adapter) and not config.model.checkpoint:
+        lora_field = f"rank {config.lora.rank}" if config.lora.rank else f"adapter {config.lora.adapter}"
+        raise RunConfigError(
+            f"lora.{lora_field} needs model.checkpoint, the weights that stay frozen; `megatron-vl convert`"
+            " writes them"
+        )
+
+
+def check_outputs(config: TrainConfig) -> None:
+    """Raises RunConfigError for folders that cannot be written to and exports that cannot be made."""
+    check_output_dir("checkpoint.dir", config.checkpoint.dir)
+    check_output_dir("log.tensorboard", config.log.tensorboard)
+    check_wandb_installed(config.wandb.project)
+    check_export_weights(config)
+
+
+def check_output_dir(field_name: str, output_path: str) -> None:
+    """Raises RunConfigError if an output folder or any folder above it is a file.
+
+    The folder of checkpoints must be writable, too. An empty path stands for no folder.
+    """
+    output_dir = Path(output_path)
+    blocking_file = next(
+        (part for part in (output_dir, *output_dir.parents) if part.exists() and not part.is_dir()), None
+    )
+    if output_path and blocking_file:
+        raise RunConfigError(
+            f"{field_name} {output_path}: {blocking_file} is a file; give a folder, which may be a new one"
+        )
+    # All ranks write checkpoints. Other folders are written by rank 0, whose machine may be another one.
+    existing_dir = next(part for part in (output_dir, *output_dir.absolute().parents) if part.exists())
+    if output_path and field_name == "checkpoint.dir" and not os.access(existing_dir, os.W_OK | os.X_OK):
+        raise RunConfigError(
+            f"{field_name} {output_path} cannot be written, because {existing_dir} is read-only or belongs to"
+            f" another user; give another {field_name}, or write permission there"
+        )
+
+
+def check_wandb_installed(wandb_project: str) -> None:
+    """Raises RunConfigError if the run uses W&B and its package is not installed."""
+    if not wandb_project:
+        return
+    # W&B keeps its files in a folder wandb/, which Python considers an empty package.
+    package_spec = find_spec("wandb")
+    if package_spec is None or package_spec.origin is None:
+        raise RunConfigError(
+            f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the"
+            " extra wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or"
+            " leave wandb.project empty"
+        )
+
+
+def check_export_weights(config: TrainConfig) -> None:
+    """Raises RunConfigError if exports, which use types of tensors, find no weights in ``model.hf``."""
+    if not config.checkpoint.export_hf:
+        return
+
+    # A model of one file has no index.
+    hf_dir = Path(config.model.hf)
+    index_path = hf_dir / "model.safetensors.index.json"
+    try:
+        shard_names = (
+            set(json.loads(index_path.read_text())["weight_map"].values()) if index_path.is_file() else set()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunConfigError(f"{index_path} is damaged ({error}); download it again") from error
+    missing_files = sorted(
+        name for name in shard_names or {"model.safetensors"} if not (hf_dir / name).is_file()
+    )
+    if missing_files:
+        raise RunConfigError(
+            f"checkpoint.export_hf takes names and types of tensors from the weights in model.hf, and"
+            f" {hf_dir} has no {missing_files[0]}; download the whole checkpoint, or set checkpoint.export_hf"
+            " to 0"
+        )
+
+
+MAX_UNREMARKED_STEPS = 10
+"""If a trace has more steps than this, a line warns of its cost."""
+
+
+def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) -> list[str]:
+    """Notes on settings that are allowed but rarely intended.
+
+    Args:
+        on_cpu: whether the run has no GPUs.
+        is_resumed: whether weights come from the run's own checkpoint.
+    """
+    remark_texts = []
+    if not config.checkpoint.dir:
+        remark_texts.append("checkpoint.dir is empty: no checkpoint of this run is saved")
+    elif not config.checkpoint.interval:
+        remark_texts.append(
+            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}), so a"
+            " run that fails earlier loses everything. Set an interval, for instance --checkpoint.interval"
+            " 500"
+        )
+
+    traced_steps = config.profile.steps
+    if traced_steps and traced_steps[1] - traced_steps[0] >= MAX_UNREMARKED_STEPS:
+        remark_texts.append(
+            f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs"
+            " much memory and disk space on each traced rank; three to five steps are usually enough"
+        )
+    if not config.model.checkpoint and not is_resumed:
+        remark_texts.append("model.checkpoint is empty: weights are random")
+    for model_part in ("vision", "merger"):
+        part_rate = getattr(config.optimizer, f"{model_part}_lr")
+        if getattr(config.model, f"freeze_{model_part}") and part_rate is not None:
+            remark_texts.append(
+                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
+                " keeps those weights unchanged"
+            )
+        elif part_rate == 0:
+            remark_texts.append(
+                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
+                f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
+            )
+    has_adapters = config.lora.rank or config.lora.adapter
+    if not has_adapters and config.lora != LoraConfig():
+        remark_texts.append(
+            "lora.rank is 0: the whole model is trained, and other fields of lora have no effect"
+        )
+    if on_cpu and config.dtype == "bfloat16":
+        remark_texts.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
+    return remark_texts

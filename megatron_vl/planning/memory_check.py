@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import math
 
+from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.layout_search import SearchRequest, changed_options_text, search_fastest_fit
 from megatron_vl.planning.memory import RESERVE_GIB, peak_stage_gib, stage_memories
-from megatron_vl.planning.offload_fraction import least_offload_fraction, resolve_offload_fraction
+from megatron_vl.planning.offload_fraction import (
+    largest_offload_fraction,
+    least_offload_fraction,
+    resolve_offload_fraction,
+    with_offload_fraction,
+)
 from megatron_vl.planning.row_statistics import make_assumed_rows
+from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
@@ -99,3 +106,63 @@ def fitting_options_advice(
         f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)}"
         f" ({fitting_prediction.peak_gib:.0f} GiB)."
     )
+
+
+def check_host_memory(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, gpu_gib: float | None, host_gib: float
+) -> None:
+    """Checks that a node has enough memory for what is offloaded, before any is allocated.
+
+    Args:
+        gpu_gib: memory of a GPU; None on CPU.
+        host_gib: host memory for each rank.
+
+    Raises:
+        RunConfigError: it does not. The message says how much there is, and which share would fit.
+    """
+    offload_share = config.optimizer.offload_fraction
+    if gpu_gib is None:
+        return
+    free_gib = host_gib - _check_input_memory(config, spec, layout, dp, host_gib)
+    if offload_share == 0:
+        return
+    share_text = f"{offload_share}"
+    remedy_text = "less would not fit the GPU: take more GPUs or more recompute"
+    if offload_share == "auto":
+        least_share = least_offload_fraction(config, spec, layout, dp, gpu_gib)
+        if least_share is None or not config.failures.check_memory:
+            return  # the run takes what host memory allows
+        offload_share, share_text = least_share, f"auto ({least_share:g})"
+    else:
+        remedy_text = f"lower it to {largest_offload_fraction(config, spec, layout, dp, host_gib):g}"
+
+    stage_memory_list = stage_memories(with_offload_fraction(config, offload_share), spec, layout, dp)
+    needed_gib = max(stage.host_bytes for stage in stage_memory_list) / host_memory.GIB
+    node_ranks = host_memory.num_ranks_on_node()
+    if needed_gib > free_gib:
+        raise RunConfigError(
+            f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory"
+            f" for {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * free_gib:.1f} GiB left;"
+            f" {remedy_text}, or start fewer ranks per node"
+        )
+
+
+def _check_input_memory(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, host_gib: float
+) -> float:
+    """GiB of host memory that a rank needs for the inputs of its layers (``recompute.offload_inputs``).
+
+    Raises RunConfigError if a node has less.
+    """
+    if not config.recompute.offload_inputs:
+        return 0.0
+    needed_bytes = max(stage.host_input_bytes for stage in stage_memories(config, spec, layout, dp))
+    needed_gib = needed_bytes / host_memory.GIB
+    if needed_gib > host_gib:
+        node_ranks = host_memory.num_ranks_on_node()
+        raise RunConfigError(
+            f"recompute.offload_inputs needs {node_ranks * needed_gib:.1f} GiB of host memory for"
+            f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
+            " set it to false, lower data.seq_len, raise parallel.cp, or start fewer ranks per node"
+        )
+    return needed_gib

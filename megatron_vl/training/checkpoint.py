@@ -714,7 +714,7 @@ def load_checkpoint(
 
     Args:
         run_metadata: fields that decide which samples are read (see
-            :func:`megatron_vl.training.preflight.data_order_metadata`). Those in :data:`UNCHANGEABLE_FIELDS`
+            :func:`megatron_vl.training.resolve.data_order_metadata`). Those in :data:`UNCHANGEABLE_FIELDS`
             must equal the saved ones.
         restart_data: whether to read the data set from its start. The fields may then differ.
 

@@ -13,18 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
+from megatron_vl.config.checks import check_inputs, check_outputs, config_remarks
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
-from megatron_vl.data.source.location import resolve_location
+from megatron_vl.data.source.location import check_data_path, resolve_location
 from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
 from megatron_vl.planning.layout_search import with_split
-from megatron_vl.planning.memory_check import check_memory
+from megatron_vl.planning.memory_check import check_host_memory, check_memory
 from megatron_vl.planning.offload_fraction import resolve_offload_fraction
 from megatron_vl.planning.run_layout import run_layout, split_source
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.training import preflight
+from megatron_vl.training.adapters import (
+    START_ADAPTER_KEY,
+    check_same_adapters,
+    check_same_model,
+    check_start_adapter,
+    read_base_digest,
+    read_start_adapter,
+    with_start_adapter,
+)
 from megatron_vl.training.input_files import read_loader_digests, read_model_digests
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import (
@@ -69,7 +78,7 @@ def resolve_run(
     dp, spec = _check_fields(config, world_size, show_only)
     run_start = _find_run_start(config, dp)
     # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
-    config = preflight.with_start_adapter(config, spec, run_start.source_checkpoint)
+    config = with_start_adapter(config, spec, run_start.source_checkpoint)
     config = freeze_unadapted_parts(config, spec)
     calibration = calibration_for_platform(config.platform)
     if machine_memory is None:
@@ -84,7 +93,7 @@ def resolve_run(
     memory_note = ""
     if config.platform != "cpu" and not show_only and (gpu_calibration := read_local_calibration()):
         memory_note = check_memory(config, spec, layout, world_size, gpu_calibration, machine_memory.host_gib)
-    preflight.check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
+    check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
     # From here on, the config has the split and the offloaded share as numbers.
     settled_config = resolve_offload_fraction(
@@ -109,9 +118,10 @@ def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tupl
     """
     check_core_version()
     dp = validate_config(config, world_size)
-    preflight.check_inputs(config, model_only=show_only)
+    check_inputs(config, model_only=show_only)
     if not show_only:
-        preflight.check_outputs(config)
+        check_data_path(config.data.path)
+        check_outputs(config)
     spec = read_spec(config.model.hf)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
@@ -136,23 +146,22 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
     config, spec = resolved_run.config, resolved_run.spec
     source_checkpoint = resolved_run.run_start.source_checkpoint
-    config_remarks = preflight.config_remarks(config, on_cpu, resolved_run.is_resumed)
-    run_notes = [f"NOTE: {remark}" for remark in config_remarks]
+    run_notes = [f"NOTE: {remark}" for remark in config_remarks(config, on_cpu, resolved_run.is_resumed)]
     if resolved_run.layer_split_origin != "given":
         run_notes.append(_split_note(resolved_run))
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
-    if serving_note := preflight.check_tokenizer(config, spec):
+    if serving_note := check_tokenizer(config, spec):
         run_notes.append(f"NOTE: {serving_note}")
 
     base_digest = ""
     if config.model.checkpoint and (source_checkpoint is None or config.lora.rank):
-        preflight.check_start_weights(config, spec)
-        base_digest = preflight.read_base_digest(config)
-    start_adapter = preflight.read_start_adapter(config, base_digest) if source_checkpoint is None else None
+        check_start_weights(config, spec)
+        base_digest = read_base_digest(config)
+    start_adapter = read_start_adapter(config, base_digest) if source_checkpoint is None else None
     if source_checkpoint is not None:
-        saved_metadata = preflight.check_own_checkpoint(
+        saved_metadata = check_own_checkpoint(
             config,
             spec,
             resolved_run.dp,
@@ -160,7 +169,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
             resolved_run.run_start.restarts_data,
             base_digest,
         )
-        start_adapter = saved_metadata.get(preflight.START_ADAPTER_KEY)
+        start_adapter = saved_metadata.get(START_ADAPTER_KEY)
 
     dataset_description = read_description(resolve_location(config.data.path))
     return dataclasses.replace(
@@ -201,6 +210,84 @@ def read_split_facts(
     return facts_by_split
 
 
+def check_start_weights(config: TrainConfig, spec: ModelSpec) -> None:
+    """Checks the weights in ``model.checkpoint``.
+
+    Raises:
+        RunConfigError: they do not exist, or are of another model than ``model.hf``.
+        WeightsError, FileNotFoundError: they cannot be read.
+    """
+    from megatron_vl.weights.weight_reader import WeightReader
+
+    weights_path = config.model.checkpoint
+    if not Path(weights_path).exists():
+        raise RunConfigError(
+            f"model.checkpoint {weights_path} does not exist; `megatron-vl convert` writes it"
+        )
+    weight_reader = WeightReader(weights_path)
+    check_same_model(f"model.checkpoint {weights_path}", weight_reader.spec, config, spec)
+
+
+def check_tokenizer(config: TrainConfig, spec: ModelSpec) -> str:
+    """Checks tokenizer and chat template of ``model.hf``.
+
+    Returns:
+        A note if transformers would give a text other tokens than training does; otherwise an empty text.
+
+    Raises:
+        ChatError, FileNotFoundError: they are missing, or the tokenizer does not fit the model.
+    """
+    from megatron_vl.data.sample.chat import ChatEncoder
+
+    return ChatEncoder(config.model.hf, spec).serving_note
+
+
+def check_own_checkpoint(
+    config: TrainConfig,
+    spec: ModelSpec,
+    dp: int,
+    checkpoint_path: Path,
+    restart_data: bool,
+    base_digest: str = "",
+) -> dict[str, Any]:
+    """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
+
+    The checkpoint's files say which model it holds. Without LoRA, ``model.checkpoint`` is not read and need
+    not exist.
+
+    Args:
+        base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
+
+    Returns:
+        The checkpoint's ``run.json``.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the order of samples would change.
+        RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
+    """
+    from megatron_vl.training import checkpoint
+    from megatron_vl.weights.model_digest import recorded_base
+
+    saved_metadata = checkpoint.check_resumable(
+        checkpoint_path, data_order_metadata(config, dp), restart_data
+    )
+    weight_reader = checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata)
+    check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
+    check_same_adapters(checkpoint_path, weight_reader.lora, config, spec)
+    if recorded_base(saved_metadata).differs_from(base_digest):
+        raise RunConfigError(
+            f"the adapters in {checkpoint_path} were trained on another model than the one in"
+            f" model.checkpoint {config.model.checkpoint}; give the weights that the run began with"
+        )
+    check_start_adapter(checkpoint_path, saved_metadata.get(START_ADAPTER_KEY), config)
+    return saved_metadata
+
+
+def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
+    """The fields of a run that decide the order of samples, as a checkpoint records them."""
+    return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
+
+
 # --- The start of a run -------------------------------------------------------------------------------------
 
 
@@ -239,7 +326,7 @@ def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> Star
         source_checkpoint is not None
         and earlier_restart is not None
         and earlier_restart.attempt >= attempt
-        and _reads_same_data(source_checkpoint, preflight.data_order_metadata(config, dp))
+        and _reads_same_data(source_checkpoint, data_order_metadata(config, dp))
     ):
         restart_note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
@@ -273,7 +360,7 @@ def _saved_layout(
 ) -> Layout | None:
     """The layout of a checkpoint, whose split a resumed run keeps; None if the run does not need it.
 
-    It is also None if the checkpoint is damaged, which :func:`preflight.check_own_checkpoint` reports.
+    It is also None if the checkpoint is damaged, which :func:`check_own_checkpoint` reports.
     """
     if source_checkpoint is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return None

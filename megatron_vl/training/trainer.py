@@ -28,6 +28,7 @@ from megatron_vl.parallel.start import exit_if_stop_requested
 from megatron_vl.platform import Platform
 from megatron_vl.signals import requested_stop_signal
 from megatron_vl.training import checkpoint
+from megatron_vl.training.adapters import START_ADAPTER_KEY
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.checkpoint import CheckpointSaver, load_main_weights
 from megatron_vl.training.evaluation import Evaluator
@@ -37,8 +38,8 @@ from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.model import build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.preflight import START_ADAPTER_KEY, data_order_metadata
 from megatron_vl.training.profiling import StepProfiler
+from megatron_vl.training.resolve import data_order_metadata
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.resume import field_change_notes, recorded_fields
 from megatron_vl.training.run_messages import describe_checkpoints, run_summary, skipped_steps_message

@@ -13,7 +13,7 @@ from megatron_vl.config import parse_config
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
-from tests.training.test_preflight import describe_data
+from tests.training.test_resolve import describe_data
 from toolkit.hf_loading import load_hf_processor
 from toolkit.tiny_checkpoint import write_tiny_checkpoint
 

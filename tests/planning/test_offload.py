@@ -11,7 +11,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
 from megatron_vl.planning.calibration import shipped_calibration
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_stage_gib
-from megatron_vl.planning.memory_check import check_memory
+from megatron_vl.planning.memory_check import check_host_memory, check_memory
 from megatron_vl.planning.offload_fraction import (
     largest_offload_fraction,
     least_offload_fraction,
@@ -20,7 +20,6 @@ from megatron_vl.planning.offload_fraction import (
 )
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.training.preflight import check_host_memory
 from tests.examples import HF_CONFIGS
 from tests.support.planned import estimate_stage_memory
 

@@ -19,9 +19,9 @@ from megatron_vl.planning.layout_search import (
     with_split,
 )
 from megatron_vl.planning.memory import RESERVE_GIB
+from megatron_vl.planning.memory_check import check_host_memory
 from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.preflight import check_host_memory
 from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"

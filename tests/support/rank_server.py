@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 PRELOADED = (
     "megatron_vl.train",
-    "megatron_vl.training.preflight",
+    "megatron_vl.training.resolve",
     "megatron_vl.training.trainer",
     "toolkit.parity.worker",
     "toolkit.cli",

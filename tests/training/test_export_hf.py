@@ -15,8 +15,8 @@ import torch
 from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
 from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.config.checks import check_export_weights
 from megatron_vl.training.export_hf import HfExporter
-from megatron_vl.training.preflight import check_export_weights
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, Lineage, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.training.small_run import metrics, prepare, small_checkpoint, train

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_vl.config import RunConfigError, parse_config, validate_config
-from megatron_vl.training.preflight import config_remarks
+from megatron_vl.config.checks import config_remarks
 from megatron_vl.training.profiling import StepProfiler
 from tests.training.small_run import metrics, prepare, train
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.config.checks import check_wandb_installed
 from megatron_vl.errors import UserError
 from megatron_vl.training.evaluation import ValidationResult
 from megatron_vl.training.metrics_sinks import (
@@ -31,7 +32,6 @@ from megatron_vl.training.metrics_sinks import (
     WandbSink,
     open_metrics_sinks,
 )
-from megatron_vl.training.preflight import check_wandb_installed
 from tests.training.small_run import command, environment, metrics, prepare, train
 
 _found = importlib.util.find_spec("wandb")

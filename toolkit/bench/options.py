@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UsageError
 from megatron_vl.planning.gpus import calibration_for_platform
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.preflight import check_data_path
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option
 from toolkit.run_adapters import with_adapter_settings

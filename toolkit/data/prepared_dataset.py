@@ -45,7 +45,7 @@ def open_prepared(options: PreparedOptions) -> PreparedDataset:
         RunConfigError: ``data.path`` is not a data set.
         ConfigError: the processor's ``config.json`` cannot be used.
     """
-    from megatron_vl.training.preflight import check_data_path
+    from megatron_vl.data.source.location import check_data_path
 
     config_arguments = [*options.fields]
     config_arguments += ["--data.path", str(options.data)] if options.data else []

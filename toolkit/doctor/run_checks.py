@@ -17,8 +17,10 @@ from typing import Any
 
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
+from megatron_vl.config.checks import config_remarks
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.dataset_description import SplitFacts
+from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import GpuInfo, calibration_for_platform
 from megatron_vl.planning.memory import (
@@ -34,8 +36,7 @@ from megatron_vl.plurals import pluralize
 from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
-from megatron_vl.training.preflight import check_data_path, check_start_weights, config_remarks
-from megatron_vl.training.resolve import MachineMemory, read_split_facts, resolve_run
+from megatron_vl.training.resolve import MachineMemory, check_start_weights, read_split_facts, resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.doctor import Finding, broken_finding, note_finding, ok_finding

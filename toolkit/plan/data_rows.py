@@ -33,8 +33,8 @@ def measure_rows(
             written.
     """
     from megatron_vl.data.loader import build_loader
+    from megatron_vl.data.source.location import check_data_path
     from megatron_vl.training.missing_sizes import write_missing_sizes_alone
-    from megatron_vl.training.preflight import check_data_path
     from megatron_vl.training.resolve import read_split_facts
 
     check_data_path(config.data.path)

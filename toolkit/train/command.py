@@ -7,8 +7,9 @@ import sys
 import tempfile
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
+from megatron_vl.config.checks import check_inputs
+from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UsageError, UserError
-from megatron_vl.training.preflight import check_inputs
 from toolkit.launch import single_rank_variables
 from toolkit.run_adapters import with_megatron_adapter
 
@@ -85,6 +86,7 @@ def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnviron
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
     check_inputs(config)
+    check_data_path(config.data.path)
 
     # The ranks inherit this environment.
     for variable_name, variable_value in GPU_ENVIRONMENT.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_vl.config import RunConfigError
 from megatron_vl.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,3 +89,35 @@ def read_text_file(file_location: Location, **decode_arguments: Any) -> str:
         decode_arguments: further arguments of ``bytes.decode``, such as ``errors``.
     """
     return file_location.read_bytes().decode("utf-8", **decode_arguments)
+
+
+def check_data_path(dataset_path: str) -> None:
+    """Raises RunConfigError unless ``dataset_path`` is a data set's folder or a metadataset.
+
+    Only the existence of files is checked, because importing Energon takes seconds.
+    """
+    remedy_text = "give a folder written by `megatron-vl data convert`"
+    if not dataset_path:
+        raise RunConfigError(f"data.path is empty; {remedy_text}")
+    if is_in_object_store(dataset_path):
+        resolve_location(dataset_path)
+        return
+
+    dataset_dir = Path(dataset_path)
+    if not dataset_dir.exists():
+        raise RunConfigError(f"data.path {dataset_path} does not exist; {remedy_text}")
+    if dataset_dir.is_file():
+        if dataset_dir.suffix != ".yaml":
+            raise RunConfigError(
+                f"data.path {dataset_path} is neither a data set's folder nor a metadataset (.yaml);"
+                f" {remedy_text}"
+            )
+    elif not (dataset_dir / ".nv-meta").is_dir():
+        if (dataset_dir / ".convert").is_dir():
+            raise RunConfigError(
+                f"data.path {dataset_path} holds an unfinished conversion; run `megatron-vl data convert`"
+                " again"
+            )
+        raise RunConfigError(
+            f"data.path {dataset_path} is not a data set (it holds no .nv-meta); {remedy_text}"
+        )

@@ -18,9 +18,10 @@ from megatron_vl.config import (
     TrainConfig,
     parse_config,
 )
+from megatron_vl.config.checks import config_remarks
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training.preflight import config_remarks, with_stored_lora
+from megatron_vl.training.adapters import with_stored_lora
 from megatron_vl.training.resolve import resolve_run
 from tests.training.small_run import environment
 
@@ -76,7 +77,7 @@ def test_a_file_in_a_folders_place_is_reported_with_the_field(
 
 READ_ONLY = """
 import sys
-from megatron_vl.training.preflight import check_output_dir
+from megatron_vl.config.checks import check_output_dir
 
 check_output_dir("checkpoint.dir", sys.argv[1])
 """
