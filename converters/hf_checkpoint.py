@@ -23,7 +23,8 @@ from torch import Tensor
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.families.hf_folder import SINGLE_FILE, WEIGHT_INDEX_FILE
-from megatron_vl.spec.tensors import EMBEDDING_TENSOR
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, tensor_table
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import JOURNAL_FILE
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
@@ -252,7 +253,7 @@ def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
     return carried_prefix is not None and tensor_name.startswith(carried_prefix)
 
 
-class HfCheckpoint:
+class HfCheckpoint(CanonicalWeights):
     """A HF folder that is read as Megatron weights: the source of a conversion, or the model for an export.
 
     Attributes:
@@ -275,6 +276,7 @@ class HfCheckpoint:
                 f"{self.path / 'config.json'} is missing; --hf must be a Hugging Face checkpoint folder"
             )
         self.spec = read_spec(self.path)
+        self.tensor_infos = tensor_table(self.spec)
         self.tensor_folder = TensorFolder(self.path)
         expert_style = detect_expert_style(self.spec, self.tensor_folder)
         self.rule_by_name: dict[str, ConversionRule] = {

@@ -10,7 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config.fields import RECOMPUTE_MODULES, LoraConfig, RunConfigError, TrainConfig
+from megatron_vl.config.fields import (
+    RANDOM_WEIGHTS,
+    RECOMPUTE_MODULES,
+    LoraConfig,
+    RunConfigError,
+    TrainConfig,
+)
 from megatron_vl.config.options import is_in_range
 from megatron_vl.plurals import pluralize
 
@@ -282,11 +288,11 @@ def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
             f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
             "(hf download REPOSITORY --local-dir FOLDER)"
         )
-    if (config.lora.rank or config.lora.adapter) and not config.model.checkpoint:
+    if (config.lora.rank or config.lora.adapter) and config.model.checkpoint == RANDOM_WEIGHTS:
         lora_field = f"rank {config.lora.rank}" if config.lora.rank else f"adapter {config.lora.adapter}"
         raise RunConfigError(
-            f"lora.{lora_field} needs model.checkpoint, the weights that stay frozen; `megatron-vl convert`"
-            " writes them"
+            f"lora.{lora_field} needs trained weights, which stay frozen, but model.checkpoint is"
+            f" {RANDOM_WEIGHTS}; leave it empty to train adapters of the weights in model.hf"
         )
 
 
@@ -363,12 +369,11 @@ MAX_UNREMARKED_STEPS = 10
 """If a trace has more steps than this, a line warns of its cost."""
 
 
-def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) -> list[str]:
+def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
     """Notes on settings that are allowed but rarely intended.
 
     Args:
         on_cpu: whether the run has no GPUs.
-        is_resumed: whether weights come from the run's own checkpoint.
     """
     remark_texts = []
     if not config.checkpoint.dir:
@@ -386,8 +391,6 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
             f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs"
             " much memory and disk space on each traced rank; three to five steps are usually enough"
         )
-    if not config.model.checkpoint and not is_resumed:
-        remark_texts.append("model.checkpoint is empty: weights are random")
     for model_part in ("vision", "merger"):
         part_rate = getattr(config.optimizer, f"{model_part}_lr")
         if getattr(config.model, f"freeze_{model_part}") and part_rate is not None:

@@ -17,6 +17,8 @@ from megatron_vl.errors import UserError
 
 CALLS_WITHOUT_ACTIVATIONS = 4
 """How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""
+RANDOM_WEIGHTS = "random"
+"""The value of ``model.checkpoint`` for new weights."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 LearntOrMasked = Literal["learnt", "masked"]
@@ -33,7 +35,7 @@ class ModelConfig:
 
     checkpoint: str = ""
     """Megatron weights to start from (output of `megatron-vl convert` or `split`, in any layout).
-    Empty: random weights."""
+    Empty: the weights in hf, which each rank reads itself. random: new weights, to train from scratch."""
     hf: str = ""
     """Hugging Face folder that the model comes from.
     Its config, tokenizer, chat template and image processor are read."""

@@ -85,16 +85,6 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     return dataclasses.replace(config, lora=LoraConfig(**stored_fields))
 
 
-def read_base_digest(config: TrainConfig) -> str:
-    """Which model the adapters of a run belong to; empty without LoRA."""
-    from megatron_vl.weights.model_digest import model_digest
-    from megatron_vl.weights.weight_reader import WeightReader
-
-    if not config.lora.rank:
-        return ""
-    return model_digest(WeightReader(config.model.checkpoint, should_verify=False))
-
-
 def read_start_adapter(config: TrainConfig, base_digest: str) -> dict[str, str]:
     """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any.
 
@@ -102,7 +92,7 @@ def read_start_adapter(config: TrainConfig, base_digest: str) -> dict[str, str]:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
 
     Raises:
-        RunConfigError: the adapters were trained on other weights than those in ``model.checkpoint``.
+        RunConfigError: the adapters were trained on other weights than the run's.
     """
     adapter_dir = config.lora.adapter
     if not adapter_dir:
@@ -112,7 +102,9 @@ def read_start_adapter(config: TrainConfig, base_digest: str) -> dict[str, str]:
     from megatron_vl.weights.weight_reader import WeightReader
 
     weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
-    if base_difference := weight_reader.adapter_base.difference_text(base_digest, config.model.checkpoint):
+    if base_difference := weight_reader.adapter_base.difference_text(
+        base_digest, config.model.checkpoint or config.model.hf
+    ):
         raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {base_difference}")
     return {"path": str(Path(adapter_dir).resolve()), "digest": model_digest(weight_reader)}
 

@@ -68,6 +68,7 @@ from megatron_vl.training.optimizer_state import (
     write_slice_index,
 )
 from megatron_vl.training.out_of_memory import host_memory_message
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.model_digest import recorded_base
@@ -852,7 +853,7 @@ def check_resumable(
 
 
 @torch.no_grad()
-def load_weights(weight_reader: WeightReader, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
+def load_weights(weight_reader: CanonicalWeights, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
     """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices."""
     for live_tensor in live_tensors:
         live_tensor.parameter.copy_(_read_live_shard(weight_reader, live_tensor, grid))
@@ -861,7 +862,7 @@ def load_weights(weight_reader: WeightReader, live_tensors: list[LiveTensor], gr
 
 @torch.no_grad()
 def load_main_weights(
-    weight_reader: WeightReader,
+    weight_reader: CanonicalWeights,
     optimizer: ChainedOptimizer,
     live_tensors: list[LiveTensor],
     grid: ProcessGrid,
@@ -874,7 +875,7 @@ def load_main_weights(
             optimizer_slice.write_state("main", shard[optimizer_slice.start : optimizer_slice.end])
 
 
-def _read_live_shard(weight_reader: WeightReader, live_tensor: LiveTensor, grid: ProcessGrid) -> Tensor:
+def _read_live_shard(weight_reader: CanonicalWeights, live_tensor: LiveTensor, grid: ProcessGrid) -> Tensor:
     """A parameter's values in weights of any layout."""
     tensor_info = weight_reader.tensor_infos[live_tensor.tensor_name]
     expert = live_tensor.expert_index

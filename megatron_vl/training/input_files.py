@@ -13,11 +13,15 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_vl.config import RunConfigError, TrainConfig
+from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
 from megatron_vl.errors import UserError
 from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.weights.manifest import MANIFEST_FILE
+from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import StartPoint
+from megatron_vl.weights.weight_reader import find_weights_dir
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILES = (
@@ -30,17 +34,19 @@ DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid")
 def read_model_digests(config: TrainConfig, run_start: StartPoint) -> dict[str, str]:
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
-    from megatron_vl.weights.manifest import MANIFEST_FILE  # they import torch
-    from megatron_vl.weights.weight_reader import find_weights_dir
-
     files = [Path(config.model.hf) / name for name in PROCESSOR_FILES]
-    weights = [config.model.checkpoint] if config.lora.rank or not run_start.source_checkpoint else []
+    reads_start_weights = config.lora.rank or not run_start.source_checkpoint
+    weights = [config.model.checkpoint] if reads_start_weights else []
     if run_start.source_checkpoint is not None:
         files.append(run_start.source_checkpoint.path / "run.json")
     else:
         weights.append(config.lora.adapter)
-    files += [find_weights_dir(folder) / MANIFEST_FILE for folder in weights if folder]
-    return _digests(files)
+    folders = [folder for folder in weights if folder and folder != RANDOM_WEIGHTS]
+    digests = _digests([*files, *(find_weights_dir(folder) / MANIFEST_FILE for folder in folders)])
+    # No file of a Hugging Face folder holds the hashes of its weights.
+    if reads_start_weights and not config.model.checkpoint:
+        digests[f"{config.model.hf} (weights)"] = model_digest(HfCheckpoint(config.model.hf))
+    return digests
 
 
 def read_loader_digests(config: TrainConfig, description: Description) -> dict[str, str]:

@@ -16,7 +16,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.checkpoint import load_weights
 from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
-from megatron_vl.weights.weight_reader import WeightReader
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 
 HALF_PIXEL_NORM = PixelNorm((0.5,) * 3, (0.5,) * 3)
 """Pixel statistics for models that are not given real pictures."""
@@ -39,8 +39,8 @@ def build_model(
     platform: Platform,
     grid: ProcessGrid,
     *,
-    weight_reader: WeightReader | None = None,
-    adapter_reader: WeightReader | None = None,
+    weight_reader: CanonicalWeights | None = None,
+    adapter_reader: CanonicalWeights | None = None,
     pixel_norm: PixelNorm | None = None,
 ) -> BuiltModel:
     """Builds this rank's chunks, checks them against the tensor table, and fills them.

@@ -30,12 +30,13 @@ from megatron_vl.training.adapters import (
     check_same_adapters,
     check_same_model,
     check_start_adapter,
-    read_base_digest,
     read_start_adapter,
     with_start_adapter,
 )
 from megatron_vl.training.input_files import read_loader_digests, read_model_digests
 from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.training.start_weights import check_start_weights, start_weights_path
+from megatron_vl.weights.model_digest import model_digest, recorded_base
 from megatron_vl.weights.run_folder import (
     DataRestart,
     SavedCheckpoint,
@@ -146,7 +147,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
     config, spec = resolved_run.config, resolved_run.spec
     source_checkpoint = resolved_run.run_start.source_checkpoint
-    run_notes = [f"NOTE: {remark}" for remark in config_remarks(config, on_cpu, resolved_run.is_resumed)]
+    run_notes = [f"NOTE: {remark}" for remark in config_remarks(config, on_cpu)]
     if resolved_run.layer_split_origin != "given":
         run_notes.append(_split_note(resolved_run))
     if memory_note:
@@ -156,9 +157,10 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         run_notes.append(f"NOTE: {serving_note}")
 
     base_digest = ""
-    if config.model.checkpoint and (source_checkpoint is None or config.lora.rank):
-        check_start_weights(config, spec)
-        base_digest = read_base_digest(config)
+    if source_checkpoint is None or config.lora.rank:
+        start_weights = check_start_weights(config, spec)
+        if config.lora.rank and start_weights is not None:
+            base_digest = model_digest(start_weights)
     start_adapter = read_start_adapter(config, base_digest) if source_checkpoint is None else None
     if source_checkpoint is not None:
         saved_metadata = check_own_checkpoint(
@@ -210,24 +212,6 @@ def read_split_facts(
     return facts_by_split
 
 
-def check_start_weights(config: TrainConfig, spec: ModelSpec) -> None:
-    """Checks the weights in ``model.checkpoint``.
-
-    Raises:
-        RunConfigError: they do not exist, or are of another model than ``model.hf``.
-        WeightsError, FileNotFoundError: they cannot be read.
-    """
-    from megatron_vl.weights.weight_reader import WeightReader
-
-    weights_path = config.model.checkpoint
-    if not Path(weights_path).exists():
-        raise RunConfigError(
-            f"model.checkpoint {weights_path} does not exist; `megatron-vl convert` writes it"
-        )
-    weight_reader = WeightReader(weights_path)
-    check_same_model(f"model.checkpoint {weights_path}", weight_reader.spec, config, spec)
-
-
 def check_tokenizer(config: TrainConfig, spec: ModelSpec) -> str:
     """Checks tokenizer and chat template of ``model.hf``.
 
@@ -266,7 +250,6 @@ def check_own_checkpoint(
         RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
     """
     from megatron_vl.training import checkpoint
-    from megatron_vl.weights.model_digest import recorded_base
 
     saved_metadata = checkpoint.check_resumable(
         checkpoint_path, data_order_metadata(config, dp), restart_data
@@ -277,7 +260,7 @@ def check_own_checkpoint(
     if recorded_base(saved_metadata).differs_from(base_digest):
         raise RunConfigError(
             f"the adapters in {checkpoint_path} were trained on another model than the one in"
-            f" model.checkpoint {config.model.checkpoint}; give the weights that the run began with"
+            f" {start_weights_path(config)}; give the weights that the run began with"
         )
     check_start_adapter(checkpoint_path, saved_metadata.get(START_ADAPTER_KEY), config)
     return saved_metadata

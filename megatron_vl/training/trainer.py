@@ -44,6 +44,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.resume import field_change_notes, recorded_fields
 from megatron_vl.training.run_messages import describe_checkpoints, run_summary, skipped_steps_message
 from megatron_vl.training.source_counts import SourceCounts
+from megatron_vl.training.start_weights import open_start_weights, start_weights_path
 from megatron_vl.training.step import (
     NO_GRADIENT,
     SKIP_REASONS,
@@ -124,7 +125,8 @@ class Trainer:
     def build(self) -> None:
         """Builds model, optimizer and loader of this rank. Collective.
 
-        A new run takes its weights from ``model.checkpoint``; a resumed run gets them in :meth:`restore`.
+        A new run takes its weights from ``model.checkpoint`` or ``model.hf``; a resumed run gets them in
+        :meth:`restore`.
 
         Raises:
             SystemExit: a signal asked a rank to stop.
@@ -157,9 +159,9 @@ class Trainer:
             overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
         """
         config, is_resumed = self.config, self.resolved_run.is_resumed
-        # The run's own checkpoint fills the model later, and model.checkpoint is not opened then. With LoRA,
-        # the checkpoint has only the adapters.
-        starts_from_weights = config.model.checkpoint and (config.lora.rank or not is_resumed)
+        # The run's own checkpoint fills the model later, and the start weights are not opened then. With
+        # LoRA, the checkpoint has only the adapters.
+        start_weights = open_start_weights(config) if config.lora.rank or not is_resumed else None
         adapter_reader = None
         if config.lora.adapter and not is_resumed:
             adapter_reader = WeightReader(config.lora.adapter, takes_adapters=True)
@@ -169,7 +171,7 @@ class Trainer:
             self.layout,
             self.platform,
             self.grid,
-            weight_reader=WeightReader(config.model.checkpoint) if starts_from_weights else None,
+            weight_reader=start_weights,
             adapter_reader=adapter_reader,
         )
         self.live_tensors = built_model.live_tensors
@@ -437,7 +439,7 @@ class Trainer:
 
     def _checkpoint_metadata(self) -> dict[str, Any]:
         """The entries of ``run.json`` about the run; layout and files are added by the saver."""
-        base_path = str(Path(self.config.model.checkpoint).resolve())
+        base_path = str(Path(start_weights_path(self.config)).resolve())
         base = AdapterBase(self.resolved_run.base_digest, base_path)
         return data_order_metadata(self.config, self.grid.dp) | {
             _SKIPPED_STEPS_KEY: dict(self.skipped_steps),

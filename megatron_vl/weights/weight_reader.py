@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_vl.config import LoraConfig, RunConfigError
 from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ConfigError, read_spec
-from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, check_sharding
+from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding
 from megatron_vl.weights import run_folder
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import (
     JOURNAL_FILE,
     MANIFEST_FILE,
@@ -22,15 +23,13 @@ from megatron_vl.weights.manifest import (
     read_manifest,
     read_manifest_layout,
 )
-from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region, shard_blocks
+from megatron_vl.weights.matrix_blocks import gather_region, shard_blocks
 from megatron_vl.weights.model_digest import AdapterBase, recorded_base
 from megatron_vl.weights.tensor_files import (
     DTYPE_BY_NAME,
     MatrixRegion,
     TensorReader,
     WeightsError,
-    matrix_shape,
-    row_regions,
 )
 
 
@@ -98,7 +97,7 @@ def read_adapters(path: str | Path) -> WeightReader:
     return weight_reader
 
 
-class WeightReader:
+class WeightReader(CanonicalWeights):
     """Reads weights of any layout as if they had any other layout.
 
     Args:
@@ -112,8 +111,6 @@ class WeightReader:
         spec: the model.
         layout: the layout of the weights; None for unsplit weights.
         sharding: how the layout cuts the tensors of a stage.
-        lora: the adapters whose factors these weights are; its rank is 0 for a whole model.
-        tensor_infos: canonical name -> :class:`~megatron_vl.spec.tensors.TensorInfo`.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -184,7 +181,6 @@ class WeightReader:
         return list(self.tensor_infos)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
-        """The type of a stored tensor."""
         return DTYPE_BY_NAME[self.manifest["tensors"][tensor_name]["dtype"]]
 
     def _open_shard(self, shard_index: int, tensor_name: str) -> TensorReader:
@@ -256,50 +252,11 @@ class WeightReader:
         return recorded_base(self.manifest["origin"])
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""
-
         def read_part(shard_index: str | int, part_region: MatrixRegion) -> Tensor:
             return self._open_shard(int(shard_index), tensor_name).read_region(tensor_name, part_region)
 
         tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
         return gather_region(tensor_blocks, region, read_part, self.dtype(tensor_name))
-
-    def read_shard(
-        self,
-        tensor_name: str,
-        shard_index: int = 0,
-        sharding: Sharding = UNSHARDED,
-        expert_index: int | None = None,
-    ) -> Tensor:
-        """Reads a copy of a part of a tensor, whatever layout is on disk, in ``info.shard_shape(sharding)``.
-
-        Args:
-            shard_index: number of the part (see :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`).
-            sharding: how to cut the model. By default, the part is the full tensor.
-            expert_index: index within the part of the only expert to return, without the leading dimension;
-                None: all experts of the part.
-
-        Raises:
-            LayoutError, WeightsError: the model cannot be cut in this way; the stored tensor is damaged.
-        """
-        check_sharding(self.spec, sharding)
-        dtype = self.dtype(tensor_name)
-        shard_shape = self.tensor_infos[tensor_name].shard_shape(sharding)
-
-        # As a matrix, a stack [E, rows, cols] has E * rows rows, so an expert is a range of rows.
-        first_row = 0
-        if expert_index is not None:
-            first_row = range(shard_shape[0])[expert_index] * shard_shape[1]
-            shard_shape = shard_shape[1:]
-
-        # Region by region, so that only a few megabytes are in memory besides the result.
-        shard_tensor = torch.empty(matrix_shape(shard_shape), dtype=dtype)
-        for region in row_regions(shard_shape, dtype.itemsize):
-            source_region = region._replace(row=region.row + first_row, row_end=region.row_end + first_row)
-            shard_tensor[region.row : region.row_end] = self._read_shard_region(
-                tensor_name, shard_index, sharding, source_region
-            )
-        return shard_tensor.view(shard_shape)
 
     def _read_shard_region(
         self, tensor_name: str, shard_index: int, sharding: Sharding, region: MatrixRegion
@@ -315,9 +272,4 @@ class WeightReader:
         if has_stored_sharding:
             return self._open_shard(shard_index, tensor_name).read_region(tensor_name, region)
 
-        return gather_region(
-            blocks_of_shard(tensor_info, shard_index, sharding),
-            region,
-            lambda _, full_region: self.read_region(tensor_name, full_region),
-            self.dtype(tensor_name),
-        )
+        return super()._read_shard_region(tensor_name, shard_index, sharding, region)

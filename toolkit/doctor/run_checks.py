@@ -146,7 +146,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     for input_finding in (_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)):
         if not refusal_message or input_finding.found != refusal_message:
             report.findings.append(input_finding)
-    for remark in config_remarks(config, not gpus, run.is_resumed):
+    for remark in config_remarks(config, not gpus):
         report.findings.append(note_finding("run", remark, ""))
     return report
 

@@ -1,0 +1,67 @@
+"""The weights that a run starts from: ``model.checkpoint``, or those in the folder ``model.hf``.
+
+Each rank reads only its own parts, in any layout. A Hugging Face folder is read by the rules of conversion,
+so that a rank gets bit for bit what ``megatron-vl convert`` would have written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.training.adapters import check_same_model
+from megatron_vl.weights.canonical_weights import CanonicalWeights
+from megatron_vl.weights.weight_reader import WeightReader
+
+
+def start_weights_path(config: TrainConfig) -> str:
+    """The folder of the weights; empty if they are random."""
+    return "" if config.model.checkpoint == RANDOM_WEIGHTS else config.model.checkpoint or config.model.hf
+
+
+def open_start_weights(config: TrainConfig, *, should_verify: bool = True) -> CanonicalWeights | None:
+    """Opens the weights; None if they are random.
+
+    Args:
+        should_verify: whether Megatron weights are compared with their SHA-256. A Hugging Face folder has
+            none.
+
+    Raises:
+        WeightsError, FileNotFoundError: they cannot be read.
+    """
+    if config.model.checkpoint == RANDOM_WEIGHTS:
+        return None
+    if config.model.checkpoint:
+        return WeightReader(config.model.checkpoint, should_verify=should_verify)
+    return HfCheckpoint(config.model.hf)
+
+
+def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeights | None:
+    """Checks the weights, and returns them without comparing hashes.
+
+    Raises:
+        RunConfigError: they do not exist, or are of another model than ``model.hf``.
+        WeightsError, FileNotFoundError: they cannot be read.
+    """
+    hf_dir, weights_path = config.model.hf, config.model.checkpoint
+    if weights_path == RANDOM_WEIGHTS:
+        return None
+    if not weights_path and not any(Path(hf_dir).glob("*.safetensors")):
+        raise RunConfigError(
+            f"model.checkpoint is empty, and model.hf {hf_dir} holds no weights (*.safetensors); download the"
+            " whole checkpoint, give model.checkpoint a folder that `megatron-vl convert` wrote, or set it to"
+            f" {RANDOM_WEIGHTS} to train from scratch"
+        )
+    if weights_path and not Path(weights_path).exists():
+        raise RunConfigError(
+            f"model.checkpoint {weights_path} does not exist; leave it empty to start from the weights in"
+            f" model.hf, or write it with `megatron-vl convert --hf {hf_dir} --out {weights_path}`"
+        )
+    start_weights = open_start_weights(config, should_verify=False)
+    assert start_weights is not None
+    if isinstance(start_weights, HfCheckpoint):
+        start_weights.check_tied_output()
+    check_same_model(f"model.checkpoint {weights_path}", start_weights.spec, config, spec)
+    return start_weights

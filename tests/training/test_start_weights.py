@@ -1,0 +1,72 @@
+"""A run that starts from a Hugging Face folder gets bit for bit what a conversion would have written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.convert import convert_weights
+from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.config import RunConfigError, parse_config
+from megatron_vl.config.checks import check_inputs
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.tensors import Sharding
+from megatron_vl.training.start_weights import check_start_weights, open_start_weights, start_weights_path
+from megatron_vl.weights.model_digest import model_digest
+from megatron_vl.weights.weight_reader import WeightReader
+from tests.tiny import TINY_FAMILIES, tiny_checkpoint
+from tests.training.small_run import metrics, prepare, train
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> dict[str, Path]:
+    return prepare(tmp_path_factory.mktemp("start"), tiny_checkpoint("qwen2_5_vl"))
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_every_part_of_every_tensor_equals_that_of_converted_weights(family: str, tmp_path) -> None:
+    hf = tiny_checkpoint(family)
+    convert_weights(hf, tmp_path / "converted")
+    from_hf, converted = HfCheckpoint(hf), WeightReader(tmp_path / "converted")
+    expert_sizes = {"ep": 2} if from_hf.spec.language.moe else {}
+    for sharding in (Sharding(tp=1), Sharding(tp=2, **expert_sizes)):
+        for name, info in converted.tensor_infos.items():
+            for shard in range(sharding.num_shards(info)):
+                expected = converted.read_shard(name, shard, sharding)
+                given = from_hf.read_shard(name, shard, sharding)
+                assert given.dtype == expected.dtype and torch.equal(given, expected), (name, shard)
+    assert model_digest(from_hf) == model_digest(converted)
+
+
+def test_a_folder_without_weights_is_refused_with_both_names(tmp_path) -> None:
+    shutil.copy(tiny_checkpoint() / "config.json", tmp_path)
+    config = parse_config(["--model.hf", str(tmp_path)])
+    with pytest.raises(RunConfigError, match="model.checkpoint is empty, and model.hf .* holds no weights"):
+        check_start_weights(config, read_spec(tmp_path))
+
+
+def test_random_weights_are_opened_nowhere_and_hold_no_adapters() -> None:
+    words = ["--model.hf", str(tiny_checkpoint()), "--model.checkpoint", "random"]
+    config = parse_config(words)
+    assert open_start_weights(config) is None and start_weights_path(config) == ""
+    with pytest.raises(RunConfigError, match="lora.rank 4 needs trained weights"):
+        check_inputs(parse_config([*words, "--lora.rank", "4"]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["--parallel.tp 2", "--parallel.pp 2 --lora.rank 4"])
+def test_a_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -> None:
+    for name, start in (("hf", ""), ("converted", str(prepared["weights"]))):
+        words = [*layout.split(), "--model.checkpoint", start]
+        done = train(prepared, tmp_path / name, *words, ranks=2, steps=3)
+        assert done.returncode == 0, done.stderr
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("hf", "converted")]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+    if "lora" in layout:  # the base is the same model, wherever it was read
+        words = [*layout.split(), "--model.checkpoint", ""]
+        done = train(prepared, tmp_path / "converted", *words, ranks=2, steps=4)
+        assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr
