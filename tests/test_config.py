@@ -36,6 +36,23 @@ def test_yaml_and_overrides(tmp_path):
     assert parsed.data == TrainConfig().data
 
 
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        ("q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("[language,experts]", ["language", "experts"]),
+        ("all-linear,experts", ["language", "vision", "merger", "experts"]),
+        (r".*layers\.\d{1,2}\..*(q|k)_proj,v_proj", [r".*layers\.\d{1,2}\..*(q|k)_proj", "v_proj"]),
+    ],
+)
+def test_targets_are_a_list_or_a_text_with_commas(tmp_path, text: str, targets: list[str]) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(f"lora: {{targets: '{text}'}}\n".replace("'[", "[").replace("]'", "]"))
+    for words in (["--config", str(run)], ["--lora.targets", text]):
+        assert parse_config(words).lora.targets == targets
+    assert parse_config(["--lora.modules_to_save", "norm,merger"]).lora.modules_to_save == ["norm", "merger"]
+
+
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_or_exit(["--help"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,8 @@ CALLS_WITHOUT_ACTIVATIONS = 4
 """How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
+ALL_LINEAR = ("language", "vision", "merger")
+"""The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
 LearntOrMasked = Literal["learnt", "masked"]
 """Whether something bears loss."""
 
@@ -72,31 +75,40 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
     dropout: float = option(0.0, minimum=0, maximum=0.99)
     """Probability of dropping an input of A. Not for experts."""
-    targets: list[str] = option(["language"])
-    """Matrices that get an adapter. Each entry is a kind (language, attention, linear_attention, mlp,
-    shared_experts, experts, vision, merger), the end of a module's name as in PEFT (q_proj, attn.qkv), or a
-    regular expression for the whole name (.*layers.[0-3].*q_proj). language: all of the language model but
-    its experts."""
-    exclude: list[str] = option([])
-    """Matrices of targets that get none, written in the same way."""
-    rank_pattern: dict[str, int] = option({}, minimum=1)
-    """Ranks of single matrices, by the end of a module's name (a regular expression), as in PEFT."""
-    alpha_pattern: dict[str, float] = option({}, exclusive_minimum=0)
-    """Alphas of single matrices, written in the same way."""
-    modules_to_save: list[str] = option([])
+    targets: list[str] | str = option(["language"])
+    """Matrices that get an adapter: a list, or one text with commas. Each entry is a kind (language,
+    attention, linear_attention, mlp, shared_experts, experts, vision, merger), the end of a module's name as
+    in PEFT (q_proj, attn.qkv), or a regular expression for the whole name (.*layers.[0-3].*q_proj). language:
+    all of the language model but its experts. all-linear: as in PEFT, language, vision and merger."""
+    modules_to_save: list[str] | str = option([])
     """Modules that are trained whole beside the adapters, by the end of their names as in PEFT (patch_embed,
-    norm, input_layernorm, lm_head), or by a regular expression for the whole name. merger: all mergers."""
+    norm, input_layernorm, lm_head), or by a regular expression for the whole name. merger: all mergers.
+    Written like targets."""
     adapter: str = ""
     """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, which `megatron-vl train`
     converts into checkpoint.dir, or what `megatron-vl convert --adapter` made of one. Their ranks, targets
-    and scales hold; leave out the other fields of lora, but for dropout. Empty: new adapters."""
+    and scales hold; leave out the other fields of lora except dropout. Empty: new adapters."""
     stated_fields = frozenset[str]()
     """Fields that the user stated beside ``adapter``, defaults included. The parser sets it on its result; it
     is no field of a run, and copies do not have it."""
 
+    def __post_init__(self) -> None:
+        targets = []
+        for target in _split_words(self.targets):
+            targets += ALL_LINEAR if target == "all-linear" else [target]
+        object.__setattr__(self, "targets", targets)
+        object.__setattr__(self, "modules_to_save", _split_words(self.modules_to_save))
+
     def __hash__(self) -> int:
         # What follows from the adapters of a run is cached, and lists have no hash of their own.
         return hash(repr(self))
+
+
+def _split_words(words: list[str] | str) -> list[str]:
+    """A list as it is; one text at its commas, except those of a regular expression's ``{1,2}``."""
+    if isinstance(words, list):
+        return words
+    return [word.strip() for word in re.split(r",(?!\d*})", words) if word.strip()]
 
 
 @dataclass(frozen=True)
@@ -453,8 +465,6 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
     type(None): "nothing (null)",
     list[int]: "a list of whole numbers such as [8,20]",
     list[str]: "a list of words such as [one,two]",
-    dict[str, int]: "a map of words to whole numbers such as {q_proj: 16}",
-    dict[str, float]: "a map of words to numbers such as {q_proj: 16}",
 }
 
 

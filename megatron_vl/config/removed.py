@@ -6,10 +6,15 @@ ANSWERS = "the loss is still evaluated; answer a split with `megatron-vl generat
 VIDEOS = "videos are always presented as to the released models"
 BUCKETS = "gradients are always reduced, and weights gathered, during the passes"
 
+PATTERNS = "all matrices have lora.rank and lora.alpha; adapters with others are read by lora.adapter"
+
 REMOVED_FIELDS = {
     "eval.samples": ANSWERS,
     "eval.max_new_tokens": ANSWERS,
     "max_bad_steps": "a run stops after 10 skipped steps in a row",
+    "lora.alpha_pattern": PATTERNS,
+    "lora.exclude": "name what is adapted in lora.targets, if need be by a regular expression",
+    "lora.rank_pattern": PATTERNS,
     "parallel.bucket_size": BUCKETS,
     "parallel.overlap_grad_reduce": BUCKETS,
     "parallel.overlap_param_gather": BUCKETS,

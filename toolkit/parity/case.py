@@ -24,6 +24,7 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid, make_grid
 from megatron_vl.platform import Platform
+from megatron_vl.spec.adapters import MixedLora
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
@@ -119,7 +120,7 @@ class ParityCase:
             dtype=self.dtype,  # type: ignore[arg-type]
             data=DataConfig(seq_len=self.seq_len),
             model=model_config,
-            lora=LoraConfig(**self.lora),
+            lora=(MixedLora if "matrices" in self.lora else LoraConfig)(**self.lora),
             vision=self._vision_config,
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),
