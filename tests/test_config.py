@@ -90,7 +90,7 @@ def test_help_explains_every_field(capsys):
             r"'parallel.layers': expected a list of whole numbers such as \[8,20\] or 'auto' or nothing",
         ),
         (["--parallel", "5"], r"field 'parallel' is a section"),
-        (["--model.vision_attention", "flash"], r"model.vision_attention.*'torch_varlen'"),
+        (["--model.attention", "flash"], r"model.attention.*'reference'"),
         (["--optimizer.lr", "nan"], r"optimizer.lr.*nan"),
         (["--config", "no_such.yaml"], r"no_such.yaml"),
         (["--confg", "run.yaml"], r"'confg' is unknown; did you mean config"),

@@ -51,16 +51,10 @@ class ModelConfig:
     takes one loss of the layers' mean; both are equal for one layer). 0: no such loss.
     Empty: router_aux_loss_coef of the Hugging Face config if its output_router_logits is true,
     otherwise no such loss."""
-    vision_attention: Literal["auto", "sdpa", "torch_varlen", "te", "triton"] = "auto"
-    """Implementation of packed attention in the vision tower. auto: the fastest one measured on the platform
-    (CPU: sdpa). triton: the kernels of this project, which also apply RoPE (CUDA, bfloat16)."""
-    window_attention: Literal["auto", "fused", "backend"] = "auto"
-    """Implementation of the vision tower's window layers. fused: one kernel, which also applies RoPE (CUDA,
-    bfloat16). backend: the same as vision_attention. auto: fused on CUDA, otherwise backend."""
-    language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
-    """Implementation of packed attention in the language model.
-    auto: the fastest one measured on the platform (CPU: sdpa).
-    flash_attn: FlashAttention-4 (the package flash-attn-4; bfloat16, Hopper or Blackwell)."""
+    attention: Literal["auto", "reference"] = "auto"
+    """Kernels of attention. auto: the fastest ones measured on the platform, such as FlashAttention-4 (the
+    package flash-attn-4) on Hopper and Blackwell. reference: torch's scaled_dot_product_attention, sequence
+    by sequence. It is slow, and tells whether a kernel is at fault."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ BUCKETS = "gradients are always reduced, and weights gathered, during the passes
 
 PATTERNS = "all matrices have lora.rank and lora.alpha; adapters with others are read by lora.adapter"
 
+ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
+
 REMOVED_FIELDS = {
     "eval.samples": ANSWERS,
     "eval.max_new_tokens": ANSWERS,
@@ -15,6 +17,9 @@ REMOVED_FIELDS = {
     "lora.alpha_pattern": PATTERNS,
     "lora.exclude": "name what is adapted in lora.targets, if need be by a regular expression",
     "lora.rank_pattern": PATTERNS,
+    "model.language_attention": ATTENTION,
+    "model.vision_attention": ATTENTION,
+    "model.window_attention": ATTENTION,
     "parallel.bucket_size": BUCKETS,
     "parallel.overlap_grad_reduce": BUCKETS,
     "parallel.overlap_param_gather": BUCKETS,

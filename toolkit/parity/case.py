@@ -93,7 +93,7 @@ class ParityCase:
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
-    """Attention backend of tower and language model; the fused GPU kernels do not support float32."""
+    """``model.attention``; the fused GPU kernels do not support float32."""
 
     @property
     def _vision_config(self) -> VisionConfig:
@@ -112,8 +112,7 @@ class ParityCase:
             freeze_merger="merger" in self.freeze,
             freeze_language="language" in self.freeze,
             moe_aux_loss=self.aux_loss,
-            vision_attention=self.attention,  # type: ignore[arg-type]
-            language_attention=self.attention,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
         )
         return TrainConfig(
             optimizer=ADAM_CONFIG,
