@@ -273,11 +273,7 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
     for words, message in (
         (["--seed", str(2**32)], "seed 4294967296 must be between 0 and"),
         (["--vision.patches_a_call", str(2**16 + 1)], "vision.patches_a_call 65537 must be between 1 and"),
-        (["--data.shuffle_block", "0"], "data.shuffle_block 0 must be at least 1"),
-        (
-            ["--data.packing_buffer", "1000000000"],
-            "data.packing_buffer 1000000000 must be between 1 and 10000",
-        ),
+        (["--data.num_workers", "-1"], "data.num_workers -1 must be at least 0"),
     ):
         with pytest.raises(RunConfigError, match=message):
             validate_config(parse_config(words), 1)

@@ -202,19 +202,10 @@ class DataConfig:
     path: str = ""
     """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
     store (`msc://PROFILE/FOLDER`)."""
-    on_changed_blend: Literal["refuse", "continue"] = "refuse"
-    """What a run does that resumes with another blend of data sets than its checkpoint had. refuse: it ends
-    and says what has changed. continue: it goes on. Sources that stay continue where they were, new ones
-    begin at their start, those that left are dropped, and new weights count from that step on. Without a
-    change, both do the same."""
     seq_len: int = option(4096, minimum=1)
     """Tokens of a row."""
     pack: bool = True
     """Put several samples into a row. Off: one sample per row."""
-    packing_buffer: int = option(64, minimum=1, maximum=10_000)
-    """Number of samples among which the packer chooses. The first row waits until so many are read, and their
-    media stay in memory. A choice takes this many times seq_len x 4 bytes: 160 MB with 10000 samples and 4096
-    tokens."""
     max_patches: int = option(0, minimum=0)
     """Largest number of vision patches in a row. 0: limited by seq_len only."""
     min_pixels: int = option(0, minimum=0)
@@ -240,14 +231,8 @@ class DataConfig:
     """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle: bool = True
     """Draw the samples in a random order, another one in each epoch. Off: in the order of the data set."""
-    shuffle_block: int = option(16, minimum=1)
-    """Samples that lie one after the other in a shard and are drawn at about the same time, so that an object
-    store or a disk sees few large reads. 1: draw each sample on its own."""
     max_bad_share: float = option(0.01, minimum=0, maximum=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
-    sample_timeout_s: float = option(300.0, minimum=0)
-    """Seconds that reading a sample, then making tokens of its text, and then decoding its pictures and
-    videos may each take. A sample that takes longer cannot be used. 0: wait without end."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the sample order."""
 
@@ -316,8 +301,6 @@ class CheckpointConfig:
     continues in the data, also after starts without it."""
     attempt: int = option(1, minimum=1)
     """Raise this number to apply step or restart_data once more."""
-    background: bool = True
-    """Write checkpoints while training continues. Off: wait until each is written."""
     export_hf: int | Literal["last"] = 0
     """Steps between exports to a Hugging Face folder, dir/hf/step_NNNNNNNN, with config, tokenizer, processor
     and chat template of model.hf: a multiple of interval. The last step is exported too. last: export only

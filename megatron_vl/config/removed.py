@@ -11,6 +11,11 @@ PATTERNS = "all matrices have lora.rank and lora.alpha; adapters with others are
 ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
 
 REMOVED_FIELDS = {
+    "checkpoint.background": "checkpoints are always written while training continues",
+    "data.on_changed_blend": "a run continues with a changed blend, and names the change",
+    "data.packing_buffer": "the packer chooses among 64 samples",
+    "data.sample_timeout_s": "reading, encoding and decoding a sample may each take 300 seconds",
+    "data.shuffle_block": "blocks of 16 samples are drawn; shuffle sorted input before it is converted",
     "eval.samples": ANSWERS,
     "eval.max_new_tokens": ANSWERS,
     "max_bad_steps": "a run stops after 10 skipped steps in a row",

@@ -156,10 +156,7 @@ def _is_due(step: int, interval: int) -> bool:
 
 
 def save_checkpoint(training_run: TrainingRun) -> None:
-    """Starts to save a checkpoint of the current step, and waits for it unless saves run in the background.
-
-    Collective.
-    """
+    """Starts to save a checkpoint of the current step in the background. Collective."""
     assert training_run.checkpoint_saver is not None and training_run.metrics_log is not None
     metrics_log, data_loader = training_run.metrics_log, training_run.data_loader
     progress.enter_phase(progress.SAVING_CHECKPOINT)
@@ -181,8 +178,6 @@ def save_checkpoint(training_run: TrainingRun) -> None:
         )
 
     training_run.checkpoint_saver.start_save(take_run_snapshot, training_run.completed_steps)
-    if not training_run.config.checkpoint.background:
-        training_run.checkpoint_saver.wait_until_saved()
 
 
 def evaluate_if_due(training_run: TrainingRun) -> None:
