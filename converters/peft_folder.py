@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import fused_adapters, whole_module
+from megatron_vl.spec.adapters import MixedLora, fused_adapters, whole_module
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
 
@@ -525,20 +525,18 @@ class PeftFolder:
 
     def _make_lora_config(self) -> LoraConfig:
         """The settings that give exactly the matrices, ranks and scales of this folder."""
-        default_rank = self.config.get("r", 8)
-        default_alpha = self.config.get("lora_alpha", 8)
-        ranks = {hf_name: factors.rank for hf_name, factors in self.factors.items()}
-        alphas = {hf_name: factors.alpha for hf_name, factors in self.factors.items()}
-        return LoraConfig(
-            rank=default_rank,
-            alpha=float(default_alpha),
+        lora = LoraConfig(
+            rank=self.config.get("r", 8),
+            alpha=float(self.config.get("lora_alpha", 8)),
             use_rslora=bool(self.config.get("use_rslora")),
             dropout=float(self.config.get("lora_dropout") or 0.0),
             targets=shortest_suffixes(self.factors, self.spec),
-            rank_pattern=disjoint_patterns(ranks, default_rank, self.spec),
-            alpha_pattern=disjoint_patterns(alphas, default_alpha, self.spec),
             modules_to_save=list(dict.fromkeys(map(whole_module, self.saved_keys))),
         )
+        matrices = {name: (factors.rank, factors.alpha) for name, factors in self.factors.items()}
+        if set(matrices.values()) == {(lora.rank, lora.alpha)}:
+            return lora
+        return MixedLora(**vars(lora), matrices=matrices)
 
 
 def disjoint_patterns(value_by_name: Mapping[str, Any], default: Any, spec: ModelSpec) -> dict[str, Any]:

@@ -301,7 +301,7 @@ def _measure_shard(task_number: int) -> None:
     sample_source = task.sample_source
     split_reader = _split_readers.get(sample_source.split)
     if split_reader is None:
-        split_reader = SampleReader(sample_source, task.encoder.data_config.sample_timeout_s)
+        split_reader = SampleReader(sample_source)
         _split_readers[sample_source.split] = split_reader
 
     sample_rows = []

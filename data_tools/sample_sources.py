@@ -155,13 +155,9 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
 
 
 class SampleReader:
-    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
+    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised."""
 
-    Args:
-        timeout_seconds: ``data.sample_timeout_s``.
-    """
-
-    def __init__(self, sample_source: SampleSource, timeout_seconds: float = 0.0) -> None:
+    def __init__(self, sample_source: SampleSource) -> None:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.structs import ShardInfo
 
@@ -182,7 +178,7 @@ class SampleReader:
             self._is_member_wanted,
             sample_filter=lambda name: name not in excluded_names,
         )
-        self.tolerant_reader = TolerantReader(self.shard_reader, timeout_seconds)
+        self.tolerant_reader = TolerantReader(self.shard_reader)
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:
@@ -237,7 +233,7 @@ def estimate_left_out(encoder: RowEncoder, num_samples: int) -> dict[str, BadSam
     drawn_sources = read_sources(resolve_location(encoder.data_config.path), "train")
     for drawn_source in drawn_sources:
         source_encoder = encoder.copy_for_process()
-        reader = SampleReader(drawn_source, encoder.data_config.sample_timeout_s)
+        reader = SampleReader(drawn_source)
         sample_count = min(len(drawn_source), max(2, num_samples // len(drawn_sources)))
         encoded_samples = []
         for sample_index in random.Random(0).sample(drawn_source.indices, sample_count):

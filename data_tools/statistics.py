@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.packing.fill_row import choose_row_samples
 from megatron_vl.data.source.bad_samples import LIMIT_BY_REASON, TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
@@ -262,7 +263,7 @@ def _pack_rows(
         drawn_samples.append(np.stack([tokens, patches, np.ones_like(tokens)], axis=1)[drawn_indices])
     waiting_samples = random_generator.permutation(np.concatenate(drawn_samples)).tolist()
 
-    buffer_size = data_config.packing_buffer if data_config.pack else 1
+    buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
     while waiting_samples:
         buffered_sizes = [(tokens, patches) for tokens, patches, _ in waiting_samples[:buffer_size]]
         chosen_indices = choose_row_samples(buffered_sizes, data_config.seq_len, data_config.max_patches)

@@ -36,6 +36,23 @@ def test_yaml_and_overrides(tmp_path):
     assert parsed.data == TrainConfig().data
 
 
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        ("q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("[language,experts]", ["language", "experts"]),
+        ("all-linear,experts", ["language", "vision", "merger", "experts"]),
+        (r".*layers\.\d{1,2}\..*(q|k)_proj,v_proj", [r".*layers\.\d{1,2}\..*(q|k)_proj", "v_proj"]),
+    ],
+)
+def test_targets_are_a_list_or_a_text_with_commas(tmp_path, text: str, targets: list[str]) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(f"lora: {{targets: '{text}'}}\n".replace("'[", "[").replace("]'", "]"))
+    for words in (["--config", str(run)], ["--lora.targets", text]):
+        assert parse_config(words).lora.targets == targets
+    assert parse_config(["--lora.modules_to_save", "norm,merger"]).lora.modules_to_save == ["norm", "merger"]
+
+
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_or_exit(["--help"])
@@ -73,7 +90,7 @@ def test_help_explains_every_field(capsys):
             r"'parallel.layers': expected a list of whole numbers such as \[8,20\] or 'auto' or nothing",
         ),
         (["--parallel", "5"], r"field 'parallel' is a section"),
-        (["--model.vision_attention", "flash"], r"model.vision_attention.*'torch_varlen'"),
+        (["--model.attention", "flash"], r"model.attention.*'reference'"),
         (["--optimizer.lr", "nan"], r"optimizer.lr.*nan"),
         (["--config", "no_such.yaml"], r"no_such.yaml"),
         (["--confg", "run.yaml"], r"'confg' is unknown; did you mean config"),
@@ -256,11 +273,7 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
     for words, message in (
         (["--seed", str(2**32)], "seed 4294967296 must be between 0 and"),
         (["--vision.patches_a_call", str(2**16 + 1)], "vision.patches_a_call 65537 must be between 1 and"),
-        (["--data.shuffle_block", "0"], "data.shuffle_block 0 must be at least 1"),
-        (
-            ["--data.packing_buffer", "1000000000"],
-            "data.packing_buffer 1000000000 must be between 1 and 10000",
-        ),
+        (["--data.num_workers", "-1"], "data.num_workers -1 must be at least 0"),
     ):
         with pytest.raises(RunConfigError, match=message):
             validate_config(parse_config(words), 1)

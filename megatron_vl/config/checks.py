@@ -251,9 +251,6 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
     for config_field in dataclasses.fields(config_section):
         name, field_metadata = name_prefix + config_field.name, config_field.metadata
         value = getattr(config_section, config_field.name)
-        if isinstance(value, dict) and field_metadata:
-            out_of_range = [item for item in value.values() if not is_in_range(item, field_metadata)]
-            value = out_of_range[0] if out_of_range else None
         if dataclasses.is_dataclass(value):
             _check_field_ranges(value, f"{name}.")
         elif field_metadata and isinstance(value, int | float) and not is_in_range(value, field_metadata):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,8 @@ RANDOM_WEIGHTS = "random"
 """The value of ``model.checkpoint`` for new weights."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
+ALL_LINEAR = ("language", "vision", "merger")
+"""The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
 LearntOrMasked = Literal["learnt", "masked"]
 """Whether something bears loss."""
 
@@ -50,16 +53,10 @@ class ModelConfig:
     takes one loss of the layers' mean; both are equal for one layer). 0: no such loss.
     Empty: router_aux_loss_coef of the Hugging Face config if its output_router_logits is true,
     otherwise no such loss."""
-    vision_attention: Literal["auto", "sdpa", "torch_varlen", "te", "triton"] = "auto"
-    """Implementation of packed attention in the vision tower. auto: the fastest one measured on the platform
-    (CPU: sdpa). triton: the kernels of this project, which also apply RoPE (CUDA, bfloat16)."""
-    window_attention: Literal["auto", "fused", "backend"] = "auto"
-    """Implementation of the vision tower's window layers. fused: one kernel, which also applies RoPE (CUDA,
-    bfloat16). backend: the same as vision_attention. auto: fused on CUDA, otherwise backend."""
-    language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
-    """Implementation of packed attention in the language model.
-    auto: the fastest one measured on the platform (CPU: sdpa).
-    flash_attn: FlashAttention-4 (the package flash-attn-4; bfloat16, Hopper or Blackwell)."""
+    attention: Literal["auto", "reference"] = "auto"
+    """Kernels of attention. auto: the fastest ones measured on the platform, such as FlashAttention-4 (the
+    package flash-attn-4) on Hopper and Blackwell. reference: torch's scaled_dot_product_attention, sequence
+    by sequence. It is slow, and tells whether a kernel is at fault."""
 
 
 @dataclass(frozen=True)
@@ -74,31 +71,40 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
     dropout: float = option(0.0, minimum=0, maximum=0.99)
     """Probability of dropping an input of A. Not for experts."""
-    targets: list[str] = option(["language"])
-    """Matrices that get an adapter. Each entry is a kind (language, attention, linear_attention, mlp,
-    shared_experts, experts, vision, merger), the end of a module's name as in PEFT (q_proj, attn.qkv), or a
-    regular expression for the whole name (.*layers.[0-3].*q_proj). language: all of the language model but
-    its experts."""
-    exclude: list[str] = option([])
-    """Matrices of targets that get none, written in the same way."""
-    rank_pattern: dict[str, int] = option({}, minimum=1)
-    """Ranks of single matrices, by the end of a module's name (a regular expression), as in PEFT."""
-    alpha_pattern: dict[str, float] = option({}, exclusive_minimum=0)
-    """Alphas of single matrices, written in the same way."""
-    modules_to_save: list[str] = option([])
+    targets: list[str] | str = option(["language"])
+    """Matrices that get an adapter: a list, or one text with commas. Each entry is a kind (language,
+    attention, linear_attention, mlp, shared_experts, experts, vision, merger), the end of a module's name as
+    in PEFT (q_proj, attn.qkv), or a regular expression for the whole name (.*layers.[0-3].*q_proj). language:
+    all of the language model but its experts. all-linear: as in PEFT, language, vision and merger."""
+    modules_to_save: list[str] | str = option([])
     """Modules that are trained whole beside the adapters, by the end of their names as in PEFT (patch_embed,
-    norm, input_layernorm, lm_head), or by a regular expression for the whole name. merger: all mergers."""
+    norm, input_layernorm, lm_head), or by a regular expression for the whole name. merger: all mergers.
+    Written like targets."""
     adapter: str = ""
     """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, which `megatron-vl train`
     converts into checkpoint.dir, or what `megatron-vl convert --adapter` made of one. Their ranks, targets
-    and scales hold; leave out the other fields of lora, but for dropout. Empty: new adapters."""
+    and scales hold; leave out the other fields of lora except dropout. Empty: new adapters."""
     stated_fields = frozenset[str]()
     """Fields that the user stated beside ``adapter``, defaults included. The parser sets it on its result; it
     is no field of a run, and copies do not have it."""
 
+    def __post_init__(self) -> None:
+        targets = []
+        for target in _split_words(self.targets):
+            targets += ALL_LINEAR if target == "all-linear" else [target]
+        object.__setattr__(self, "targets", targets)
+        object.__setattr__(self, "modules_to_save", _split_words(self.modules_to_save))
+
     def __hash__(self) -> int:
         # What follows from the adapters of a run is cached, and lists have no hash of their own.
         return hash(repr(self))
+
+
+def _split_words(words: list[str] | str) -> list[str]:
+    """A list as it is; one text at its commas, except those of a regular expression's ``{1,2}``."""
+    if isinstance(words, list):
+        return words
+    return [word.strip() for word in re.split(r",(?!\d*})", words) if word.strip()]
 
 
 @dataclass(frozen=True)
@@ -198,19 +204,10 @@ class DataConfig:
     path: str = ""
     """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
     store (`msc://PROFILE/FOLDER`)."""
-    on_changed_blend: Literal["refuse", "continue"] = "refuse"
-    """What a run does that resumes with another blend of data sets than its checkpoint had. refuse: it ends
-    and says what has changed. continue: it goes on. Sources that stay continue where they were, new ones
-    begin at their start, those that left are dropped, and new weights count from that step on. Without a
-    change, both do the same."""
     seq_len: int = option(4096, minimum=1)
     """Tokens of a row."""
     pack: bool = True
     """Put several samples into a row. Off: one sample per row."""
-    packing_buffer: int = option(64, minimum=1, maximum=10_000)
-    """Number of samples among which the packer chooses. The first row waits until so many are read, and their
-    media stay in memory. A choice takes this many times seq_len x 4 bytes: 160 MB with 10000 samples and 4096
-    tokens."""
     max_patches: int = option(0, minimum=0)
     """Largest number of vision patches in a row. 0: limited by seq_len only."""
     min_pixels: int = option(0, minimum=0)
@@ -236,14 +233,8 @@ class DataConfig:
     """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle: bool = True
     """Draw the samples in a random order, another one in each epoch. Off: in the order of the data set."""
-    shuffle_block: int = option(16, minimum=1)
-    """Samples that lie one after the other in a shard and are drawn at about the same time, so that an object
-    store or a disk sees few large reads. 1: draw each sample on its own."""
     max_bad_share: float = option(0.01, minimum=0, maximum=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
-    sample_timeout_s: float = option(300.0, minimum=0)
-    """Seconds that reading a sample, then making tokens of its text, and then decoding its pictures and
-    videos may each take. A sample that takes longer cannot be used. 0: wait without end."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the sample order."""
 
@@ -312,8 +303,6 @@ class CheckpointConfig:
     continues in the data, also after starts without it."""
     attempt: int = option(1, minimum=1)
     """Raise this number to apply step or restart_data once more."""
-    background: bool = True
-    """Write checkpoints while training continues. Off: wait until each is written."""
     export_hf: int | Literal["last"] = 0
     """Steps between exports to a Hugging Face folder, dir/hf/step_NNNNNNNN, with config, tokenizer, processor
     and chat template of model.hf: a multiple of interval. The last step is exported too. last: export only
@@ -455,8 +444,6 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
     type(None): "nothing (null)",
     list[int]: "a list of whole numbers such as [8,20]",
     list[str]: "a list of words such as [one,two]",
-    dict[str, int]: "a map of words to whole numbers such as {q_proj: 16}",
-    dict[str, float]: "a map of words to numbers such as {q_proj: 16}",
 }
 
 

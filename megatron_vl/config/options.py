@@ -50,7 +50,7 @@ def option(
     }
     if default is MISSING:
         return dataclasses.field(metadata=option_metadata)
-    if isinstance(default, list | dict):
+    if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=option_metadata)
     return dataclasses.field(default=default, metadata=option_metadata)
 

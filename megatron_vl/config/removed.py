@@ -6,10 +6,25 @@ ANSWERS = "the loss is still evaluated; answer a split with `megatron-vl generat
 VIDEOS = "videos are always presented as to the released models"
 BUCKETS = "gradients are always reduced, and weights gathered, during the passes"
 
+PATTERNS = "all matrices have lora.rank and lora.alpha; adapters with others are read by lora.adapter"
+
+ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
+
 REMOVED_FIELDS = {
+    "checkpoint.background": "checkpoints are always written while training continues",
+    "data.on_changed_blend": "a run continues with a changed blend, and names the change",
+    "data.packing_buffer": "the packer chooses among 64 samples",
+    "data.sample_timeout_s": "reading, encoding and decoding a sample may each take 300 seconds",
+    "data.shuffle_block": "blocks of 16 samples are drawn; shuffle sorted input before it is converted",
     "eval.samples": ANSWERS,
     "eval.max_new_tokens": ANSWERS,
     "max_bad_steps": "a run stops after 10 skipped steps in a row",
+    "lora.alpha_pattern": PATTERNS,
+    "lora.exclude": "name what is adapted in lora.targets, if need be by a regular expression",
+    "lora.rank_pattern": PATTERNS,
+    "model.language_attention": ATTENTION,
+    "model.vision_attention": ATTENTION,
+    "model.window_attention": ATTENTION,
     "parallel.bucket_size": BUCKETS,
     "parallel.overlap_grad_reduce": BUCKETS,
     "parallel.overlap_param_gather": BUCKETS,

@@ -34,13 +34,14 @@ from megatron.energon.metadataset.loader_interface import LoadedDataset
 from torch import Tensor
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data import planned_rows
 from megatron_vl.data.packing import assemble_row
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlanningContext, open_sample_reader
 from megatron_vl.data.row_loader import PIXEL_FIELDS, PROCESSOR_PREFIX, STATE_VERSION, RowLoader
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
-from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.deadline import NO_DEADLINE, SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.pixels import (
     PixelSettings,
     VideoInfo,
@@ -248,7 +249,7 @@ class RowEncoder:
             )
 
         media_grids = [stored_media_grid(item, self.pixel_settings) for item in media_records]
-        deadline = SampleDeadline(self.data_config.sample_timeout_s)
+        deadline = SampleDeadline(SAMPLE_TIMEOUT_S)
         token_ids, loss_mask = self.chat_encoder.encode(
             conversation_record["messages"], media_grids, conversation_record.get("tools", ()), deadline
         )
@@ -349,7 +350,7 @@ class RowEncoder:
         """Decodes the media of a sample, which must not be refused."""
         first_problem: tuple[str, str] | None = None
         media_items = []
-        deadline = SampleDeadline(self.data_config.sample_timeout_s)
+        deadline = SampleDeadline(SAMPLE_TIMEOUT_S)
         for media_grid, media_record, media_bytes in zip(
             encoded_sample.grids, encoded_sample.media, encoded_sample.data, strict=True
         ):
@@ -569,9 +570,9 @@ def _loader_identity(
         **_processor_identity(row_encoder.pixel_settings),
     }
     if data_config.shuffle:
-        loader_identity["shuffle_block"] = data_config.shuffle_block
+        loader_identity["shuffle_block"] = planned_rows.SHUFFLE_BLOCK
     if data_config.pack:
-        loader_identity["packing_buffer"] = data_config.packing_buffer
+        loader_identity["packing_buffer"] = planned_rows.PACKING_BUFFER
     if chat_encoder.template_writes_thinking:
         loader_identity |= dataclasses.asdict(chat_encoder.thinking_rule)
     return loader_identity
@@ -603,7 +604,7 @@ def validation_rows(
     """
     split_facts = split_facts or read_description(resolve_location(data_config.path)).split_facts(split_name)
     row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
-    buffer_size = data_config.packing_buffer if data_config.pack else 1
+    buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
 
     blend_sources, datasets = _load_datasets(data_config, split_facts, split_name)
     waiting_samples: list[EncodedSample] = []
@@ -622,9 +623,7 @@ def _samples_in_order(
     """All samples of all sources, one after the other."""
     for blend_source, loaded_dataset in zip(blend_sources, loaded_datasets, strict=True):
         read_ahead = ReadAhead([loaded_dataset.dataset], READ_TOGETHER, block_count=1, rank_count=1)
-        sample_reader = open_sample_reader(
-            loaded_dataset.dataset, row_encoder.data_config.sample_timeout_s, partial(read_ahead.take, 0)
-        )
+        sample_reader = open_sample_reader(loaded_dataset.dataset, partial(read_ahead.take, 0))
         end_sample = blend_source.first_sample + blend_source.sample_count
         for sample_index in range(blend_source.first_sample, end_sample):
             if (sample_index - blend_source.first_sample) % READ_AHEAD == 0:

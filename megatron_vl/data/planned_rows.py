@@ -39,6 +39,11 @@ from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader,
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.signals import shield_loader_worker
 
+SHUFFLE_BLOCK = 16
+"""Successive samples of a shard that are drawn at about the same time: storage sees few large reads."""
+PACKING_BUFFER = 64
+"""Smallest number of samples among which the packer chooses."""
+
 Integers = NDArray[np.int64]
 PLANNER_ENDED_TEXT = "the process that plans batches has ended"
 
@@ -144,18 +149,18 @@ class SizedSource:
         return shard_sizes[shard_sizes > 0]
 
 
-def open_sample_reader(dataset: Any, timeout_seconds: float, take: Callable[[int], bytes]) -> TolerantReader:
+def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> TolerantReader:
     """Reads samples of one of Energon's data sets by index.
 
     Args:
         take: gives the bytes of a sample in an object store; a local data set does without.
     """
     if not dataset.path.is_local():
-        return TolerantReader(StoreReader(dataset, take), timeout_seconds)
+        return TolerantReader(StoreReader(dataset, take))
     reader = ShardReader(
         dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
     )
-    return TolerantReader(reader, timeout_seconds)
+    return TolerantReader(reader)
 
 
 class BatchPlanner:
@@ -450,7 +455,7 @@ class PlanningContext:
         drawn_sources = sum(source.sample_share > 0 for source in self.blend_sources)
         blocks_in_use = drawn_sources * (LANES if data_config.shuffle else 1)
         datasets = [loaded.dataset for loaded in self.loaded_datasets]
-        return ReadAhead(datasets, data_config.shuffle_block, blocks_in_use, rank_count)
+        return ReadAhead(datasets, SHUFFLE_BLOCK, blocks_in_use, rank_count)
 
     def sample_readers(self, take: Callable[[int, int], bytes]) -> list[TolerantReader]:
         """A reader of each source. Each process has its own.
@@ -458,9 +463,8 @@ class PlanningContext:
         Args:
             take: returns the bytes of a sample in an object store, by source and index.
         """
-        timeout_seconds = self.row_encoder.data_config.sample_timeout_s
         return [
-            open_sample_reader(loaded.dataset, timeout_seconds, partial(take, source_index))
+            open_sample_reader(loaded.dataset, partial(take, source_index))
             for source_index, loaded in enumerate(self.loaded_datasets)
         ]
 
@@ -485,7 +489,7 @@ class PlanningContext:
             first_indices=[source.first_sample for source in self.blend_sources],
             draws_per_pass=[source.draws_per_pass for source in self.blend_sources],
             shard_sizes=shard_sizes,
-            block_size=data_config.shuffle_block,
+            block_size=SHUFFLE_BLOCK,
         )
 
         batch_planner = BatchPlanner(
@@ -494,7 +498,7 @@ class PlanningContext:
             self.rows_per_step,
             data_config.seq_len,
             data_config.max_patches,
-            least_ahead=data_config.packing_buffer,
+            least_ahead=PACKING_BUFFER,
             packs_samples=data_config.pack,
         )
         if self.planner_state is not None:

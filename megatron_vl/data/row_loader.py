@@ -35,7 +35,6 @@ PIXEL_FIELDS = (
 PROCESSOR_PREFIX = "processor."
 """Begins the names of an identity's settings of pixels that are not fields of ``data``."""
 GIVE_ORIGINAL_DATASET = "give the data set that the run began with"
-CONTINUE_ADVICE = "go on with the changed blend with --data.on_changed_blend continue"
 RESTART_DATA_ADVICE = (
     "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
 )
@@ -48,6 +47,8 @@ ADVICE_BY_FIELD = {
     "tokenizer": "give the tokenizer that the run began with",
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
     "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
+    "shuffle_block": RESUME_WITH_SAVER,
+    "packing_buffer": RESUME_WITH_SAVER,
 }
 
 
@@ -254,20 +255,15 @@ class RowLoader:
         """Notes what changes in the blend.
 
         Raises:
-            LoaderStateError: ``data.on_changed_blend`` does not allow another blend, or no earlier source is
-                left.
+            LoaderStateError: no earlier source is left.
         """
-        problem_text = "the loader state was saved with another data set: "
         if not blend_change.keeps_any_source:
-            raise LoaderStateError(f"{problem_text}{blend_change.summary()}; {ADVICE_BY_FIELD['dataset']}")
-        change_lines = blend_change.change_lines()
-        if self._data_config.on_changed_blend != "continue":
             raise LoaderStateError(
-                f"{problem_text}{'; '.join(change_lines)}. Either {GIVE_ORIGINAL_DATASET},"
-                f" {CONTINUE_ADVICE}, {RESTART_DATA_ADVICE}"
+                f"the loader state was saved with another data set: {blend_change.summary()};"
+                f" {ADVICE_BY_FIELD['dataset']}"
             )
         self._change_lines.append("the blend has changed; from here on:")
-        self._change_lines += [f"  {line}" for line in change_lines]
+        self._change_lines += [f"  {line}" for line in blend_change.change_lines()]
 
     def _parallelism_changes(self, saved_state: dict[str, Any]) -> list[str]:
         """What differs from the run that saved."""

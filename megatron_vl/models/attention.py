@@ -24,7 +24,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vl.config import RunConfigError
 from megatron_vl.kernels.flash_attention import (
     has_flash_attention,
     largest_gradient_error,
@@ -141,82 +140,42 @@ class PackedAttention(nn.Module):
 
 
 def choose_backend(
-    backend_name: str,
+    attention: str,
     *,
     platform: str,
     head_dim: int,
     causal: bool,
     dtype: torch.dtype = torch.bfloat16,
     gathers_keys: bool = False,
+    tries_flash_attention: bool = True,
 ) -> str:
-    """Chooses the fastest measured backend for ``auto``. Checks and returns any other ``backend_name``.
+    """The backend of ``model.attention``: for ``auto``, the fastest one measured.
 
     On Hopper (docs/log/speed.md), our kernels are the fastest for the vision tower, and FlashAttention-4 for
-    the language model's causal segments. Without that package, the language model uses cuDNN through
-    Transformer Engine, but FlashAttention-2 for heads wider than 128 (Qwen3.5), because cuDNN computes wrong
-    gradients for them in packed rows, and for more keys than queries (``gathers_keys``, under context
-    parallelism).
-
-    Raises:
-        RunConfigError: the backend cannot run on this platform or this attention.
+    the language model's causal segments. Without it, the language model uses cuDNN through Transformer
+    Engine, but FlashAttention-2 for heads wider than 128 (Qwen3.5), because cuDNN computes wrong gradients
+    for them in packed rows, and for more keys than queries (``gathers_keys``, under context parallelism).
     """
-    tower_kernels_apply = not causal and dtype == torch.bfloat16 and has_kernels(head_dim)
-    flash_attention_applies = causal and dtype == torch.bfloat16 and has_flash_attention()
-    if backend_name == "auto":
-        if platform == "cpu" or head_dim % 8:
-            return "sdpa"  # no fused kernel supports other heads
-        if tower_kernels_apply:
-            return "triton"
-        if flash_attention_applies and head_dim in FLASH_ATTENTION_HEAD_DIMS:
-            return "flash_attn"
-        return "te" if causal and head_dim in TE_HEAD_DIMS and not gathers_keys else "torch_varlen"
-
-    refusal = ""
-    if platform == "cpu" and backend_name != "sdpa":
-        refusal = " has no CPU kernel; use sdpa or auto"
-    elif backend_name == "triton" and not tower_kernels_apply:
-        refusal = " is for vision towers in bfloat16 with heads of 16, 24, ... 128; use auto"
-    elif backend_name == "te" and causal and head_dim > max(TE_HEAD_DIMS):
-        refusal = (
-            f": cuDNN computes wrong gradients for packed rows with heads of {head_dim}; use auto or"
-            " torch_varlen"
-        )
-    elif backend_name == "te" and gathers_keys:
-        refusal = " does not support more context-parallel ranks than heads; use auto or torch_varlen"
-    elif backend_name == "flash_attn" and not flash_attention_applies:
-        refusal = (
-            " is for language models in bfloat16, on GPUs from Hopper on, with the package flash-attn-4 (pip"
-            " install -e .[gpu]); use auto"
-        )
-    if refusal:
-        raise RunConfigError(f"attention backend {backend_name}{refusal}")
-    return backend_name
+    if attention == "reference" or platform == "cpu" or head_dim % 8:
+        return "sdpa"  # no fused kernel supports other heads
+    if not causal:
+        return "triton" if dtype == torch.bfloat16 and has_kernels(head_dim) else "torch_varlen"
+    takes_flash_attention = dtype == torch.bfloat16 and head_dim in FLASH_ATTENTION_HEAD_DIMS
+    if tries_flash_attention and takes_flash_attention and has_flash_attention():
+        return "flash_attn"
+    return "te" if head_dim in TE_HEAD_DIMS and not gathers_keys else "torch_varlen"
 
 
-def check_gradients(
-    backend_name: str, heads_per_group: int, head_dim: int, gathers_keys: bool = False
-) -> None:
+def flash_attention_is_right(heads_per_group: int, head_dim: int, gathers_keys: bool) -> bool:
     """Compares FlashAttention-4's gradients with float32 on this GPU, which takes seconds to compile.
 
     The kernels that it compiles are those of the run.
 
     Args:
         gathers_keys: whether sequences have more keys than queries, under context parallelism.
-
-    Raises:
-        RunConfigError: they are wrong.
     """
-    if backend_name != "flash_attn":
-        return
-
-    gradient_error = largest_gradient_error(heads_per_group, head_dim, gathers_keys)
-    # The negation also finds NaN.
-    if not gradient_error <= LARGEST_GRADIENT_ERROR:
-        raise RunConfigError(
-            f"model.language_attention: on this GPU, flash_attn computes wrong gradients for heads of"
-            f" {head_dim}{' and gathered keys' * gathers_keys} (relative error {gradient_error:.1e}); use"
-            " torch_varlen"
-        )
+    # A comparison with NaN is false too.
+    return largest_gradient_error(heads_per_group, head_dim, gathers_keys) <= LARGEST_GRADIENT_ERROR
 
 
 def make_backend(backend_name: str) -> Backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,11 +15,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
+from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.adapters import AdaptedModel, seed_dropout
-from megatron_vl.models.attention import check_gradients, choose_backend
+from megatron_vl.models.attention import choose_backend, flash_attention_is_right
 from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.layer_specs import transformer_block_spec
@@ -161,7 +162,7 @@ class _ModelBuilder:
             pixel_mean=self.pixel_mean,
             pixel_std=self.pixel_std,
             attention_backend=choose_backend(
-                config.model.vision_attention,
+                config.model.attention,
                 platform=self.platform.name,
                 head_dim=vision_spec.head_dim,
                 causal=False,
@@ -175,11 +176,7 @@ class _ModelBuilder:
     def _fuses_windows(self) -> bool:
         # With float32 inputs, the kernel's products would be TF32.
         is_possible = self.platform.name == "cuda" and self.config.dtype == "bfloat16"
-        if self.config.model.window_attention == "fused" and not is_possible:
-            raise RunConfigError(
-                "model.window_attention: fused is a CUDA kernel for bfloat16; use auto or backend"
-            )
-        return is_possible and self.config.model.window_attention != "backend"
+        return is_possible and self.config.model.attention == "auto"
 
     def _build_language_model(self, virtual_stage: int, layer_range: range) -> GPTModel:
         """The language model's part on a virtual stage, whose layers are ``layer_range``."""
@@ -204,26 +201,45 @@ class _ModelBuilder:
         language_model.rotary_pos_emb = MultimodalRope(language_spec)
         return language_model
 
-    def _language_block_spec(self, layer_range: range) -> TransformerBlockSubmodules:
-        language_spec, gathers_keys = self.spec.language, self.layout.key_ranks > 1
-        attention_backend = choose_backend(
-            self.config.model.language_attention,
+    @functools.cached_property
+    def _language_backend(self) -> str:
+        """The attention backend of the language model, the same on all ranks. Collective over the run."""
+        head_dim, gathers_keys = self.spec.language.head_dim, self.layout.key_ranks > 1
+        choose = functools.partial(
+            choose_backend,
+            self.config.model.attention,
             platform=self.platform.name,
-            head_dim=language_spec.head_dim,
+            head_dim=head_dim,
             causal=True,
             dtype=self.dtype,
             gathers_keys=gathers_keys,
         )
-        query_heads, key_value_heads = attention_heads(self.spec, self.layout)
-        check_gradients(
-            attention_backend, query_heads // key_value_heads, language_spec.head_dim, gathers_keys
-        )
+        backend = choose()
+        if backend != "flash_attn":
+            return backend
 
+        query_heads, key_value_heads = attention_heads(self.spec, self.layout)
+        is_right = flash_attention_is_right(query_heads // key_value_heads, head_dim, gathers_keys)
+        right_everywhere = torch.tensor(int(is_right), device=self.platform.device)
+        dist.all_reduce(right_everywhere, dist.ReduceOp.MIN)
+        if right_everywhere:
+            return backend
+        backend = choose(tries_flash_attention=False)
+        if dist.get_rank() == 0:
+            print(
+                f"NOTE: on a GPU of this run, FlashAttention-4 computes wrong gradients for heads of"
+                f" {head_dim}; the language model takes {backend} instead",
+                flush=True,
+            )
+        return backend
+
+    def _language_block_spec(self, layer_range: range) -> TransformerBlockSubmodules:
+        language_spec = self.spec.language
         return transformer_block_spec(
             self.platform,
             self.core_config,
             len(layer_range),
-            attention_backend=attention_backend,
+            attention_backend=self._language_backend,
             causal=True,
             num_deepstack_levels=len(self.spec.vision.deepstack_layers),
             recompute_activation="activation" in self.config.recompute.selected_modules,

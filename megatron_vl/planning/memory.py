@@ -780,21 +780,16 @@ class _ActivationEstimator:
         )
 
     def _vision_layer_elements(self, vision_spec: VisionSpec, layer_index: int) -> float:
-        model, tensor_parallel_size = self.config.model, self.layout.tp
-        # ``auto`` means ``triton`` on GPUs where megatron_vl.models.attention.choose_backend says so. That
-        # module takes seconds to import.
-        attention_backend = model.vision_attention
-        takes_kernels = self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
-        if attention_backend == "auto" and takes_kernels:
-            attention_backend = "triton"
-        if not vision_spec.is_full_attention(layer_index) and model.window_attention != "backend":
+        tensor_parallel_size = self.layout.tp
+        # As megatron_vl.models.attention.choose_backend says for GPUs. That module takes seconds to import.
+        is_auto = self.config.model.attention == "auto"
+        takes_kernels = is_auto and self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
+        if is_auto and not vision_spec.is_full_attention(layer_index):
             # One kernel from the fused QKV output to the attention's output.
             attention_elements = 4.0 * vision_spec.hidden_size
         else:
             # Our kernels keep rotated copies and the output. Others keep v, or all of the fused output, too.
-            kept_widths = 6.0
-            if attention_backend in ("triton", "te"):
-                kept_widths = 4.0
+            kept_widths = 4.0 if takes_kernels else 6.0
             log_sum_exp = vision_spec.num_heads * 4 / self.bytes_per_element
             attention_elements = kept_widths * vision_spec.hidden_size + log_sum_exp
         adapters = block_adapters(self.spec, self.config.lora, layer_index)

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,16 @@ _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
+class MixedLora(LoraConfig):
+    """Adapters that differ in rank or alpha, as PEFT's patterns give them. A run only reads them."""
+
+    matrices: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
+    """Released matrix -> rank and alpha of its adapter."""
+
+    __hash__ = LoraConfig.__hash__
+
+
+@dataclass(frozen=True)
 class AdapterPart:
     """The adapter of one released matrix."""
 
@@ -169,35 +179,45 @@ def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]
     """The adapters of a run by the canonical name of their base tensor, in model order. Empty without LoRA.
 
     Raises:
-        RunConfigError: an entry of ``lora.targets``, ``exclude``, ``rank_pattern`` or ``alpha_pattern``
-            matches no matrix, or nothing is left to train.
+        RunConfigError: an entry of ``lora.targets`` matches no matrix.
     """
     if not lora.rank:
         return {}
 
-    named_modules = []
-    for base in tensor_table(spec).values():
-        kind, hf_names = _released_modules(spec, base)
-        for hf_name in hf_names:
-            named_modules.append((kind, hf_name))
-    targeted_names = _matching_names("lora.targets", lora.targets, named_modules)
-    targeted_names -= _matching_names("lora.exclude", lora.exclude, named_modules)
-    _check_patterns("lora.rank_pattern", lora.rank_pattern, named_modules)
-    _check_patterns("lora.alpha_pattern", lora.alpha_pattern, named_modules)
-
+    if isinstance(lora, MixedLora):
+        matrices = lora.matrices
+    else:
+        targeted_names = _matching_names("lora.targets", lora.targets, _named_matrices(spec))
+        matrices = dict.fromkeys(targeted_names, (lora.rank, lora.alpha))
     adapters: dict[str, FusedAdapter] = {}
     for base in tensor_table(spec).values():
         kind, hf_names = _released_modules(spec, base)
-        if targeted_names.isdisjoint(hf_names):
+        if matrices.keys().isdisjoint(hf_names):
             continue
         parts = []
         for hf_name in hf_names:
-            parts.append(_make_part(lora, hf_name, hf_name in targeted_names))
+            rank, alpha = matrices.get(hf_name, (0, 0.0))
+            divisor = math.sqrt(rank) if lora.use_rslora else rank
+            parts.append(AdapterPart(hf_name, rank, alpha, alpha / divisor if rank else 0.0))
         adapters[base.name] = FusedAdapter(base, kind, tuple(parts))
-
-    if not adapters:
-        raise RunConfigError("lora.exclude leaves out all that lora.targets names; nothing would be trained")
     return adapters
+
+
+def stored_lora(spec: ModelSpec, settings: Mapping[str, Any]) -> LoraConfig:
+    """The adapters that a manifest records; without any settings, those of rank 0."""
+    settings = dict(settings)
+    matrices = settings.pop("matrices", {})
+    # Version 0.1 stored the fields from which the ranks and alphas of single matrices follow.
+    exclude, ranks, alphas = (settings.pop(name, {}) for name in ("exclude", "rank_pattern", "alpha_pattern"))
+    if exclude or ranks or alphas:
+        named_matrices = _named_matrices(spec)
+        names = _matching_names("lora.targets", settings["targets"], named_matrices)
+        for name in names - _matching_names("lora.exclude", exclude, named_matrices):
+            rank = _pattern_value(ranks, name, settings["rank"])
+            matrices[name] = (rank, _pattern_value(alphas, name, settings["alpha"]))
+    if not matrices:
+        return LoraConfig(**settings)
+    return MixedLora(**settings, matrices={name: (rank, alpha) for name, (rank, alpha) in matrices.items()})
 
 
 def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
@@ -390,6 +410,16 @@ def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
     return ("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")
 
 
+def _named_matrices(spec: ModelSpec) -> list[tuple[str, str]]:
+    """Kind and name of each released matrix that can have an adapter, in model order."""
+    named_matrices = []
+    for base in tensor_table(spec).values():
+        kind, hf_names = _released_modules(spec, base)
+        for hf_name in hf_names:
+            named_matrices.append((kind, hf_name))
+    return named_matrices
+
+
 def _matching_names(
     field_name: str, targets: Sequence[str], named_modules: Sequence[tuple[str, str]]
 ) -> set[str]:
@@ -412,8 +442,11 @@ def _matching_names(
             for kind in ADAPTER_KINDS:
                 if any(_is_match(kind, *named_module) for named_module in named_modules):
                     valid_kinds.append(kind)
+            names_text = ", ".join(sorted({hf_name.rpartition(".")[2] for _, hf_name in named_modules}))
             raise RunConfigError(
-                f"{field_name}: {target!r} {_no_match_text(named_modules)}. Kinds: {', '.join(valid_kinds)}"
+                f"{field_name}: {target!r} matches no matrix of this model. Names: {names_text}; or give a"
+                f" regular expression for the whole name, such as {named_modules[0][1]!r}. Kinds:"
+                f" {', '.join(valid_kinds)}"
             )
         matching_names |= target_names
     return matching_names
@@ -430,41 +463,9 @@ def _is_match(target: str, kind: str, hf_name: str) -> bool:
     return hf_name == target or hf_name.endswith(f".{target}")
 
 
-def _no_match_text(named_modules: Sequence[tuple[str, str]]) -> str:
-    """What a message says about a name that matches no matrix, but for kinds, which patterns do not take."""
-    names_text = ", ".join(sorted({hf_name.rpartition(".")[2] for _, hf_name in named_modules}))
-    example_name = named_modules[0][1]
-    return (
-        f"matches no matrix of this model. Names: {names_text}; or give a regular expression for the whole"
-        f" name, such as {example_name!r}"
-    )
-
-
-def _make_part(lora: LoraConfig, hf_name: str, is_target: bool) -> AdapterPart:
-    if not is_target:
-        return AdapterPart(hf_name, 0, 0.0, 0.0)
-    rank = pattern_value(lora.rank_pattern, hf_name, lora.rank)
-    alpha = pattern_value(lora.alpha_pattern, hf_name, lora.alpha)
-    divisor = math.sqrt(rank) if lora.use_rslora else rank
-    return AdapterPart(hf_name, rank, alpha, alpha / divisor)
-
-
-def pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:
+def _pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in patterns.items():
-        if _ends_with(pattern, hf_name):
+        if re.fullmatch(rf"(.*\.)?({pattern})", hf_name):
             return value
     return default
-
-
-def _ends_with(pattern: str, hf_name: str) -> bool:
-    return re.fullmatch(rf"(.*\.)?({pattern})", hf_name) is not None
-
-
-def _check_patterns(
-    field_name: str, patterns: Iterable[str], named_modules: Sequence[tuple[str, str]]
-) -> None:
-    """Refuses patterns of ranks and alphas that match no matrix."""
-    for pattern in patterns:
-        if not any(_ends_with(pattern, hf_name) for _, hf_name in named_modules):
-            raise RunConfigError(f"{field_name}: {pattern!r} {_no_match_text(named_modules)}")

@@ -72,17 +72,16 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     Raises RunConfigError if a field of ``lora`` says something else.
     """
     # Dropout is no property of the adapters: each run chooses its own.
-    run_fields = {"adapter": config.lora.adapter, "dropout": config.lora.dropout}
-    stored_fields = dataclasses.asdict(stored_lora) | run_fields
-    default_fields = dataclasses.asdict(LoraConfig())
-    for name, value in dataclasses.asdict(config.lora).items():
-        is_stated = value != default_fields[name] or name in config.lora.stated_fields
-        if is_stated and value != stored_fields[name]:
+    lora = dataclasses.replace(stored_lora, adapter=config.lora.adapter, dropout=config.lora.dropout)
+    for name, default in dataclasses.asdict(LoraConfig()).items():
+        value, stored_value = getattr(config.lora, name), getattr(lora, name)
+        is_stated = value != default or name in config.lora.stated_fields
+        if is_stated and value != stored_value:
             raise RunConfigError(
-                f"lora.{name} is {value}, but the adapters in {holder} have {stored_fields[name]}; leave the"
-                " field out"
+                f"lora.{name} is {value}, but the adapters in {holder} have {stored_value}; leave the field"
+                " out"
             )
-    return dataclasses.replace(config, lora=LoraConfig(**stored_fields))
+    return dataclasses.replace(config, lora=lora)
 
 
 def read_start_adapter(config: TrainConfig, base_digest: str) -> dict[str, str]:
@@ -163,14 +162,20 @@ def check_same_adapters(
     if has_same_modules and fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
         return
 
+    other_run = "give another checkpoint.dir to begin a new one"
     # These two decide no shape and no scale.
     current = dataclasses.replace(config.lora, dropout=saved.dropout, adapter=saved.adapter)
-    saved_fields, current_fields = dataclasses.asdict(saved), dataclasses.asdict(current)
-    field_name = next(name for name, value in saved_fields.items() if value != current_fields[name])
+    for field_name in dataclasses.asdict(LoraConfig()):
+        value, saved_value = getattr(current, field_name), getattr(saved, field_name)
+        if value != saved_value:
+            raise RunConfigError(
+                f"lora.{field_name} is {value}, but {checkpoint_path} was saved with {saved_value}; its"
+                f" adapters have other shapes or scales. Set lora.{field_name} to {saved_value} to continue"
+                f" this run, or {other_run}"
+            )
     raise RunConfigError(
-        f"lora.{field_name} is {current_fields[field_name]}, but {checkpoint_path} was saved with"
-        f" {saved_fields[field_name]}; its adapters have other shapes or scales. Set lora.{field_name} to"
-        f" {saved_fields[field_name]} to continue this run, or give another checkpoint.dir to begin a new one"
+        f"the adapters in {checkpoint_path} have other ranks or alphas; give the lora.adapter that this run"
+        f" began with to continue it, or {other_run}"
     )
 
 

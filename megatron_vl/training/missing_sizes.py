@@ -107,7 +107,6 @@ class IndexingProcess:
         config_fields = {
             "data.path": data_config.path,
             "model.hf": str(hf_dir),
-            "data.sample_timeout_s": str(data_config.sample_timeout_s),
         }
         option_words = ["--workers", str(core_count)]
         for field_name, field_value in config_fields.items():

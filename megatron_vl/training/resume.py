@@ -16,9 +16,7 @@ _RECORDED_SECTIONS = ("model", "fp8", "optimizer")
 _RECORDED_FIELDS = ("data.path", "lora.dropout", "steps", "global_batch_size", "dtype", "seed")
 _NOT_RECORDED = (
     "model.hf",
-    "model.vision_attention",
-    "model.window_attention",
-    "model.language_attention",
+    "model.attention",
     "optimizer.offload_fraction",
 )
 """A checkpoint records the fields of these sections, and these fields, but not the last ones. They say where

@@ -434,8 +434,6 @@ class Trainer:
             )
 
         self.checkpoint_saver.start_save(take_run_snapshot, self.step)
-        if not self.config.checkpoint.background:
-            self.checkpoint_saver.wait_until_saved()
 
     def _checkpoint_metadata(self) -> dict[str, Any]:
         """The entries of ``run.json`` about the run; layout and files are added by the saver."""

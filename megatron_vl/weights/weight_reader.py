@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.config import LoraConfig, RunConfigError
-from megatron_vl.spec.adapters import trained_table
+from megatron_vl.config import RunConfigError
+from megatron_vl.spec.adapters import stored_lora, trained_table
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding
 from megatron_vl.weights import run_folder
@@ -124,7 +124,7 @@ class WeightReader(CanonicalWeights):
             self.spec = read_spec(self.manifest["hf_config"])
             self.layout = read_manifest_layout(self.spec, self.manifest)
             self.sharding = self.layout.sharding if self.layout else UNSHARDED
-            self.lora = LoraConfig(**(self.manifest["lora"] or {}))
+            self.lora = stored_lora(self.spec, self.manifest["lora"] or {})
             if self.lora.rank and not takes_adapters:
                 raise WeightsError(
                     f"{self.path} holds LoRA adapters and no whole model; give it as --adapter (lora.adapter"

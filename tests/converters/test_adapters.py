@@ -17,7 +17,7 @@ from converters.convert import convert_adapter, export_adapter, export_weights, 
 from converters.hf_checkpoint import long_tensor_name
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.spec.adapters import fused_adapters, stored_lora
 from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
@@ -409,6 +409,32 @@ def test_square_experts(tmp_path: Path) -> None:
         older = rewritten(adapter, tmp_path / str(number), tensors, peft_version=version)
         with pytest.raises(WeightsError, match="square matrices"):
             PeftFolder(older, read_spec(hf))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_is_what_peft_means_by_it(family: str) -> None:
+    """But for the gate of shared experts, which can have no adapter here."""
+    hf = float_checkpoint(family)
+    model = peft_model(hf, target_modules="all-linear").base_model.model
+    names = {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    adapters = fused_adapters(read_spec(hf), LoraConfig(rank=1, targets="all-linear")).values()
+    ours = {part.hf_name for adapter in adapters for part in adapter.parts}
+    assert ours == {name for name in names if not name.endswith(".shared_expert_gate")}
+
+
+def test_patterns_are_stored_as_a_table(tmp_path: Path, adapters) -> None:
+    """Weights of version 0.1 hold what was left out, and patterns, which are read as the same table."""
+    hf = float_checkpoint("qwen3_vl")
+    convert_adapter(adapters("qwen3_vl"), hf, tmp_path / "weights")
+    stored = WeightReader(tmp_path / "weights", takes_adapters=True)
+    settings = stored.manifest["lora"]
+    assert settings["matrices"]["model.visual.blocks.0.attn.qkv"] == [4, 3.5]
+    del settings["matrices"]
+    older = settings | {"targets": [".*"], "exclude": [], **patterns("qwen3_vl")}
+    everything = fused_adapters(stored.spec, stored.lora)
+    assert fused_adapters(stored.spec, stored_lora(stored.spec, older)) == everything
+    without = fused_adapters(stored.spec, stored_lora(stored.spec, older | {"exclude": ["vision"]}))
+    assert without == {name: each for name, each in everything.items() if each.kind != "vision"}
 
 
 def test_suffixes_match_nothing_else() -> None:

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vl.data import planned_rows
+
 from .datasets import converted
 from .mixtures import talk, write
+
+
+@pytest.fixture(autouse=True)
+def small_packing_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sets of these tests are small too."""
+    monkeypatch.setattr(planned_rows, "PACKING_BUFFER", 4)
 
 
 @pytest.fixture(scope="session")

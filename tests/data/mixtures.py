@@ -40,6 +40,6 @@ def identity(path: Path, split: str = "train") -> Any:
 
 def loader(path: Path, *, rank: int = 0, ranks: int = 1, rows_per_step: int = 0, **changes: Any) -> Any:
     hf = tiny_checkpoint("qwen2_5_vl")
-    settings = {"seq_len": 64, "num_workers": 0, "packing_buffer": 4, **changes}
+    settings = {"seq_len": 64, "num_workers": 0, **changes}
     data = DataConfig(path=str(path), **settings)
     return open_loader(data, hf, dp_rank=rank, dp_size=ranks, rows_per_step=rows_per_step)

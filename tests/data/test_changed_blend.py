@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.blend_change import BlendChange
@@ -26,7 +27,6 @@ from tests.tiny import tiny_checkpoint
 from .mixtures import identity, loader, write
 
 BIRDS, SHIPS, OTHER = ({"path": name} for name in ("birds", "ships", "other"))
-CONTINUE = {"on_changed_blend": "continue"}
 
 
 def blend(*parts: dict[str, Any], kind: str = "blend") -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Reading:
             shard_sizes=[
                 np.array([described.samples_by_shard[shard] for shard in described.shards_by_split["train"]])
             ],
-            block_size=data.shuffle_block,
+            block_size=planned_rows.SHUFFLE_BLOCK,
         )
         indices = order.sample_indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))
 
@@ -110,7 +110,7 @@ def told(reading: Reading) -> str:
 def test_sources_move_leave_and_come_back_without_a_gap(folder):
     """Weights, order and parts change at every stop; each source goes on in its pass."""
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(14)
-    run.start(blend(OTHER, SHIPS | {"weight": 2}, BIRDS), **CONTINUE)
+    run.start(blend(OTHER, SHIPS | {"weight": 2}, BIRDS))
     said = told(run)
     assert "the blend has changed; from here on:" in said
     assert "other is new and begins at its start: weight 1, 25.0% of the samples expected" in said
@@ -120,12 +120,12 @@ def test_sources_move_leave_and_come_back_without_a_gap(folder):
         run.take(20).exact(name)
 
     birds = run.of("birds")
-    run.start(blend(OTHER, SHIPS), **CONTINUE)
+    run.start(blend(OTHER, SHIPS))
     assert "birds is left out; its counts are kept" in told(run)
     run.take(12)
     assert run.of("birds") == birds, "no sample of it any more, not even one that was waiting"
 
-    run.start(blend(BIRDS, OTHER, SHIPS), **CONTINUE)
+    run.start(blend(BIRDS, OTHER, SHIPS))
     assert "birds is back and goes on where it was when it left: weight 1, 33.3%" in told(run)
     run.take(30)
     for name in ("birds", "ships", "other"):
@@ -136,12 +136,12 @@ def test_sources_move_leave_and_come_back_without_a_gap(folder):
 def test_a_source_of_weight_0_stays_where_it_is(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(10)
     birds = run.of("birds")
-    run.start(blend(BIRDS | {"weight": 0}, SHIPS), **CONTINUE)
+    run.start(blend(BIRDS | {"weight": 0}, SHIPS))
     assert "nothing is drawn from birds any more (weight 0); its position is kept" in told(run)
     run.take(10)
     assert run.of("birds") == birds
 
-    run.start(blend(BIRDS | {"weight": 2}, SHIPS), **CONTINUE)
+    run.start(blend(BIRDS | {"weight": 2}, SHIPS))
     assert "birds goes on where it is: weight 0 (0.0%) becomes weight 2 (66.7%)" in told(run)
     run.take(20)
     run.exact("birds")
@@ -151,12 +151,12 @@ def test_a_source_of_weight_0_stays_where_it_is(folder):
 @pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"pack": False}], ids=str)
 def test_one_data_set_becomes_a_blend_and_one_again(folder, settings):
     run = Reading(folder, **settings).start("birds").take(10)
-    run.start(blend(SHIPS, BIRDS), **CONTINUE).take(70)  # 64 samples of birds alone were drawn already
+    run.start(blend(SHIPS, BIRDS)).take(70)  # 64 samples of birds alone were drawn already
     change = "the only data set (100.0%) becomes weight 1 (50.0%)"
     assert f"birds goes on where it is: {change}" in told(run)
     run.exact("birds")
     run.exact("ships")
-    run.start("birds", **CONTINUE).take(10)
+    run.start("birds").take(10)
     change = "weight 1 (50.0%) becomes the only data set (100.0%)"
     assert f"birds goes on where it is: {change}" in told(run)
     run.exact("birds")
@@ -165,19 +165,19 @@ def test_one_data_set_becomes_a_blend_and_one_again(folder, settings):
 def test_weights_become_epochs_and_epochs_change(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(10)
     epochs = blend(BIRDS | {"repetitions": 2}, SHIPS, kind="blend_epochized")
-    run.start(epochs, **CONTINUE).take(25)
+    run.start(epochs).take(25)
     assert "birds goes on where it is: weight 1 (50.0%) becomes 2 epochs" in told(run)
     run.exact("birds")
     run.exact("ships")
 
     # One pass instead of two, and another source: the tree of data sets has another form.
     changed = blend(OTHER | {"repetitions": 1.5}, BIRDS, SHIPS, kind="blend_epochized")
-    run.start(changed, **CONTINUE).take(40)
+    run.start(changed).take(40)
     for name in ("birds", "ships"):
         run.exact(name)
     run.exact("other")
 
-    run.start(blend(BIRDS, SHIPS, OTHER), **CONTINUE).take(20)
+    run.start(blend(BIRDS, SHIPS, OTHER)).take(20)
     for name in ("birds", "ships"):
         run.exact(name)
 
@@ -190,7 +190,7 @@ def test_ranks_change_with_the_blend(folder):
     for ranks in (1, 3):
         samples: list[str] = []
         for rank in range(ranks):
-            rows = loader(path, rank=rank, ranks=ranks, rows_per_step=3, **CONTINUE)
+            rows = loader(path, rank=rank, ranks=ranks, rows_per_step=3)
             rows.load_state_dict(run.state, lambda number: run.state)
             samples += [key for row in islice(rows, 12 // ranks) for key in row.sample_keys]
         found.append(sorted(samples))
@@ -200,7 +200,7 @@ def test_ranks_change_with_the_blend(folder):
 def test_a_blend_by_repetitions_draws_each_source_as_often_as_it_says(folder):
     """In each pass: birds twice, and ships one and a half times."""
     epochs = blend(BIRDS | {"repetitions": 2}, SHIPS | {"repetitions": 1.5}, kind="blend_epochized")
-    run = Reading(folder, pack=False, packing_buffer=1).start(epochs)
+    run = Reading(folder, pack=False).start(epochs)
     birds, ships = (source.sample_count for source in read_blend_sources(identity(folder / "meta.yaml")))
     for number in (1, 2):
         run.take(2 * birds + ships * 3 // 2)
@@ -210,28 +210,24 @@ def test_a_blend_by_repetitions_draws_each_source_as_often_as_it_says(folder):
     assert set(run.of("ships").values()) == {3}
 
 
-def test_without_the_switch_the_run_ends_and_says_what_changed(folder):
+def test_a_change_is_named(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(3)
-    with pytest.raises(LoaderStateError) as caught:
-        run.start(blend(BIRDS | {"weight": 3}, SHIPS | {"weight": 2}, OTHER))
-    message = str(caught.value)
-    assert "--data.on_changed_blend continue" in message and "--checkpoint.restart_data true" in message
-    assert "ships goes on where it is: weight 1 (25.0%) becomes weight 2 (33.3%)" in message
-    assert "birds goes on where it is: weight 3, 50.0% of the samples expected, after 75.0%" in message
-    assert "other is new" in message
+    run.start(blend(BIRDS | {"weight": 3}, SHIPS | {"weight": 2}, OTHER))
+    assert "ships goes on where it is: weight 1 (25.0%) becomes weight 2 (33.3%)" in told(run)
+    assert "birds goes on where it is: weight 3, 50.0% of the samples expected, after 75.0%" in told(run)
+    assert "other is new" in told(run)
 
 
-def test_a_blend_of_which_nothing_stays_is_refused_with_the_switch_too(folder):
+def test_a_blend_of_which_nothing_stays_is_refused(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
-    with pytest.raises(LoaderStateError, match="restart_data") as caught:
-        run.start("other", **CONTINUE)
-    assert "on_changed_blend" not in str(caught.value)
+    with pytest.raises(LoaderStateError, match="restart_data"):
+        run.start("other")
 
 
-def test_the_switch_left_on_changes_nothing(folder):
+def test_other_weights_of_the_same_shares_change_nothing(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(6)
     wanted = [row.tokens.tolist() for row in islice(run.rows, 12)]
-    run.start(blend(BIRDS | {"weight": 6}, SHIPS | {"weight": 2}), **CONTINUE)
+    run.start(blend(BIRDS | {"weight": 6}, SHIPS | {"weight": 2}))
     assert [row.tokens.tolist() for row in islice(run.rows, 12)] == wanted
     assert "has changed" not in told(run)
 
@@ -239,7 +235,7 @@ def test_the_switch_left_on_changes_nothing(folder):
 def test_a_renamed_and_moved_set_is_the_same_source(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(10)
     shutil.copytree(folder / "birds", folder / "sub" / "gulls")
-    run.start(blend({"path": "sub/gulls"}, SHIPS), **CONTINUE)
+    run.start(blend({"path": "sub/gulls"}, SHIPS))
     assert "gulls, which was birds, goes on where it is: weight 3 (75.0%) becomes weight 1 (50.0%)" in told(
         run
     )
@@ -251,7 +247,7 @@ def test_a_set_that_was_converted_again_is_another_source(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
     shutil.rmtree(folder / "birds")
     shutil.copytree(folder / "other", folder / "birds")
-    run.start(blend(BIRDS, SHIPS), **CONTINUE)
+    run.start(blend(BIRDS, SHIPS))
     assert "birds is new (another data set than the one that had this name) and begins at its start" in told(
         run
     )

@@ -20,6 +20,7 @@ import pytest
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import LoaderError, validation_rows
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
 from megatron_vl.data.planned_rows import open_sample_reader
@@ -56,7 +57,7 @@ def dataset(pristine, tmp_path):
 
 def loader(path: Path, **changes):
     folder = tiny_checkpoint("qwen2_5_vl")
-    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle": False}
+    settings = {"seq_len": 320, "num_workers": 0, "shuffle": False}
     settings |= {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24, **changes}
     return open_loader(DataConfig(path=str(path), **settings), folder)
 
@@ -200,13 +201,13 @@ def test_the_list_is_bounded_and_the_counts_are_not(tmp_path):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
     """The missing samples wait in the buffer of the saved state; the rest continues, and they are counted."""
-    first = loader(dataset, num_workers=workers, packing_buffer=8, shuffle=True)
+    first = loader(dataset, num_workers=workers, shuffle=True)
     for _ in range(3):
         next(first)
     state = json.loads(json.dumps(first.state_dict()))
     first.close()
     (dataset / "train-000002.tar").unlink()
-    second = loader(dataset, num_workers=workers, packing_buffer=8, shuffle=True)
+    second = loader(dataset, num_workers=workers, shuffle=True)
     second.load_state_dict(state)
     used: set[str] = set()
     dropped: set[str] = set()
@@ -351,14 +352,15 @@ def test_a_row_is_the_fullest_there_is():
         assert not patches or sum(sizes[i][1] for i in row) <= patches
 
 
-def test_rows_are_full_and_none_waits_indefinitely(tmp_path):
+def test_rows_are_full_and_none_waits_indefinitely(tmp_path, monkeypatch):
     """Rows of mixed lengths from the loader itself are compared with a packing that empties its buffer."""
     draw = random.Random(0)
     words = [min(int(draw.lognormvariate(3.0, 0.8)) + 5, 120) for _ in range(600)]
     turns = lambda n: [{"from": "human", "value": "x" + " x" * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
     path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in words])
     filled, oldest, lengths = [], [], []
-    for row in islice(loader(path, seq_len=1024, packing_buffer=32), 25):
+    monkeypatch.setattr(planned_rows, "PACKING_BUFFER", 32)
+    for row in islice(loader(path, seq_len=1024), 25):
         assert row.cu_seqlens[-1] == 1024 and not row.dropped_counts
         sizes = row.cu_seqlens.diff()[: row.num_samples].tolist()
         lengths += sizes
@@ -374,12 +376,13 @@ def test_rows_are_full_and_none_waits_indefinitely(tmp_path):
     assert sum(filled) / 25 > 0.995 and sum(emptied) / len(emptied) < 0.96
 
 
-def test_validation_ends_with_every_sample(tmp_path):
+def test_validation_ends_with_every_sample(tmp_path, monkeypatch):
     turns = [{"from": "human", "value": "x " * 60}, {"from": "gpt", "value": "y"}]
     path, report = converted(tmp_path, [{"conversations": turns}] * 40, val_fraction=0.5)
     folder = tiny_checkpoint("qwen2_5_vl")
+    data = DataConfig(path=str(path), seq_len=320, num_workers=0)
     for buffer in (4, 20, 64):
-        data = DataConfig(path=str(path), seq_len=320, num_workers=0, packing_buffer=buffer)
+        monkeypatch.setattr(planned_rows, "PACKING_BUFFER", buffer)
         rows = list(validation_rows(data, read_spec(folder), folder))
         assert (
             sum(row.num_samples for row in rows)
@@ -396,12 +399,11 @@ def test_checksum_of_a_text():
     assert not is_crc32_wrong(b"")
 
 
-@pytest.mark.parametrize("timeout", [0.0, 60.0])
-def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset, timeout):
+def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset):
     """Its own files are closed first. If that is not enough, the run ends: the samples are not bad."""
-    whole, _ = epoch(dataset, sample_timeout_s=timeout)
+    whole, _ = epoch(dataset)
     spare: list[Any] = []
-    rows = loader(dataset, sample_timeout_s=timeout)
+    rows = loader(dataset)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         first = next(rows)
@@ -426,11 +428,10 @@ def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset, timeout)
             file.close()
 
 
-@pytest.mark.parametrize("timeout", [0.0, 60.0])
 @pytest.mark.parametrize("fault", [errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT])
-def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault, timeout):
+def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault):
     """One that passes is not noticed. One that stays ends the run and names the shard."""
-    whole, _ = epoch(dataset, sample_timeout_s=timeout)
+    whole, _ = epoch(dataset)
     failures_left, attempts, real_read = 1, 0, ShardInfosITarReader._get_item_by_sample_pointer
 
     def fails(*arguments: Any) -> Any:
@@ -443,12 +444,12 @@ def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault, tim
 
     monkeypatch.setattr(ShardInfosITarReader, "_get_item_by_sample_pointer", fails)
     monkeypatch.setattr("megatron_vl.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
-    assert epoch(dataset, sample_timeout_s=timeout) == (whole, {}) and not failures_left
+    assert epoch(dataset) == (whole, {}) and not failures_left
     failures_left, attempts = 1 << 30, 0
     with pytest.raises(
         LoaderError, match=rf"sample \d of train-\d+\.tar cannot be read: {os.strerror(fault)}"
     ):
-        epoch(dataset, sample_timeout_s=timeout, num_workers=1)
+        epoch(dataset, num_workers=1)
 
 
 def test_memory_that_a_decoder_lacks_is_no_damage(dataset, monkeypatch):
@@ -460,12 +461,11 @@ def test_memory_that_a_decoder_lacks_is_no_damage(dataset, monkeypatch):
         epoch(dataset)
 
 
-@pytest.mark.parametrize("timeout", [0.0, 60.0])
-def test_too_little_memory_is_no_damage(tmp_path, timeout):
+def test_too_little_memory_is_no_damage(tmp_path):
     write(tmp_path / "media/a.jpg", encoded(56, 56, "jpeg") + bytes(256 << 20))
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A wave."}]
     out, _ = converted(tmp_path, [{"image": "a.jpg", "conversations": turns}])
-    rows = loader(out, sample_timeout_s=timeout)
+    rows = loader(out)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     try:
@@ -489,7 +489,7 @@ def test_a_member_that_claims_more_than_its_shard_is_damage(dataset):
 
 
 def test_reading_leaves_nothing_in_memory(dataset):
-    reader = open_sample_reader(loader(dataset)._planning_context.loaded_datasets[0].dataset, 0.0, None)
+    reader = open_sample_reader(loader(dataset)._planning_context.loaded_datasets[0].dataset, None)
     traced = []
     tracemalloc.start()
     try:

@@ -51,7 +51,7 @@ def dataset(tmp_path_factory):
 
 
 def config(path, **changes) -> DataConfig:
-    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 6, **PIXELS, **changes}
+    settings = {"seq_len": 320, "num_workers": 0, **PIXELS, **changes}
     return DataConfig(path=str(path), **settings)
 
 
@@ -322,7 +322,7 @@ def test_budgets_hold(dataset):
 def test_what_is_too_long_is_counted_not_lost(tmp_path, workers):
     turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
     path, _ = converted(tmp_path, [{"conversations": turns(400 if i % 4 == 0 else 5)} for i in range(16)])
-    rows = loader(path, num_workers=workers, shuffle=False, packing_buffer=4)
+    rows = loader(path, num_workers=workers, shuffle=False)
     seen = Counter()
     dropped = 0
     for row in islice(rows, 6):
@@ -372,7 +372,7 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     at = data.index(b"\x89PNG")
     shard.write_bytes(data[:at] + bytes(200) + data[at + 200 :])
     hf = tiny_checkpoint("qwen2_5_vl")
-    row = next(validation_rows(config(path, packing_buffer=2), read_spec(hf), hf, "train"))
+    row = next(validation_rows(config(path), read_spec(hf), hf, "train"))
 
     assert row.dropped_counts == {"image changed since conversion": 1} and row.num_samples == 2
     damaged = slice(int(row.cu_seqlens[0]), int(row.cu_seqlens[1]))

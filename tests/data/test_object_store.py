@@ -25,7 +25,7 @@ from moto.server import ThreadedMotoServer
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.data.loader import build_loader, validation_rows
 from megatron_vl.data.planned_rows import open_sample_reader
-from megatron_vl.data.source import store_reading
+from megatron_vl.data.source import store_reading, tolerant_reader
 from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
 from megatron_vl.data.source.location import ObjectStoreError, resolve_location
 from megatron_vl.data.source.sample_order import LANES
@@ -148,7 +148,7 @@ def sets(dataset):
     folder, here, there = tiny_checkpoint("qwen2_5_vl"), dataset, "msc://pictures/sets/first"
     loaders = [build_loader(config(path), read_spec(folder), folder) for path in (here, there)]
     local, stored = (loader._planning_context.loaded_datasets[0].dataset for loader in loaders)
-    return stored, open_sample_reader(local, 0.0, bytes)
+    return stored, open_sample_reader(local, bytes)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (5, 10)])
@@ -156,7 +156,7 @@ def test_a_block_is_read_with_one_request(sets, requests, ranks, count):
     """Two shards of 5 samples are two blocks of 16. Many ranks read single samples."""
     stored, local = sets
     ahead = ReadAhead([stored], 16, LANES, ranks)
-    reader = open_sample_reader(stored, 0.0, partial(ahead.take, 0))
+    reader = open_sample_reader(stored, partial(ahead.take, 0))
     indices = [7, 2, 9, 0, 1, 3, 8, 6, 5, 4]
     ahead.expect((0, each) for each in indices)
     for each in indices:
@@ -179,7 +179,7 @@ def test_what_is_kept_is_bounded(sets, requests, monkeypatch):
     monkeypatch.setattr(store_reading, "MAX_KEPT_BYTES", 1)
     monkeypatch.setattr(store_reading, "MAX_BLOCK_BYTES", 1)
     ahead = ReadAhead([stored], 16, LANES, 1)
-    reader = open_sample_reader(stored, 0.0, partial(ahead.take, 0))
+    reader = open_sample_reader(stored, partial(ahead.take, 0))
     for _ in range(3):
         ahead.expect((0, each) for each in range(10))
         for each in range(10):
@@ -222,9 +222,8 @@ def test_a_request_without_an_answer_costs_its_samples_only(dataset, monkeypatch
         return read(path, start, end)
 
     monkeypatch.setattr(store_reading, "_read_bytes", stalls)
-    found, _ = rows(
-        "msc://pictures/sets/first", 12, num_workers=workers, sample_timeout_s=1.0, max_bad_share=1.0
-    )
+    monkeypatch.setattr(tolerant_reader, "SAMPLE_TIMEOUT_S", 1.0)
+    found, _ = rows("msc://pictures/sets/first", 12, num_workers=workers, max_bad_share=1.0)
     never.set()
     dropped = {one.key: one.reason for row in found for one in row.dropped_samples}
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(5)}

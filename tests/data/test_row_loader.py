@@ -50,7 +50,7 @@ from toolkit.cli import main
 from .datasets import converted, mixed_records
 
 COUNT = 60
-SETTINGS: dict[str, Any] = {"seq_len": 256, "packing_buffer": 8, "max_bad_share": 1.0}
+SETTINGS: dict[str, Any] = {"seq_len": 256, "max_bad_share": 1.0}
 SLOW = pytest.mark.slow
 
 
@@ -153,7 +153,7 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     counted = SampleSizeCounter(encoder.chat_encoder, read_pixel_settings(hf(family), data))
     source = loader._planning_context.sized_sources[0]
     tokens, patches = counted.count_samples(stored, source.size_numbers(np.arange(len(source))))
-    reader = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, 0.0, None)
+    reader = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
         assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.key
@@ -167,7 +167,8 @@ def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, mon
     got = list(moved(dataset, places))
     assert [flat(rows) for rows, _ in got] == [flat(rows) for rows, _ in whole]
     monkeypatch.setattr(sample_order, "LANES", 4)  # 60 samples fill no more lanes with blocks of 3
-    by_blocks = [list(moved(dataset, each, shuffle_block=3)) for each in ([(4, 0, 7)], places)]
+    monkeypatch.setattr(planned_rows, "SHUFFLE_BLOCK", 3)
+    by_blocks = [list(moved(dataset, each)) for each in ([(4, 0, 7)], places)]
     assert by_blocks[0] != whole
     assert [flat(rows) for rows, _ in by_blocks[0]] == [flat(rows) for rows, _ in by_blocks[1]]
     assert [dropped for _, dropped in got] == [dropped for _, dropped in whole]
@@ -399,8 +400,9 @@ def test_states_that_do_not_fit_are_refused(dataset):
         Run(dataset, 2).after(other)
     with pytest.raises(LoaderStateError, match="set data.shuffle back"):
         Run(dataset, 2, shuffle=False).after(late)
-    with pytest.raises(LoaderStateError, match="shuffle_block = 16, .* has 4 .* set data.shuffle_block back"):
-        Run(dataset, 2, shuffle_block=4).after(late)
+    other = [state | {"identity": state["identity"] | {"shuffle_block": 4}} for state in late]
+    with pytest.raises(LoaderStateError, match="shuffle_block = 4, .* has 16 .* resume with the program"):
+        Run(dataset, 2).after(other)
     half = Run(dataset, 2)
     next(half.loaders[0])
     with pytest.raises(LoaderStateError, match="only between steps"):
@@ -580,7 +582,7 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     from data_tools.sample_sizes import measure_sample
 
     loader = Run(dataset, 1).loaders[0]
-    crude = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, 0.0, None)[0]
+    crude = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0]
     encoder, sample = loader._planning_context.row_encoder, cook_sample(crude)
     record = json.loads(sample.json_bytes)
     assert record["media"] and measure_sample(encoder, sample)[0] > 0
@@ -595,9 +597,7 @@ def test_a_message_without_a_role_is_measured_as_the_loader_encodes_it(dataset):
 
     loader = Run(dataset, 1).loaders[0]
     encoder = loader._planning_context.row_encoder
-    sample = cook_sample(
-        open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, 0.0, None)[0]
-    )
+    sample = cook_sample(open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0])
     record = json.loads(sample.json_bytes) | {"media": []}
     record["messages"] = [{"role": "user", "content": "Hello"}, {"content": "Who says this?"}]
     sample.json_bytes = append_crc32(json.dumps(record).encode())
@@ -703,7 +703,7 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
     loader = Run(dataset, 1).loaders[0]
     encoder, sample = (
         loader._planning_context.row_encoder,
-        cook_sample(open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, 0.0, None)[0]),
+        cook_sample(open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0]),
     )
 
     def fails(*_: Any, **__: Any) -> None:
@@ -840,10 +840,7 @@ def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
     rows = [next(loader) for loader in first.loaders for _ in range(6)]
     assert {source for row in rows for source in row.source_indices} == {0, 1}
     states = first.stop()
-    with pytest.raises(LoaderStateError, match="on_changed_blend continue"):
-        Run(written(3, 1), 2).after(states)
-
-    later = Run(written(3, 1), 3, on_changed_blend="continue").after(states)
+    later = Run(written(3, 1), 3).after(states)
     planner, before = later.loaders[1]._planning_context.make_planner(), state_from_json(states[0]["planner"])
     assert planner.sample_order.draw_counts == list(before["drawn"].values())
     assert planner._waiting_samples.shape[1] > 0

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megatron_vl.data import planned_rows
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.sample_order import LANES, BlockOrder, SampleOrder, permute_positions
 
@@ -86,6 +87,7 @@ def test_a_hundred_million_samples_need_no_memory_of_their_own():
 def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
     """The second half of a set of three shards, and a whole set; blocks follow the shards."""
     monkeypatch.setattr(sample_order, "LANES", 4)
+    monkeypatch.setattr(planned_rows, "SHUFFLE_BLOCK", 5)
     for name, count in (("birds", 60), ("ships", 33)):
         (tmp_path / "raw" / name).mkdir(parents=True)
         made, _ = converted(tmp_path / "raw" / name, talk(name, count), samples_per_shard=20)
@@ -94,7 +96,7 @@ def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
         {"path": "birds", "weight": 1, "subset": {"range": ["50%", "100%"]}},
         {"path": "ships", "weight": 2},
     ]
-    rows = loader(write(tmp_path, train={"blend": parts}), shuffle_block=5)
+    rows = loader(write(tmp_path, train={"blend": parts}))
     order = rows._planning_context.make_planner().sample_order
     assert [each._shard_starts.tolist() for each in order._orders] == [[0, 10], [0, 20]]
     for source, (first, end) in enumerate([(30, 60), (0, 33)]):

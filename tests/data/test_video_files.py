@@ -415,7 +415,7 @@ def test_a_decode_ends_at_its_deadline():
     late = SampleDeadline(1e-9)
     time.sleep(1e-3)
     for wanted in ([0, 5], [0, 299]):  # decoded from the start, and sought
-        with pytest.raises(SampleTimeoutError, match="data.sample_timeout_s 1e-09"):
+        with pytest.raises(SampleTimeoutError, match="took longer than 1e-09 s"):
             video_frames(data, info, wanted, late)
     assert numbers(video_frames(data, info, [0, 299], SampleDeadline(60))) == [0, 299]
     assert numbers(video_frames(data, info, [0, 299], SampleDeadline(0))) == [0, 299]

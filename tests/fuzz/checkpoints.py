@@ -355,7 +355,7 @@ class Bench:
         data = self._data()
         words = ["--model.hf", self.hf, "--model.checkpoint", self.folder / "full"]
         words += ["--data.path", data, "--checkpoint.dir", self.folder / "run"]
-        words += "--data.seq_len 64 --data.packing_buffer 4 --data.num_workers 0 --optimizer.lr 1e-3".split()
+        words += "--data.seq_len 64 --data.num_workers 0 --optimizer.lr 1e-3".split()
         words += "--global_batch_size 1 --steps 2 --checkpoint.interval 1 --checkpoint.keep 2".split()
         words += "--dtype float32 --platform cpu".split()
         config = parse_config([str(word) for word in words])

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -35,6 +36,7 @@ from data_tools.convert import ConversionOptions, convert_dataset
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, pack_frames
+from megatron_vl.data.source import tolerant_reader
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import mixed_records, open_loader
@@ -300,9 +302,7 @@ def _one_pass(
     """Rows until every sample was seen once: used without loss of its media, or dropped by reason."""
     folder = tiny_checkpoint("qwen2_5_vl")
     pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
-    data = DataConfig(
-        path=str(out), seq_len=1024, num_workers=workers, packing_buffer=16, shuffle=False, **pixels
-    )
+    data = DataConfig(path=str(out), seq_len=1024, num_workers=workers, shuffle=False, **pixels)
     rows = open_loader(data, folder)
     dropped: dict[str, str] = {}
     used: set[str] = set()
@@ -388,13 +388,14 @@ def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
     return _outcome(total, start)
 
 
+@patch.object(tolerant_reader, "SAMPLE_TIMEOUT_S", 2.0)
 def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], int]:
     """Of one pass with a sample in each row: the digest of each used sample, why others are left out, and how
     many of those were only counted, because a row lists 256 of them."""
     folder = tiny_checkpoint("qwen2_5_vl")
     pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
     fixed = {"seq_len": 1024, "num_workers": 0, "shuffle": False, "pack": False}
-    data = DataConfig(path=str(out), sample_timeout_s=2.0, **fixed, **pixels)
+    data = DataConfig(path=str(out), **fixed, **pixels)
     rows = open_loader(data, folder)
     found: dict[str, str] = {}
     dropped: dict[str, str] = {}

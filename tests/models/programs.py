@@ -127,7 +127,7 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
         return [result.loss, result.grad_norm, len(calls)]
 
     plain = step(trainer.wrapped, trainer.optimizer)
-    build.choose_backend = lambda name, *, causal, **rest: "sdpa" if causal else "triton"
+    build.choose_backend = lambda attention, *, causal, **rest: "sdpa" if causal else "triton"
     wrapped = wrap_in_ddp(trainer.config, trainer.new_chunks())
     return [plain, step(wrapped, build_optimizer(trainer.config, trainer.platform, wrapped))]
 

@@ -16,7 +16,7 @@ import transformers
 from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixels import read_pixel_norm
@@ -27,7 +27,7 @@ from megatron_vl.planning.flops import (
     row_flops,
     vision_forward_flops,
 )
-from megatron_vl.spec.adapters import fused_adapters, saved_modules
+from megatron_vl.spec.adapters import fused_adapters, saved_modules, stored_lora
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call
 from tests.training.programs import counted_flops
@@ -169,7 +169,7 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     ranks = {"rank_pattern": {"o_proj": 3, "linear_fc1": 5}} if targets == "all" and "3" in family else {}
     whole = {"modules_to_save": WHOLE_MODULES.get(targets, [])}
-    lora = LoraConfig(rank=4, targets=LORA_TARGETS[targets], **whole, **ranks)
+    lora = stored_lora(spec, {"rank": 4, "alpha": 32.0, "targets": LORA_TARGETS[targets], **whole, **ranks})
     adapted = [part for adapter in fused_adapters(spec, lora).values() for part in adapter.parts if part.rank]
     names = [part.hf_name for part in adapted]
     options = peft.LoraConfig(

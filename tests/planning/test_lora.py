@@ -45,9 +45,9 @@ RUNS = [
     ("qwen2_5_vl", 4, "--parallel.tp 2 --parallel.pp 2 --lora.targets [language,vision,merger]"),
     ("qwen2_5_vl", 4, "--parallel.pp 2 --vision.placement decoupled --lora.targets [vision,q_proj]"),
     ("qwen3_vl", 2, '--parallel.pp 2 --lora.targets [".*layers.[01].*v_proj",merger]'),
-    ("qwen3_5_moe", 2, "--parallel.ep 2 --lora.targets [language,experts] --lora.exclude [in_proj_a]"),
+    ("qwen3_5_moe", 2, "--parallel.ep 2 --lora.targets all-linear,experts"),
     ("qwen3_vl_moe", 2, f"--parallel.etp 2 --parallel.tp 2 {SEQUENCE} --lora.targets [experts]"),
-    ("qwen3_5", 1, '--lora.rank_pattern {"q_proj":2,"in_proj_z":6}'),
+    ("qwen3_5", 1, "--lora.targets q_proj,in_proj_z"),
     ("qwen3_vl", 2, "--parallel.tp 2 --lora.modules_to_save [merger,input_layernorm,lm_head]"),
 ]
 """Family, ranks and options."""
@@ -254,7 +254,7 @@ def test_page_has_runs_of_every_size_that_it_promises() -> None:
         ("--lora.modules_to_save [merger] --model.freeze_merger true", "model.freeze_merger is set"),
         ("--lora.modules_to_save [router]", "'router' matches no matrix of this model. .*Kinds: merger$"),
         ("--lora.targets [experts]", "'experts' .*Kinds: language, attention, mlp, vision, merger$"),
-        ("--lora.rank_pattern {'router':4}", "lora.rank_pattern: 'router' .*, such as '[a-z0-9._]*'$"),
+        ("--lora.targets q_proj,router", "lora.targets: 'router' .*, such as '[a-z0-9._]*'. Kinds: "),
         (
             "--lora.targets [language,merger] --lora.modules_to_save [merger]",
             "visual.merger has adapters too",

@@ -45,7 +45,6 @@ def read(path: Path) -> tuple[set[str], dict[str, str]]:
     settings = {
         "seq_len": 320,
         "num_workers": 0,
-        "packing_buffer": 4,
         "shuffle": False,
         "max_pixels": 28 * 28 * 24,
     }

@@ -32,7 +32,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 
 
 def run_of(prepared: dict[str, Path], *words: str) -> TrainConfig:
-    small = ["--data.packing_buffer", "8", "--data.seq_len", "256"]
+    small = ["--data.seq_len", "256"]
     own = ["--model.hf", str(prepared["hf"]), "--data.path", str(prepared["data"])]
     return parse_config([*own, *small, "--global_batch_size", "4", *words])
 
@@ -113,7 +113,7 @@ def test_a_data_set_without_pictures_has_no_tower_time(
 def test_the_command_says_what_it_measured_and_how_well(prepared: dict[str, Path], capsys) -> None:
     words = ["plan", "--gpus", "1", "--gpu", "H200", "--data", str(prepared["data"]), "--rows", "5", "--json"]
     small = ["--hf", str(prepared["hf"]), "--data.seq_len", "256", "--global_batch_size", "4"]
-    assert main([*words, *small, "--data.packing_buffer", "8"]) == 0
+    assert main([*words, *small]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows["rows"] == 5 and rows["source"] == f"5 rows of {prepared['data']}"
     patches = rows["patches"]

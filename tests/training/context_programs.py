@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +103,25 @@ def losses_beside_others(hf: str, weights: str) -> dict[str, Any]:
     return out
 
 
-def checked_and_computed_heads(hf: str, weights: str) -> dict[str, list[int]]:
+def checked_and_computed_heads(hf: str, weights: str) -> dict[str, Any]:
     """Query heads for each key/value head, by layout: with which kernels are checked before they are built
-    in, and which attention gets."""
+    in, and which attention gets. Where they are wrong on one rank, the CPU's are taken; "said" is printed."""
     platform = get_platform("cpu")
     torch.set_num_threads(1)
     init_distributed(platform)
     checked: list[int] = []
-    build.check_gradients = lambda backend, heads_per_group, *_: checked.append(heads_per_group)
-    found = {}
+
+    def wrong_on_rank_1(heads_per_group: int, *_: Any) -> bool:
+        checked.append(heads_per_group)
+        return dist.get_rank() != 1
+
+    build.flash_attention_is_right = wrong_on_rank_1
+    choose = build.choose_backend
+    build.choose_backend = lambda *args, causal, tries_flash_attention=True, **more: (
+        "flash_attn" if causal and tries_flash_attention else choose(*args, causal=causal, **more)
+    )
+    found: dict[str, Any] = {}
+    said = io.StringIO()
     layouts: dict[str, dict[str, Any]] = {
         "DP4": {},
         "TP4": {"tp": 4, "sequence_parallel": True},
@@ -118,7 +130,8 @@ def checked_and_computed_heads(hf: str, weights: str) -> dict[str, list[int]]:
     }
     for name, layout in layouts.items():
         case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, optimizer=False, **layout)
-        live = build_case(case, platform)
+        with contextlib.redirect_stdout(said):
+            live = build_case(case, platform)
         computed: list[int] = []
         for module in live.ddp_chunks[0].modules():
             if isinstance(module, PackedAttention) and module.causal:
@@ -127,7 +140,7 @@ def checked_and_computed_heads(hf: str, weights: str) -> dict[str, list[int]]:
         live.ddp_chunks[0].module(live.make_step_data(samples, platform, SEQ_LEN).rows[0])
         assert len({*computed}) == 1
         found[name] = [checked[-1], computed[0]]
-    return found
+    return found | {"said": said.getvalue().splitlines()}
 
 
 def _counting_heads(backend: Any, computed: list[int]) -> Any:

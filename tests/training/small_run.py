@@ -66,7 +66,7 @@ def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int =
     """The options of a run; later ``options`` override earlier ones."""
     paths = ["--model.hf", prepared["hf"], "--model.checkpoint", prepared["weights"]]
     paths += ["--data.path", prepared["data"], "--checkpoint.dir", run]
-    shape = f"--data.seq_len 128 --data.packing_buffer 8 --global_batch_size 4 --steps {steps}"
+    shape = f"--data.seq_len 128 --global_batch_size 4 --steps {steps}"
     rest = "--dtype float32 --platform cpu --optimizer.lr 1e-3 --optimizer.warmup_steps 2"
     return [*map(str, paths), *shape.split(), *rest.split(), *options]
 

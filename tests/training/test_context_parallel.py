@@ -291,10 +291,14 @@ def test_the_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monk
 
 @pytest.mark.ranks
 def test_kernels_are_checked_with_the_heads_that_attention_gets(tmp_path: Path) -> None:
-    """In ranks: two of four query heads share a key/value head, and where these are cut further, fewer do."""
+    """In ranks: two of four query heads share a key/value head, and where these are cut further, fewer do.
+    Where FlashAttention-4 is wrong on one rank, all take the next kernels, and a line says so."""
     hf = tiny_checkpoint("qwen3_vl", dtype=torch.float32)
     convert_weights(hf, tmp_path / "weights")
     found = call(checked_and_computed_heads, 4, hf=str(hf), weights=str(tmp_path / "weights"))
+    said = found.pop("said")
+    assert len(said) == 4 and "FlashAttention-4 computes wrong gradients for heads of" in said[0]
+    assert said[0].endswith("the language model takes sdpa instead")
     assert found == {"DP4": [2, 2], "TP4": [1, 1], "CP4": [1, 1], "CP2 x TP2": [1, 1]}
 
 
@@ -302,8 +306,6 @@ def test_transformer_engine_does_not_gather_keys() -> None:
     attention: dict[str, Any] = {"platform": "cuda", "head_dim": 128, "causal": True}
     assert choose_backend("auto", **attention) == "te"
     assert choose_backend("auto", **attention, gathers_keys=True) == "torch_varlen"
-    with pytest.raises(RunConfigError, match=r"te does not support more context-parallel ranks than heads"):
-        choose_backend("te", **attention, gathers_keys=True)
 
 
 def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:

@@ -17,7 +17,8 @@ from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
-from tests.training.small_run import metrics, prepare, train
+from tests.support.ranks import run_module
+from tests.training.small_run import metrics, options_of, prepare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
@@ -68,8 +69,9 @@ def test_training_goes_on_and_each_sample_is_counted_by_reason(prepared: dict[st
     _damage_first(data)
     damaging = threading.Thread(target=_damage_while_training, args=(data, run), daemon=True)
     damaging.start()
-    options = ["--data.sample_timeout_s", "1", "--data.max_bad_share", "1", "--data.num_workers", "1"]
-    done = train(prepared, run, *options, "--checkpoint.interval", "20", ranks=4, steps=STEPS)
+    options = ["--data.max_bad_share", "1", "--data.num_workers", "1", "--checkpoint.interval", "20"]
+    words = options_of(prepared, run, *options, steps=STEPS)
+    done = run_module("tests.training.impatient_run", words, 4, cwd=prepared["folder"])
     assert done.returncode == 0, done.stderr[-4000:]
     assert not damaging.is_alive()
 

@@ -185,8 +185,7 @@ def test_a_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    options = [*OPTIONS, "--checkpoint.background", "false"]
-    words = ["slow_disk", 1, 1, "step", *options_of(prepared, run, *options, steps=4)]
+    words = ["slow_disk", 1, 1, "step", *options_of(prepared, run, *OPTIONS, steps=4)]
     done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
     assert [rank.code for rank in done] == [0] * 4, "".join(rank.stderr for rank in done)
     assert last_is_good(run) == 4

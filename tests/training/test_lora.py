@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -17,7 +18,8 @@ from safetensors.torch import load_file
 from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.models.adapters import add_to_output
-from megatron_vl.spec.adapters import fused_adapters, trained_table
+from megatron_vl.spec.adapters import fused_adapters, stored_lora, trained_table
+from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
@@ -92,6 +94,7 @@ def layouts_to_run(family: str, folder: Path) -> dict[str, Any]:
     hf = tiny_checkpoint(family, dtype=torch.float32)
     convert_weights(hf, folder / "weights")
     lora, layouts = LAYOUTS[family]
+    lora = dataclasses.asdict(stored_lora(read_spec(hf), {"alpha": 32.0, **lora}))
     folders = {"hf": str(hf), "weights": str(folder / "weights"), "folder": str(folder / "runs")}
     return {**folders, "lora": lora, "layouts": layouts}
 

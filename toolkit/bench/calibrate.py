@@ -280,12 +280,9 @@ class KernelTimer:
 def attention_backends(config: TrainConfig, spec: ModelSpec, platform_name: str) -> dict[str, str]:
     """The kernels of attention that a run uses in the language model and in the vision tower."""
     backends = {}
-    for part_name, backend_name, head_dim in (
-        ("language", config.model.language_attention, spec.language.head_dim),
-        ("vision", config.model.vision_attention, spec.vision.head_dim),
-    ):
+    for part_name, head_dim in (("language", spec.language.head_dim), ("vision", spec.vision.head_dim)):
         backends[part_name] = choose_backend(
-            backend_name,
+            config.model.attention,
             platform=platform_name,
             head_dim=head_dim,
             causal=part_name == "language",

@@ -176,7 +176,7 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
 
 def _read_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_index: int) -> Any:
     """A sample as its shard holds it, with its media."""
-    sample_reader = SampleReader(sample_source, prepared.config.data.sample_timeout_s)
+    sample_reader = SampleReader(sample_source)
     with closing(sample_reader):
         raw_sample = sample_reader.read_sample(sample_index, with_media=True)
     if raw_sample is None:

@@ -68,8 +68,8 @@ def _check_linear_attention(
 def _check_attention_heads(config: TrainConfig, head_dim: int, on_gpus: bool) -> Finding:
     """Says which kernels compute softmax attention."""
     takes_flash_attention_2 = head_dim not in TE_HEAD_DIMS and installed_version("flash-attn-4") is None
-    if not on_gpus or config.model.language_attention != "auto" or not takes_flash_attention_2:
-        return ok_finding("attention", f"heads of {head_dim}, backend {config.model.language_attention}")
+    if not on_gpus or config.model.attention != "auto" or not takes_flash_attention_2:
+        return ok_finding("attention", f"heads of {head_dim}, backend {config.model.attention}")
     return ok_finding(
         "attention",
         f"heads of {head_dim} take FlashAttention-2 (torch_varlen), "

@@ -24,6 +24,7 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid, make_grid
 from megatron_vl.platform import Platform
+from megatron_vl.spec.adapters import MixedLora
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
@@ -92,7 +93,7 @@ class ParityCase:
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
-    """Attention backend of tower and language model; the fused GPU kernels do not support float32."""
+    """``model.attention``; the fused GPU kernels do not support float32."""
 
     @property
     def _vision_config(self) -> VisionConfig:
@@ -111,15 +112,14 @@ class ParityCase:
             freeze_merger="merger" in self.freeze,
             freeze_language="language" in self.freeze,
             moe_aux_loss=self.aux_loss,
-            vision_attention=self.attention,  # type: ignore[arg-type]
-            language_attention=self.attention,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
         )
         return TrainConfig(
             optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]
             data=DataConfig(seq_len=self.seq_len),
             model=model_config,
-            lora=LoraConfig(**self.lora),
+            lora=(MixedLora if "matrices" in self.lora else LoraConfig)(**self.lora),
             vision=self._vision_config,
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),

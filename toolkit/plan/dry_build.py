@@ -80,9 +80,6 @@ def without_cuda(config: TrainConfig) -> TrainConfig:
         fp8=Fp8Config(),
         parallel=replace(config.parallel, tp_comm_overlap=False),
         recompute=replace(recompute_config, language_modules=language_modules),
-        model=replace(
-            config.model, window_attention="auto", vision_attention="auto", language_attention="auto"
-        ),
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+SAMPLE_TIMEOUT_S = 300.0
+"""Seconds that reading a sample, making tokens of its text and decoding its media may each take."""
+
 
 class SampleTimeoutError(Exception):
-    """A sample took longer than ``data.sample_timeout_s``."""
+    """A sample took too long."""
 
 
 class SampleDeadline:
@@ -23,7 +26,7 @@ class SampleDeadline:
     def check_time(self) -> None:
         """Raises :class:`SampleTimeoutError` if the time is up."""
         if self.timeout_seconds and time.monotonic() > self._end_time:
-            raise SampleTimeoutError(f"it took longer than data.sample_timeout_s {self.timeout_seconds:g}")
+            raise SampleTimeoutError(f"it took longer than {self.timeout_seconds:g} s")
 
 
 NO_DEADLINE = SampleDeadline()

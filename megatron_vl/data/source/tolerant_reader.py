@@ -23,6 +23,7 @@ from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITa
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
+from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S
 from megatron_vl.errors import is_machine_fault, retry_machine_faults
 
 BROKEN_FIELD = "__broken__"
@@ -59,17 +60,13 @@ class StalledReadError(Exception):
 class TolerantReader:
     """Wraps an Energon reader. A sample that cannot be read comes back with the field :data:`BROKEN_FIELD`.
 
-    Args:
-        timeout_seconds: seconds to wait for a sample; 0: no limit.
-
     Raises:
         FatalSampleError, MemoryError: the storage fails, or memory was too small to read a sample. The sample
             is not to blame.
     """
 
-    def __init__(self, shard_reader: Any, timeout_seconds: float = 0.0) -> None:
+    def __init__(self, shard_reader: Any) -> None:
         self.shard_reader = shard_reader
-        self.timeout_seconds = timeout_seconds
         self.reading_thread: _ReadingThread | None = None
         self.stalled_threads: dict[str, _ReadingThread] = {}
         """The threads that still wait for a shard."""
@@ -110,9 +107,7 @@ class TolerantReader:
 
         def read_once() -> dict[str, Any] | None:
             try:
-                if self.timeout_seconds:
-                    return self._read_with_timeout(sample_index)
-                return self.shard_reader[sample_index]
+                return self._read_with_timeout(sample_index)
             except OSError as error:
                 # A handle that failed once may keep failing, for instance after a network file system was
                 # down, and without these files there may be few enough.
@@ -161,7 +156,7 @@ class TolerantReader:
         if self.reading_thread is None:
             self.reading_thread = _ReadingThread(self.shard_reader)
         try:
-            return self.reading_thread.read_sample(sample_index, self.timeout_seconds)
+            return self.reading_thread.read_sample(sample_index)
         except StalledReadError:
             # The thread keeps its reader. The next read gets another one.
             self.stalled_threads[shard_name] = self.reading_thread
@@ -197,15 +192,15 @@ class _ReadingThread:
         self.is_busy = False
         threading.Thread(target=self._run_reads, daemon=True, name="read samples").start()
 
-    def read_sample(self, sample_index: int, timeout_seconds: float) -> Any:
+    def read_sample(self, sample_index: int) -> Any:
         """Raises what the reader raises, or :class:`StalledReadError`."""
         self.is_busy = True
         self.task_queue.put(sample_index)
         try:
-            read_result = self.result_queue.get(timeout=min(timeout_seconds, threading.TIMEOUT_MAX))
+            read_result = self.result_queue.get(timeout=SAMPLE_TIMEOUT_S)
         except queue.Empty:
             self.task_queue.put(-1)  # ends the thread if the read ever returns
-            raise StalledReadError(f"it took longer than data.sample_timeout_s {timeout_seconds:g}") from None
+            raise StalledReadError(f"it took longer than {SAMPLE_TIMEOUT_S:g} s") from None
         if isinstance(read_result, BaseException):
             raise read_result
         return read_result
