@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from megatron_vl.config.fields import RECOMPUTE_MODULES, RunConfigError, TrainConfig
+from megatron_vl.config.fields import RECOMPUTE_MODULES, SYNTHETIC_ROWS, RunConfigError, TrainConfig
 from megatron_vl.config.options import is_in_range
 from megatron_vl.plurals import pluralize
 
@@ -20,6 +20,7 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
     data_parallel_size = _check_parallel_sizes(config, world_size)
     _check_pipeline_chunks(config, data_parallel_size)
     _check_step_counts(config)
+    _check_synthetic_rows(config)
     _check_checkpoint(config)
     _check_profile(config, world_size)
     _check_model_parts(config)
@@ -142,6 +143,19 @@ def _check_step_counts(config: TrainConfig) -> None:
     if config.stop_after is not None and config.stop_after > config.steps:
         raise RunConfigError(
             f"stop_after {config.stop_after} must not be above steps {config.steps}; raise steps to go on"
+        )
+
+
+def _check_synthetic_rows(config: TrainConfig) -> None:
+    """Checks the fields of a run on random rows."""
+    if not config.data.is_synthetic:
+        return
+    if config.data.path not in SYNTHETIC_ROWS:
+        raise RunConfigError(f"data.path {config.data.path}: random rows are {' or '.join(SYNTHETIC_ROWS)}")
+    if config.eval.interval:
+        raise RunConfigError(
+            f"eval.interval {config.eval.interval} needs a data set, and data.path is {config.data.path}; set"
+            " it to 0"
         )
 
 

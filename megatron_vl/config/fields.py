@@ -17,6 +17,8 @@ from megatron_vl.errors import UserError
 
 CALLS_WITHOUT_ACTIVATIONS = 4
 """How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""
+SYNTHETIC_ROWS = ("synthetic:images", "synthetic:text")
+"""The values of ``data.path`` for random rows."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 LearntOrMasked = Literal["learnt", "masked"]
@@ -195,7 +197,8 @@ class DataConfig:
 
     path: str = ""
     """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
-    store (`msc://PROFILE/FOLDER`)."""
+    store (`msc://PROFILE/FOLDER`). synthetic:images or synthetic:text: random rows, to try a layout or its
+    speed without a data set, tokenizer or image processor."""
     on_changed_blend: Literal["refuse", "continue"] = "refuse"
     """What a run does that resumes with another blend of data sets than its checkpoint had. refuse: it ends
     and says what has changed. continue: it goes on. Sources that stay continue where they were, new ones
@@ -243,7 +246,12 @@ class DataConfig:
     """Seconds that reading a sample, then making tokens of its text, and then decoding its pictures and
     videos may each take. A sample that takes longer cannot be used. 0: wait without end."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
-    """Seed of the sample order."""
+    """Seed of the sample order, or of random rows."""
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether rows are random, and there is no data set."""
+        return self.path.startswith("synthetic:")
 
 
 @dataclass(frozen=True)

@@ -103,18 +103,21 @@ def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
     if model_only:
         return
 
-    if not (Path(hf_dir) / "config.json").is_file():
+    has_config = (Path(hf_dir) / "config.json").is_file()
+    if not has_config and not (config.data.is_synthetic and Path(hf_dir).is_file()):
         raise RunConfigError(
             f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
             "(hf download REPOSITORY --local-dir FOLDER)"
         )
-    if (config.lora.rank or config.lora.adapter) and not config.model.checkpoint:
+    has_base = config.model.checkpoint or config.data.is_synthetic  # random weights, then
+    if (config.lora.rank or config.lora.adapter) and not has_base:
         lora_field = f"rank {config.lora.rank}" if config.lora.rank else f"adapter {config.lora.adapter}"
         raise RunConfigError(
             f"lora.{lora_field} needs model.checkpoint, the weights that stay frozen; `megatron-vl convert`"
             " writes them"
         )
-    check_data_path(config.data.path)
+    if not config.data.is_synthetic:
+        check_data_path(config.data.path)
 
 
 def check_outputs(config: TrainConfig) -> None:

@@ -143,7 +143,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
-    if serving_note := preflight.check_tokenizer(config, spec):
+    is_synthetic = config.data.is_synthetic
+    if not is_synthetic and (serving_note := preflight.check_tokenizer(config, spec)):
         run_notes.append(f"NOTE: {serving_note}")
 
     base_digest = ""
@@ -162,12 +163,20 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         )
         start_adapter = saved_metadata.get(preflight.START_ADAPTER_KEY)
 
-    dataset_description = read_description(resolve_location(config.data.path))
+    if is_synthetic:
+        from megatron_vl.data.synthetic import synthetic_identity  # it imports torch
+
+        facts_by_split = {"train": SplitFacts(synthetic_identity(config.data), largest_shard=0)}
+        loader_digests = {}
+    else:
+        dataset_description = read_description(resolve_location(config.data.path))
+        facts_by_split = read_split_facts(config, dataset_description)
+        loader_digests = read_loader_digests(config, dataset_description)
     return dataclasses.replace(
         resolved_run,
-        facts_by_split=read_split_facts(config, dataset_description),
+        facts_by_split=facts_by_split,
         model_digests=read_model_digests(config, resolved_run.run_start),
-        loader_digests=read_loader_digests(config, dataset_description),
+        loader_digests=loader_digests,
         run_notes=tuple(run_notes),
         base_digest=base_digest,
         start_adapter=start_adapter,
