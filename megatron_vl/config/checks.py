@@ -13,6 +13,7 @@ from typing import Any
 from megatron_vl.config.fields import (
     RANDOM_WEIGHTS,
     RECOMPUTE_MODULES,
+    SYNTHETIC_ROWS,
     LoraConfig,
     RunConfigError,
     TrainConfig,
@@ -30,6 +31,7 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
     data_parallel_size = _check_parallel_sizes(config, world_size)
     _check_pipeline_chunks(config, data_parallel_size)
     _check_step_counts(config)
+    _check_synthetic_rows(config)
     _check_checkpoint(config)
     _check_profile(config, world_size)
     _check_model_parts(config)
@@ -152,6 +154,19 @@ def _check_step_counts(config: TrainConfig) -> None:
     if config.stop_after is not None and config.stop_after > config.steps:
         raise RunConfigError(
             f"stop_after {config.stop_after} must not be above steps {config.steps}; raise steps to go on"
+        )
+
+
+def _check_synthetic_rows(config: TrainConfig) -> None:
+    """Checks the fields of a run on random rows."""
+    if not config.data.is_synthetic:
+        return
+    if config.data.path not in SYNTHETIC_ROWS:
+        raise RunConfigError(f"data.path {config.data.path}: random rows are {' or '.join(SYNTHETIC_ROWS)}")
+    if config.eval.interval:
+        raise RunConfigError(
+            f"eval.interval {config.eval.interval} needs a data set, and data.path is {config.data.path}; set"
+            " it to 0"
         )
 
 
@@ -280,12 +295,14 @@ def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
     if model_only:
         return
 
-    if not (Path(hf_dir) / "config.json").is_file():
+    has_config = (Path(hf_dir) / "config.json").is_file()
+    if not has_config and not (config.data.is_synthetic and Path(hf_dir).is_file()):
         raise RunConfigError(
             f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
             "(hf download REPOSITORY --local-dir FOLDER)"
         )
-    if (config.lora.rank or config.lora.adapter) and config.model.checkpoint == RANDOM_WEIGHTS:
+    has_random_base = config.model.checkpoint == RANDOM_WEIGHTS and not config.data.is_synthetic
+    if (config.lora.rank or config.lora.adapter) and has_random_base:
         lora_field = f"rank {config.lora.rank}" if config.lora.rank else f"adapter {config.lora.adapter}"
         raise RunConfigError(
             f"lora.{lora_field} needs trained weights, which stay frozen, but model.checkpoint is"

@@ -20,6 +20,8 @@ CALLS_WITHOUT_ACTIVATIONS = 4
 """How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""
 RANDOM_WEIGHTS = "random"
 """The value of ``model.checkpoint`` for new weights."""
+SYNTHETIC_ROWS = ("synthetic:images", "synthetic:text")
+"""The values of ``data.path`` for random rows."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 ALL_LINEAR = ("language", "vision", "merger")
@@ -203,7 +205,8 @@ class DataConfig:
 
     path: str = ""
     """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
-    store (`msc://PROFILE/FOLDER`)."""
+    store (`msc://PROFILE/FOLDER`). synthetic:images or synthetic:text: random rows, to try a layout or its
+    speed without a data set, tokenizer or image processor."""
     seq_len: int = option(4096, minimum=1)
     """Tokens of a row."""
     pack: bool = True
@@ -236,7 +239,12 @@ class DataConfig:
     max_bad_share: float = option(0.01, minimum=0, maximum=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
-    """Seed of the sample order."""
+    """Seed of the sample order, or of random rows."""
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether rows are random, and there is no data set."""
+        return self.path.startswith("synthetic:")
 
 
 @dataclass(frozen=True)

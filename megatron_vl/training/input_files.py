@@ -91,6 +91,6 @@ def _digests(files: Iterable[Path]) -> dict[str, str]:
         try:
             with file_path.open("rb") as opened_file:
                 digests[str(file_path)] = hashlib.file_digest(opened_file, "sha256").hexdigest()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # model.hf may be a config.json
             digests[str(file_path)] = ""
     return digests

@@ -121,7 +121,8 @@ def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tupl
     dp = validate_config(config, world_size)
     check_inputs(config, model_only=show_only)
     if not show_only:
-        check_data_path(config.data.path)
+        if not config.data.is_synthetic:
+            check_data_path(config.data.path)
         check_outputs(config)
     spec = read_spec(config.model.hf)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
@@ -153,7 +154,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
-    if serving_note := check_tokenizer(config, spec):
+    is_synthetic = config.data.is_synthetic
+    if not is_synthetic and (serving_note := check_tokenizer(config, spec)):
         run_notes.append(f"NOTE: {serving_note}")
 
     base_digest = ""
@@ -173,12 +175,20 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         )
         start_adapter = saved_metadata.get(START_ADAPTER_KEY)
 
-    dataset_description = read_description(resolve_location(config.data.path))
+    if is_synthetic:
+        from megatron_vl.data.synthetic import synthetic_identity  # it imports torch
+
+        facts_by_split = {"train": SplitFacts(synthetic_identity(config.data), largest_shard=0)}
+        loader_digests = {}
+    else:
+        dataset_description = read_description(resolve_location(config.data.path))
+        facts_by_split = read_split_facts(config, dataset_description)
+        loader_digests = read_loader_digests(config, dataset_description)
     return dataclasses.replace(
         resolved_run,
-        facts_by_split=read_split_facts(config, dataset_description),
+        facts_by_split=facts_by_split,
         model_digests=read_model_digests(config, resolved_run.run_start),
-        loader_digests=read_loader_digests(config, dataset_description),
+        loader_digests=loader_digests,
         run_notes=tuple(run_notes),
         base_digest=base_digest,
         start_adapter=start_adapter,

@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import progress
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
+from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.errors import UserError
 from megatron_vl.models.adapters import seed_dropout
 from megatron_vl.models.parameter_names import LiveTensor
@@ -36,7 +37,7 @@ from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.hooks import Evaluate, Hook, Profile, SaveCheckpoints
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.model import build_model
+from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.resolve import data_order_metadata
@@ -173,6 +174,7 @@ class Trainer:
             self.grid,
             weight_reader=start_weights,
             adapter_reader=adapter_reader,
+            pixel_norm=HALF_PIXEL_NORM if config.data.is_synthetic else None,
         )
         self.live_tensors = built_model.live_tensors
         self.model_chunks = wrap_in_ddp(
@@ -183,7 +185,10 @@ class Trainer:
             load_main_weights(adapter_reader, self.optimizer, self.live_tensors, self.grid)
 
     def _build_loader(self) -> Any:
-        from megatron_vl.data.loader import build_loader
+        rows_per_step = self.config.global_batch_size
+        if self.config.data.is_synthetic:
+            return SyntheticRows(self.config.data, self.spec, self.grid.dp_rank, self.grid.dp, rows_per_step)
+        from megatron_vl.data.loader import build_loader  # it imports Energon
 
         return build_loader(
             self.config.data,
@@ -192,7 +197,7 @@ class Trainer:
             dp_rank=self.grid.dp_rank,
             dp_size=self.grid.dp,
             split_facts=self.resolved_run.facts_by_split["train"],
-            rows_per_step=self.config.global_batch_size,
+            rows_per_step=rows_per_step,
         )
 
     def _build_hooks(self) -> None:

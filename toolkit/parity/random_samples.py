@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
+from megatron_vl.data.synthetic import random_medium, random_text_ids
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 LARGE_IMAGE_GRID, SMALL_IMAGE_GRID = (1, 10, 14), (1, 4, 6)
 """Grids in patches: one fills several 112-pixel windows (with ragged edges), one is smaller than a window."""
 VIDEO_GRID = (2, 6, 10)
-SECONDS_PER_GRID = 3.75
-"""Seconds per frame group. In Qwen2.5-VL, time positions then reach further than rows and columns."""
 
 SAMPLE_KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "text": ["text"],
@@ -72,45 +70,3 @@ def make_sample(sample_kind: str, spec: ModelSpec, seed: int) -> TokenizedSample
     return TokenizedSample(
         token_ids=torch.cat(token_parts), loss_mask=torch.cat(mask_parts), media_items=media_items
     )
-
-
-def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws tokens below all special ones."""
-    first_special_id = min(
-        spec.image_token_id,
-        spec.video_token_id,
-        spec.vision_start_token_id,
-        spec.vision_end_token_id,
-        spec.language.vocab_size,
-    )
-    return torch.randint(0, first_special_id, (token_count,), generator=generator)
-
-
-def random_medium(
-    spec: ModelSpec, media_kind: str, grid_size: tuple[int, int, int], generator: torch.Generator
-) -> tuple[torch.Tensor, MediaItem]:
-    """Returns the tokens of an image or a video with random pixels, and the medium itself."""
-    vision_spec = spec.vision
-    t, h, w = grid_size
-    media_grid = GridTHW(t, h, w, kind=media_kind, second_per_grid=SECONDS_PER_GRID)  # type: ignore[arg-type]
-    frame_count = t * vision_spec.temporal_patch_size if media_kind == "video" else 1
-    pixel_planes = torch.randint(
-        0,
-        256,
-        (frame_count, h * w, vision_spec.in_channels * vision_spec.patch_size**2),
-        generator=generator,
-        dtype=torch.uint8,
-    )
-
-    placeholder_id = spec.image_token_id if media_kind == "image" else spec.video_token_id
-    token_ids = []
-    for placeholder_run in placeholder_runs([media_grid], spec):
-        if placeholder_run.kind == "video" and vision_spec.video_timestamps:
-            token_ids += random_text_ids(spec, 4, generator).tolist()
-        token_ids += [
-            spec.vision_start_token_id,
-            *([placeholder_id] * placeholder_run.num_tokens(vision_spec.spatial_merge_size)),
-            spec.vision_end_token_id,
-        ]
-
-    return torch.tensor(token_ids), MediaItem(grid_thw=media_grid, planes=pixel_planes)

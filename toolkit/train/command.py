@@ -86,7 +86,8 @@ def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnviron
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
     check_inputs(config)
-    check_data_path(config.data.path)
+    if not config.data.is_synthetic:
+        check_data_path(config.data.path)
 
     # The ranks inherit this environment.
     for variable_name, variable_value in GPU_ENVIRONMENT.items():

@@ -1,0 +1,237 @@
+"""Rows without a data set: ``data.path: synthetic:images`` and ``synthetic:text``.
+
+Documents are as long as those of visual question answering. The pictures have the sizes of COCO's, each with
+40 to 260 tokens of text. Tokens and pixels are random, because only shapes matter for speed. Grids, windows,
+positions and packing are those of the loader.
+
+Rows are drawn from ``data.seed``. A step takes the next ``global_batch_size`` of them, so its rows are the
+same in every layout. After :data:`DISTINCT_TOKENS` tokens the first row comes again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
+from megatron_vl.data.packing.training_row import TrainingRow, pin_row
+from megatron_vl.data.state_json import LoaderStateError
+from megatron_vl.planning.row_statistics import PICTURE_SIZES, TEXT_LENGTHS
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.positions import GridTHW, placeholder_runs
+
+DISTINCT_TOKENS, MAX_DISTINCT_ROWS = 2**20, 64
+"""Rows are repeated after about so many tokens, and after so many rows. A replica keeps its rows in pinned
+memory, at most 3 GB of pixels."""
+DOCUMENT_LENGTHS = range(300, 701)
+"""Tokens of a document without a picture, about as many as one with a picture has."""
+SECONDS_PER_GRID = 3.75
+"""Seconds per frame group. In Qwen2.5-VL, time positions then reach further than rows and columns."""
+
+
+class SyntheticRows:
+    """Iterator over the random rows of one data-parallel rank, in place of
+    :class:`~megatron_vl.data.row_loader.RowLoader`.
+
+    Args:
+        rows_per_step: number of rows of a step on all ranks, a multiple of ``dp_size``.
+    """
+
+    def __init__(
+        self, data_config: DataConfig, spec: ModelSpec, dp_rank: int, dp_size: int, rows_per_step: int
+    ) -> None:
+        self._data_config, self._spec = data_config, spec
+        self._rows_per_step, self._rows_per_rank = rows_per_step, rows_per_step // dp_size
+        self._first_of_step = dp_rank * self._rows_per_rank
+        self._start_row = self._rows_taken = 0
+        self._row_count = distinct_row_count(data_config.seq_len)
+        self._rows: dict[int, TrainingRow] = {}
+
+    def __iter__(self) -> SyntheticRows:
+        return self
+
+    def __next__(self) -> TrainingRow:
+        # Rows are drawn with the first one, because a state may be loaded before it.
+        self._rows = self._rows or self._draw_own_rows()
+        number = self._row_number(*divmod(self._rows_taken, self._rows_per_rank))
+        self._rows_taken += 1
+        row = self._rows[number % self._row_count]
+        return dataclasses.replace(row, sample_keys=[f"{number}/{i}" for i in range(row.num_samples)])
+
+    def _row_number(self, step: int, row_of_step: int) -> int:
+        """The number in the run of a row of this rank."""
+        return self._start_row + step * self._rows_per_step + self._first_of_step + row_of_step
+
+    def _draw_own_rows(self) -> dict[int, TrainingRow]:
+        # Steps are repeated too. If they are large, a rank has the same few rows in all of them.
+        distinct_steps = range(self._row_count // math.gcd(self._row_count, self._rows_per_step))
+        steps_and_rows = itertools.product(distinct_steps, range(self._rows_per_rank))
+        own_numbers = {self._row_number(step, i) % self._row_count for step, i in steps_and_rows}
+        seq_len = self._data_config.seq_len
+        return {
+            number: pin_row(pack_row(samples, self._spec, seq_len))
+            for number, samples in enumerate(draw_rows(self._data_config, self._spec))
+            if number in own_numbers
+        }
+
+    @property
+    def dataset_identity(self) -> dict[str, Any]:
+        """The identity of these rows in a saved state."""
+        return synthetic_identity(self._data_config)
+
+    @property
+    def row_settings(self) -> dict[str, Any]:
+        """The fields of ``data`` that determine the rows."""
+        return {"seed": self._data_config.seed, "seq_len": self._data_config.seq_len}
+
+    @property
+    def model_folder_settings(self) -> dict[str, Any]:
+        """What comes from the files of a tokenizer or image processor: nothing."""
+        return {}
+
+    @property
+    def start_notes(self) -> list[str]:
+        """Lines to print once at the start of a run."""
+        return [f"{self._data_config.path}: {self._row_count} different rows of random tokens, in turn"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of rows of the steps that are done, the same on all ranks."""
+        steps_done = self._rows_taken // self._rows_per_rank
+        return {
+            "identity": {"dataset": self.dataset_identity, **self.row_settings},
+            "rows": self._start_row + steps_done * self._rows_per_step,
+        }
+
+    def load_state_dict(
+        self, saved_state: dict[str, Any], read_rank_state: Callable[[int], dict[str, Any]] | None = None
+    ) -> None:
+        """Continues after the steps of a saved state, on any number of ranks. Call it before the first row.
+
+        Raises:
+            LoaderStateError: the state belongs to other rows, or is damaged.
+        """
+        identity = self.state_dict()["identity"]
+        if saved_state.get("identity") != identity:
+            raise LoaderStateError(
+                f"the loader state was saved with {saved_state.get('identity')}, these rows are {identity};"
+                " set data.path and data.seed back"
+            )
+        if not isinstance(saved_state.get("rows"), int):
+            raise LoaderStateError("the loader state is damaged: it has no number of rows")
+        self._start_row = saved_state["rows"]
+
+    def is_same_dataset(self, saved_identity: Any) -> bool:
+        """Whether an identity of a saved state is that of these rows."""
+        return bool(saved_identity == self.dataset_identity)
+
+    def close(self) -> None:
+        """Frees the rows."""
+        self._rows = {}
+
+
+def synthetic_identity(data_config: DataConfig) -> dict[str, Any]:
+    """Stands for a data set's identity (:class:`~megatron_vl.data.source.dataset_description.SplitFacts`)."""
+    return {"content": data_config.path}
+
+
+def distinct_row_count(seq_len: int) -> int:
+    """Number of rows after which they are repeated."""
+    return max(1, min(MAX_DISTINCT_ROWS, DISTINCT_TOKENS // seq_len))
+
+
+def draw_rows(data_config: DataConfig, spec: ModelSpec) -> Iterator[list[TokenizedSample]]:
+    """Yields the samples of each different row of ``data.path``."""
+    rng, seq_len = random.Random(data_config.seed), data_config.seq_len
+    draw_sample = {"synthetic:images": image_sample, "synthetic:text": text_sample}[data_config.path]
+
+    def draw_samples() -> Iterator[TokenizedSample]:
+        while True:
+            yield draw_sample(spec, rng, seq_len)
+
+    return itertools.islice(fill_rows(draw_samples(), seq_len), distinct_row_count(seq_len))
+
+
+def fill_rows(samples: Iterable[TokenizedSample], seq_len: int) -> Iterator[list[TokenizedSample]]:
+    """Yields groups of consecutive samples. Each fills a row of ``seq_len`` tokens."""
+    row_samples: list[TokenizedSample] = []
+    tokens_used = 0
+    for sample in samples:
+        if row_samples and tokens_used + len(sample) > seq_len:
+            yield row_samples
+            row_samples, tokens_used = [], 0
+        row_samples.append(sample)
+        tokens_used += len(sample)
+
+
+def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> TokenizedSample:
+    """Draws one picture with a question and its answer. Each has at most half of a row."""
+    merge_size = spec.vision.spatial_merge_size
+    merged_pixels = spec.vision.patch_size * merge_size
+    columns, rows = (max(1, round(n / merged_pixels)) for n in rng.choice(PICTURE_SIZES))
+    half_row = max(1, seq_len // 2 - 2)
+    while columns * rows > half_row:
+        columns, rows = (columns + 1) // 2, (rows + 1) // 2
+    grid_size = (1, rows * merge_size, columns * merge_size)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    picture_token_ids, media_item = random_medium(spec, "image", grid_size, generator)
+    text_token_ids = random_text_ids(spec, min(half_row, rng.choice(TEXT_LENGTHS)), generator)
+    token_ids = torch.cat([picture_token_ids, text_token_ids])
+    loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)
+    loss_mask[-len(text_token_ids) // 2 :] = True
+    return TokenizedSample(token_ids, loss_mask, [media_item])
+
+
+def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> TokenizedSample:
+    """Draws a document about as long as an image sample, without a picture."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    token_ids = random_text_ids(spec, min(seq_len, rng.choice(DOCUMENT_LENGTHS)), generator)
+    return TokenizedSample(token_ids, loss_mask=torch.ones(len(token_ids), dtype=torch.bool))
+
+
+def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draws tokens below all special ones."""
+    first_special_id = min(
+        spec.image_token_id,
+        spec.video_token_id,
+        spec.vision_start_token_id,
+        spec.vision_end_token_id,
+        spec.language.vocab_size,
+    )
+    return torch.randint(0, first_special_id, (token_count,), generator=generator)
+
+
+def random_medium(
+    spec: ModelSpec, media_kind: str, grid_size: tuple[int, int, int], generator: torch.Generator
+) -> tuple[torch.Tensor, MediaItem]:
+    """Returns the tokens of an image or a video with random pixels, and the medium itself."""
+    vision_spec = spec.vision
+    t, h, w = grid_size
+    media_grid = GridTHW(t, h, w, kind=media_kind, second_per_grid=SECONDS_PER_GRID)  # type: ignore[arg-type]
+    frame_count = t * vision_spec.temporal_patch_size if media_kind == "video" else 1
+    pixel_planes = torch.randint(
+        0,
+        256,
+        (frame_count, h * w, vision_spec.in_channels * vision_spec.patch_size**2),
+        generator=generator,
+        dtype=torch.uint8,
+    )
+
+    placeholder_id = spec.image_token_id if media_kind == "image" else spec.video_token_id
+    token_ids = []
+    for placeholder_run in placeholder_runs([media_grid], spec):
+        if placeholder_run.kind == "video" and vision_spec.video_timestamps:
+            token_ids += random_text_ids(spec, 4, generator).tolist()
+        token_ids += [
+            spec.vision_start_token_id,
+            *([placeholder_id] * placeholder_run.num_tokens(vision_spec.spatial_merge_size)),
+            spec.vision_end_token_id,
+        ]
+
+    return torch.tensor(token_ids), MediaItem(grid_thw=media_grid, planes=pixel_planes)
