@@ -101,7 +101,8 @@ def test_what_random_rows_cannot_do_is_refused(path: str, interval: int, told: s
 def test_a_run_resumes_bitwise(tiny_checkpoint, tmp_path: Path, layout: str) -> None:
     """Only the config is read of the model's folder. Two ranks are data-parallel, or two stages."""
     config = shutil.copy(tiny_checkpoint("qwen2_5_vl") / "config.json", tmp_path)
-    words = f"--model.hf {config} --model.checkpoint random --data.path synthetic:images --steps 4 {SHAPE} {layout}".split()
+    start = f"--model.hf {config} --model.checkpoint random --data.path synthetic:images"
+    words = f"{start} --steps 4 {SHAPE} {layout}".split()
 
     def train(run: str, *more: str) -> list[dict]:
         words_of_run = [*words, "--checkpoint.dir", tmp_path / run, "--log.samples", "true", *more]
