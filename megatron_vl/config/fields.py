@@ -87,7 +87,7 @@ class LoraConfig:
     is no field of a run, and copies do not have it."""
 
     def __post_init__(self) -> None:
-        targets = []
+        targets: list[str] = []
         for target in _split_words(self.targets):
             targets += ALL_LINEAR if target == "all-linear" else [target]
         object.__setattr__(self, "targets", targets)
