@@ -6,7 +6,7 @@ ANSWERS = "the loss is still evaluated; answer a split with `megatron-vl generat
 VIDEOS = "videos are always presented as to the released models"
 BUCKETS = "gradients are always reduced, and weights gathered, during the passes"
 
-PATTERNS = "all matrices have lora.rank and lora.alpha; adapters with others are read by lora.adapter"
+PATTERNS = "all matrices get lora.rank and lora.alpha; lora.adapter reads PEFT folders that have others"
 
 ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
 
