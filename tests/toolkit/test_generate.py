@@ -171,7 +171,7 @@ def test_generate_refuses_contradicting_options(
 
 def test_an_answer_ends_with_the_turn(tiny_checkpoint: Any) -> None:
     """And then nothing is said to be cut."""
-    answerer = Answerer(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), DataConfig(), 4)
+    answerer = Answerer(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), DataConfig(), (4, 4))
     tokens = answerer.encoder.encode_prompt([{"role": "user", "content": "Hi"}], [])
     _, shortcoming = answerer.answer(tokens)
     assert "cut after 4 tokens" in shortcoming
