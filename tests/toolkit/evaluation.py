@@ -92,7 +92,7 @@ def answers_letters(folder: Path, seed: int) -> Path:
 
 
 def answers_of(out: Path, role: str) -> list[dict]:
-    return read_answers(next((out / "work").glob(f"{role}-*")))
+    return read_answers(next((out / "work" / "results").glob(f"{role}-*")))
 
 
 PUBLISHED = """

@@ -122,10 +122,10 @@ def test_an_examples_script_scores_original_round_trip_and_training(original, ta
     assert checkpoints["original"]["metrics"] == checkpoints["converted"]["metrics"]
 
     # The same command again: VLMEvalKit keeps its answers, and no model is loaded.
-    for path in (out / "work").glob("*-*/answers_*"):
+    for path in (out / "work").glob("results/*-*/answers_*"):
         path.unlink()
     assert evaluate()["checkpoints"] == checkpoints
-    assert not list((out / "work").glob("*-*/answers_*"))
+    assert not list((out / "work").glob("results/*-*/answers_*"))
 
 
 @pytest.fixture(scope="module")
@@ -167,17 +167,16 @@ def test_one_permuted_projection_changes_the_logits(original, damaged, table, tm
     folders = {"original": original, "same": original, "damaged": damaged}
     job = {"work": str(tmp_path), "checkpoints": folders, "settings": settings, "roots": []}
     for name in folders:
-        (tmp_path / name).mkdir()
         VlmEvalKitModel(job, name).generate(prompt)
-    first = tmp_path / "original"
-    found, differences = evaluation.compare_logits(first, tmp_path / "same")
+    first = tmp_path / "results" / "original"
+    found, differences = evaluation.compare_logits(first, first.with_name("same"))
     assert found.startswith("1 prompts, ") and not differences
-    [difference] = evaluation.compare_logits(first, tmp_path / "damaged")[1]
+    [difference] = evaluation.compare_logits(first, first.with_name("damaged"))[1]
     assert difference.startswith("logits of prompt 1 differ, those of the last token by at most ")
 
-    [path] = (tmp_path / "same").glob("logits_*")
+    [path] = first.with_name("same").glob("logits_*")
     path.rename(path.with_stem("logits_other"))
-    [difference] = evaluation.compare_logits(first, tmp_path / "same")[1]
+    [difference] = evaluation.compare_logits(first, first.with_name("same"))[1]
     assert "not asked the same prompts" in difference
 
 
@@ -283,5 +282,5 @@ def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, t
     folders = ["--original", str(original), "--converted", str(converted), "--lmu-data", str(table.parent)]
     assert main(["evaluate", *folders, "--data", "photographs", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "\nVLMEvalKit runs " in said and "\nimporting VLMEvalKit, which reads photographs" in said
+    assert "\nVLMEvalKit runs " in said
     assert "libGL.so.1: cannot open shared object file" in said and "libgl1" in said

@@ -56,7 +56,6 @@ def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
 
 def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
     """The tokens are made by hand; a later turn of a dialogue is asked without what was thought before."""
-    (tmp_path / "original").mkdir()
     job = {"work": str(tmp_path), "checkpoints": {"original": thinking}, "roots": []}
     adapter = VlmEvalKitModel(job | {"settings": GREEDY | {"max_new_tokens": 2}}, "original")
     answerer = adapter.model.answerer
@@ -79,7 +78,9 @@ def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
     assert adapter.generate(WHO) == "B"
 
     names = ("question", "answer", "thinking", "unanswered")
-    assert [tuple(line[name] for name in names) for line in read_answers(tmp_path / "original")] == [
+    assert [
+        tuple(line[name] for name in names) for line in read_answers(tmp_path / "results" / "original")
+    ] == [
         ("One?", "B", "A? No.", 0),
         ("Two?", "", "Well, A or", 1),
         ("Who?", "B", "A? No.", 0),

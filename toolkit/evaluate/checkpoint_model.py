@@ -15,7 +15,6 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.pixels import (
     PixelError,
-    frame_indices,
     image_grid,
     image_planes,
     image_size,
@@ -29,33 +28,30 @@ from toolkit.generate.answers import Answerer
 PromptPart = Mapping[str, Any]
 """VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
 may give its number of frames (``nframes``), or frames per second (``fps``)."""
-DialogueTurn = Mapping[str, Any]
-"""VLMEvalKit's turn of a dialogue: ``{"role": "user" | "assistant", "content": parts, or a text}``."""
-EvaluationPrompt = Sequence[PromptPart] | Sequence[DialogueTurn]
-"""One turn's parts in order, or the turns of a dialogue up to one of the user's."""
-RELEASED_FPS, RELEASED_MAX_FRAMES = 2.0, 768
-"""Sampling of videos in the released processors."""
+EvaluationPrompt = Sequence[Mapping[str, Any]]
+"""One turn's parts in order, or the turns of a dialogue up to one of the user's, each ``{"role": "user" |
+"assistant", "content": parts, or a text}``."""
+RELEASED_MAX_FRAMES = 768
+"""Most frames of a video in the released processors."""
 
 
 class CheckpointModel:
     """A Hugging Face folder that answers VLMEvalKit's prompts.
 
     Args:
-        settings: ``dtype``, ``min_pixels`` and ``max_pixels`` of an image or frame (None: the checkpoint's
+        settings: ``dtype``, ``min_pixels`` and ``max_pixels`` of an image (None: the checkpoint's
             own), ``max_new_tokens`` of an answer, and of one with thinking ``max_new_tokens_thinking`` (left
-            out: the same), ``thinking`` (``on``, ``off``; None or left out: as the chat template does). For
-            videos without their own settings: ``video_fps``, and at most ``video_max_frames``.
+            out: the same), ``thinking`` (``on``, ``off``; None or left out: as the chat template does), and
+            ``video_max_frames`` of a video without its own number.
         allowed_roots: folders from which images and videos may be read.
     """
 
     def __init__(self, hf_dir: Path, settings: Mapping[str, Any], allowed_roots: Sequence[Path]) -> None:
         self.allowed_roots = [root.resolve() for root in allowed_roots]
         self.think = {"on": True, "off": False, None: None}[settings.get("thinking")]
-        self.frame_limits = settings["min_pixels"], settings["max_pixels"]
         data_config = DataConfig(
             min_pixels=settings["min_pixels"] or 0,
             max_pixels=settings["max_pixels"] or 0,
-            video_fps=settings.get("video_fps") or RELEASED_FPS,
             video_max_frames=settings.get("video_max_frames") or RELEASED_MAX_FRAMES,
         )
         limit = settings["max_new_tokens"]
@@ -66,9 +62,9 @@ class CheckpointModel:
         """The prompt in the checkpoint's chat template, with its media."""
         media_items: list[MediaItem] = []
         messages = []
-        for turn in prompt_turns(prompt):
-            content = [self._chat_part(part, media_items) for part in turn["content"]]
-            messages.append({"role": turn["role"], "content": content})
+        for role, parts in prompt_turns(prompt):
+            content = [self._chat_part(part, media_items) for part in parts]
+            messages.append({"role": role, "content": content})
         chat_encoder = self.answerer.encoder.chat_encoder
         token_ids = chat_encoder.encode_prompt(
             messages, [item.grid_thw for item in media_items], (), self.think
@@ -107,16 +103,6 @@ class CheckpointModel:
             settings = dataclasses.replace(settings, video_min_frames=count, video_max_frames=count)
         elif part.get("fps"):
             settings = dataclasses.replace(settings, video_fps=float(part["fps"]))
-        if settings.video_spread and any(self.frame_limits):
-            # This processor counts the pixels of all frames together.
-            groups = -(-len(frame_indices(info, settings)) // settings.temporal_patch_size)
-            frames = groups * settings.temporal_patch_size
-            least, most = self.frame_limits
-            settings = dataclasses.replace(
-                settings,
-                video_min_pixels=least * frames if least else settings.video_min_pixels,
-                video_max_pixels=most * frames if most else settings.video_max_pixels,
-            )
         grid = video_grid(info, settings)
         return MediaItem(grid, video_planes(file_bytes, info, grid, settings))
 
@@ -138,16 +124,15 @@ class CheckpointModel:
         return self.answerer.answer(self.encode(prompt))[0]
 
 
-def prompt_turns(prompt: EvaluationPrompt) -> list[DialogueTurn]:
-    """Converts a prompt into turns, each with a list of parts. The last turn is the user's."""
-    if not prompt or "content" not in prompt[0]:  # a part may have a role too
-        return [{"role": "user", "content": list(prompt)}]
-
-    turns: list[DialogueTurn] = []
+def prompt_turns(prompt: EvaluationPrompt) -> list[tuple[str, Sequence[PromptPart]]]:
+    """(role, parts) of each turn. The last turn is the user's."""
+    if "content" not in prompt[0]:  # a part may have a role too
+        return [("user", prompt)]
+    turns = []
     for turn in prompt:
-        if isinstance(turn["content"], str):
-            turn = {"role": turn["role"], "content": [{"type": "text", "value": turn["content"]}]}
-        turns.append(turn)
+        content = turn["content"]
+        parts = [{"type": "text", "value": content}] if isinstance(content, str) else content
+        turns.append((turn["role"], parts))
     return turns
 
 

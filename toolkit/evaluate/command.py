@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -31,12 +32,12 @@ def evaluate(options: EvaluateOptions) -> int:
     except (UsageError, ValueError, FileNotFoundError) as error:
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
         return 2
-    report_path = options.out / "report.json"
-    report_path.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    report = json.dumps({"passed": not result.problems, **dataclasses.asdict(result)}, indent=2)
+    (options.out / "report.json").write_text(report + "\n")
     if options.json:
-        print(json.dumps(result.as_json()))
+        print(report)
     else:
-        print_table(result, report_path)
+        print_table(result, options.out / "report.json")
     return 1 if result.problems else 0
 
 
@@ -88,10 +89,10 @@ def print_table(result: Evaluation, report_path: Path) -> None:
             )
     for problem in result.problems[:SHOWN_PROBLEMS]:
         console.print(problem, soft_wrap=True, markup=False)
-    if len(result.problems) > SHOWN_PROBLEMS:
-        console.print(f"... and {len(result.problems) - SHOWN_PROBLEMS} more")
-    verdict = "FAILED" if result.problems else "the converted checkpoint equals the original"
-    console.print(f"{verdict}; {report_path}, {result.seconds:.0f} s", soft_wrap=True, markup=False)
+    verdict = "the converted checkpoint equals the original"
+    if result.problems:
+        verdict = f"FAILED: {len(result.problems)} problems"
+    console.print(f"{verdict}; {report_path}", soft_wrap=True, markup=False)
 
 
 def _format_metric(value: Any) -> str:

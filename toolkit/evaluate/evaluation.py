@@ -9,11 +9,10 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,6 @@ GPU_BYTES = 72e9
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 PROGRESS_SECONDS = 15.0
 
-ShowLine = Callable[[str], None]
-
 
 @dataclass
 class Evaluation:
@@ -61,14 +58,10 @@ class Evaluation:
     questions: int = 0
     problems: list[str] = field(default_factory=list)
     """What differs from the original or is missing, one line each."""
-    seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return {"passed": not self.problems, **asdict(self)}
 
 
 def run_evaluation(
-    options: EvaluateOptions, dataset_name: str, lmu_data: Path, show_line: ShowLine
+    options: EvaluateOptions, dataset_name: str, lmu_data: Path, show_line: Callable[[str], None]
 ) -> Evaluation:
     """Compares and scores the checkpoints of ``options``.
 
@@ -77,7 +70,6 @@ def run_evaluation(
         UserError: VLMEvalKit failed; the message ends with the last lines of its log.
         ConfigError, WeightsError: a checkpoint is invalid.
     """
-    start_time = time.monotonic()
     check_hf_folder(options.original)
     _check_options(options)
     result = Evaluation(dataset_name, _choose_settings(options))
@@ -91,11 +83,15 @@ def run_evaluation(
             hf_dir = exported_folder(folder, options.original, options.out / role)
             facts = {"folder": str(hf_dir.resolve()), "sha256": folder_hash(hf_dir)}
             result.checkpoints[role] = facts | {"tensors": "", "logits": "", "metrics": {}, "unanswered": 0}
-    # This takes seconds; nothing is asked if tensors differ.
-    _compare_tensors(result)
+    original, converted = result.checkpoints["original"], result.checkpoints["converted"]
+    comparison = compare_weights(Path(original["folder"]), Path(converted["folder"]))
+    differences = [f"tensor {difference.name}: {difference.how}" for difference in comparison.differences]
+    original["tensors"] = f"{comparison.tensors}, {comparison.bytes / 1e9:.3g} GB"
+    converted["tensors"] = f"{len(differences)} differ" if differences else "identical"
+    result.problems += differences
+    # The comparison took seconds; what follows can take hours.
     if not result.problems:
         _ask_and_score(options, result, lmu_data, show_line)
-    result.seconds = round(time.monotonic() - start_time, 1)
     return result
 
 
@@ -126,8 +122,6 @@ def _check_options(options: EvaluateOptions) -> None:
         raise UsageError(
             "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
         )
-    if options.video_fps is not None and not options.video_fps > 0:
-        raise UsageError(f"--video-fps {options.video_fps} must be above 0")
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / MARKER_FILE).exists():
         raise UsageError(
             f"--out {options.out} is not empty and was not written by an earlier evaluation;"
@@ -166,19 +160,8 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     processes = options.processes or max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES))
     if num_gpus and processes > num_gpus:
         raise UsageError(f"--processes {processes}: this machine has {num_gpus} GPUs")
-    given = {
-        name: getattr(options, name)
-        for name in (
-            "min_pixels",
-            "max_pixels",
-            "video_fps",
-            "video_max_frames",
-            "thinking",
-            "judge",
-            "limit",
-        )
-    }
-    return given | {
+    given = "min_pixels max_pixels video_max_frames thinking judge limit".split()
+    return {name: getattr(options, name) for name in given} | {
         "dtype": options.dtype or dtype_name(weights_dtype),
         "processes": processes,
         "max_new_tokens": options.max_new_tokens or MAX_ANSWER_TOKENS,
@@ -190,22 +173,24 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
 # --- VLMEvalKit ---------------------------------------------------------------------------------------------
 
 
-def _ask_and_score(options: EvaluateOptions, result: Evaluation, lmu_data: Path, show_line: ShowLine) -> None:
+def _ask_and_score(
+    options: EvaluateOptions, result: Evaluation, lmu_data: Path, show_line: Callable[[str], None]
+) -> None:
     """Lets VLMEvalKit ask and score all checkpoints, and adds what it wrote to ``result``."""
     work_dir = (options.out / "work").resolve()
+    results_dir = work_dir / "results"
     _prepare_work_dir(options, work_dir, result, lmu_data)
     _run_vlmevalkit(options, work_dir, result, show_line)
 
     result.questions = int((work_dir / QUESTION_COUNT_FILE).read_text())
     for role, facts in result.checkpoints.items():
-        facts["unanswered"] = sum(line["unanswered"] for line in read_answers(work_dir / facts["model"]))
-        facts["metrics"], problem = read_scores(work_dir / "results" / facts["model"], result.data)
+        facts["unanswered"] = sum(line["unanswered"] for line in read_answers(results_dir / facts["model"]))
+        facts["metrics"], problem = read_scores(results_dir / facts["model"], result.data)
         if problem:
             result.problems.append(f"{role}: no score; {problem}")
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
-    original["logits"], differences = compare_logits(
-        work_dir / original["model"], work_dir / converted["model"]
-    )
+    logits_dirs = (results_dir / facts["model"] for facts in (original, converted))
+    original["logits"], differences = compare_logits(*logits_dirs)
     converted["logits"] = f"{len(differences)} differ" if differences else "identical"
     result.problems += differences + compare_scores(result.checkpoints)
 
@@ -226,13 +211,10 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
         key = json.dumps([facts["sha256"], result.data, result.settings], sort_keys=True)
         facts["model"] = f"{role}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder_by_model = {facts["model"]: facts["folder"] for facts in result.checkpoints.values()}
-    for path in [*work_dir.glob("*-*"), *work_dir.glob("results/*-*")]:
+    for path in work_dir.glob("results/*-*"):
         if path.name not in folder_by_model:
             shutil.rmtree(path)
-    for model_name in folder_by_model:
-        (work_dir / model_name).mkdir(exist_ok=True)
-        # VLMEvalKit would keep an error of last time.
-        (work_dir / "results" / model_name / "status.json").unlink(missing_ok=True)
+        (path / "status.json").unlink(missing_ok=True)  # VLMEvalKit would keep an error of last time
     job = {
         "data": result.data,
         "work": str(work_dir),
@@ -245,7 +227,7 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
 
 
 def _run_vlmevalkit(
-    options: EvaluateOptions, work_dir: Path, result: Evaluation, show_line: ShowLine
+    options: EvaluateOptions, work_dir: Path, result: Evaluation, show_line: Callable[[str], None]
 ) -> None:
     """Runs VLMEvalKit in the sandbox to its end, with its own way of sharing questions between processes.
 
@@ -256,8 +238,8 @@ def _run_vlmevalkit(
     sandbox_words, isolation = choose_sandbox(work_dir, with_network=bool(options.judge_base_url))
     result.settings["isolation"] = isolation
     log_path = work_dir / "vlmevalkit.log"
-    show_line(f"VLMEvalKit runs {isolation}; its log is {log_path}")
-    show_line(f"importing VLMEvalKit, which reads {result.data}: this takes up to half a minute")
+    show_line(f"VLMEvalKit runs {isolation}; its imports take up to half a minute. Its log: {log_path}")
+    model_names = [facts["model"] for facts in result.checkpoints.values()]
     processes = result.settings["processes"]
     torchrun_words = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
     command = [*sandbox_words, sys.executable, *(torchrun_words if processes > 1 else [])]
@@ -275,12 +257,9 @@ def _run_vlmevalkit(
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PROGRESS_SECONDS)
-            counts = {
-                role: len(read_answers(work_dir / facts["model"]))
-                for role, facts in result.checkpoints.items()
-            }
+            counts = {name: len(read_answers(work_dir / "results" / name)) for name in model_names}
             if any(counts.values()):
-                show_line("answers: " + ", ".join(f"{role} {count}" for role, count in counts.items()))
+                show_line("answers: " + ", ".join(f"{count} of {name}" for name, count in counts.items()))
     finally:
         kill_process_tree(process.pid)
         process.wait()
@@ -320,16 +299,6 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
         if isinstance(value, (int, float)) and not math.isnan(value):
             metrics[name] = value
     return metrics, "" if metrics else f"VLMEvalKit stopped at {status.get('status')!r}"
-
-
-def _compare_tensors(result: Evaluation) -> None:
-    """Compares every tensor of original and converted bit for bit."""
-    original, converted = result.checkpoints["original"], result.checkpoints["converted"]
-    comparison = compare_weights(Path(original["folder"]), Path(converted["folder"]))
-    original["tensors"] = f"{comparison.tensors}, {comparison.bytes / 1e9:.3g} GB"
-    differences = comparison.differences
-    converted["tensors"] = f"{len(differences)} differ" if differences else "identical"
-    result.problems += [f"tensor {difference.name}: {difference.how}" for difference in differences]
 
 
 def compare_logits(original_dir: Path, converted_dir: Path) -> tuple[str, list[str]]:

@@ -38,28 +38,20 @@ class EvaluateOptions(CommandOptions):
     """Model that judges the answers."""
     judge_base_url: str | None = option(None, metavar="URL")
     """Address on this machine of an OpenAI-compatible server for --judge: http://localhost:8000/v1."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = option(
-        None, shown_default="the original's weights'"
-    )
+    dtype: Literal["bfloat16", "float16", "float32"] | None = option(None, shown_default="the original's")
     """Data type of all models."""
-    processes: int | None = option(
-        None, metavar="N", minimum=1, shown_default="as many as the GPUs hold models"
-    )
+    processes: int | None = option(None, metavar="N", minimum=1, shown_default="as GPUs hold models")
     """Processes that share the questions and the GPUs."""
     min_pixels: int | None = option(None, metavar="N", minimum=1, shown_default="the checkpoint's")
-    """Smallest image or frame in pixels."""
+    """Smallest image in pixels; of Qwen2-VL and Qwen2.5-VL also smallest frame."""
     max_pixels: int | None = option(None, metavar="N", minimum=1, shown_default="the checkpoint's")
-    """Largest image or frame in pixels."""
-    video_fps: float | None = option(None, metavar="F", shown_default="the checkpoint's")
-    """Frames per second to sample where the data set does not say."""
-    video_max_frames: int | None = option(None, metavar="N", minimum=1, shown_default="the checkpoint's")
-    """Sample at most N frames when sampling by frames per second."""
+    """Largest image in pixels; of Qwen2-VL and Qwen2.5-VL also largest frame."""
+    video_max_frames: int | None = option(None, metavar="N", minimum=1, shown_default="768, as released")
+    """Sample at most N frames where the data set's name gives frames per second."""
     thinking: Literal["on", "off"] | None = option(None, shown_default="what the chat template does")
     """Whether models think before they answer, for those that leave the choice to the request
     (enable_thinking of the chat template). What they think is not part of the answer."""
-    max_new_tokens: int | None = option(
-        None, metavar="N", minimum=1, shown_default="256; 32768 if the model thinks, as in VLMEvalKit"
-    )
+    max_new_tokens: int | None = option(None, metavar="N", minimum=1, shown_default="256; thinking 32768")
     """Generate at most N tokens per answer, including what the model thinks."""
     json: bool = False
     """Print the report as JSON."""

@@ -26,23 +26,32 @@ def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
     Returns:
         The words to put before a command, and what they keep out.
     """
-    bubblewrap = "bwrap --die-with-parent --unshare-user --unshare-pid --ro-bind / / --dev-bind /dev /dev"
-    bubblewrap += f" --proc /proc{'' if with_network else ' --unshare-net'}"
-    commands = {"bwrap": [*bubblewrap.split(), "--bind", str(work_dir), str(work_dir), "--"]}
-    if not with_network:
-        # Processes that share the questions speak through the loopback device, which is down at first.
-        start = 'ip link set lo up; exec "$0" "$@"'
-        commands["unshare"] = ["unshare", "--map-root-user", "--net", "--", "sh", "-c", start]
-    descriptions = {
-        "bwrap": f"in bubblewrap, {'with' if with_network else 'without'} a network; it writes in {work_dir} "
-        "only",
-        "unshare": "without a network, but writes where you can: install bubblewrap for tables of others",
-    }
-
-    for name, command in commands.items():
-        if shutil.which(name) and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-            return command, descriptions[name]
+    network = "with" if with_network else "without"
+    bwrap = (
+        "bwrap --die-with-parent --unshare-user --unshare-pid --ro-bind / / --dev-bind /dev /dev --proc /proc"
+    )
+    command = [
+        *bwrap.split(),
+        *([] if with_network else ["--unshare-net"]),
+        "--bind",
+        *[str(work_dir)] * 2,
+        "--",
+    ]
+    if _works(command):
+        return command, f"in bubblewrap, {network} a network; it writes in {work_dir} only"
+    # Processes that share the questions speak through the loopback device, which is down at first.
+    start = ["sh", "-c", 'ip link set lo up; exec "$0" "$@"']
+    command = ["unshare", "--map-root-user", "--net", "--", *start]
+    if not with_network and _works(command):
+        return command, "without a network, but writes where you can: install bubblewrap for tables of others"
     return [], "WITHOUT A SANDBOX: install bubblewrap, or use only tables that you trust"
+
+
+def _works(command: list[str]) -> bool:
+    return (
+        bool(shutil.which(command[0]))
+        and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    )
 
 
 def process_variables(work_dir: Path) -> dict[str, str]:

@@ -36,7 +36,8 @@ class VlmEvalKitModel:
         from toolkit.evaluate.checkpoint_model import CheckpointModel
 
         gc.collect()  # the checkpoint before this one
-        self.record_dir = Path(job["work"]) / model_name
+        self.record_dir = Path(job["work"]) / "results" / model_name
+        self.record_dir.mkdir(parents=True, exist_ok=True)
         self.model = CheckpointModel(
             Path(job["checkpoints"][model_name]), job["settings"], [Path(root) for root in job["roots"]]
         )
@@ -84,7 +85,7 @@ class VlmEvalKitModel:
             save_file({"last": last_logits}, logits_path, metadata={"digests": json.dumps(digests)})
 
         reply = self.model.generate_answer(prompt)
-        parts = prompt_turns(prompt)[-1]["content"]
+        parts = prompt_turns(prompt)[-1][1]
         line = {
             "key": key,
             "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
