@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# What has to be seen on GPUs, in one go: bash tests/gpu/all.sh OUT RANKS [RAW_DEMO_DATA]
+# What has to be seen on GPUs, in one go: bash tests/gpu/all.sh OUT RANKS
 # Parity in bf16, the demo's whole path, and the speed of the 7B shape. Needs Transformer Engine; prints a summary.
 set -uo pipefail
-out=$1 ranks=$2 raw=${3:-}
+out=$1 ranks=$2
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=4
 shape=tests/hf_configs/Qwen2.5-VL-7B-Instruct.json
 mkdir -p "$out"
 
 demo() { # NAME RANKS TP PP
   local start=$SECONDS
-  timeout 340 python3 -m toolkit demo --dir "/tmp/demo_$1" --platform cuda --ranks "$2" --tp "$3" --pp "$4" ${raw:+--raw "$raw"} > "$out/demo_$1.log" 2>&1
+  timeout 340 python3 -m toolkit demo --dir "/tmp/demo_$1" --platform cuda --ranks "$2" --tp "$3" --pp "$4" > "$out/demo_$1.log" 2>&1
   echo "== demo $1: exit $? after $((SECONDS - start)) s"
   grep -E "ok |FAILED" "$out/demo_$1.log" || tail -5 "$out/demo_$1.log"
 }

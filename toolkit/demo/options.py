@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_vl.errors import UsageError
 from toolkit.options import CommandOptions, option
 
 
@@ -26,9 +25,3 @@ class DemoOptions(CommandOptions):
     """Set the tensor parallel size, in ranks."""
     pp: int = option(2, metavar="P", minimum=1)
     """Set the pipeline parallel size, in stages."""
-    raw: Path | None = option(None, metavar="DIR", must_exist=True)
-    """Use the raw data of an earlier demo (its raw/ folder) instead of generating new data."""
-
-    def check(self) -> None:
-        if self.ranks % (self.tp * self.pp):
-            raise UsageError(f"--ranks {self.ranks} must be a multiple of --tp {self.tp} x --pp {self.pp}")
