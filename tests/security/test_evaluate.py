@@ -20,7 +20,7 @@ CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.ar
 
 
 def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
-    settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": 1}
+    settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": (1, 1)}
     write(tmp_path / "set/a.png", encoded(40, 40))
     write(tmp_path / "secret.png", encoded(40, 40))
     (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")

@@ -162,7 +162,7 @@ def test_an_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp
 def test_one_permuted_projection_changes_the_logits(original, damaged, table, tmp_path):
     """What VLMEvalKit's model of each folder records is compared."""
     prompt = [{"type": "text", "value": "Who?"}]
-    settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": 1}
+    settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": (1, 1)}
     settings |= {"processes": 1}
     folders = {"original": original, "same": original, "damaged": damaged}
     job = {"work": str(tmp_path), "checkpoints": folders, "settings": settings, "roots": []}

@@ -237,7 +237,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
             [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
         )
 
-    settings = {"dtype": "float32", "max_new_tokens": 1, "video_max_frames": 20}
+    settings = {"dtype": "float32", "max_new_tokens": (1, 1), "video_max_frames": 20}
     for own, theirs in (
         ({"nframes": 8}, {"num_frames": 8, "fps": None}),
         ({"fps": 2.0}, {"fps": 2.0}),

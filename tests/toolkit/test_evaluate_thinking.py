@@ -39,7 +39,7 @@ OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
     """Prompt and answer are those of the released template and of transformers; a dozen tokens are too few to
     think."""
-    limits = {"max_new_tokens": 12, "max_new_tokens_thinking": 13}
+    limits = {"max_new_tokens": (12, 13)}
     model = CheckpointModel(thinking, GREEDY | limits | {"thinking": switch}, [])
     inputs = model.answerer.model_inputs(model.encode(WHO))
     prompt = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
@@ -57,7 +57,7 @@ def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
 def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
     """The tokens are made by hand; a later turn of a dialogue is asked without what was thought before."""
     job = {"work": str(tmp_path), "checkpoints": {"original": thinking}, "roots": []}
-    adapter = VlmEvalKitModel(job | {"settings": GREEDY | {"max_new_tokens": 2}}, "original")
+    adapter = VlmEvalKitModel(job | {"settings": GREEDY | {"max_new_tokens": (2, 2)}}, "original")
     answerer = adapter.model.answerer
     outputs = ["A? No.\n</think>\n\nB", "Well, A or"]
     seen = []

@@ -31,8 +31,6 @@ may give its number of frames (``nframes``), or frames per second (``fps``)."""
 EvaluationPrompt = Sequence[Mapping[str, Any]]
 """One turn's parts in order, or the turns of a dialogue up to one of the user's, each ``{"role": "user" |
 "assistant", "content": parts, or a text}``."""
-RELEASED_MAX_FRAMES = 768
-"""Most frames of a video in the released processors."""
 
 
 class CheckpointModel:
@@ -40,9 +38,8 @@ class CheckpointModel:
 
     Args:
         settings: ``dtype``, ``min_pixels`` and ``max_pixels`` of an image (None: the checkpoint's
-            own), ``max_new_tokens`` of an answer, and of one with thinking ``max_new_tokens_thinking`` (left
-            out: the same), ``thinking`` (``on``, ``off``; None or left out: as the chat template does), and
-            ``video_max_frames`` of a video without its own number.
+            own), ``max_new_tokens`` of an answer without and with thinking, ``thinking`` (``on``, ``off``;
+            None or left out: as the chat template does), ``video_max_frames`` of a video without a number.
         allowed_roots: folders from which images and videos may be read.
     """
 
@@ -52,10 +49,9 @@ class CheckpointModel:
         data_config = DataConfig(
             min_pixels=settings["min_pixels"] or 0,
             max_pixels=settings["max_pixels"] or 0,
-            video_max_frames=settings.get("video_max_frames") or RELEASED_MAX_FRAMES,
+            video_max_frames=settings.get("video_max_frames") or 768,  # as in the released processors
         )
-        limit = settings["max_new_tokens"]
-        limits = limit, settings.get("max_new_tokens_thinking", limit)
+        limits = tuple(settings["max_new_tokens"])
         self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
 
     def encode(self, prompt: EvaluationPrompt) -> TokenizedSample:

@@ -16,8 +16,6 @@ from .options import EvaluateOptions
 if TYPE_CHECKING:
     from .evaluation import Evaluation
 
-SHOWN_PROBLEMS = 10
-
 
 def evaluate(options: EvaluateOptions) -> int:
     """Evaluates, and writes the report. Returns the exit code."""
@@ -78,16 +76,10 @@ def print_table(result: Evaluation, report_path: Path) -> None:
         table.add_row(name, *(facts[name] for facts in checkpoints))
     for name in dict.fromkeys(name for facts in checkpoints for name in facts["metrics"]):
         table.add_row(escape(name), *(_format_metric(facts["metrics"].get(name)) for facts in checkpoints))
+    if any(facts["unanswered"] for facts in checkpoints):
+        table.add_row("cut off while thinking", *(str(facts["unanswered"]) for facts in checkpoints))
     console.print(table)
-
-    for role, facts in result.checkpoints.items():
-        if facts["unanswered"]:
-            console.print(
-                f"{role}: answers cut off while the model was thinking, which count as no answer: "
-                f"{facts['unanswered']}. Raise --max-new-tokens, or give --thinking off",
-                soft_wrap=True,
-            )
-    for problem in result.problems[:SHOWN_PROBLEMS]:
+    for problem in result.problems[:10]:
         console.print(problem, soft_wrap=True, markup=False)
     verdict = "the converted checkpoint equals the original"
     if result.problems:

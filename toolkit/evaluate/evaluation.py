@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import shutil
 import subprocess
 import sys
@@ -38,12 +37,10 @@ from toolkit.process_tree import kill_process_tree
 
 MARKER_FILE = ".megatron-vl-evaluate"
 VLMEVALKIT_VERSION = "0.0.20"
-MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS = 256, 32768
-"""Default largest number of tokens of an answer, without and with thinking."""
+DEFAULT_LIMITS = 256, 32768
+"""Largest number of tokens of an answer, without and with thinking, as in VLMEvalKit."""
 GPU_BYTES = 72e9
-"""Bytes of weights that fit one GPU beside activations; larger models are spread over several GPUs."""
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-PROGRESS_SECONDS = 15.0
+"""Bytes of weights that fit one GPU beside activations; larger models are spread over several."""
 
 
 @dataclass
@@ -116,7 +113,8 @@ def folder_hash(hf_dir: Path) -> str:
 
 
 def _check_options(options: EvaluateOptions) -> None:
-    if options.judge_base_url and urlsplit(options.judge_base_url).hostname not in LOCAL_HOSTS:
+    judge_host = urlsplit(options.judge_base_url or "//localhost").hostname
+    if judge_host not in ("localhost", "127.0.0.1", "::1"):
         raise UsageError(f"--judge-base-url {options.judge_base_url}: the judge must be on this machine")
     if bool(options.judge_base_url) != (options.judge != NO_JUDGE):
         raise UsageError(
@@ -124,8 +122,7 @@ def _check_options(options: EvaluateOptions) -> None:
         )
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / MARKER_FILE).exists():
         raise UsageError(
-            f"--out {options.out} is not empty and was not written by an earlier evaluation;"
-            " give another folder"
+            f"--out {options.out} is not empty and of no earlier evaluation; give another folder"
         )
     if options.thinking and not has_thinking_switch(read_chat_template(options.original)):
         raise UsageError(
@@ -136,17 +133,16 @@ def _check_options(options: EvaluateOptions) -> None:
 
 def _package_versions() -> dict[str, str]:
     """Versions of what decides answers and scores. Raises UsageError if VLMEvalKit has another one."""
-    versions = {"python": platform.python_version(), "ms-vlmeval": ""}
-    for package in ("ms-vlmeval", "transformers", "torch"):
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    found = versions["ms-vlmeval"]
+    try:
+        found = version("ms-vlmeval")
+    except PackageNotFoundError:
+        found = "missing"
     if found != VLMEVALKIT_VERSION:
         raise UsageError(
-            f"VLMEvalKit {f'is installed as version {found}' if found else 'is missing'}; version "
-            f"{VLMEVALKIT_VERSION} is needed, so install the eval extra: pip install 'megatron-vl[eval]'"
+            f"VLMEvalKit {VLMEVALKIT_VERSION} is needed (installed: {found}), so install the eval extra:"
+            " pip install 'megatron-vl[eval]'"
         )
-    return versions
+    return {"ms-vlmeval": found, "transformers": version("transformers"), "torch": version("torch")}
 
 
 def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
@@ -164,8 +160,7 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in given} | {
         "dtype": options.dtype or dtype_name(weights_dtype),
         "processes": processes,
-        "max_new_tokens": options.max_new_tokens or MAX_ANSWER_TOKENS,
-        "max_new_tokens_thinking": options.max_new_tokens or MAX_THINKING_TOKENS,
+        "max_new_tokens": [options.max_new_tokens or limit for limit in DEFAULT_LIMITS],
         "versions": _package_versions(),
     }
 
@@ -178,18 +173,18 @@ def _ask_and_score(
 ) -> None:
     """Lets VLMEvalKit ask and score all checkpoints, and adds what it wrote to ``result``."""
     work_dir = (options.out / "work").resolve()
-    results_dir = work_dir / "results"
     _prepare_work_dir(options, work_dir, result, lmu_data)
     _run_vlmevalkit(options, work_dir, result, show_line)
 
     result.questions = int((work_dir / QUESTION_COUNT_FILE).read_text())
     for role, facts in result.checkpoints.items():
-        facts["unanswered"] = sum(line["unanswered"] for line in read_answers(results_dir / facts["model"]))
-        facts["metrics"], problem = read_scores(results_dir / facts["model"], result.data)
+        results_dir = work_dir / "results" / facts["model"]
+        facts["unanswered"] = sum(line["unanswered"] for line in read_answers(results_dir))
+        facts["metrics"], problem = read_scores(results_dir, result.data)
         if problem:
             result.problems.append(f"{role}: no score; {problem}")
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
-    logits_dirs = (results_dir / facts["model"] for facts in (original, converted))
+    logits_dirs = (work_dir / "results" / facts["model"] for facts in (original, converted))
     original["logits"], differences = compare_logits(*logits_dirs)
     converted["logits"] = f"{len(differences)} differ" if differences else "identical"
     result.problems += differences + compare_scores(result.checkpoints)
@@ -256,7 +251,7 @@ def _run_vlmevalkit(
     try:
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(PROGRESS_SECONDS)
+                process.wait(15)
             counts = {name: len(read_answers(work_dir / "results" / name)) for name in model_names}
             if any(counts.values()):
                 show_line("answers: " + ", ".join(f"{count} of {name}" for name, count in counts.items()))

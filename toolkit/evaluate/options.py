@@ -25,9 +25,8 @@ class EvaluateOptions(CommandOptions):
     """A run, Megatron weights, LoRA adapters (a run's or a PEFT folder) or a Hugging Face folder; it is
     scored but not compared. What is no Hugging Face folder is exported to OUT/trained, adapters merged."""
     data: str = option(metavar="NAME")
-    """Name of a VLMEvalKit data set (also of videos, such as Video-MME_8frame), or path of your own table
-    FOLDER/NAME.tsv: tab-separated multiple choice with the columns index, image (base64), question, A to
-    D and answer."""
+    """Name of a VLMEvalKit data set (such as Video-MME_8frame), or path of your own table FOLDER/NAME.tsv
+    with the columns index, image (base64), question, A to D and answer."""
     lmu_data: Path | None = option(None, metavar="DIR", shown_default="$LMUData, or ~/LMUData")
     """Folder that holds NAME.tsv. Sets of videos are read from Hugging Face's cache ($HF_HOME)."""
     limit: int | None = option(None, metavar="N", minimum=1, shown_default="all")
@@ -49,8 +48,7 @@ class EvaluateOptions(CommandOptions):
     video_max_frames: int | None = option(None, metavar="N", minimum=1, shown_default="768, as released")
     """Sample at most N frames where the data set's name gives frames per second."""
     thinking: Literal["on", "off"] | None = option(None, shown_default="what the chat template does")
-    """Whether models think before they answer, for those that leave the choice to the request
-    (enable_thinking of the chat template). What they think is not part of the answer."""
+    """Whether models think before they answer (enable_thinking of the chat template)."""
     max_new_tokens: int | None = option(None, metavar="N", minimum=1, shown_default="256; thinking 32768")
     """Generate at most N tokens per answer, including what the model thinks."""
     json: bool = False

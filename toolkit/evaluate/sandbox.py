@@ -26,31 +26,22 @@ def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
     Returns:
         The words to put before a command, and what they keep out.
     """
-    network = "with" if with_network else "without"
-    bwrap = (
-        "bwrap --die-with-parent --unshare-user --unshare-pid --ro-bind / / --dev-bind /dev /dev --proc /proc"
-    )
-    command = [
-        *bwrap.split(),
-        *([] if with_network else ["--unshare-net"]),
-        "--bind",
-        *[str(work_dir)] * 2,
-        "--",
-    ]
-    if _works(command):
-        return command, f"in bubblewrap, {network} a network; it writes in {work_dir} only"
+    network = ("", "with") if with_network else ("--unshare-net", "without")
+    bwrap = f"bwrap --die-with-parent --unshare-user --unshare-pid {network[0]} --ro-bind / / --proc /proc"
+    bwrap_words = [*bwrap.split(), "--dev-bind", "/dev", "/dev", "--bind", str(work_dir), str(work_dir), "--"]
+    if _works(bwrap_words):
+        return bwrap_words, f"in bubblewrap, {network[1]} a network; it writes in {work_dir} only"
     # Processes that share the questions speak through the loopback device, which is down at first.
     start = ["sh", "-c", 'ip link set lo up; exec "$0" "$@"']
-    command = ["unshare", "--map-root-user", "--net", "--", *start]
-    if not with_network and _works(command):
-        return command, "without a network, but writes where you can: install bubblewrap for tables of others"
+    unshare_words = ["unshare", "--map-root-user", "--net", "--", *start]
+    if not with_network and _works(unshare_words):
+        return unshare_words, "without a network, but writes where you can: install bubblewrap"
     return [], "WITHOUT A SANDBOX: install bubblewrap, or use only tables that you trust"
 
 
-def _works(command: list[str]) -> bool:
+def _works(words: list[str]) -> bool:
     return (
-        bool(shutil.which(command[0]))
-        and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+        bool(shutil.which(words[0])) and not subprocess.run([*words, "true"], capture_output=True).returncode
     )
 
 

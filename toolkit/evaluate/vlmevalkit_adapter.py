@@ -41,8 +41,8 @@ class VlmEvalKitModel:
         self.model = CheckpointModel(
             Path(job["checkpoints"][model_name]), job["settings"], [Path(root) for root in job["roots"]]
         )
-        self.is_first_process = os.environ.get("RANK", "0") == "0"
-        answers_path = self.record_dir / f"answers_{os.environ.get('RANK', '0')}.jsonl"
+        self.rank = os.environ.get("RANK", "0")
+        answers_path = self.record_dir / f"answers_{self.rank}.jsonl"
         self.answers_file = answers_path.open("a", encoding="utf-8", buffering=1)
         # VLMEvalKit sets one of them to what the name of a video set says, and the other to None.
         self.nframe: int | None = 1
@@ -62,10 +62,7 @@ class VlmEvalKitModel:
     chat = chat_inner = generate
 
     def _with_frame_settings(self, message_part: dict[str, Any]) -> dict[str, Any]:
-        """A video part with the frame settings of its data set's name, unless it has its own.
-
-        Names of data sets end in ``_8frame`` or ``_1fps``.
-        """
+        """A video part with the frames that its data set's name states, unless it has its own."""
         if message_part.get("type") != "video" or "nframes" in message_part or "fps" in message_part:
             return message_part
         if self.nframe:
@@ -79,7 +76,7 @@ class VlmEvalKitModel:
 
         key = hashlib.sha256(json.dumps(prompt, default=str, sort_keys=True).encode()).hexdigest()[:16]
         # An interrupted evaluation begins again before VLMEvalKit has kept the first answers.
-        if self.is_first_process and len(list(self.record_dir.glob("logits_*"))) < LOGIT_PROMPTS:
+        if self.rank == "0" and len(list(self.record_dir.glob("logits_*"))) < LOGIT_PROMPTS:
             digests, last_logits = self.model.logit_digests(prompt)
             logits_path = self.record_dir / f"logits_{key}.safetensors"
             save_file({"last": last_logits}, logits_path, metadata={"digests": json.dumps(digests)})
@@ -128,7 +125,6 @@ def _read_dataset(job: dict[str, Any], build_dataset: Any) -> Any:
     index = dataset.data["index"]
     if not index.is_unique:  # it would ask one of them and take its answer for both
         refuse(f"{named}: index {index[index.duplicated()].iloc[0]} occurs twice")
-
     if {"A", "B"} <= set(dataset.data) and "answer" not in dataset.data:
         refuse(f"{named}: multiple choice without a column answer cannot be scored")
 
