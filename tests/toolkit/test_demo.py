@@ -72,17 +72,17 @@ def test_a_damaged_export_fails(demo, tmp_path):
     save_file(
         tensors | {name: heads.flip(0).reshape(tensors[name].shape).contiguous()}, file, {"format": "pt"}
     )
-    assert command.compare_losses(demo, "after", "hf_trained", 1e-4)[2]
-    check = command.compare_losses(own, "after", "hf_trained", 1e-4)
+    samples = json.loads((demo / "raw" / "conversations.json").read_text())
+    assert command.compare_losses(demo, "after", "hf_trained", samples)[2]
+    check = command.compare_losses(own, "after", "hf_trained", samples)
     assert not check[2] and command.write_report(own, [check], 0.0) == 1
 
 
 def test_a_run_that_does_not_repeat_its_losses_fails():
     lines = [{"step": step, "loss": 1.0 / step, "updated": True} for step in (1, 2, 3, 4, 3, 4)]
-    assert command.check_training(lines, 2, 1e-6)[0][2]
-    assert not command.check_training(lines, 1, 1e-6)[0][2]
+    assert command.check_training(lines, 2)[0][2] and not command.check_training(lines, 1)[0][2]
     lines[-1] = lines[-1] | {"loss": 0.3, "dropped/too long": 1}
-    repeated, fallen, dropped = command.check_training(lines, 2, 1e-6)
+    repeated, fallen, dropped = command.check_training(lines, 2)
     assert not repeated[2] and not fallen[2] and not dropped[2]
 
 
@@ -111,10 +111,6 @@ def test_a_second_demo_replaces_the_first_but_nothing_else(tmp_path):
     assert os.listdir(again) == [".megatron-vl-demo"]
 
 
-def test_the_first_stage_has_fewer_layers():
-    assert [command.layers_of(pp) for pp in (1, 2, 3)] == ["6", "2,4", "1,2,3"]
-
-
 def test_conversations_and_media_fit(tmp_path):
     samples = json.loads(write_raw_data(tmp_path).read_text())
     answers = {sample["conversations"][1]["value"] for sample in samples[: len(ANSWER_BY_PICTURE)]}
@@ -129,12 +125,12 @@ def test_conversations_and_media_fit(tmp_path):
     assert {(0, 0), (1, 0), (2, 0), (0, 1)} == set(counts)
 
 
-def test_without_scikit_image_pictures_are_drawn_in_the_photographs_sizes(monkeypatch, tmp_path):
-    photographs = {name: load().shape for name, load in load_pictures().items()}
+def test_without_scikit_image_other_images_are_drawn(monkeypatch, tmp_path):
+    photographs = load_pictures()
     monkeypatch.setitem(sys.modules, "skimage", None)
-    drawn = {name: load() for name, load in load_pictures().items()}
-    assert {name: picture.shape for name, picture in drawn.items()} == photographs
-    assert len({picture.tobytes() for picture in drawn.values()}) == len(photographs)
+    drawn = load_pictures()
+    assert drawn.keys() == photographs.keys()
+    assert len({load().tobytes() for load in drawn.values()}) == len(photographs)
     assert len(json.loads(write_raw_data(tmp_path).read_text())) == 11
 
 

@@ -1,6 +1,6 @@
 """Writes the demo's conversations as ShareGPT JSON, with image and video files.
 
-The images are photographs of scikit-image or, if it is not installed, drawings of their sizes.
+The images are photographs of scikit-image or, if it is not installed, drawings.
 """
 
 from __future__ import annotations
@@ -26,19 +26,9 @@ ANSWER_BY_PICTURE = {
     "rocket": "A rocket on its launch pad at dusk.",
     "motorcycle": "A red motorcycle parked in a garage.",
 }
-"""Maps each photograph to the answer to :data:`PICTURE_QUESTION`. The question is always the same, so the
-answer can only come from the picture."""
+"""Answers to :data:`PICTURE_QUESTION`; it is always the same, so they can only come from the image."""
 
-PICTURE_SIZES = {
-    "astronaut": (512, 512),
-    "chelsea": (451, 300),
-    "coffee": (600, 400),
-    "rocket": (640, 427),
-    "motorcycle": (741, 500),
-    "hubble": (1000, 872),
-}
-FILE_NAMES = {name: f"{name}.png" if name == "chelsea" else f"{name}.jpg" for name in PICTURE_SIZES}
-COLOURS = "midnightblue tan saddlebrown white firebrick darkorange black silver greenyellow pink".split()
+FILE_NAMES = {name: f"{name}.jpg" for name in (*ANSWER_BY_PICTURE, "hubble")} | {"chelsea": "chelsea.png"}
 
 DEMO_CONVERSATIONS: list[tuple[str, dict[str, Any], str]] = [
     *[
@@ -63,21 +53,13 @@ DEMO_CONVERSATIONS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("text_only", {}, "What is seven times eight?|Seven times eight is fifty-six."),
     ("text_only_2", {}, "Name three primary colours.|Red, yellow and blue."),
-    (
-        "video",
-        {"video": "camera_pan.mp4"},
-        "<video>\nHow does the camera move?|It moves from left to right.",
-    ),
+    ("video", {"video": "camera_pan.mp4"}, "<video>\nHow does the camera move?|It moves from left to right."),
 ]
 """Id, media in the order of the text, and turns. The first five differ in their image and answer alone."""
 
 
 def write_raw_data(raw_dir: Path) -> Path:
-    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style).
-
-    Returns:
-        The path of the JSON file.
-    """
+    """Writes ``media/*`` and ``conversations.json`` (ShareGPT style), whose path it returns."""
     media_dir = raw_dir / "media"
     media_dir.mkdir(parents=True, exist_ok=True)
     pictures = load_pictures()
@@ -89,9 +71,7 @@ def write_raw_data(raw_dir: Path) -> Path:
 
     samples = []
     for name, media, turns in DEMO_CONVERSATIONS:
-        messages = [
-            {"from": "gpt" if i % 2 else "human", "value": text} for i, text in enumerate(turns.split("|"))
-        ]
+        messages = [{"from": ("human", "gpt")[i % 2], "value": t} for i, t in enumerate(turns.split("|"))]
         samples.append({"id": name, **media, "conversations": messages})
     json_path = raw_dir / "conversations.json"
     json_path.write_text(json.dumps(samples, indent=2) + "\n")
@@ -111,20 +91,20 @@ def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
     try:
         from skimage import data
     except ModuleNotFoundError:
-        return {name: partial(_draw, name, size) for name, size in PICTURE_SIZES.items()}
+        return {name: partial(_draw, name) for name in FILE_NAMES}
     # Only images inside the wheel are used; the others would be downloaded.
-    loaders = {name: getattr(data, name) for name in PICTURE_SIZES if hasattr(data, name)}
+    loaders = {name: getattr(data, name) for name in FILE_NAMES if hasattr(data, name)}
     return loaders | {"motorcycle": lambda: data.stereo_motorcycle()[0], "hubble": data.hubble_deep_field}
 
 
-def _draw(name: str, size: tuple[int, int]) -> NDArray[np.uint8]:
+def _draw(name: str) -> NDArray[np.uint8]:
     """Ellipses of random colours, always the same ones for a name."""
     generator = random.Random(name)
-    image = Image.new("RGB", size, generator.choice(COLOURS))
+    image = Image.new("RGB", (640, 480), tuple(generator.choices(range(256), k=3)))
     for _ in range(12):
-        corner, other = [(generator.randrange(size[0]), generator.randrange(size[1])) for _ in range(2)]
-        box = [*map(min, corner, other), *map(max, corner, other)]
-        ImageDraw.Draw(image).ellipse(box, generator.choice(COLOURS))
+        left, top = generator.randrange(500), generator.randrange(400)
+        box = (left, top, left + generator.randrange(40, 300), top + generator.randrange(40, 300))
+        ImageDraw.Draw(image).ellipse(box, tuple(generator.choices(range(256), k=3)))
     return np.asarray(image)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from toolkit.options import CommandOptions, option
 
@@ -17,10 +16,8 @@ class DemoOptions(CommandOptions):
     """Write all files to this folder."""
     steps: int = option(60, metavar="N", minimum=12)
     """Train for N steps; fewer than 60 may not be enough to learn the answers."""
-    platform: Literal["cpu", "cuda"] = option("cpu")
-    """Run the ranks on this platform; cuda needs Transformer Engine."""
     ranks: int = option(4, metavar="N", minimum=1)
-    """Start N processes; with cuda, one per GPU."""
+    """Start N processes."""
     tp: int = option(2, metavar="T", minimum=1)
     """Set the tensor parallel size, in ranks."""
     pp: int = option(2, metavar="P", minimum=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from megatron_vl.spec.families import read_spec
@@ -68,7 +69,7 @@ def read_sharegpt_sample(
     sample: dict[str, Any], media_dir: Path
 ) -> tuple[list[dict[str, Any]], list[Any], list[tuple[Tensor, Any]]]:
     """HF messages of a ShareGPT sample, its images (PIL), and its videos (uint8 [n, 3, h, w], metadata)."""
-    from PIL import Image
+    from transformers.video_utils import load_video
 
     names = {kind: sample.get(kind, []) for kind in ("image", "video")}
     paths = {kind: [media_dir / n for n in ([v] if isinstance(v, str) else v)] for kind, v in names.items()}
@@ -82,15 +83,5 @@ def read_sharegpt_sample(
                 content.append({"type": "text", "text": part})
         messages.append({"role": "user" if turn["from"] == "human" else "assistant", "content": content})
     images = [Image.open(path).convert("RGB") for path in paths["image"]]
-    return messages, images, [_read_video(path) for path in paths["video"]]
-
-
-def _read_video(video_path: Path) -> tuple[Tensor, Any]:
-    import av
-    from transformers.video_utils import VideoMetadata
-
-    with av.open(str(video_path)) as container:
-        fps = float(container.streams.video[0].average_rate or 0)
-        frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-    metadata = VideoMetadata(total_num_frames=len(frames), fps=fps)
-    return torch.stack(frames).permute(0, 3, 1, 2), metadata
+    videos = [load_video(str(path), backend="pyav") for path in paths["video"]]
+    return messages, images, [(torch.from_numpy(v).permute(0, 3, 1, 2), facts) for v, facts in videos]
