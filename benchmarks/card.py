@@ -79,7 +79,8 @@ def write_conversations(count: int) -> list[tuple[bytes, str, str]]:
     """
     from PIL import Image
 
-    from toolkit.demo.demo_data import ANSWER_BY_PICTURE, PICTURE_QUESTION, load_pictures, random_crop
+    from benchmarks.samples import random_crop
+    from toolkit.demo.demo_data import ANSWER_BY_PICTURE, PICTURE_QUESTION, load_pictures
 
     generator = random.Random(0)
     photographs = {name: Image.fromarray(load()) for name, load in load_pictures().items()}

@@ -33,8 +33,18 @@ from megatron_vl.data.sample.pixels import decode_image, image_size
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.planning.row_statistics import PICTURE_SIZES
 from megatron_vl.spec.families import read_spec
-from toolkit.demo.demo_data import load_pictures, random_crop
+from toolkit.demo.demo_data import load_pictures
 from toolkit.hf_loading import load_hf_processor
+
+
+def random_crop(photograph: Image.Image, size: tuple[int, int], generator: random.Random) -> Image.Image:
+    """A random crop of at least half the photograph's width or height, scaled to ``size`` (width, height)."""
+    width, height = photograph.size
+    scale = min(width / size[0], height / size[1]) * generator.uniform(0.5, 1.0)
+    crop_width, crop_height = size[0] * scale, size[1] * scale
+    left, top = generator.uniform(0, width - crop_width), generator.uniform(0, height - crop_height)
+    box = (left, top, left + crop_width, top + crop_height)
+    return photograph.resize(size, Image.Resampling.BICUBIC, box=box)
 
 
 def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:

@@ -20,14 +20,7 @@ RUN=${RUN:-$(field "$config" checkpoint.dir)}
 DATA=${DATA:-MMBench_DEV_EN_V11}
 OUT=${OUT:-evaluation/$(basename "$config" .yaml)}
 
-megatron-vl export --checkpoint "$SHARDS" --hf "$HF" --out "$OUT/converted" --force
 if [ -f "$RUN/latest.json" ]; then
-  megatron-vl export --checkpoint "$RUN" --hf "$HF" --out "$OUT/trained" --force
-  set -- --trained "$OUT/trained" "$@"
+  set -- --trained "$RUN" "$@"
 fi
-# Spread a model of more than 72 GB over 2, 4 or 8 GPUs.
-bytes=$(find -L "$HF" -maxdepth 1 -name "*.safetensors" -printf "%s\n" | awk "{sum += \$1} END {printf \"%d\", sum}")
-gpus=1
-while [ $((gpus * 72000000000)) -lt "$bytes" ] && [ "$gpus" -lt 8 ]; do gpus=$((gpus * 2)); done
-megatron-vl evaluate --original "$HF" --converted "$OUT/converted" --data "$DATA" --out "$OUT/report" \
-  --gpus-per-process "$gpus" "$@"
+megatron-vl evaluate --original "$HF" --converted "$SHARDS" --data "$DATA" --out "$OUT" "$@"

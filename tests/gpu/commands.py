@@ -167,7 +167,7 @@ def check_evaluate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
 
     folders = ["--original", work / "hf", "--converted", work / "again", "--out", work / "evaluated"]
     table = ["--lmu-data", work / "lmu", "--data", "colours", "--max-new-tokens", 2]
-    shared = ["--processes", ranks, "--device", platform, "--json"]
+    shared = ["--processes", ranks, "--json"]
     checks.run("evaluate", "-m", "toolkit", "evaluate", *folders, *table, *shared)
 
 

@@ -16,30 +16,20 @@ from tests.support.ranks import python_path
 from toolkit.evaluate.checkpoint_model import CheckpointModel
 from toolkit.evaluate.sandbox import choose_sandbox, copy_data
 
-LARGEST = 10**6
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
 
 
 def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
-    settings = {
-        "dtype": "float32",
-        "device": "cpu",
-        "min_pixels": None,
-        "max_pixels": None,
-        "max_new_tokens": 1,
-    }
+    settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": (1, 1)}
     write(tmp_path / "set/a.png", encoded(40, 40))
     write(tmp_path / "secret.png", encoded(40, 40))
     (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
-    model = CheckpointModel(hf, settings | {"largest_picture": LARGEST}, [tmp_path / "set"])
+    model = CheckpointModel(hf, settings, [tmp_path / "set"])
 
-    assert (
-        model.model_inputs([{"type": "image", "value": str(tmp_path / "set/a.png")}])["pixel_values"].shape[0]
-        > 0
-    )
+    assert model.encode([{"type": "image", "value": str(tmp_path / "set/a.png")}]).media_items
     for name in ("secret.png", "set/link.png", "set/../secret.png"):
         with pytest.raises(ValueError, match="is not inside"):
-            model.model_inputs([{"type": "image", "value": str(tmp_path / name)}])
+            model.encode([{"type": "image", "value": str(tmp_path / name)}])
 
 
 @pytest.fixture
@@ -114,8 +104,8 @@ def test_the_tables_of_a_user_are_copied_and_all_else_is_linked(work, tmp_path, 
         "images/set/1.png",
     ):
         write(tmp_path / "lmu" / name, b"x")
-    tables = copy_data("set", tmp_path / "lmu", work, 0)
-    data = work / "data_0"
+    tables = copy_data("set", tmp_path / "lmu", work)
+    data = work / "data"
     assert sorted(path.name for path in tables) == ["set.tsv", "set_cn.tsv"]
     assert not any(path.is_symlink() for path in tables)
     assert (data / "photos").is_symlink() and (data / "images" / "mine").is_symlink()

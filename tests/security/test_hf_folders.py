@@ -25,14 +25,7 @@ from toolkit.parity.reference import load_hf_for_training
 from .payload import calls_of, edit
 
 MESSAGES = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A cat."}]
-ASKED = {
-    "dtype": "float32",
-    "device": "cpu",
-    "min_pixels": None,
-    "max_pixels": None,
-    "max_new_tokens": 2,
-    "largest_picture": 10**6,
-}
+ASKED = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": (2, 2)}
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import av
@@ -20,7 +19,7 @@ from pyarrow import Table
 from pyarrow.parquet import write_table as write_parquet
 from safetensors.torch import load_file, save_file
 
-from toolkit.evaluate.vlmevalkit_adapter import read_answers
+from toolkit.evaluate.evaluation import read_answers
 from toolkit.hf_loading import load_hf_processor
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
@@ -93,7 +92,7 @@ def answers_letters(folder: Path, seed: int) -> Path:
 
 
 def answers_of(out: Path, role: str) -> list[dict]:
-    return read_answers(next((out / "work").glob(f"{role}-*")))
+    return read_answers(next((out / "work" / "results").glob(f"{role}-*")))
 
 
 PUBLISHED = """
@@ -142,11 +141,8 @@ def write_video(path: Path, picture: Image.Image, frames: int) -> None:
         container.mux(stream.encode())
 
 
-def video_mme(hub: Path, asked: Sequence[int] = range(4)) -> Path:
+def video_mme(hub: Path) -> Path:
     """Video-MME in Hugging Face's cache, with its videos unpacked: a clip of each photograph.
-
-    Args:
-        asked: the clip of each question.
 
     Returns:
         The folder of the data set.
@@ -166,7 +162,7 @@ def video_mme(hub: Path, asked: Sequence[int] = range(4)) -> Path:
     }
     rows = [
         facts | {"videoID": f"clip{i}", "question": f"What is in video {i}?", "answer": "ABCD"[i]}
-        for i in asked
+        for i in range(4)
     ]
     write_parquet(Table.from_pylist(rows), folder / "videomme" / "test-00000-of-00001.parquet")
     return folder

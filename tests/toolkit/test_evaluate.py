@@ -21,12 +21,11 @@ from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.tiny import tiny_checkpoint
-from tests.toolkit.evaluation import answers_letters, answers_of, damage, photograph_table, write_table
+from tests.toolkit.evaluation import answers_letters, damage, photograph_table, write_table
 from toolkit.cli import main
 from toolkit.evaluate import evaluation
 from toolkit.evaluate.command import find_dataset
-from toolkit.evaluate.evaluation import _process_gpus
-from toolkit.evaluate.options import EvaluateOptions
+from toolkit.evaluate.vlmevalkit_adapter import VlmEvalKitModel
 from toolkit.hf_loading import load_hf_model, load_hf_processor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,22 +52,31 @@ def converted(original, tmp_path_factory) -> Path:
     return folder / "hf"
 
 
-def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
-    """The first words of transformers' answer to VLMEvalKit's prompt about the table's own pictures."""
-    with table.open(newline="") as file:
-        pictures = {row["index"]: row["image"] for row in csv.DictReader(file, delimiter="\t")}
+def predictions(out: Path, role: str) -> dict[str, str]:
+    """Index -> answer, of VLMEvalKit's own file."""
+    [path] = (out / "work" / "results").glob(f"{role}-*/{role}-*_photographs.tsv")
+    with path.open(newline="") as file:
+        return {row["index"]: row["prediction"] for row in csv.DictReader(file, delimiter="\t")}
+
+
+def first_words(folder: Path, table: Path) -> dict[str, str]:
+    """Index -> first word of transformers' answer to VLMEvalKit's prompt about the table's own image."""
     processor = load_hf_processor(folder)
     model = load_hf_model(folder, torch.float32)
-    answers = []
-    for line in lines:
-        content = [{"type": "image"}, {"type": "text", "text": line["question"]}]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-        picture = Image.open(io.BytesIO(base64.b64decode(pictures[line["index"]]))).convert("RGB")
-        batch = processor(text=[text], images=[picture], return_tensors="pt")
-        with torch.no_grad():
-            answers.append(processor.decode(model(**batch).logits[0, -1].argmax()))
+    answers = {}
+    with table.open(newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            choices = "".join(f"{letter}. {row[letter]}\n" for letter in "ABCD")
+            question = f"Question: {row['question']}\nOptions:\n{choices}"
+            question += "Please select the correct answer from the options above. \n"
+            content = [{"type": "image"}, {"type": "text", "text": question}]
+            text = processor.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            )
+            image = Image.open(io.BytesIO(base64.b64decode(row["image"]))).convert("RGB")
+            batch = processor(text=[text], images=[image], return_tensors="pt")
+            with torch.no_grad():
+                answers[row["index"]] = processor.decode(model(**batch).logits[0, -1].argmax())
     return answers
 
 
@@ -83,55 +91,41 @@ def test_an_examples_script_scores_original_round_trip_and_training(original, ta
     reshard_weights(full, run / "step_00000003" / "weights", {"tp": 2, "pp": 1})
     (run / "latest.json").write_text('{"step": 3, "serial": 0}')
 
-    environment = {"HF": original, "SHARDS": shards, "RUN": run, "DATA": table.stem, "OUT": tmp_path / "out"}
+    out = tmp_path / "out"
+    environment = {"HF": original, "SHARDS": shards, "RUN": run, "DATA": table.stem, "OUT": out}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     script = [ROOT / "examples" / "evaluate.sh", "qwen2_5_vl_7b"]
     command = [*script, "--lmu-data", table.parent, "--processes", "2", *QUICK]
-    done = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | {k: str(v) for k, v in environment.items()},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
-    report = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
-    assert [gate["name"] for gate in report["gates"]] == ["tensors", "logits", "text", "scores"]
-    assert report["passed"]
+    def evaluate() -> dict:
+        done = subprocess.run(
+            list(map(str, command)),
+            env=os.environ | {k: str(v) for k, v in environment.items()},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return json.loads((out / "report.json").read_text())
+
+    report = evaluate()
+    assert report["passed"] and report["problems"] == []
     assert report["questions"] == 8 and report["settings"]["processes"] == 2
+    checkpoints = report["checkpoints"]
+    assert checkpoints["converted"]["tensors"] == checkpoints["converted"]["logits"] == "identical"
+    with table.open(newline="") as file:
+        right_answers = {row["index"]: row["answer"] for row in csv.DictReader(file, delimiter="\t")}
     for role, folder in (("original", original), ("trained", other)):
-        lines = answers_of(tmp_path / "out" / "report", role)
-        assert len({(line["index"]) for line in lines}) == 8
-        assert [line["answer"] for line in lines] == first_answers(folder, lines, table)
-        right = sum(line["answer"] == line["expected"] for line in lines)
-        assert report["checkpoints"][role]["metrics"]["split=none|Overall"] == pytest.approx(right / 8)
-    assert report["checkpoints"]["original"]["metrics"] == report["checkpoints"]["converted"]["metrics"]
-    page = (tmp_path / "out" / "report" / "report.html").read_text()
-    assert page.count("data:image/jpeg;base64,") == 8 and "http" not in page and "<script" not in page
+        answers = predictions(out, role)
+        assert answers == first_words(folder, table)
+        right = sum(answers[index] == answer for index, answer in right_answers.items())
+        assert checkpoints[role]["metrics"]["split=none|Overall"] == pytest.approx(right / 8)
+    assert checkpoints["original"]["metrics"] == checkpoints["converted"]["metrics"]
 
-    # What was recorded is not asked again, the rest is: the same command after an interruption.
-    [folder] = (tmp_path / "out" / "report" / "work").glob("trained-*")
-    lines = answers_of(tmp_path / "out" / "report", "trained")
-    for file in folder.glob("answers_*.jsonl"):
-        file.unlink()
-    kept = json.dumps(lines[0] | {"answer": "recorded"}) + "\n" + json.dumps(lines[1])[:-5]
-    (folder / "answers_0.jsonl").write_text(kept)
-    again = ["--original", original, "--converted", tmp_path / "out" / "converted"]
-    again += [
-        "--trained",
-        tmp_path / "out" / "trained",
-        "--lmu-data",
-        table.parent,
-        "--processes",
-        "2",
-        "--no-scores",
-    ]
-    again += ["--data", table.stem, "--out", tmp_path / "out" / "report", *QUICK]
-    assert main(["evaluate", *map(str, again)]) == 0
-    assert answers_of(tmp_path / "out" / "report", "trained") == [
-        lines[0] | {"answer": "recorded"},
-        *lines[1:],
-    ]
+    # The same command again: VLMEvalKit keeps its answers, and no model is loaded.
+    for path in (out / "work").glob("results/*-*/answers_*"):
+        path.unlink()
+    assert evaluate()["checkpoints"] == checkpoints
+    assert not list((out / "work").glob("results/*-*/answers_*"))
 
 
 @pytest.fixture(scope="module")
@@ -151,32 +145,64 @@ def run(original: Path, converted: Path, table: Path, out: Path, *options: str) 
 @pytest.mark.eval
 def test_one_permuted_projection_fails_before_a_question_is_asked(original, damaged, table, tmp_path, capsys):
     code, report = run(original, damaged, table, tmp_path / "out")
-    assert code == 1 and not report["passed"]
-    assert [gate["passed"] for gate in report["gates"]] == [False, None, None, None]
-    assert "k_proj" in report["gates"][0]["details"][0] and "k_proj" in capsys.readouterr().out
-    assert not list((tmp_path / "out" / "work").glob("*/answers*"))
-    assert "no question asked" in (tmp_path / "out" / "report.html").read_text()
+    assert code == 1 and not report["passed"] and report["questions"] == 0
+    assert "k_proj" in report["problems"][0] and "k_proj" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "work").exists()
 
 
 def test_an_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp_path):
     adapter = peft_folder(tmp_path / "adapter", original, target_modules=["q_proj"])
-    options = EvaluateOptions(
-        original=original, converted=original, adapter=adapter, data="", out=tmp_path / "out"
-    )
-    evaluation._merge_adapter(options, print)
+    exported = evaluation.exported_folder(adapter, original, tmp_path / "out")
     export_weights(adapter, original, tmp_path / "merged", merges_adapter=True)
-    scored = evaluation.folder_hash(options.checkpoints["trained"])
+    scored = evaluation.folder_hash(exported)
     assert scored == evaluation.folder_hash(tmp_path / "merged") != evaluation.folder_hash(original)
+    assert evaluation.exported_folder(original, original, tmp_path / "unused") == original
 
 
-@pytest.mark.eval
-@pytest.mark.ranks
 def test_one_permuted_projection_changes_the_logits(original, damaged, table, tmp_path):
-    options = ["--limit", "4", "--keep-going"]
-    code, report = run(original, damaged, table, tmp_path / "out", *options)
-    assert code == 1 and report["questions"] == 4
-    assert [gate["passed"] for gate in report["gates"]][:2] == [False, False]
-    assert report["gates"][1]["measured"].startswith("4 of 4 prompts differ, by at most ")
+    """What VLMEvalKit's model of each folder records is compared."""
+    prompt = [{"type": "text", "value": "Who?"}]
+    settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": (1, 1)}
+    settings |= {"processes": 1}
+    folders = {"original": original, "same": original, "damaged": damaged}
+    job = {"work": str(tmp_path), "checkpoints": folders, "settings": settings, "roots": []}
+    for name in folders:
+        VlmEvalKitModel(job, name).generate(prompt)
+    first = tmp_path / "results" / "original"
+    found, differences = evaluation.compare_logits(first, first.with_name("same"))
+    assert found.startswith("1 prompts, ") and not differences
+    [difference] = evaluation.compare_logits(first, first.with_name("damaged"))[1]
+    assert difference.startswith("logits of prompt 1 differ, those of the last token by at most ")
+
+    [path] = first.with_name("same").glob("logits_*")
+    path.rename(path.with_stem("logits_other"))
+    [difference] = evaluation.compare_logits(first, first.with_name("same"))[1]
+    assert "not asked the same prompts" in difference
+
+
+def test_a_missing_metric_and_another_score_are_problems(tmp_path):
+    """A metric that is NaN counts as missing; VLMEvalKit's reason is given."""
+
+    def scored(converted: float = 0.5, **trained: float) -> list[str]:
+        facts = {
+            "original": {"a": 0.5, "b": 1.0},
+            "converted": {"a": converted, "b": 1.0},
+            "trained": trained,
+        }
+        return evaluation.compare_scores({role: {"metrics": metrics} for role, metrics in facts.items()})
+
+    assert scored(a=0.1, b=0.2) == []
+    assert scored(a=0.1) == ["trained: metric 'b' is missing; only the original has it"]
+    assert scored(0.4, a=0.1, b=0.2) == ["a: 0.5 and 0.4"]
+
+    assert evaluation.read_scores(tmp_path, "set") == ({}, "VLMEvalKit wrote no status.json")
+    for status, found in (
+        ({"status": "done", "metrics": {"a": 0.5, "b": float("nan")}}, ({"a": 0.5}, "")),
+        ({"status": "eval"}, ({}, "VLMEvalKit stopped at 'eval'")),
+        ({"error_message": "no judge", "metrics": {"a": 1}}, ({}, "no judge")),
+    ):
+        (tmp_path / "status.json").write_text(json.dumps({"datasets": {"set": status}}))
+        assert evaluation.read_scores(tmp_path, "set") == found
 
 
 def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, capsys, monkeypatch):
@@ -188,11 +214,10 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
         return capsys.readouterr().err
 
     assert "gone.tsv is not a file; give the path of a table" in refused("--data", str(tmp_path / "gone.tsv"))
-    assert f"--data {table} is a table whose own folder is used" in refused("--data", str(table))
+    assert f"{table} is used with its own folder" in refused("--data", str(table))
     assert "holds no config.json" in refused(hf=tmp_path)
     assert "--limit: '0' is not a whole number of at least 1" in refused("--limit", "0")
-    both = ("--adapter", str(original), "--trained", str(original))
-    assert "give --trained or --adapter, not both" in refused(*both)
+    assert "--processes: '0' is not a whole number of at least 1" in refused("--processes", "0")
     assert "must be on this machine" in refused(
         "--judge", "gpt", "--judge-base-url", "https://example.com/v1"
     )
@@ -212,33 +237,22 @@ def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     write_table(tmp_path / "mine" / "photos.tsv", [[1, "Who?"]], ("index", "question"))
     write_table(usual / "photos.tsv", [[1, "Where?"]], ("index", "question"))
     mine = ("photos", tmp_path / "mine")
-    assert find_dataset(str(tmp_path / "mine" / "photos.tsv"), None, True) == mine
+    assert find_dataset(str(tmp_path / "mine" / "photos.tsv"), None) == mine
 
     monkeypatch.chdir(tmp_path / "mine")
-    assert find_dataset("photos.tsv", None, True) == find_dataset("../mine/photos.tsv", None, True) == mine
-    assert find_dataset("photos", None, True) == ("photos", usual)
-    assert find_dataset("photos", tmp_path, True) == ("photos", tmp_path)
+    assert find_dataset("photos.tsv", None) == find_dataset("../mine/photos.tsv", None) == mine
+    assert find_dataset("photos", None) == ("photos", usual)
+    assert find_dataset("photos", tmp_path) == ("photos", tmp_path)
 
     (tmp_path / "mine" / "MMBench").touch()
     (tmp_path / "mine" / "folder.tsv").mkdir()
-    assert find_dataset("MMBench", None, True) == ("MMBench", usual)
+    assert find_dataset("MMBench", None) == ("MMBench", usual)
     for wrong in ("folder.tsv", "gone.tsv", "../mine/photos", "..", ""):
         with pytest.raises(UsageError, match="is not a file; give the path of a table"):
-            find_dataset(wrong, None, True)
+            find_dataset(wrong, None)
 
     with pytest.raises(UsageError, match="leave it out"):
-        find_dataset("photos.tsv", tmp_path, True)
-
-
-def test_a_table_that_lacks_a_column_is_refused(table, tmp_path):
-    """VLMEvalKit would end with "KeyError: 'answer'" after the last answer."""
-    path = write_table(tmp_path / "photos.tsv", [[1, "Who?", "a", "b"]], ("index", "question", "A", "B"))
-    with pytest.raises(UsageError, match="no column answer; it has index, question, A, B$"):
-        find_dataset(str(path), None, True)
-    assert find_dataset(str(path), None, False) == ("photos", tmp_path)
-    assert find_dataset(str(table), None, True) == (table.stem, table.parent)
-    with pytest.raises(UsageError, match="no column index, question; it has id"):
-        find_dataset(str(write_table(path, [[1]], ("id",))), None, True)
+        find_dataset("photos.tsv", tmp_path)
 
 
 @pytest.mark.eval
@@ -247,12 +261,13 @@ def test_a_table_that_lacks_a_column_is_refused(table, tmp_path):
     ("rows", "message"),
     [
         (None, "--data photos: VLMEvalKit knows no such data set"),
-        ([[1, "Who?"], [1, "Where?"]], "--data photos: index 1 occurs twice"),
+        ([[1, "Who?", "a", "b"], [1, "Where?", "a", "b"]], "--data photos: index 1 occurs twice"),
+        ([[1, "Who?", "a", "b"]], "--data photos: multiple choice without a column answer"),
     ],
 )
 def test_data_that_vlmevalkit_cannot_use_ends_with_2(original, converted, tmp_path, capsys, rows, message):
     if rows:
-        write_table(tmp_path / "photos.tsv", rows, ("index", "question"))
+        write_table(tmp_path / "photos.tsv", rows, ("index", "question", "A", "B"))
     assert run(original, converted, tmp_path / "photos.tsv", tmp_path / "out")[0] == 2
     assert message in capsys.readouterr().err
 
@@ -267,10 +282,5 @@ def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, t
     folders = ["--original", str(original), "--converted", str(converted), "--lmu-data", str(table.parent)]
     assert main(["evaluate", *folders, "--data", "photographs", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "\nVLMEvalKit runs " in said and "\nimporting VLMEvalKit, which reads photographs" in said
+    assert "\nVLMEvalKit runs " in said
     assert "libGL.so.1: cannot open shared object file" in said and "libgl1" in said
-
-
-def test_each_process_has_gpus_of_its_own(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
-    assert [_process_gpus(2, rank) for rank in range(2)] == [["4", "5"], ["GPU-6", "7"]]

@@ -61,7 +61,7 @@ def evaluate(
 ) -> tuple[int, dict]:
     folders = ["--original", str(pair[0]), "--converted", str(pair[1]), "--out", str(out)]
     folders += ["--lmu-data", str(lmu)] if lmu else []
-    code = main(["evaluate", *folders, "--data", data, "--dtype", "float32", "--device", "cpu", *options])
+    code = main(["evaluate", *folders, "--data", data, "--dtype", "float32", *options])
     report = out / "report.json"
     return code, json.loads(report.read_text()) if report.is_file() else {}
 
@@ -145,7 +145,7 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(
     monkeypatch.setenv("PYTHONPATH", path)
     code, report = evaluate(both, str(table), None, tmp_path / "out", *options)
     assert code == 0 and report["passed"], capsys.readouterr()
-    assert [gate["passed"] for gate in report["gates"]] == [True] * 4 and report["questions"] == 5
+    assert report["questions"] == 5
 
     lines = answers_of(tmp_path / "out", "original")
     pictures = photographs()
@@ -161,13 +161,11 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(
     # VLMEvalKit's arithmetic: the mean of all turns, of ten, in per cent
     mean = 10 * sum("ABCD".index(letter) + 1 for letter in said) / len(said)
     assert report["checkpoints"]["converted"]["metrics"]["set=all|Overall Score"] == pytest.approx(mean)
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("data:image/jpeg") == 3
 
-    # Without the judge the same answers are not asked for again, and have no score.
+    # Without the judge there is no score.
     code, report = evaluate(both, str(table), None, tmp_path / "out", "--max-new-tokens", "1")
-    assert code == 1 and [gate["passed"] for gate in report["gates"]] == [True, True, True, False]
-    assert "--judge-base-url" in report["gates"][3]["details"][0] and len(seen) == 2 * len(said)
+    assert code == 1 and len(report["problems"]) == 2 and len(seen) == 2 * len(said)
+    assert "--judge-base-url" in report["problems"][0]
 
 
 # --- Tables -------------------------------------------------------------------------------------------------
@@ -206,13 +204,13 @@ def test_several_tables_in_one(pair, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr()
 
     assert json.loads(printed.out) == report and code == 0 and report["questions"] == 12
-    assert f"VLMEvalKit runs {report['settings']['isolation']}\n" in printed.err
+    assert f"VLMEvalKit runs {report['settings']['isolation']};" in printed.err
     lines = answers_of(out, "original")
     assert [line["question"].count("(tr)") for line in lines[-2:]] == [1, 1]
     metrics = report["checkpoints"]["original"]["metrics"]
     for i, language in enumerate(MMMB):
-        of_one = lines[2 * i : 2 * i + 2]
-        right = sum(line["answer"] == line["expected"] for line in of_one)
+        answers = [line["answer"] for line in lines[2 * i : 2 * i + 2]]
+        right = sum(answer == expected for answer, expected in zip(answers, "AB", strict=True))
         found = [
             value
             for name, value in metrics.items()
@@ -222,10 +220,6 @@ def test_several_tables_in_one(pair, tmp_path, capsys, monkeypatch):
 
 
 # --- Videos -------------------------------------------------------------------------------------------------
-
-
-ASKED = (0, 1, 2, 3, 1, 2, 3, 0)
-"""Questions, and videos, of the rows; none occurs twice among the even rows or among the odd ones."""
 
 
 @pytest.mark.parametrize(
@@ -243,30 +237,22 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
             [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
         )
 
-    settings = {
-        "dtype": "float32",
-        "device": "cpu",
-        "largest_picture": 10**6,
-        "max_new_tokens": 1,
-        "video_max_frames": 20,
-    }
-
+    settings = {"dtype": "float32", "max_new_tokens": (1, 1), "video_max_frames": 20}
     for own, theirs in (
         ({"nframes": 8}, {"num_frames": 8, "fps": None}),
         ({"fps": 2.0}, {"fps": 2.0}),
         ({}, {"fps": 2.0}),
     ):
-        limits = {"min_pixels": 64 * 64, "max_pixels": 64 * 96 if "nframes" in own else None}
+        timed = family in ("qwen3_vl", "qwen3_5")  # their limits are of all frames together
+        limits = {"min_pixels": None, "max_pixels": 64 * 96 if "nframes" in own and not timed else None}
         model = CheckpointModel(hf, settings | limits, [tmp_path])
-        found = model.model_inputs(
-            [{"type": "video", "value": str(tmp_path / "a.mp4")} | own, {"type": "text", "value": "Who?"}]
-        )
+        prompt = [{"type": "video", "value": str(tmp_path / "a.mp4")} | own]
+        prompt.append({"type": "text", "value": "Who?"})
+        found = model.answerer.model_inputs(model.encode(prompt))
         processor = load_hf_processor(hf)
-        timed = family in ("qwen3_vl", "qwen3_5")
-        spread = len(found["video_grid_thw"]) and timed
-        times = 2 * int(found["video_grid_thw"][0, 0]) if spread else 1
-        size = {"shortest_edge": 64 * 64 * times, "longest_edge": (limits["max_pixels"] or 0) * times}
-        size["longest_edge"] = size["longest_edge"] or processor.video_processor.size["longest_edge"]
+        size = processor.video_processor.size
+        size = {"shortest_edge": size["shortest_edge"], "longest_edge": size["longest_edge"]}
+        size["longest_edge"] = limits["max_pixels"] or size["longest_edge"]
         content = [{"type": "video"}, {"type": "text", "text": "Who?"}]
         messages = [{"role": "user", "content": content}]
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -290,37 +276,25 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
 
 @pytest.mark.eval
 @pytest.mark.full
-def test_videos_are_shown_as_frames_and_two_processes_answer_alike(pair, tmp_path, monkeypatch):
-    """Each question is asked twice, once of each process; one has the even rows, the other the odd ones."""
+def test_videos_are_shown_as_frames(pair, tmp_path, monkeypatch):
+    """Two processes share the questions."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    videos = video_mme(tmp_path / "hub", ASKED)
+    videos = video_mme(tmp_path / "hub")
     (tmp_path / "LMUData").mkdir()
+    options = ["--max-new-tokens", "1", "--processes", "2"]
     code, report = evaluate(
-        pair("qwen3_vl"),
-        "Video-MME_8frame",
-        tmp_path / "LMUData",
-        tmp_path / "out",
-        *("--max-new-tokens", "1", "--processes", "2"),
+        pair("qwen3_vl"), "Video-MME_8frame", tmp_path / "LMUData", tmp_path / "out", *options
     )
 
-    assert code == 0, report["gates"]
-    assert [gate["passed"] for gate in report["gates"]] == [True] * 4 and report["questions"] == len(ASKED)
-    lines = answers_of(tmp_path / "out", "original")
-    for number, line in enumerate(lines):
-        [video] = line["videos"]
-        assert f"/cache_{number % 2}/" in video and video.endswith(f"clip{ASKED[number]}.mp4")
-
-    answers = [line["answer"] for line in lines]
-    said = {
-        question: [answers[i] for i, asked in enumerate(ASKED) if asked == question] for question in range(4)
+    assert code == 0 and report["questions"] == 4, report["problems"]
+    answers = {
+        Path(line["media"][0]).stem: line["answer"] for line in answers_of(tmp_path / "out", "original")
     }
-    assert all(first == second for first, second in said.values()) and len(set(answers)) > 1, said
-
-    right = sum(line["answer"] == line["expected"] for line in lines)
-    assert 0 < right < len(lines)
+    assert len(set(answers.values())) > 1
+    right = sum(answers[f"clip{i}"] == "ABCD"[i] for i in range(4))
+    assert 0 < right < 4
     found = report["checkpoints"]["original"]["metrics"]["overall|overall"]
-    assert found == pytest.approx(right / len(lines))
-    assert (tmp_path / "out" / "report.html").read_text().count("data:image/jpeg") == len(ASKED)
+    assert found == pytest.approx(right / 4)
     # Nothing is written between the user's files.
     files = ["test-00000-of-00001.parquet", *(f"clip{i}.mp4" for i in range(4))]
     assert sorted(path.name for path in videos.rglob("*.*")) == sorted(files)

@@ -35,6 +35,21 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     return folder / "media", [each | {"conversations": each["conversations"][:2]} for each in chosen]
 
 
+def greedy_answer(reference: DemoReference, record: dict[str, Any], media: Path, **template: bool) -> str:
+    """The answer of ``transformers`` to the first turn of a record."""
+    messages, images, videos = read_sharegpt_sample(
+        record | {"conversations": record["conversations"][:1]}, media
+    )
+    text = reference.processor.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **template
+    )
+    batch = reference.processor_batch(text, images, videos)
+    # Like released checkpoints, this one sets sampling and a repetition penalty in its generation_config.
+    greedy = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": TOKENS}
+    tokens = reference.model.generate(**batch, **greedy)[0, batch["input_ids"].shape[1] :]
+    return reference.processor.decode(tokens, skip_special_tokens=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_generate_equals_transformers_with_its_own_processor(
@@ -55,7 +70,7 @@ def test_generate_equals_transformers_with_its_own_processor(
     reference = DemoReference(hf, video_fps=2.0, video_max_frames=8)
     wanted = {}
     for record in conversations:
-        answer = reference.greedy_answer(record, media, max_new_tokens=TOKENS)
+        answer = greedy_answer(reference, record, media)
         wanted[record["conversations"][1]["value"]] = answer
     assert {line["reference"].strip(): line["answer"] for line in lines} == wanted
     assert all(line["key"] and line["prompt"] for line in lines)
@@ -79,18 +94,11 @@ def test_generate_thinks_as_the_template_is_asked_to(
     assert f"the answer was cut after {TOKENS} tokens; raise --max-new-tokens" in printed.err
 
     reference = DemoReference(hf, video_fps=2.0, video_max_frames=8)
-    question = {"from": "human", "value": "<image>Who?"}
-    messages, images, videos = read_sharegpt_sample(
-        {"image": conversations[0]["image"], "conversations": [question]}, media
-    )
-    text = reference.processor.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking == "on"
-    )
-    batch = reference._processor_batch(text, images, videos)
-    tokens = reference.model.generate(
-        **batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=TOKENS
-    )[0, batch["input_ids"].shape[1] :]
-    answer = reference.processor.decode(tokens, skip_special_tokens=True)
+    record = {
+        "image": conversations[0]["image"],
+        "conversations": [{"from": "human", "value": "<image>Who?"}],
+    }
+    answer = greedy_answer(reference, record, media, enable_thinking=thinking == "on")
     # No tiny model closes the block within a few tokens.
     wanted = f"<think>\n{answer.strip()}\n</think>\n\n\n" if thinking == "on" else f"{answer}\n"
     assert printed.out == "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in wanted)
@@ -171,7 +179,7 @@ def test_generate_refuses_contradicting_options(
 
 def test_an_answer_ends_with_the_turn(tiny_checkpoint: Any) -> None:
     """And then nothing is said to be cut."""
-    answerer = Answerer(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), DataConfig(), 4)
+    answerer = Answerer(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), DataConfig(), (4, 4))
     tokens = answerer.encoder.encode_prompt([{"role": "user", "content": "Hi"}], [])
     _, shortcoming = answerer.answer(tokens)
     assert "cut after 4 tokens" in shortcoming

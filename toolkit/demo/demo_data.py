@@ -1,7 +1,6 @@
 """Writes the demo's conversations as ShareGPT JSON, with image and video files.
 
-The pictures are the photographs that come with scikit-image or, if it is not installed, drawings of the same
-motifs.
+The images are photographs of scikit-image or, if it is not installed, drawings.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ import json
 import random
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-
-from .drawings import motif_drawings
+from PIL import Image, ImageDraw
 
 PICTURE_QUESTION = "What is in this picture?"
 
@@ -28,75 +26,53 @@ ANSWER_BY_PICTURE = {
     "rocket": "A rocket on its launch pad at dusk.",
     "motorcycle": "A red motorcycle parked in a garage.",
 }
-"""Maps each photograph to the answer to :data:`PICTURE_QUESTION`. The question is always the same, so the
-answer can only come from the picture."""
+"""Answers to :data:`PICTURE_QUESTION`; it is always the same, so they can only come from the image."""
 
-# Media are the files for the conversation's placeholders, in the order of the text.
-DEMO_CONVERSATIONS: list[dict[str, Any]] = [
-    {
-        "id": "two_images",
-        "image": ["chelsea.png", "coffee.jpg"],
-        "turns": ["<image>\n<image>\nWhich of the two can purr?", "The first one, the cat."],
-    },
-    {
-        "id": "image_between_texts",
-        "image": ["rocket.jpg"],
-        "turns": [
-            "Look at the sky here: <image>\nIs it day or night?",
-            "It gets dark, and the lights are on.",
-        ],
-    },
-    {
-        "id": "several_turns",
-        "image": ["astronaut.jpg", "hubble.jpg"],
-        "turns": [
-            "<image>\nWhat does she do for a living?",
-            "She is an astronaut.",
-            "<image>\nAnd where might she fly?",
-            "To the stars, perhaps to these galaxies.",
-            "How far is that?",
-            "Billions of light years.",
-        ],
-    },
-    {"id": "text_only", "turns": ["What is seven times eight?", "Seven times eight is fifty-six."]},
-    {"id": "text_only_2", "turns": ["Name three primary colours.", "Red, yellow and blue."]},
-    {
-        "id": "video",
-        "video": "camera_pan.mp4",
-        "turns": ["<video>\nHow does the camera move?", "It moves from left to right."],
-    },
+FILE_NAMES = {name: f"{name}.jpg" for name in (*ANSWER_BY_PICTURE, "hubble")} | {"chelsea": "chelsea.png"}
+
+DEMO_CONVERSATIONS: list[tuple[str, dict[str, Any], str]] = [
+    *[
+        (n, {"image": FILE_NAMES[n]}, f"<image>\n{PICTURE_QUESTION}|{a}")
+        for n, a in ANSWER_BY_PICTURE.items()
+    ],
+    (
+        "two_images",
+        {"image": ["chelsea.png", "coffee.jpg"]},
+        "<image>\n<image>\nWhich of the two can purr?|The first one, the cat.",
+    ),
+    (
+        "image_between_texts",
+        {"image": ["rocket.jpg"]},
+        "Look at the sky here: <image>\nIs it day or night?|It gets dark, and the lights are on.",
+    ),
+    (
+        "several_turns",
+        {"image": ["astronaut.jpg", "hubble.jpg"]},
+        "<image>\nWhat does she do for a living?|She is an astronaut.|<image>\nAnd where might she fly?|"
+        "To the stars, perhaps to these galaxies.|How far is that?|Billions of light years.",
+    ),
+    ("text_only", {}, "What is seven times eight?|Seven times eight is fifty-six."),
+    ("text_only_2", {}, "Name three primary colours.|Red, yellow and blue."),
+    ("video", {"video": "camera_pan.mp4"}, "<video>\nHow does the camera move?|It moves from left to right."),
 ]
+"""Id, media in the order of the text, and turns. The first five differ in their image and answer alone."""
 
 
 def write_raw_data(raw_dir: Path) -> Path:
-    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style).
-
-    Returns:
-        The path of the JSON file.
-    """
+    """Writes ``media/*`` and ``conversations.json`` (ShareGPT style), whose path it returns."""
     media_dir = raw_dir / "media"
     media_dir.mkdir(parents=True, exist_ok=True)
     pictures = load_pictures()
-    file_names = _write_images(media_dir, pictures)
+    for name, load_picture in pictures.items():
+        image = Image.fromarray(load_picture())
+        image.thumbnail((256, 256))
+        image.save(media_dir / FILE_NAMES[name], quality=92)  # PNG ignores it
     _write_video(media_dir / "camera_pan.mp4", pictures["coffee"]())
 
-    samples: list[dict[str, Any]] = []
-    for name, answer in ANSWER_BY_PICTURE.items():
-        samples.append(
-            {
-                "id": name,
-                "image": file_names[name],
-                "conversations": _sharegpt_turns(["<image>\n" + PICTURE_QUESTION, answer]),
-            }
-        )
-
-    for conversation in DEMO_CONVERSATIONS:
-        sample = {}
-        for name, value in conversation.items():
-            if name != "turns":
-                sample[name] = value
-
-        samples.append(sample | {"conversations": _sharegpt_turns(conversation["turns"])})
+    samples = []
+    for name, media, turns in DEMO_CONVERSATIONS:
+        messages = [{"from": ("human", "gpt")[i % 2], "value": t} for i, t in enumerate(turns.split("|"))]
+        samples.append({"id": name, **media, "conversations": messages})
     json_path = raw_dir / "conversations.json"
     json_path.write_text(json.dumps(samples, indent=2) + "\n")
     return json_path
@@ -104,74 +80,45 @@ def write_raw_data(raw_dir: Path) -> Path:
 
 def conversation_texts() -> list[str]:
     """All texts of the conversations, from which the tokenizer is made."""
-    all_texts = [PICTURE_QUESTION, *ANSWER_BY_PICTURE.values()]
-    for conversation in DEMO_CONVERSATIONS:
-        all_texts += conversation["turns"]
-    return [*all_texts, "system", "user", "assistant", "You are a helpful assistant."]
-
-
-def _sharegpt_turns(turn_texts: list[str]) -> list[dict[str, str]]:
-    return [{"from": "gpt" if i % 2 else "human", "value": text} for i, text in enumerate(turn_texts)]
+    texts = [PICTURE_QUESTION, *ANSWER_BY_PICTURE.values()]
+    for _, _, turns in DEMO_CONVERSATIONS[len(ANSWER_BY_PICTURE) :]:
+        texts += turns.split("|")
+    return [*texts, "system", "user", "assistant", "You are a helpful assistant."]
 
 
 def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
-    """Maps each name to a function that returns the picture, height x width x 3."""
+    """Maps each name to a function that returns the image, height x width x 3."""
     try:
         from skimage import data
     except ModuleNotFoundError:
-        return motif_drawings()
-    # Only pictures inside the wheel are used; the others would be downloaded.
-    return {
-        "astronaut": data.astronaut,
-        "chelsea": data.chelsea,
-        "coffee": data.coffee,
-        "rocket": data.rocket,
-        "motorcycle": lambda: data.stereo_motorcycle()[0],
-        "hubble": data.hubble_deep_field,
-    }
+        return {name: partial(_draw, name) for name in FILE_NAMES}
+    # Only images inside the wheel are used; the others would be downloaded.
+    loaders = {name: getattr(data, name) for name in FILE_NAMES if hasattr(data, name)}
+    return loaders | {"motorcycle": lambda: data.stereo_motorcycle()[0], "hubble": data.hubble_deep_field}
 
 
-def random_crop(photograph: Image.Image, size: tuple[int, int], generator: random.Random) -> Image.Image:
-    """A random crop of at least half the photograph's width or height, scaled to ``size`` (width, height)."""
-    width, height = photograph.size
-    scale = min(width / size[0], height / size[1]) * generator.uniform(0.5, 1.0)
-    crop_width, crop_height = size[0] * scale, size[1] * scale
-    left, top = generator.uniform(0, width - crop_width), generator.uniform(0, height - crop_height)
-    box = (left, top, left + crop_width, top + crop_height)
-    return photograph.resize(size, Image.Resampling.BICUBIC, box=box)
-
-
-def _write_images(media_dir: Path, pictures: dict[str, Callable[[], NDArray[np.uint8]]]) -> dict[str, str]:
-    """Writes the pictures, in different shapes with sides of at most 256 pixels. Maps names to file names."""
-    files = {}
-    for name, load_picture in pictures.items():
-        picture = Image.fromarray(load_picture())
-        picture.thumbnail((256, 256))
-        files[name] = f"{name}.png" if name == "chelsea" else f"{name}.jpg"
-        picture.save(media_dir / files[name], quality=92)  # PNG ignores it
-    return files
+def _draw(name: str) -> NDArray[np.uint8]:
+    """Ellipses of random colours, always the same ones for a name."""
+    generator = random.Random(name)
+    image = Image.new("RGB", (640, 480), tuple(generator.choices(range(256), k=3)))
+    for _ in range(12):
+        left, top = generator.randrange(500), generator.randrange(400)
+        box = (left, top, left + generator.randrange(40, 300), top + generator.randrange(40, 300))
+        ImageDraw.Draw(image).ellipse(box, tuple(generator.choices(range(256), k=3)))
+    return np.asarray(image)
 
 
 def _write_video(video_path: Path, picture: NDArray[np.uint8]) -> None:
     """Writes a three-second pan over a photograph, 8 frames per second, as H.264 in MP4."""
     import av
 
-    num_frames = 24
-    frame_rate = 8
-    height = 112
-    width = 168
-    crop_top = (picture.shape[0] - height) // 2
-    pan_width = picture.shape[1] - width
-
+    num_frames, height, width = 24, 112, 168
+    top = (picture.shape[0] - height) // 2
     with av.open(str(video_path), "w") as container:
-        video_stream = container.add_stream("libx264", rate=Fraction(frame_rate))
-        video_stream.width = width
-        video_stream.height = height
-        video_stream.pix_fmt = "yuv420p"
+        stream = container.add_stream("libx264", rate=Fraction(8))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for i in range(num_frames):
-            crop_left = pan_width * i // (num_frames - 1)
-            frame_crop = np.ascontiguousarray(
-                picture[crop_top : crop_top + height, crop_left : crop_left + width]
-            )
-            container.mux(video_stream.encode(av.VideoFrame.from_ndarray(frame_crop, format="rgb24")))
-        container.mux(video_stream.encode())
+            left = (picture.shape[1] - width) * i // (num_frames - 1)
+            crop = np.ascontiguousarray(picture[top : top + height, left : left + width])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(crop, format="rgb24")))
+        container.mux(stream.encode())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from megatron_vl.errors import UsageError
 from toolkit.options import CommandOptions, option
 
 
@@ -18,17 +16,9 @@ class DemoOptions(CommandOptions):
     """Write all files to this folder."""
     steps: int = option(60, metavar="N", minimum=12)
     """Train for N steps; fewer than 60 may not be enough to learn the answers."""
-    platform: Literal["cpu", "cuda"] = option("cpu")
-    """Run the ranks on this platform; cuda needs Transformer Engine."""
     ranks: int = option(4, metavar="N", minimum=1)
-    """Start N processes; with cuda, one per GPU."""
+    """Start N processes."""
     tp: int = option(2, metavar="T", minimum=1)
     """Set the tensor parallel size, in ranks."""
     pp: int = option(2, metavar="P", minimum=1)
     """Set the pipeline parallel size, in stages."""
-    raw: Path | None = option(None, metavar="DIR", must_exist=True)
-    """Use the raw data of an earlier demo (its raw/ folder) instead of generating new data."""
-
-    def check(self) -> None:
-        if self.ranks % (self.tp * self.pp):
-            raise UsageError(f"--ranks {self.ranks} must be a multiple of --tp {self.tp} x --pp {self.pp}")

@@ -2,79 +2,90 @@
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_vl.errors import UsageError
 
 from .options import EvaluateOptions
 
+if TYPE_CHECKING:
+    from .evaluation import Evaluation
+
 
 def evaluate(options: EvaluateOptions) -> int:
-    """Runs the gates and writes the report. Returns the exit code."""
+    """Evaluates, and writes the report. Returns the exit code."""
     try:
-        options.data, options.lmu_data = find_dataset(options.data, options.lmu_data, not options.no_scores)
-        from toolkit.evaluate.evaluation import run_evaluation
+        dataset_name, lmu_data = find_dataset(options.data, options.lmu_data)
+        from .evaluation import run_evaluation
 
-        result = run_evaluation(options, lambda line: print(line, file=sys.stderr, flush=True))
+        result = run_evaluation(
+            options, dataset_name, lmu_data, lambda line: print(line, file=sys.stderr, flush=True)
+        )
     # A folder without a checkpoint is a wrong argument too.
     except (UsageError, ValueError, FileNotFoundError) as error:
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
         return 2
-    from toolkit.evaluate.report import print_report, write_html
-
-    (options.out / "report.json").write_text(json.dumps(result.as_json(), indent=2) + "\n")
-    write_html(result, options.out / "report.html")
+    report = json.dumps({"passed": not result.problems, **dataclasses.asdict(result)}, indent=2)
+    (options.out / "report.json").write_text(report + "\n")
     if options.json:
-        print(json.dumps(result.as_json()))
+        print(report)
     else:
-        print_report(result, options.out)
-    return 0 if result.passed else 1
+        print_table(result, options.out / "report.json")
+    return 1 if result.problems else 0
 
 
-def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: bool) -> tuple[str, Path]:
+def find_dataset(data_argument: str, lmu_data_dir: Path | None) -> tuple[str, Path]:
     """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``.
 
     This imports nothing that takes long, so a mistake is reported at once.
 
     Raises:
-        UsageError: there is no such table or folder, or the table lacks a column.
+        UsageError: there is no such table or folder.
     """
-    table_path = Path(data_argument)
-    if table_path.suffix == ".tsv" and table_path.is_file() and table_path.stem.strip("."):
+    path = Path(data_argument)
+    if path.suffix == ".tsv" and path.is_file():
         if lmu_data_dir is not None:
-            raise UsageError(
-                f"--lmu-data {lmu_data_dir}: leave it out; --data "
-                f"{data_argument} is a table whose own folder is used"
-            )
-        _check_columns(table_path, with_scores)
-        return table_path.stem, table_path.parent.resolve()
-    if "/" in data_argument or not data_argument.strip(".") or table_path.suffix == ".tsv":
+            raise UsageError(f"--lmu-data {lmu_data_dir}: leave it out; {path} is used with its own folder")
+        return path.stem, path.parent.resolve()
+    if "/" in data_argument or not data_argument.strip(".") or path.suffix == ".tsv":
         raise UsageError(
-            f"--data {data_argument} is not a file; give the "
-            "path of a table, NAME.tsv, or the name of a data set"
+            f"--data {data_argument} is not a file; give the path of a table, NAME.tsv, or a data set's name"
         )
-
     lmu_data_dir = lmu_data_dir or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     if not lmu_data_dir.is_dir():
         raise UsageError(f"--lmu-data {lmu_data_dir} is not a folder; tables are read from there")
-    return data_argument, lmu_data_dir
+    return data_argument, lmu_data_dir.resolve()
 
 
-def _check_columns(table_path: Path, with_scores: bool) -> None:
-    with table_path.open(encoding="utf-8-sig", errors="replace", newline="") as table_file:
-        try:
-            column_names = next(csv.reader(table_file, delimiter="\t"), [])
-        except csv.Error as error:
-            raise UsageError(f"{table_path} is not a table: {error}") from error
+def print_table(result: Evaluation, report_path: Path) -> None:
+    """Prints one column a checkpoint, and what is wrong."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
 
-    needed_columns = ["index", "question"]
-    if with_scores and {"A", "B"} <= set(column_names):  # multiple choice
-        needed_columns.append("answer")
-    if missing_columns := [column for column in needed_columns if column not in column_names]:
-        raise UsageError(
-            f"{table_path}: no column {', '.join(missing_columns)}; it has {', '.join(column_names)[:300]}"
-        )
+    console = Console(highlight=False, width=max(100, Console().width))
+    title = escape(f"{result.data}, {result.questions} questions")
+    table = Table("", *result.checkpoints, title=title, title_justify="left")
+    checkpoints = list(result.checkpoints.values())
+    for name in ("tensors", "logits"):
+        table.add_row(name, *(facts[name] for facts in checkpoints))
+    for name in dict.fromkeys(name for facts in checkpoints for name in facts["metrics"]):
+        table.add_row(escape(name), *(_format_metric(facts["metrics"].get(name)) for facts in checkpoints))
+    if any(facts["unanswered"] for facts in checkpoints):
+        table.add_row("cut off while thinking", *(str(facts["unanswered"]) for facts in checkpoints))
+    console.print(table)
+    for problem in result.problems[:10]:
+        console.print(problem, soft_wrap=True, markup=False)
+    verdict = "the converted checkpoint equals the original"
+    if result.problems:
+        verdict = f"FAILED: {len(result.problems)} problems"
+    console.print(f"{verdict}; {report_path}", soft_wrap=True, markup=False)
+
+
+def _format_metric(value: Any) -> str:
+    return "missing" if value is None else f"{value:.4f}".rstrip("0").rstrip(".")

@@ -1,20 +1,19 @@
-"""The process that runs VLMEvalKit: ``python -m toolkit.evaluate.vlmevalkit_adapter JOB.json [RANK]``.
+"""The process that runs VLMEvalKit: ``python -m toolkit.evaluate.vlmevalkit_adapter JOB.json``.
 
-It registers the checkpoints of a job as models of VLMEvalKit and calls VLMEvalKit's own program. The answers
-are also recorded in files of this project, and a recorded question is not asked again. So several processes
-can share the questions, and an interrupted evaluation continues.
+It registers the checkpoints of a job as models of VLMEvalKit and calls VLMEvalKit's own program, which asks,
+shares the questions between processes under torchrun, goes on after an interruption, and scores.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
+import math
 import os
 import random
 import sys
-import time
 import traceback
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,34 +21,29 @@ from typing import Any, NoReturn
 NO_JUDGE = "exact_matching"
 QUESTION_COUNT_FILE = "questions.txt"
 """File in the work folder with the number of questions; each turn of a dialogue is one."""
-UNUSABLE_EXIT_CODE = 3
-"""Exit code for a data set that cannot be used; the last line of the log gives the reason."""
+UNUSABLE_FILE = "unusable.txt"
+"""File in the work folder with the reason why a data set cannot be used."""
+LOGIT_PROMPTS = 4
+"""Number of prompts whose logits are recorded, the first ones."""
 
 
 class VlmEvalKitModel:
-    """A checkpoint as a model of VLMEvalKit.
+    """A checkpoint as a model of VLMEvalKit. Records its answers, and the logits of the first prompts."""
 
-    Args:
-        rank: answer only every ``processes``-th row, beginning with this one; None: all.
-        rows: rows of the data set, column -> cell.
-    """
+    VIDEO_LLM = True  # videos are given as videos, not as images
 
-    VIDEO_LLM = True  # videos are given as videos, not as pictures
+    def __init__(self, job: dict[str, Any], model_name: str) -> None:
+        from toolkit.evaluate.checkpoint_model import CheckpointModel
 
-    def __init__(
-        self, job: dict[str, Any], model_name: str, rank: int | None, rows: list[dict[str, Any]]
-    ) -> None:
-        self.evaluation_job = job
-        self.model_name = model_name
-        self.rank = rank
-        self.dataset_rows = rows
-        self.answers_dir = Path(job["work"]) / model_name
-        self.recorded_answers = {line["number"]: line for line in read_answers(self.answers_dir)}
-        answers_path = self.answers_dir / f"answers_{time.time_ns()}_{rank}.jsonl"
-        self.answers_file = answers_path.open("w", encoding="utf-8", buffering=1)
-        self.question_number = -1
-        self.row_number = -1
-        self.checkpoint_model: Any = None
+        gc.collect()  # the checkpoint before this one
+        self.record_dir = Path(job["work"]) / "results" / model_name
+        self.record_dir.mkdir(parents=True, exist_ok=True)
+        self.model = CheckpointModel(
+            Path(job["checkpoints"][model_name]), job["settings"], [Path(root) for root in job["roots"]]
+        )
+        self.rank = os.environ.get("RANK", "0")
+        answers_path = self.record_dir / f"answers_{self.rank}.jsonl"
+        self.answers_file = answers_path.open("a", encoding="utf-8", buffering=1)
         # VLMEvalKit sets one of them to what the name of a video set says, and the other to None.
         self.nframe: int | None = 1
         self.fps: float | None = 1.0
@@ -58,175 +52,127 @@ class VlmEvalKitModel:
         """Part of VLMEvalKit's interface, for models that make their own prompts."""
 
     def generate(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
-        """The answer to a prompt or to the last turn of a dialogue; empty if another process answers it."""
-        self.question_number += 1
-        self.row_number += "content" not in message[0] or len(message) == 1
-        if self.question_number in self.recorded_answers:
-            return self.recorded_answers[self.question_number]["answer"]
-        if self.rank is not None and self.row_number % self.evaluation_job["processes"] != self.rank:
-            return ""
+        """The answer to a prompt or to the last turn of a dialogue."""
         try:
-            line = self._answer_question([self._with_frame_settings(part) for part in message])
+            return self._answer([self._with_frame_settings(part) for part in message])
         except Exception:  # VLMEvalKit would catch it and go on
             traceback.print_exc()
             sys.exit(1)
-        self.answers_file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        return line["answer"]
 
     chat = chat_inner = generate
 
     def _with_frame_settings(self, message_part: dict[str, Any]) -> dict[str, Any]:
-        """A video part with the frame settings of its data set's name, unless it has its own.
-
-        Names of data sets end in ``_8frame`` or ``_1fps``.
-        """
+        """A video part with the frames that its data set's name states, unless it has its own."""
         if message_part.get("type") != "video" or "nframes" in message_part or "fps" in message_part:
             return message_part
         if self.nframe:
             return message_part | {"nframes": self.nframe}
         return message_part | {"fps": self.fps} if self.fps else message_part
 
-    def _answer_question(self, prompt: list[dict[str, Any]]) -> dict[str, Any]:
-        """A question, its answer, what was thought before it, and for the first ones their logits."""
+    def _answer(self, prompt: list[dict[str, Any]]) -> str:
         from safetensors.torch import save_file
 
-        from toolkit.evaluate.checkpoint_model import CheckpointModel, prompt_turns
+        from toolkit.evaluate.checkpoint_model import prompt_turns
 
-        if self.checkpoint_model is None:
-            gc.collect()  # the checkpoint before this one
-            checkpoint_dir = self.evaluation_job["checkpoints"][self.model_name]
-            model_settings = self.evaluation_job["settings"]
-            self.checkpoint_model = CheckpointModel(
-                Path(checkpoint_dir), model_settings, [Path(root) for root in self.evaluation_job["roots"]]
-            )
+        key = hashlib.sha256(json.dumps(prompt, default=str, sort_keys=True).encode()).hexdigest()[:16]
+        # An interrupted evaluation begins again before VLMEvalKit has kept the first answers.
+        if self.rank == "0" and len(list(self.record_dir.glob("logits_*"))) < LOGIT_PROMPTS:
+            digests, last_logits = self.model.logit_digests(prompt)
+            logits_path = self.record_dir / f"logits_{key}.safetensors"
+            save_file({"last": last_logits}, logits_path, metadata={"digests": json.dumps(digests)})
 
-        model_reply = self.checkpoint_model.generate_answer(prompt)
-        values_by_type: dict[str, list[str]] = {"text": [], "image": [], "video": []}
-        for part in prompt_turns(prompt)[-1]["content"]:
-            values_by_type[part["type"]].append(str(part["value"]))
+        reply = self.model.generate_answer(prompt)
+        parts = prompt_turns(prompt)[-1][1]
         line = {
-            "number": self.question_number,
-            "index": str(self.dataset_rows[self.row_number]["index"]),
-            "question": "\n".join(values_by_type["text"]),
-            "images": values_by_type["image"],
-            "videos": values_by_type["video"],
-            "expected": str(self.dataset_rows[self.row_number].get("answer", "")),
-            "answer": model_reply.answer_text,
-            "thinking": model_reply.thinking_text,
-            "unanswered": int(not model_reply.is_block_closed),
+            "key": key,
+            "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
+            "media": [str(part["value"]) for part in parts if part["type"] != "text"],
+            "answer": reply.answer_text,
+            "thinking": reply.thinking_text,
+            "unanswered": int(not reply.is_block_closed),
         }
-        if self.question_number < self.evaluation_job["logit_questions"]:
-            logit_facts = self.checkpoint_model.logit_digests(prompt)
-            logit_tensors = {"last": logit_facts.pop("last").contiguous()}
-            save_file(logit_tensors, self.answers_dir / f"logits_{self.question_number}.safetensors")
-            line["logits"] = logit_facts
-        return line
+        self.answers_file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        return reply.answer_text
 
 
-def read_answers(answers_dir: Path) -> list[dict[str, Any]]:
-    """The lines that all processes wrote for one checkpoint, in the order of the questions."""
-    lines = {}
-    for answers_path in answers_dir.glob("answers_*.jsonl"):
-        for line_text in answers_path.read_text(encoding="utf-8").split("\n"):
-            with suppress(json.JSONDecodeError):  # the end of an interrupted process
-                line = json.loads(line_text)
-                lines[line["number"]] = line
-    return [lines[number] for number in sorted(lines)]
-
-
-def first_rows(data_frame: Any, row_limit: int) -> Any:
-    """The first rows of a table; for several tables in one, the same number from each."""
-    if "SUB_DATASET" not in data_frame:
-        return data_frame.iloc[:row_limit]
-    num_tables = data_frame["SUB_DATASET"].nunique()
-    if row_limit < num_tables:
-        _exit_unusable(
-            f"--limit {row_limit} is less than one question of "
-            f"each of the {num_tables} tables of this data set"
-        )
-    row_order = data_frame.groupby("SUB_DATASET").cumcount()
-    return data_frame.iloc[sorted(row_order.to_numpy().argsort(kind="stable")[:row_limit])]
-
-
-def _exit_unusable(why: str) -> NoReturn:
-    print(" ".join(why.split()), flush=True)
-    sys.exit(UNUSABLE_EXIT_CODE)
+def _refuse(job: dict[str, Any], why: str) -> NoReturn:
+    (Path(job["work"]) / UNUSABLE_FILE).write_text(" ".join(why.split()))
+    sys.exit(1)
 
 
 def _no_judge(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
         "a language model scores this data set: run one on this machine and give --judge NAME "
-        "--judge-base-url http://localhost:PORT/v1, or skip the scores with --no-scores"
+        "--judge-base-url http://localhost:PORT/v1"
     )
 
 
 def _read_dataset(job: dict[str, Any], build_dataset: Any) -> Any:
-    """VLMEvalKit's data set, cut to ``--limit``."""
-    dataset_name = job["data"]
-    advice = (
-        f"put {dataset_name}.tsv, as published, into --lmu-data, or a set of videos into Hugging Face's cache"
-    )
+    """VLMEvalKit's data set, cut to ``--limit``: the same number of questions from each table of several."""
+    refuse = partial(_refuse, job)
+    named = f"--data {job['data']}"
     try:
-        dataset = build_dataset(dataset_name)
+        dataset = build_dataset(job["data"])
     except Exception as error:
-        _exit_unusable(
-            f"--data {dataset_name}: VLMEvalKit cannot use it, "
-            f"and nothing is downloaded ({advice}): {error!r}"
+        refuse(
+            f"{named}: VLMEvalKit cannot use it, and nothing is downloaded (put {job['data']}.tsv, as"
+            f" published, into --lmu-data, or a set of videos into Hugging Face's cache): {error!r}"
         )
     if dataset is None:
-        _exit_unusable(
-            f"--data {dataset_name}: VLMEvalKit knows no such "
-            "data set, and finds no table with a column question"
-        )
+        refuse(f"{named}: VLMEvalKit knows no such data set, and finds no table with a column question")
     if getattr(dataset, "pack", False):
-        _exit_unusable(
-            f"--data {dataset_name}: VLMEvalKit asks several questions at once only of APIs; give ..._nopack"
-        )
-    if not dataset.data["index"].is_unique:  # it would ask one of them and take its answer for both
-        duplicate_index = dataset.data["index"][dataset.data["index"].duplicated()].iloc[0]
-        _exit_unusable(f"--data {dataset_name}: index {duplicate_index} occurs twice")
+        refuse(f"{named}: VLMEvalKit asks several questions at once only of APIs; give ..._nopack")
+    index = dataset.data["index"]
+    if not index.is_unique:  # it would ask one of them and take its answer for both
+        refuse(f"{named}: index {index[index.duplicated()].iloc[0]} occurs twice")
+    if {"A", "B"} <= set(dataset.data) and "answer" not in dataset.data:
+        refuse(f"{named}: multiple choice without a column answer cannot be scored")
 
-    if job["limit"]:
-        dataset.data = first_rows(dataset.data, job["limit"])
+    if limit := job["settings"]["limit"]:
+        rows = dataset.data
+        tables = rows.groupby("SUB_DATASET" if "SUB_DATASET" in rows else [0] * len(rows))
+        dataset.data = tables.head(math.ceil(limit / tables.ngroups))
     return dataset
 
 
-def run_vlmevalkit(job: dict[str, Any], rank: int | None) -> None:
-    """Runs VLMEvalKit's program on all checkpoints. With a rank, it only answers this rank's share."""
+def run_vlmevalkit(job: dict[str, Any]) -> None:
+    """Runs VLMEvalKit's program on all checkpoints."""
     try:
         from vlmeval import api, config, run
     except ImportError as error:
         install_hint = "; install libGL (Debian: apt install libgl1)" if "libGL" in str(error) else ""
-        _exit_unusable(f"VLMEvalKit cannot be imported: {error}{install_hint}")
-    if job["judge"] == NO_JUDGE:
-        api.OpenAIWrapper = _no_judge  # unjudged answers would count as zero
+        _refuse(job, f"VLMEvalKit cannot be imported: {error}{install_hint}")
+    import torch.distributed
 
+    if job["settings"]["judge"] == NO_JUDGE:
+        api.OpenAIWrapper = _no_judge  # unjudged answers would count as zero
     vlmevalkit_build = run.build_dataset
 
     # VLMEvalKit passes arguments to video sets that these do not accept, and they do not know --limit.
     def build_dataset(*_: Any, **__: Any) -> Any:
         dataset = _read_dataset(job, vlmevalkit_build)
-        rows = dataset.data.to_dict("records")
-        num_questions = (
-            sum(len(dataset.build_prompt(row)) // 2 for row in rows) if dataset.TYPE == "MT" else len(rows)
-        )
+        num_questions = len(dataset.data)
+        if dataset.TYPE == "MT":
+            rows = dataset.data.to_dict("records")
+            num_questions = sum(len(dataset.build_prompt(row)) // 2 for row in rows)
         (Path(job["work"]) / QUESTION_COUNT_FILE).write_text(str(num_questions))
-        for name in job["checkpoints"]:
-            config.supported_VLM[name] = partial(VlmEvalKitModel, job, name, rank, rows)
         random.seed(0)  # some data sets draw: the same for all checkpoints
         return dataset
 
     run.build_dataset = build_dataset
-    with_scores = rank is None and job["scores"]
+    # VLMEvalKit's processes only wait for each other, which gloo does on machines without GPUs too.
+    start_group = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend, timeout: start_group("gloo", timeout=timeout)
     # A set of several tables replaces its own name by theirs in the path of its results, in folders too.
-    sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--judge", job["judge"]]
-    sys.argv += ["--work-dir", f"../results_{'all' if rank is None else rank}"]
-    sys.argv += ["--mode", "all" if with_scores else "infer"]
+    sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", "../results"]
+    sys.argv += ["--judge", job["settings"]["judge"]]
     if job["judge_url"]:
         judge_key = os.environ.get("OPENAI_API_KEY") or "none"
         sys.argv += ["--judge-base-url", job["judge_url"], "--judge-key", judge_key]
+    for name in job["checkpoints"]:
+        config.supported_VLM[name] = partial(VlmEvalKitModel, job, name)
     run.main()
 
 
 if __name__ == "__main__":
-    run_vlmevalkit(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]) if sys.argv[2:] else None)
+    run_vlmevalkit(json.loads(Path(sys.argv[1]).read_text()))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig
@@ -31,8 +32,8 @@ from toolkit.weights.export_step import ExportJob, export_step
 
 from .options import GenerateOptions
 
-ANSWER_TOKENS, THINKING_TOKENS = 128, 2048
-"""Default largest number of tokens of an answer, without and with thinking."""
+DEFAULT_LIMITS = 128, 2048
+"""Largest number of tokens of an answer, without and with thinking."""
 PROGRESS_INTERVAL = 20
 """Samples of a data set between two lines of progress."""
 
@@ -93,33 +94,44 @@ class Answerer:
     """A Hugging Face folder that answers encoded prompts greedily.
 
     Args:
-        max_new_tokens: largest number of tokens of an answer; None: 128, or 2048 if the model thinks.
+        limits: largest number of tokens of an answer, without and with thinking.
+        dtype: of the model; None: bfloat16 on GPUs and float32 on CPU, where bfloat16 is slow.
     """
 
-    def __init__(self, hf_dir: Path, data_config: DataConfig, max_new_tokens: int | None) -> None:
+    def __init__(
+        self,
+        hf_dir: Path,
+        data_config: DataConfig,
+        limits: tuple[int, int],
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.hf_dir = hf_dir
-        self.max_new_tokens = max_new_tokens
+        self.limits = limits
         self.encoder = SampleEncoder(hf_dir, data_config)
         self.pixel_norm = read_pixel_norm(hf_dir)
         self.stop_token_ids = read_stop_tokens(hf_dir, self.encoder.chat_encoder.tokenizer)
         num_gpus = torch.cuda.device_count()
-        # float32 on CPU, where bfloat16 is slow; several GPUs share a model that one cannot hold.
-        dtype = torch.bfloat16 if num_gpus else torch.float32
+        dtype = dtype or (torch.bfloat16 if num_gpus else torch.float32)
+        # Several GPUs share a model that one cannot hold.
         self.model = load_hf_model(hf_dir, dtype, "auto" if num_gpus > 1 else None)
         if num_gpus == 1:
             self.model.to("cuda")
         follow_video_positions(self.model, self.encoder.spec)
+
+    def model_inputs(self, prompt: TokenizedSample) -> dict[str, Tensor]:
+        """Keyword arguments of the model, which computes the positions itself: those of an answer too."""
+        inputs = hf_inputs([prompt], self.encoder.spec, self.pixel_norm, str(self.model.device))
+        inputs.pop("position_ids", None)
+        return inputs
 
     @torch.no_grad()
     def answer(self, prompt: TokenizedSample) -> tuple[GeneratedAnswer, str]:
         """The greedy answer to a prompt that ends with the header of the assistant's turn, and what it lacks
         in words; empty if it lacks nothing."""
         begins_by_thinking = self.encoder.begins_by_thinking(prompt)
-        limit = self.max_new_tokens or (THINKING_TOKENS if begins_by_thinking else ANSWER_TOKENS)
-        inputs = hf_inputs([prompt], self.encoder.spec, self.pixel_norm, str(self.model.device))
-        inputs.pop("position_ids", None)  # the model computes those of the answer too
+        limit = self.limits[begins_by_thinking]
         self.model.generation_config = greedy_settings(self.stop_token_ids, limit)
-        all_tokens = self.model.generate(**inputs)
+        all_tokens = self.model.generate(**self.model_inputs(prompt))
         tokens = all_tokens[0, len(prompt) :].tolist()
         answer = split_thinking(self.decode(tokens), begins_by_thinking)
         if tokens[-1] not in self.stop_token_ids:
@@ -192,7 +204,7 @@ def _encoded_samples(
                 yield raw_sample.key, sample
 
 
-def split_at_answer(sample: TokenizedSample, spec: Any) -> tuple[TokenizedSample, torch.Tensor]:
+def split_at_answer(sample: TokenizedSample, spec: Any) -> tuple[TokenizedSample, Tensor]:
     """The prompt before the first answer that is trained on, and that answer's tokens."""
     mask = sample.loss_mask.bool()
     start = int(mask.nonzero()[0])

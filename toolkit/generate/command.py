@@ -13,11 +13,19 @@ from .options import GenerateOptions
 def generate(options: GenerateOptions) -> int:
     """Answers the prompt or the data set. Returns the exit code."""
     config = parse_config(options.fields)
-    from .answers import Answerer, answer_dataset, encode_prompt, exported_folder, with_trained_media
+    from .answers import (
+        DEFAULT_LIMITS,
+        Answerer,
+        answer_dataset,
+        encode_prompt,
+        exported_folder,
+        with_trained_media,
+    )
 
     print_line = partial(print, file=sys.stderr, flush=True)
     hf_dir = exported_folder(options.checkpoint, config.model.hf, print_line)
-    answerer = Answerer(hf_dir, with_trained_media(config.data, hf_dir), options.max_new_tokens)
+    limits = (options.max_new_tokens, options.max_new_tokens) if options.max_new_tokens else DEFAULT_LIMITS
+    answerer = Answerer(hf_dir, with_trained_media(config.data, hf_dir), limits)
     if options.data is not None:
         print(answer_dataset(answerer, options, print_line))
         return 0
