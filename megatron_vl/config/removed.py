@@ -7,6 +7,11 @@ VIDEOS = "videos are always presented as to the released models"
 BUCKETS = "gradients are always reduced, and weights gathered, during the passes"
 
 REMOVED_FIELDS = {
+    "checkpoint.attempt": "the commands that replace checkpoint.step and checkpoint.restart_data act once",
+    "checkpoint.branch": "steps that a roll-back abandoned are moved to abandoned/ in checkpoint.dir",
+    "checkpoint.restart_data": "run `megatron-vl checkpoint restart-data RUN` before the start",
+    "checkpoint.resume": "a run resumes if checkpoint.dir has a checkpoint; to begin anew, give another one",
+    "checkpoint.step": "run `megatron-vl checkpoint rollback RUN STEP` before the start",
     "eval.samples": ANSWERS,
     "eval.max_new_tokens": ANSWERS,
     "max_bad_steps": "a run stops after 10 skipped steps in a row",

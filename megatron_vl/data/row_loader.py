@@ -36,13 +36,10 @@ PROCESSOR_PREFIX = "processor."
 """Begins the names of an identity's settings of pixels that are not fields of ``data``."""
 GIVE_ORIGINAL_DATASET = "give the data set that the run began with"
 CONTINUE_ADVICE = "go on with the changed blend with --data.on_changed_blend continue"
-RESTART_DATA_ADVICE = (
-    "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
-)
-RESUME_WITH_SAVER = f"resume with the program that saved it, {RESTART_DATA_ADVICE}"
-RESUME_EARLIER_ADVICE = f"resume from an earlier checkpoint, {RESTART_DATA_ADVICE}"
+RESUME_WITH_SAVER = "resume with the program that saved it"
+RESUME_EARLIER_ADVICE = "go back to an earlier checkpoint with `megatron-vl checkpoint rollback`"
 ADVICE_BY_FIELD = {
-    "dataset": f"{GIVE_ORIGINAL_DATASET}, {RESTART_DATA_ADVICE}",
+    "dataset": GIVE_ORIGINAL_DATASET,
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
     "tokenizer": "give the tokenizer that the run began with",
@@ -96,11 +93,6 @@ class RowLoader:
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
-
-    @property
-    def dataset_identity(self) -> Any:
-        """The data set's identity in this loader's states."""
-        return self._identity["dataset"]
 
     @property
     def row_settings(self) -> dict[str, Any]:
@@ -240,10 +232,6 @@ class RowLoader:
                     f" {current_value!r} and would not make the same rows; {advice}"
                 )
 
-    def is_same_dataset(self, saved_identity: Any) -> bool:
-        """Whether an identity of a saved state is that of this loader's data set."""
-        return self._blend_change(saved_identity).is_same_data
-
     def _blend_change(
         self, saved_identity: Any, known_source_keys: frozenset[str] = frozenset()
     ) -> BlendChange:
@@ -264,7 +252,7 @@ class RowLoader:
         if self._data_config.on_changed_blend != "continue":
             raise LoaderStateError(
                 f"{problem_text}{'; '.join(change_lines)}. Either {GIVE_ORIGINAL_DATASET},"
-                f" {CONTINUE_ADVICE}, {RESTART_DATA_ADVICE}"
+                f" or {CONTINUE_ADVICE}"
             )
         self._change_lines.append("the blend has changed; from here on:")
         self._change_lines += [f"  {line}" for line in change_lines]

@@ -17,7 +17,7 @@ from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
 from megatron_vl.errors import UserError
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.weights.run_folder import StartPoint
+from megatron_vl.weights.run_folder import SavedCheckpoint
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILES = (
@@ -27,16 +27,16 @@ TOKENIZER_FILES = (
 DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid")
 
 
-def read_model_digests(config: TrainConfig, run_start: StartPoint) -> dict[str, str]:
+def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> dict[str, str]:
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
     from megatron_vl.weights.manifest import MANIFEST_FILE  # they import torch
     from megatron_vl.weights.weight_reader import find_weights_dir
 
     files = [Path(config.model.hf) / name for name in PROCESSOR_FILES]
-    weights = [config.model.checkpoint] if config.lora.rank or not run_start.source_checkpoint else []
-    if run_start.source_checkpoint is not None:
-        files.append(run_start.source_checkpoint.path / "run.json")
+    weights = [config.model.checkpoint] if config.lora.rank or not source_checkpoint else []
+    if source_checkpoint is not None:
+        files.append(source_checkpoint.path / "run.json")
     else:
         weights.append(config.lora.adapter)
     files += [find_weights_dir(folder) / MANIFEST_FILE for folder in weights if folder]
@@ -52,7 +52,7 @@ def read_loader_digests(config: TrainConfig, description: Description) -> dict[s
 def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
     """Raises RunConfigError if this rank reads other files than rank 0."""
     try:
-        own_digests = read_model_digests(resolved_run.config, resolved_run.run_start)
+        own_digests = read_model_digests(resolved_run.config, resolved_run.source_checkpoint)
     except (OSError, UserError) as error:
         raise RunConfigError(f"{socket.gethostname()}: {error}") from error
     expected_digests = resolved_run.model_digests

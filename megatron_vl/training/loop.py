@@ -21,7 +21,7 @@ from megatron_vl.training.resume import checkpoint_metadata
 from megatron_vl.training.setup import TrainingRun, print_run_summary
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import NO_GRADIENT, NO_LOSS_TOKENS, NOT_FINITE, StepResult, train_step
-from megatron_vl.weights.run_folder import split_by_branch
+from megatron_vl.weights.run_folder import saved_checkpoints
 
 MAX_SKIPPED_STEPS = 10
 """A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
@@ -164,8 +164,6 @@ def save_checkpoint(training_run: TrainingRun) -> None:
     metrics_log, data_loader = training_run.metrics_log, training_run.data_loader
     progress.enter_phase(progress.SAVING_CHECKPOINT)
     bad_sample_counts, unlogged_counts = metrics_log.bad_sample_state()
-    if data_loader is not None:
-        bad_sample_counts["dataset"] = data_loader.dataset_identity
 
     def take_run_snapshot() -> checkpoint.CheckpointSnapshot:
         return checkpoint.take_snapshot(
@@ -208,7 +206,8 @@ def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
     dist.barrier()  # no rank ends before rank 0 has named the checkpoint
     run_dir = training_run.config.checkpoint.dir
     if run_dir and training_run.grid.rank == 0:  # other nodes may see an older state of the folder
-        print(f"checkpoints in {run_dir}: {describe_checkpoints(Path(run_dir))}", flush=True)
+        steps = [saved.step for saved in saved_checkpoints(Path(run_dir))]
+        print(f"checkpoints in {run_dir}: {steps}", flush=True)
     if stop_requested and training_run.completed_steps < training_run.resolved_run.last_step:
         log_rank_0(
             training_run.grid,
@@ -217,18 +216,6 @@ def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
             + ("start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"),
         )
     failures.stop_watching()
-
-
-def describe_checkpoints(run_dir: Path) -> str:
-    """The checkpoints that led to the latest one and those of abandoned branches, or why they are unknown."""
-    try:
-        current_steps, abandoned_steps = (
-            [saved.step for saved in checkpoints] for checkpoints in split_by_branch(run_dir)
-        )
-    except (checkpoint.CheckpointError, OSError) as error:
-        return str(error)
-    abandoned_text = f"; of abandoned branches: {abandoned_steps}" if abandoned_steps else ""
-    return f"{current_steps}{abandoned_text}"
 
 
 # --- Why a run cannot continue ------------------------------------------------------------------------------

@@ -227,7 +227,6 @@ def check_own_checkpoint(
     spec: ModelSpec,
     dp: int,
     checkpoint_path: Path,
-    restart_data: bool,
     base_digest: str = "",
 ) -> dict[str, Any]:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
@@ -248,9 +247,7 @@ def check_own_checkpoint(
     from megatron_vl.training import checkpoint
     from megatron_vl.weights.model_digest import recorded_base
 
-    saved_metadata = checkpoint.check_resumable(
-        checkpoint_path, data_order_metadata(config, dp), restart_data
-    )
+    saved_metadata = checkpoint.check_resumable(checkpoint_path, data_order_metadata(config, dp))
     weight_reader = checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata)
     check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
     check_same_adapters(checkpoint_path, weight_reader.lora, config, spec)

@@ -8,8 +8,6 @@ import operator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_vl.config import TrainConfig, field_types
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.spec.families import ModelSpec
@@ -41,14 +39,12 @@ something is read or how it is computed, and not what. Other fields of ``data`` 
 
 
 def restore_run(training_run: TrainingRun) -> None:
-    """Resumes from the chosen checkpoint, if there is one, and prints which one was chosen. Collective.
+    """Resumes from the latest checkpoint, if there is one. Collective.
 
     Raises:
         CheckpointError: the checkpoint cannot be used. The message says what to do.
         SystemExit: a signal asked a rank to stop, see :func:`exit_if_stop_requested`.
     """
-    for user_message in training_run.resolved_run.run_start.user_messages:
-        log_rank_0(training_run.grid, user_message)
     if training_run.resolved_run.is_resumed:
         _restore_checkpoint(training_run)
     exit_if_stop_requested(training_run.platform)  # building and loading take minutes with large models
@@ -57,35 +53,30 @@ def restore_run(training_run: TrainingRun) -> None:
 
 def _restore_checkpoint(training_run: TrainingRun) -> None:
     """Restores model, optimizer, loader and counts of the run, and prints what has changed since the save."""
-    run_start = training_run.resolved_run.run_start
-    assert run_start.source_checkpoint is not None
+    source_checkpoint = training_run.resolved_run.source_checkpoint
+    assert source_checkpoint is not None
     restored_state = checkpoint.load_checkpoint(
-        run_start.source_checkpoint.path,
+        source_checkpoint.path,
         model_chunks=training_run.model_chunks,
         optimizer=training_run.optimizer,
         spec=training_run.spec,
         layout=training_run.layout,
         grid=training_run.grid,
         run_metadata=data_order_metadata(training_run.config, training_run.grid.dp),
-        restart_data=run_start.restarts_data,
     )
 
     # Only ranks that own a loader have states. There are none if the data set is read from its start.
-    if (
-        training_run.data_loader is not None
-        and restored_state.loader_states is not None
-        and restored_state.loader_states.num_ranks
-    ):
+    if training_run.data_loader is not None and restored_state.loader_states is not None:
         _load_loader_state(training_run, restored_state.loader_states)
 
-    training_run.completed_steps = run_start.source_checkpoint.step
-    training_run.bad_samples = _continued_bad_sample_counts(training_run, restored_state.bad_sample_counts)
+    training_run.completed_steps = source_checkpoint.step
+    training_run.bad_samples = restored_state.bad_sample_counts
 
     # The notes name fields that may change between two starts. A user who did not mean to change one sees it.
     current_fields = _run_fields(training_run)
-    if not run_start.restarts_data:
+    if not restored_state.restarts_data:
         del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
-    saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
+    saved_metadata = checkpoint.read_run_metadata(source_checkpoint.path)
     try:
         training_run.skipped_steps = {
             reason: int(saved_metadata[_SKIPPED_STEPS_KEY].get(reason, 0)) for reason in SKIP_REASONS
@@ -99,13 +90,12 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         )
     except (KeyError, TypeError, ValueError) as error:
         error_text = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
-        ) from error
+        raise CheckpointError(f"{source_checkpoint.path / 'run.json'} is damaged: {error_text}") from error
 
+    restart_text = "; the data set is read from its start" if restored_state.restarts_data else ""
     log_rank_0(
         training_run.grid,
-        f"resumed at step {training_run.completed_steps} from {training_run.config.checkpoint.dir}",
+        f"resumed at step {source_checkpoint.step} from {training_run.config.checkpoint.dir}{restart_text}",
     )
     for change_note in change_notes:
         log_rank_0(training_run.grid, f"NOTE: {change_note}")
@@ -246,46 +236,13 @@ def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.Load
             loader_states.read_state,
         )
     except ValueError as error:
-        source_checkpoint = training_run.resolved_run.run_start.source_checkpoint
-        earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
-        restart_options = restart_option = "--checkpoint.restart_data true"
-        if earlier_restart:
-            restart_options += f" --checkpoint.attempt {earlier_restart.attempt + 1}"
-        if restart_option in str(error):
-            raise CheckpointError(str(error).replace(restart_option, restart_options)) from error
         raise CheckpointError(
-            f"{error}. Or keep weights and optimizer and read the data set from its start: {restart_options}"
+            f"{error}. Or {checkpoint.restart_data_advice(Path(training_run.config.checkpoint.dir))}"
         ) from error
-
-
-def _continued_bad_sample_counts(
-    training_run: TrainingRun, saved_counts: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """The checkpoint's counts of bad samples; None if the run continues with another data set.
-
-    Collective if the data was restarted.
-    """
-    if saved_counts is None or not training_run.resolved_run.run_start.restarts_data:
-        return saved_counts
-    is_same_dataset = [
-        training_run.data_loader is not None
-        and training_run.data_loader.is_same_dataset(saved_counts.get("dataset"))
-    ]
-    if training_run.grid.world_size > 1:
-        dist.broadcast_object_list(is_same_dataset)  # rank 0 owns a loader
-    return saved_counts if is_same_dataset[0] else None
 
 
 def _start_missing_exports(training_run: TrainingRun) -> None:
     """Starts the exports that an earlier start of the run did not finish. Only rank 0 exports."""
-    run_start = training_run.resolved_run.run_start
-    if training_run.hf_exporter is None or run_start.source_checkpoint is None:
-        return
-
-    ancestor_checkpoints = []
-    for saved_checkpoint in saved_checkpoints(Path(training_run.config.checkpoint.dir)):
-        if run_start.lineage.contains_checkpoint(
-            run_start.source_checkpoint.step, saved_checkpoint.checkpoint_point
-        ):
-            ancestor_checkpoints.append(saved_checkpoint)
-    training_run.hf_exporter.enqueue_missing_exports(sorted(ancestor_checkpoints, key=lambda c: c.step))
+    if training_run.hf_exporter is not None:
+        run_dir = Path(training_run.config.checkpoint.dir)
+        training_run.hf_exporter.enqueue_missing_exports(saved_checkpoints(run_dir))

@@ -193,7 +193,6 @@ def _open_run_dir(training_run: TrainingRun) -> None:
         training_run.grid,
         config.checkpoint.keep,
         config.checkpoint.keep_every,
-        training_run.resolved_run.run_start.lineage,
         training_run.hf_exporter,
     )
 

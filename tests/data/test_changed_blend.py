@@ -215,7 +215,7 @@ def test_without_the_switch_the_run_ends_and_says_what_changed(folder):
     with pytest.raises(LoaderStateError) as caught:
         run.start(blend(BIRDS | {"weight": 3}, SHIPS | {"weight": 2}, OTHER))
     message = str(caught.value)
-    assert "--data.on_changed_blend continue" in message and "--checkpoint.restart_data true" in message
+    assert "--data.on_changed_blend continue" in message
     assert "ships goes on where it is: weight 1 (25.0%) becomes weight 2 (33.3%)" in message
     assert "birds goes on where it is: weight 3, 50.0% of the samples expected, after 75.0%" in message
     assert "other is new" in message
@@ -223,7 +223,7 @@ def test_without_the_switch_the_run_ends_and_says_what_changed(folder):
 
 def test_a_blend_of_which_nothing_stays_is_refused_with_the_switch_too(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
-    with pytest.raises(LoaderStateError, match="restart_data") as caught:
+    with pytest.raises(LoaderStateError, match="give the data set that the run began with") as caught:
         run.start("other", **CONTINUE)
     assert "on_changed_blend" not in str(caught.value)
 

@@ -395,7 +395,9 @@ def test_states_that_do_not_fit_are_refused(dataset):
     with pytest.raises(LoaderStateError, match="seq_len"):
         Run(dataset, 2, seq_len=300).after(late)
     other = [state | {"identity": state["identity"] | {"version": 2}} for state in late]
-    with pytest.raises(LoaderStateError, match="version 2 of its format, .* reads 1; resume .*restart_data"):
+    with pytest.raises(
+        LoaderStateError, match="version 2 of its format, .* reads 1; resume with the program"
+    ):
         Run(dataset, 2).after(other)
     with pytest.raises(LoaderStateError, match="set data.shuffle back"):
         Run(dataset, 2, shuffle=False).after(late)

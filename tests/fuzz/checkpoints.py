@@ -211,7 +211,7 @@ class Mutator:
 
     def edit(self) -> tuple[str, list[str]] | None:
         """Changes one value in a JSON file; what a run says about itself has most to lose."""
-        own = [path for path in self.json if path.name in ("run.json", "latest.json")]
+        own = [path for path in self.json if path.name == "run.json"]
         path = self.draw.choice(self.draw.choice([own or self.json, self.json]))
         content = json.loads(path.read_text())
         where = self.edit_value(content, lambda place: True)
@@ -391,7 +391,7 @@ class Bench:
             write_hashed_safetensors,
             write_slice_index,
         )
-        from megatron_vl.weights.run_folder import lineage_from_json, step_dir_path, write_lineage
+        from megatron_vl.weights.run_folder import step_dir_path
 
         layout = make_layout(self.run.spec, tp=2, pp=2)
         table = tensor_table(self.run.spec)
@@ -440,9 +440,6 @@ class Bench:
             facts |= {"weights": weights_digest} if "weights" in saved else {}
             facts |= {"digest": manifest_digest(facts)} if "digest" in saved else {}
             write_json(out / "run.json", facts)
-            write_lineage(out, step, lineage_from_json(saved["lineage"]))
-
-        shutil.copy(self.folder / "run" / "latest.json", self.folder / "run_of_four")
 
     def merge(self, checkpoint: Path) -> str:
         return self._command("merge", "--checkpoint", checkpoint)
