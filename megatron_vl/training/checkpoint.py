@@ -5,7 +5,7 @@
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
     DIR/step_00000120/optimizer/        one safetensors file per rank and an index of them
                                         (see :mod:`megatron_vl.training.optimizer_state`)
-    DIR/step_00000120/loader/           one state per data-parallel replica
+    DIR/step_00000120/loader/           the position in the data set
 
 A save copies the state to host memory and returns; a thread writes it while training continues. Ranks agree
 through marker files, not collectives, so that the thread never interferes with the training's communication.
@@ -78,6 +78,9 @@ from megatron_vl.weights.weight_reader import WeightReader
 
 OWNER_FILE = ".owner.json"
 """The file in a run's folder that names the process that writes to it."""
+LOADER_STATE_FILE = "loader/dp_00000.json"
+"""The file of a step folder with the position in the data set. Without it, the data set is read from its
+start."""
 _FORMAT_VERSION = 1
 """The version of ``run.json``."""
 
@@ -127,7 +130,7 @@ def take_snapshot(
     """Copies this rank's state to the host. Collective if parameters are still being gathered.
 
     Args:
-        loader_state: the loader's ``state_dict()`` on the rank that owns it; None elsewhere.
+        loader_state: the loader's ``state_dict()`` on rank 0, which is that of all; None elsewhere.
         run_metadata: entries for ``run.json``; those of rank 0 are written.
         unlogged_counts: this rank's counts that ``run_metadata["bad_samples"]`` does not include yet.
     """
@@ -379,8 +382,9 @@ class CheckpointSaver:
             )
         }
         if checkpoint_snapshot.loader_state is not None:
-            file_name = f"loader/dp_{self.grid.dp_rank:05d}.json"
-            file_records[file_name] = write_json(partial_dir / file_name, checkpoint_snapshot.loader_state)
+            file_records[LOADER_STATE_FILE] = write_json(
+                partial_dir / LOADER_STATE_FILE, checkpoint_snapshot.loader_state
+            )
         return file_records
 
     def _commit_checkpoint(self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot) -> None:
@@ -586,54 +590,28 @@ def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
     return run_metadata
 
 
-class LoaderStates:
-    """The loader states of a checkpoint, one for each data-parallel rank that saved it."""
-
-    def __init__(self, checkpoint_path: Path, file_records: dict[str, Any]) -> None:
-        self.checkpoint_path, self.file_records = checkpoint_path, file_records
-        self.num_ranks = sum(name.startswith("loader/") for name in file_records)
-
-    def read_state(self, rank: int) -> dict[str, Any]:
-        """Reads the state of a rank. Raises CheckpointError if it is missing or damaged."""
-        name = f"loader/dp_{rank:05d}.json"
-        if name not in self.file_records:
-            raise CheckpointError(
-                f"{self.checkpoint_path} has no {name}: data-parallel rank {rank} did not save"
-            )
-        with suggest_remedy(self.checkpoint_path):
-            check_file_hash(self.checkpoint_path / name, self.file_records[name])
-        return json.loads((self.checkpoint_path / name).read_text())
-
-
 @dataclass
 class RestoredState:
     """The parts of a checkpoint that :func:`load_checkpoint` returns instead of restoring them itself."""
 
-    loader_states: LoaderStates | None
-    """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restart."""
+    loader_state: dict[str, Any] | None
+    """The loader's state, on a rank that owns a loader; None elsewhere, or if the data restart."""
     restarts_data: bool
-    """Whether the data set is read from its start (:func:`drop_loader_states`)."""
+    """Whether the data set is read from its start (:func:`drop_loader_state`)."""
     bad_sample_counts: dict[str, Any] | None
     """Counts over all ranks (see :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the
     program that saved the checkpoint counts none. A training run counts them."""
 
 
-def has_loader_states(run_metadata: dict[str, Any]) -> bool:
-    """Whether the checkpoint of this ``run.json`` says where its run stood in the data set."""
-    return any(name.startswith("loader/") for name in run_metadata["files"])
-
-
-def drop_loader_states(checkpoint_path: Path) -> None:
+def drop_loader_state(checkpoint_path: Path) -> None:
     """Makes a run that resumes from a step folder read its data set from the start.
 
     It then counts bad samples anew. The new ``run.json`` takes the place of the old one at once. The next
-    checkpoint has states again.
+    checkpoint has a state again.
     """
     run_metadata = read_run_metadata(checkpoint_path)
     run_metadata.pop("bad_samples", None)  # of a data set that the run may not read any more
-    run_metadata["files"] = {
-        name: record for name, record in run_metadata["files"].items() if not name.startswith("loader/")
-    }
+    run_metadata["files"].pop(LOADER_STATE_FILE, None)
     write_json(checkpoint_path / "run.json", run_metadata | {"digest": manifest_digest(run_metadata)})
     _remove_dir(checkpoint_path / "loader")
 
@@ -684,11 +662,12 @@ def load_checkpoint(
                 torch.cuda.set_rng_state(rng_state)
     optimizer_reader.close()
 
-    # The states are read when the loader asks for them, because it may need those of several ranks.
-    restarts_data, loader_states = not has_loader_states(saved_metadata), None
-    if grid.owns_loader and not restarts_data:
-        loader_states = LoaderStates(checkpoint_path, saved_metadata["files"])
-    return RestoredState(loader_states, restarts_data, saved_metadata.get("bad_samples"))
+    loader_record, loader_state = saved_metadata["files"].get(LOADER_STATE_FILE), None
+    if grid.owns_loader and loader_record is not None:
+        with suggest_remedy(checkpoint_path):
+            check_file_hash(checkpoint_path / LOADER_STATE_FILE, loader_record)
+        loader_state = json.loads((checkpoint_path / LOADER_STATE_FILE).read_text())
+    return RestoredState(loader_state, loader_record is None, saved_metadata.get("bad_samples"))
 
 
 def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any]) -> WeightReader:
@@ -767,10 +746,10 @@ def check_resumable(checkpoint_path: Path, run_metadata: dict[str, Any]) -> dict
     with suggest_remedy(checkpoint_path):
         saved_metadata = read_run_metadata(checkpoint_path)
     saved_length = saved_metadata.get("seq_len")
-    if has_loader_states(saved_metadata) and saved_length != run_metadata["seq_len"]:
+    if LOADER_STATE_FILE in saved_metadata["files"] and saved_length != run_metadata["seq_len"]:
         raise CheckpointError(
-            f"{checkpoint_path} was saved with seq_len {saved_length}, this run has {run_metadata['seq_len']}:"
-            " the order of samples would change. Resume with the same seq_len. Or"
+            f"{checkpoint_path} was saved with seq_len {saved_length}, and this run has"
+            f" {run_metadata['seq_len']}: the order of samples would change. Resume with the same seq_len. Or"
             f" {restart_data_advice(checkpoint_path.parent)}"
         )
     return saved_metadata

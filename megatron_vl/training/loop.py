@@ -173,7 +173,7 @@ def save_checkpoint(training_run: TrainingRun) -> None:
             spec=training_run.spec,
             layout=training_run.layout,
             grid=training_run.grid,
-            loader_state=data_loader.state_dict() if data_loader is not None else None,
+            loader_state=data_loader.state_dict() if training_run.grid.rank == 0 else None,
             run_metadata=checkpoint_metadata(training_run, metrics_log) | {"bad_samples": bad_sample_counts},
             unlogged_counts=unlogged_counts,
         )

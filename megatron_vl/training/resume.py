@@ -65,9 +65,12 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         run_metadata=data_order_metadata(training_run.config, training_run.grid.dp),
     )
 
-    # Only ranks that own a loader have states. There are none if the data set is read from its start.
-    if training_run.data_loader is not None and restored_state.loader_states is not None:
-        _load_loader_state(training_run, restored_state.loader_states)
+    if restored_state.loader_state is not None:
+        try:
+            training_run.data_loader.load_state_dict(restored_state.loader_state)
+        except ValueError as error:
+            advice = checkpoint.restart_data_advice(Path(training_run.config.checkpoint.dir))
+            raise CheckpointError(f"{error}. Or {advice}") from error
 
     training_run.completed_steps = source_checkpoint.step
     training_run.bad_samples = restored_state.bad_sample_counts
@@ -219,26 +222,6 @@ def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: 
     if saved_rate == current_rate:
         return []
     return [f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"]
-
-
-# --- Data and exports ---------------------------------------------------------------------------------------
-
-
-def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.LoaderStates) -> None:
-    """Lets the loader continue where the checkpoint stopped in the data.
-
-    Raises:
-        CheckpointError: the loader refuses the state. The message says how to restart the data instead.
-    """
-    try:
-        training_run.data_loader.load_state_dict(
-            loader_states.read_state(training_run.grid.dp_rank % loader_states.num_ranks),
-            loader_states.read_state,
-        )
-    except ValueError as error:
-        raise CheckpointError(
-            f"{error}. Or {checkpoint.restart_data_advice(Path(training_run.config.checkpoint.dir))}"
-        ) from error
 
 
 def _start_missing_exports(training_run: TrainingRun) -> None:

@@ -512,8 +512,7 @@ class Bench:
                 grid=run.grid,
                 run_metadata=data_order_metadata(run.config, run.grid.dp),
             )
-            states = restored.loader_states
-            loader = [states.read_state(rank) for rank in range(states.num_ranks)] if states else None
+            loader = restored.loader_state
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
 

@@ -105,7 +105,7 @@ def test_a_kill_between_any_two_renames_is_made_up_for(
     for renames in range(100):
         killed = make_run(tmp_path / f"killed_{renames}")
         renamers = iter([replace] * renames)
-        monkeypatch.setattr(os, "replace", lambda *paths: next(renamers, be_killed)(*paths))
+        monkeypatch.setattr(os, "replace", lambda *paths, left=renamers: next(left, be_killed)(*paths))
         try:
             roll_back(killed, 4)
         except Killed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_vl import durable_files
 from megatron_vl.journal import drop_incomplete_line
 from megatron_vl.training.checkpoint import (
-    drop_loader_states,
+    drop_loader_state,
     has_all_files,
     lock_run_dir,
     unlock_run_dir,
@@ -53,7 +53,7 @@ def restart_data(run_dir: Path) -> Path:
     with _hold_run(run_dir):
         latest_checkpoint = find_latest_checkpoint(run_dir)
         assert latest_checkpoint is not None
-        drop_loader_states(latest_checkpoint.path)
+        drop_loader_state(latest_checkpoint.path)
         return latest_checkpoint.path
 
 
