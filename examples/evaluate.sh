@@ -21,7 +21,7 @@ DATA=${DATA:-MMBench_DEV_EN_V11}
 OUT=${OUT:-evaluation/$(basename "$config" .yaml)}
 
 megatron-vl export --checkpoint "$SHARDS" --hf "$HF" --out "$OUT/converted" --force
-if [ -f "$RUN/latest.json" ]; then
+if compgen -G "$RUN/step_*" >/dev/null; then
   megatron-vl export --checkpoint "$RUN" --hf "$HF" --out "$OUT/trained" --force
   set -- --trained "$OUT/trained" "$@"
 fi

@@ -35,10 +35,8 @@ PROCESSOR_PREFIX = "processor."
 """Begins the names of an identity's settings of pixels that are not fields of ``data``."""
 GIVE_ORIGINAL_DATASET = "give the data set that the run began with"
 CONTINUE_ADVICE = "go on with the changed blend with --data.on_changed_blend continue"
-RESUME_WITH_SAVER = "resume with the program that saved it"
 RESUME_EARLIER_ADVICE = "go back to an earlier checkpoint with `megatron-vl checkpoint rollback`"
 ADVICE_BY_FIELD = {
-    "dataset": GIVE_ORIGINAL_DATASET,
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
     "tokenizer": "give the tokenizer that the run began with",
@@ -178,7 +176,7 @@ class RowLoader:
             "the loader state",
             saved_identity.get("version"),
             current_version,
-            RESUME_WITH_SAVER,
+            "resume with the program that saved it",
             LoaderStateError,
         )
 
@@ -213,7 +211,7 @@ class RowLoader:
         """
         problem_text = "the loader state was saved with another data set: "
         if not blend_change.keeps_any_source:
-            raise LoaderStateError(f"{problem_text}{blend_change.summary()}; {ADVICE_BY_FIELD['dataset']}")
+            raise LoaderStateError(f"{problem_text}{blend_change.summary()}; {GIVE_ORIGINAL_DATASET}")
         change_lines = blend_change.change_lines()
         if self._data_config.on_changed_blend != "continue":
             raise LoaderStateError(

@@ -624,19 +624,13 @@ def load_checkpoint(
     spec: ModelSpec,
     grid: ProcessGrid,
     layout: Layout,
-    run_metadata: dict[str, Any],
 ) -> RestoredState:
     """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
 
-    Args:
-        run_metadata: fields that decide which samples are read (see
-            :func:`megatron_vl.training.preflight.data_order_metadata`). ``seq_len`` must equal the saved one,
-            unless the data set is read from its start.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the order of samples would change.
+    Raises CheckpointError if files are missing or damaged.
     """
-    saved_metadata = check_resumable(checkpoint_path, run_metadata)
+    with suggest_remedy(checkpoint_path):
+        saved_metadata = read_run_metadata(checkpoint_path)
     live_tensors = collect_live_tensors(model_chunks, layout, grid)
     saved_layout = read_layout(spec, saved_metadata["layout"])
     optimizer_files = {}
@@ -723,36 +717,6 @@ def has_all_files(checkpoint_path: Path) -> bool:
         return True
     except (CheckpointError, WeightsError, OSError, KeyError, TypeError):
         return False
-
-
-def restart_data_advice(run_dir: Path) -> str:
-    """The end of a sentence about data that a run cannot continue in."""
-    return (
-        "keep weights and optimizer and read the data set from its start: run `megatron-vl checkpoint"
-        f" restart-data {run_dir}`, then start again"
-    )
-
-
-def check_resumable(checkpoint_path: Path, run_metadata: dict[str, Any]) -> dict[str, Any]:
-    """Reads ``run.json`` of a step folder, and checks that a run can resume from it.
-
-    Args:
-        run_metadata: has the run's own ``seq_len``, which is compared unless the data set is read from its
-            start.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or the order of samples would change.
-    """
-    with suggest_remedy(checkpoint_path):
-        saved_metadata = read_run_metadata(checkpoint_path)
-    saved_length = saved_metadata.get("seq_len")
-    if LOADER_STATE_FILE in saved_metadata["files"] and saved_length != run_metadata["seq_len"]:
-        raise CheckpointError(
-            f"{checkpoint_path} was saved with seq_len {saved_length}, and this run has"
-            f" {run_metadata['seq_len']}: the order of samples would change. Resume with the same seq_len. Or"
-            f" {restart_data_advice(checkpoint_path.parent)}"
-        )
-    return saved_metadata
 
 
 @torch.no_grad()

@@ -225,7 +225,6 @@ START_ADAPTER_KEY = "lora_start"
 def check_own_checkpoint(
     config: TrainConfig,
     spec: ModelSpec,
-    dp: int,
     checkpoint_path: Path,
     base_digest: str = "",
 ) -> dict[str, Any]:
@@ -241,13 +240,14 @@ def check_own_checkpoint(
         The checkpoint's ``run.json``.
 
     Raises:
-        CheckpointError: files are missing or damaged, or the order of samples would change.
+        CheckpointError: files are missing or damaged.
         RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
     """
     from megatron_vl.training import checkpoint
     from megatron_vl.weights.model_digest import recorded_base
 
-    saved_metadata = checkpoint.check_resumable(checkpoint_path, data_order_metadata(config, dp))
+    with checkpoint.suggest_remedy(checkpoint_path):
+        saved_metadata = checkpoint.read_run_metadata(checkpoint_path)
     weight_reader = checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata)
     check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
     check_same_adapters(checkpoint_path, weight_reader.lora, config, spec)

@@ -153,7 +153,6 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         saved_metadata = preflight.check_own_checkpoint(
             config,
             spec,
-            resolved_run.dp,
             source_checkpoint.path,
             base_digest,
         )

@@ -62,15 +62,16 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         spec=training_run.spec,
         layout=training_run.layout,
         grid=training_run.grid,
-        run_metadata=data_order_metadata(training_run.config, training_run.grid.dp),
     )
 
     if restored_state.loader_state is not None:
         try:
             training_run.data_loader.load_state_dict(restored_state.loader_state)
         except ValueError as error:
-            advice = checkpoint.restart_data_advice(Path(training_run.config.checkpoint.dir))
-            raise CheckpointError(f"{error}. Or {advice}") from error
+            raise CheckpointError(
+                f"{error}. Or keep weights and optimizer and read the data set from its start: run"
+                f" `megatron-vl checkpoint restart-data {training_run.config.checkpoint.dir}`, then start again"
+            ) from error
 
     training_run.completed_steps = source_checkpoint.step
     training_run.bad_samples = restored_state.bad_sample_counts
@@ -88,7 +89,7 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         change_notes = field_change_notes(
             training_run.config,
             current_fields,
-            dict(saved_metadata.get(_FIELDS_KEY, {})),
+            dict(saved_metadata[_FIELDS_KEY]),
             training_run.completed_steps,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -174,9 +175,6 @@ def field_change_notes(
         saved_fields: those that the checkpoint records. A field that one of the two leaves out is not named.
         step: the next step, zero-based.
     """
-    if not saved_fields:
-        return ["the checkpoint does not record the fields of its run, so that changes cannot be named"]
-
     effective_changes: list[str] = []
     changes_without_effect: list[str] = []
     for name, value in current_fields.items():

@@ -484,7 +484,6 @@ class Bench:
         """Resumes with the trainer's own function into a model and optimizer full of other numbers."""
         from megatron_vl.training import checkpoint as saved
         from megatron_vl.training.optimizer_state import optimizer_slices
-        from megatron_vl.training.preflight import data_order_metadata
 
         run = self.run
         parameters = saved.collect_live_tensors(self.run.model_chunks, self.run.layout, self.run.grid)
@@ -510,7 +509,6 @@ class Bench:
                 spec=run.spec,
                 layout=run.layout,
                 grid=run.grid,
-                run_metadata=data_order_metadata(run.config, run.grid.dp),
             )
             loader = restored.loader_state
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:

@@ -292,7 +292,9 @@ def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refuse
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
     done = train(prepared, run, "--data.seq_len", "256", ranks=2)
     assert done.returncode != 0
-    assert "was saved with seq_len 128, and this run has 256" in done.stderr and "restart-data" in done.stderr
+    assert (
+        "was saved with seq_len = 128, this loader has 256" in done.stderr and "restart-data" in done.stderr
+    )
     restart_data(run)
     done = train(prepared, run, "--data.seq_len", "256", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
