@@ -68,9 +68,10 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         try:
             training_run.data_loader.load_state_dict(restored_state.loader_state)
         except ValueError as error:
+            restart_command = f"megatron-vl checkpoint restart-data {training_run.config.checkpoint.dir}"
             raise CheckpointError(
                 f"{error}. Or keep weights and optimizer and read the data set from its start: run"
-                f" `megatron-vl checkpoint restart-data {training_run.config.checkpoint.dir}`, then start again"
+                f" `{restart_command}`, then start again"
             ) from error
 
     training_run.completed_steps = source_checkpoint.step
