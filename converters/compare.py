@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.weights.manifest import MANIFEST_FILE
-from megatron_vl.weights.run_folder import LATEST_FILE
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
     MatrixRegion,
@@ -69,7 +68,7 @@ def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], b
         The tensors by name, and whether it is a HF folder.
     """
     tensors: dict[str, _StoredTensor] = {}
-    marker_files = (MANIFEST_FILE, LATEST_FILE, f"weights/{MANIFEST_FILE}")
+    marker_files = (MANIFEST_FILE, f"weights/{MANIFEST_FILE}")
     has_marker = any((checkpoint_path / name).exists() for name in marker_files)
     if has_marker or any(checkpoint_path.glob("step_*")):
         # The reader must not refuse damaged tensors: a comparison shows the differences.

@@ -20,7 +20,7 @@ RUN=${RUN:-$(field "$config" checkpoint.dir)}
 DATA=${DATA:-MMBench_DEV_EN_V11}
 OUT=${OUT:-evaluation/$(basename "$config" .yaml)}
 
-if [ -f "$RUN/latest.json" ]; then
+if compgen -G "$RUN/step_*" >/dev/null; then
   set -- --trained "$RUN" "$@"
 fi
 megatron-vl evaluate --original "$HF" --converted "$SHARDS" --data "$DATA" --out "$OUT" "$@"

@@ -6,7 +6,7 @@
 #SBATCH --exclusive
 #SBATCH --output=%x-%j.log
 #SBATCH --requeue
-# A requeued job continues from its latest checkpoint, even if its options name a checkpoint.step to roll back to.
+# A requeued job continues from its latest checkpoint.
 # Slurm sends SIGTERM before it takes nodes back, and the training then saves and ends. The partition's GraceTime
 # (at preemption) must leave time for a step and a save.
 set -euo pipefail

@@ -193,13 +193,6 @@ IMPOSSIBLE = [
     (["--optimizer.min_lr_ratio", "2"], 1, "between 0 and 1"),
     (["--optimizer.warmup_steps", "100"], 1, "must be below steps 100"),
     (["--data.max_bad_share", "1.5"], 1, "data.max_bad_share 1.5 must be between 0 and 1"),
-    (["--checkpoint.step", "-3"], 1, "checkpoint.step -3 must be at least 0"),
-    (["--checkpoint.step", "7"], 1, "checkpoint.step 7 needs checkpoint.dir"),
-    (
-        ["--checkpoint.step", "7", "--checkpoint.dir", "runs", "--checkpoint.resume", "false"],
-        1,
-        "and checkpoint.resume",
-    ),
     (
         ["--stop_after", "9", "--steps", "8", "--optimizer.warmup_steps", "0"],
         1,

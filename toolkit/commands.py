@@ -45,6 +45,8 @@ COMMANDS = {
     "data inspect": Command("data", "DataInspectOptions", "inspect"),
     "checkpoint show": Command("checkpoint", "ShowOptions", "show"),
     "checkpoint verify": Command("checkpoint", "CheckpointVerifyOptions", "verify"),
+    "checkpoint rollback": Command("checkpoint", "RollbackOptions", "rollback"),
+    "checkpoint restart-data": Command("checkpoint", "RestartDataOptions", "restart_data"),
     "generate": Command("generate", "GenerateOptions", "generate"),
     "parity": Command("parity", "ParityOptions", "parity"),
     "evaluate": Command("evaluate", "EvaluateOptions", "evaluate"),

@@ -9,7 +9,7 @@ from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.training.adapters import with_start_adapter, with_stored_lora
-from megatron_vl.training.resolve import find_start_point
+from megatron_vl.training.resolve import find_source_checkpoint
 
 
 def with_adapter_settings(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
@@ -25,7 +25,7 @@ def with_adapter_settings(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
     from converters.adapters import PeftAdapters  # it imports torch
     from converters.peft_folder import is_peft_folder
 
-    source_checkpoint = find_start_point(config).source_checkpoint
+    source_checkpoint = find_source_checkpoint(config)
     if source_checkpoint is None and is_peft_folder(adapter_dir):
         return with_stored_lora(config, PeftAdapters(adapter_dir, spec).lora, f"lora.adapter {adapter_dir}")
     return with_start_adapter(config, spec, source_checkpoint)

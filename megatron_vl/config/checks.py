@@ -32,7 +32,7 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
     _check_pipeline_chunks(config, data_parallel_size)
     _check_step_counts(config)
     _check_synthetic_rows(config)
-    _check_checkpoint(config)
+    _check_export(config)
     _check_profile(config, world_size)
     _check_model_parts(config)
     return data_parallel_size
@@ -168,22 +168,6 @@ def _check_synthetic_rows(config: TrainConfig) -> None:
             f"eval.interval {config.eval.interval} needs a data set, and data.path is {config.data.path}; set"
             " it to 0"
         )
-
-
-def _check_checkpoint(config: TrainConfig) -> None:
-    """Checks the checkpoint that the run goes back to, and its exports."""
-    checkpoint = config.checkpoint
-    if checkpoint.step is not None and not (checkpoint.dir and checkpoint.resume):
-        raise RunConfigError(
-            f"checkpoint.step {checkpoint.step} needs checkpoint.dir, where that step was saved, and"
-            " checkpoint.resume"
-        )
-    if checkpoint.branch and checkpoint.step is None:
-        raise RunConfigError(
-            f"checkpoint.branch {checkpoint.branch} needs checkpoint.step, the step of that branch to go back"
-            " to"
-        )
-    _check_export(config)
 
 
 def _check_model_parts(config: TrainConfig) -> None:

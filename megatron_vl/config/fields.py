@@ -289,28 +289,13 @@ class CheckpointConfig:
     """Saving and resuming the run."""
 
     dir: str = ""
-    """Folder for the run's checkpoints. Empty: save nothing."""
+    """Folder for the run's checkpoints. A run resumes from the latest one in it. Empty: save nothing."""
     interval: int = option(0, minimum=0)
     """Steps between checkpoints. 0: save at the end only."""
     keep: int = option(2, minimum=0)
-    """Number of latest checkpoints to keep. 0: keep all. Checkpoints that a roll-back abandoned are neither
-    counted nor deleted, nor is the one that the last roll-back went back to."""
+    """Number of latest checkpoints to keep. 0: keep all."""
     keep_every: int = option(0, minimum=0)
     """Never delete checkpoints of multiples of this step. 0: keep only the latest ones."""
-    resume: bool = True
-    """Resume from the checkpoint in dir that was saved last, if there is one."""
-    step: int | None = option(None, minimum=0)
-    """Roll back to this step's checkpoint. What the run saves from then on becomes the latest. This happens
-    once: a later start with the same step resumes from what was saved since."""
-    branch: str = ""
-    """Branch of step, as `megatron-vl checkpoint show` names it, if several branches have saved that step.
-    Empty: the current branch if it has saved the step, otherwise the one saved last."""
-    restart_data: bool = False
-    """When resuming, read the data set from its start. Use it after a change of the data set, or of what
-    determines its rows (data.seq_len, data.seed). This happens once: a later start with the option on
-    continues in the data, also after starts without it."""
-    attempt: int = option(1, minimum=1)
-    """Raise this number to apply step or restart_data once more."""
     export_hf: int | Literal["last"] = 0
     """Steps between exports to a Hugging Face folder, dir/hf/step_NNNNNNNN, with config, tokenizer, processor
     and chat template of model.hf: a multiple of interval. The last step is exported too. last: export only
@@ -373,9 +358,9 @@ class WandbConfig:
 
     project: str = ""
     """Project that the run belongs to. Empty: send nothing to Weights & Biases. A resumed run continues in
-    the same W&B run; its id is in wandb.json in checkpoint.dir. To begin another one, delete that file or set
-    checkpoint.resume to false. W&B's own variables set the rest: WANDB_ENTITY, WANDB_NAME (otherwise the
-    name of the folder checkpoint.dir), WANDB_MODE, WANDB_DIR (otherwise checkpoint.dir)."""
+    the same W&B run; its id is in wandb.json in checkpoint.dir. To begin another one, delete that file.
+    W&B's own variables set the rest: WANDB_ENTITY, WANDB_NAME (otherwise the name of the folder
+    checkpoint.dir), WANDB_MODE, WANDB_DIR (otherwise checkpoint.dir)."""
 
 
 @dataclass(frozen=True)

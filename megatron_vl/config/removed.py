@@ -11,7 +11,12 @@ PATTERNS = "all matrices get lora.rank and lora.alpha; lora.adapter reads PEFT f
 ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
 
 REMOVED_FIELDS = {
+    "checkpoint.attempt": "the commands that replace checkpoint.step and checkpoint.restart_data act once",
     "checkpoint.background": "checkpoints are always written while training continues",
+    "checkpoint.branch": "steps that a roll-back abandoned are moved to abandoned/ in checkpoint.dir",
+    "checkpoint.restart_data": "run `megatron-vl checkpoint restart-data RUN` before the start",
+    "checkpoint.resume": "a run resumes if checkpoint.dir has a checkpoint; to begin anew, give another one",
+    "checkpoint.step": "run `megatron-vl checkpoint rollback RUN STEP` before the start",
     "data.on_changed_blend": "a run continues with a changed blend, and names the change",
     "data.packing_buffer": "the packer chooses among 64 samples",
     "data.sample_timeout_s": "reading, encoding and decoding a sample may each take 300 seconds",

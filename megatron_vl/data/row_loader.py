@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 from megatron.energon.errors import FatalSampleError
@@ -35,20 +34,15 @@ PIXEL_FIELDS = (
 PROCESSOR_PREFIX = "processor."
 """Begins the names of an identity's settings of pixels that are not fields of ``data``."""
 GIVE_ORIGINAL_DATASET = "give the data set that the run began with"
-RESTART_DATA_ADVICE = (
-    "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
-)
-RESUME_WITH_SAVER = f"resume with the program that saved it, {RESTART_DATA_ADVICE}"
-RESUME_EARLIER_ADVICE = f"resume from an earlier checkpoint, {RESTART_DATA_ADVICE}"
+RESUME_EARLIER_ADVICE = "go back to an earlier checkpoint with `megatron-vl checkpoint rollback`"
 ADVICE_BY_FIELD = {
-    "dataset": f"{GIVE_ORIGINAL_DATASET}, {RESTART_DATA_ADVICE}",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
     "tokenizer": "give the tokenizer that the run began with",
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
     "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
-    "shuffle_block": RESUME_WITH_SAVER,
-    "packing_buffer": RESUME_WITH_SAVER,
+    "shuffle_block": "resume with the program that saved it",
+    "packing_buffer": "resume with the program that saved it",
 }
 
 
@@ -99,11 +93,6 @@ class RowLoader:
             raise LoaderError(_without_traceback(str(error))) from error
 
     @property
-    def dataset_identity(self) -> Any:
-        """The data set's identity in this loader's states."""
-        return self._identity["dataset"]
-
-    @property
     def row_settings(self) -> dict[str, Any]:
         """The fields of ``data`` that determine the rows, with the values that hold for the model."""
         settings = self._identity | dict(zip(PIXEL_FIELDS, self._identity["pixels"], strict=True))
@@ -130,7 +119,7 @@ class RowLoader:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state as JSON values. Rank 0 saves the planner's state for all ranks.
+        """The state of all ranks' loaders as JSON values; on data-parallel rank 0.
 
         After :meth:`load_state_dict`, the next row is the one that would come next here.
 
@@ -147,23 +136,15 @@ class RowLoader:
             "begun": sorted(self._known_source_keys),
             "num_workers": self._data_config.num_workers,
             "ranks": self._dp_size,
-            "rank": self._dp_rank,
             "rows_per_step": self._planning_context.rows_per_step,
             "rows": row_count,
-            "planner": state_to_json(planner_state) if self._dp_rank == 0 else None,
+            "planner": state_to_json(planner_state),
         }
 
-    def load_state_dict(
-        self, saved_state: dict[str, Any], read_rank_state: Callable[[int], dict[str, Any]] | None = None
-    ) -> None:
-        """Continues where states were saved, on any number of ranks and workers.
+    def load_state_dict(self, saved_state: dict[str, Any]) -> None:
+        """Continues where data-parallel rank 0 saved its state, on any number of ranks and workers.
 
         Call it before the first row.
-
-        Args:
-            saved_state: the state that one data-parallel rank saved.
-            read_rank_state: returns the state that another rank saved with it. It is needed if
-                ``saved_state`` is not that of rank 0.
 
         Raises:
             LoaderStateError: the state belongs to another data set or to other packing, or rows were already
@@ -175,7 +156,6 @@ class RowLoader:
         try:
             self._check_saved_state(saved_state)
             self._known_source_keys |= set(saved_state["begun"])
-            saved_state = self._rank_0_state(saved_state, read_rank_state)
             self._planning_context.planner_state = state_from_json(saved_state["planner"])
             # Damage is found here, and not by the processes that plan.
             self._planning_context.make_planner()
@@ -189,21 +169,6 @@ class RowLoader:
                     raise
             raise LoaderStateError(f"{damage_text}; {RESUME_EARLIER_ADVICE}") from error
 
-    def _rank_0_state(
-        self, saved_state: dict[str, Any], read_rank_state: Callable[[int], dict[str, Any]] | None
-    ) -> dict[str, Any]:
-        """The state of rank 0, which saved the planner's state for all ranks."""
-        if saved_state["rank"] == 0:
-            return saved_state
-        if read_rank_state is None:
-            raise LoaderStateError(
-                "the state of data-parallel rank 0 is needed too: it says where data stand"
-            )
-        rank_0_state = read_rank_state(0)
-        if rank_0_state.get("rows") != saved_state["rows"]:
-            raise LoaderStateError("the loader state of data-parallel rank 0 is of another step")
-        return rank_0_state
-
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
         """Refuses a state that does not belong to this loader."""
         saved_identity = saved_state.get("identity", {})
@@ -212,15 +177,9 @@ class RowLoader:
             "the loader state",
             saved_identity.get("version"),
             current_version,
-            RESUME_WITH_SAVER,
+            "resume with the program that saved it",
             LoaderStateError,
         )
-
-        if "tokenizer" not in saved_identity:
-            self._change_lines.append(
-                "NOTE: the checkpoint does not record its tokenizer and image processor, so that other ones"
-                " are not noticed; the next one does"
-            )
 
         # A change of the blend is the only difference with which a run may go on.
         blend_change = self._blend_change(saved_identity.get("dataset"), frozenset(saved_state["begun"]))
@@ -229,21 +188,14 @@ class RowLoader:
 
         for field_name, current_value in self._identity.items():
             saved_value = saved_identity.get(field_name)
-            is_of_processor = field_name.startswith(PROCESSOR_PREFIX)
-            if field_name not in saved_identity and (is_of_processor or field_name == "tokenizer"):
-                continue
             if field_name != "dataset" and saved_value != current_value:
                 advice = ADVICE_BY_FIELD.get(field_name, f"set data.{field_name} back")
-                if is_of_processor:
+                if field_name.startswith(PROCESSOR_PREFIX):
                     advice = "give the files of the image and video processor that the run began with"
                 raise LoaderStateError(
                     f"the loader state was saved with {field_name} = {saved_value!r}, this loader has"
                     f" {current_value!r} and would not make the same rows; {advice}"
                 )
-
-    def is_same_dataset(self, saved_identity: Any) -> bool:
-        """Whether an identity of a saved state is that of this loader's data set."""
-        return self._blend_change(saved_identity).is_same_data
 
     def _blend_change(
         self, saved_identity: Any, known_source_keys: frozenset[str] = frozenset()
@@ -260,7 +212,7 @@ class RowLoader:
         if not blend_change.keeps_any_source:
             raise LoaderStateError(
                 f"the loader state was saved with another data set: {blend_change.summary()};"
-                f" {ADVICE_BY_FIELD['dataset']}"
+                f" {GIVE_ORIGINAL_DATASET}"
             )
         self._change_lines.append("the blend has changed; from here on:")
         self._change_lines += [f"  {line}" for line in blend_change.change_lines()]

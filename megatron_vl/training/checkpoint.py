@@ -1,21 +1,17 @@
 """Saves and resumes a run.
 
-    DIR/latest.json                     the checkpoint saved last
-                                        (see :mod:`megatron_vl.weights.run_folder`)
     DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology,
-                                        fields, lineage, and files with their hashes
-    DIR/step_00000120/lineage.json      what the checkpoint was trained from; a small file, because a start
-                                        reads those of all checkpoints
+                                        fields, and files with their hashes
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
     DIR/step_00000120/optimizer/        one safetensors file per rank and an index of them
                                         (see :mod:`megatron_vl.training.optimizer_state`)
-    DIR/step_00000120/loader/           one state per data-parallel replica
+    DIR/step_00000120/loader/           the position in the data set
 
 A save copies the state to host memory and returns; a thread writes it while training continues. Ranks agree
 through marker files, not collectives, so that the thread never interferes with the training's communication.
 Each rank writes a marker when its files are on disk, and rank 0 gives the folder its final name when all
 markers exist. So a checkpoint has this name only when it is complete, and a crash at any moment leaves the
-last good one. If another branch has saved the same step, its folder is renamed and not replaced.
+last good one.
 """
 
 from __future__ import annotations
@@ -73,28 +69,19 @@ from megatron_vl.weights.manifest import write_expert_file, write_manifest, writ
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.model_digest import recorded_base
 from megatron_vl.weights.run_folder import (
-    LATEST_FILE,
-    LINEAGE_FILE,
     CheckpointError,
-    CheckpointPoint,
-    Lineage,
     SavedCheckpoint,
-    aside_path,
-    find_latest_checkpoint,
-    lineage_from_json,
-    make_branch_name,
-    read_lineage,
-    read_signed_json,
     saved_checkpoints,
     step_dir_path,
-    step_of_dir,
-    write_lineage,
 )
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 
 OWNER_FILE = ".owner.json"
 """The file in a run's folder that names the process that writes to it."""
+LOADER_STATE_FILE = "loader/dp_00000.json"
+"""The file of a step folder with the position in the data set. Without it, the data set is read from its
+start."""
 _FORMAT_VERSION = 1
 """The version of ``run.json``."""
 
@@ -144,7 +131,7 @@ def take_snapshot(
     """Copies this rank's state to the host. Collective if parameters are still being gathered.
 
     Args:
-        loader_state: the loader's ``state_dict()`` on the rank that owns it; None elsewhere.
+        loader_state: the loader's ``state_dict()`` on rank 0, which is that of all; None elsewhere.
         run_metadata: entries for ``run.json``; those of rank 0 are written.
         unlogged_counts: this rank's counts that ``run_metadata["bad_samples"]`` does not include yet.
     """
@@ -213,17 +200,12 @@ class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        num_latest_kept: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the
-            current weights were trained are counted and deleted. Users delete those that a roll-back
-            abandoned. The checkpoint that the current branch was rolled back to is kept too, so that the
-            roll-back can be repeated.
+        num_latest_kept: number of latest checkpoints to keep; 0 keeps all.
         keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
-        lineage: lineage of the checkpoints to save (see
-            :func:`megatron_vl.weights.run_folder.choose_start_point`); None: a new branch.
         hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
 
     Raises:
-        CheckpointError: another run is writing to the folder, or the folder's checkpoints cannot be read.
+        CheckpointError: another run is writing to the folder.
     """
 
     def __init__(
@@ -234,13 +216,11 @@ class CheckpointSaver:
         grid: ProcessGrid,
         num_latest_kept: int,
         keep_every: int = 0,
-        lineage: Lineage | None = None,
         hf_exporter: HfExporter | None = None,
     ) -> None:
         self.run_dir, self.spec, self.layout, self.grid = run_dir, spec, layout, grid
         self.num_latest_kept, self.keep_every = num_latest_kept, keep_every
         self.hf_exporter = hf_exporter
-        self._lineage = lineage or Lineage(branch=make_branch_name())
         self._writer_thread: threading.Thread | None = None
         self._write_error: str | None = None
         self._lock_file: Any = None
@@ -257,16 +237,6 @@ class CheckpointSaver:
             for leftover_dir in run_dir.glob("step_*.partial"):  # from a run that was killed while it saved
                 with contextlib.suppress(OSError):
                     _remove_dir(leftover_dir)
-
-            # The serial numbers of all branches of the folder rise together.
-            try:
-                existing_checkpoints = saved_checkpoints(run_dir)
-            except BaseException:
-                self.close()
-                raise
-            self._lineage = dataclasses.replace(
-                self._lineage, serial=existing_checkpoints[-1].lineage.serial if existing_checkpoints else 0
-            )
 
     def start_save(self, make_snapshot: Callable[[], CheckpointSnapshot], step: int) -> None:
         """Waits for an unfinished earlier save, takes a snapshot, and starts to write it. Collective."""
@@ -413,8 +383,9 @@ class CheckpointSaver:
             )
         }
         if checkpoint_snapshot.loader_state is not None:
-            file_name = f"loader/dp_{self.grid.dp_rank:05d}.json"
-            file_records[file_name] = write_json(partial_dir / file_name, checkpoint_snapshot.loader_state)
+            file_records[LOADER_STATE_FILE] = write_json(
+                partial_dir / LOADER_STATE_FILE, checkpoint_snapshot.loader_state
+            )
         return file_records
 
     def _commit_checkpoint(self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot) -> None:
@@ -441,53 +412,26 @@ class CheckpointSaver:
         )
 
         # The digest covers the hashes of all other files, so it shows a change in any of them.
-        lineage = dataclasses.replace(self._lineage, serial=self._lineage.serial + 1)
         metadata = {
             **checkpoint_snapshot.run_metadata,
             "files": file_records,
             "weights": weights_digest,
-            "lineage": lineage.as_json(),
         }
         if "bad_samples" in metadata:
             metadata["bad_samples"] = add_pending_counts(
                 metadata["bad_samples"], [marker["pending"] for marker in rank_markers]
             )
-        write_lineage(partial_dir, checkpoint_snapshot.step, lineage)
         write_json(partial_dir / "run.json", metadata | {"digest": manifest_digest(metadata)})
         shutil.rmtree(partial_dir / "done")
         durable_files.fsync_path(partial_dir)
 
         self._check_owner()  # writing may have taken minutes
         # Until here, a crash leaves a `.partial` folder, which the next start deletes.
-        self._give_final_name(partial_dir, checkpoint_snapshot.step)
-        write_json(
-            self.run_dir / LATEST_FILE,
-            {"step": checkpoint_snapshot.step, "serial": lineage.serial, "branch": lineage.branch},
-        )
-        self._lineage = dataclasses.replace(
-            lineage, parent=CheckpointPoint(lineage.branch, checkpoint_snapshot.step)
-        )
+        final_dir = step_dir_path(self.run_dir, checkpoint_snapshot.step)
+        durable_files.rename_path(partial_dir, final_dir)
         if self.hf_exporter is not None:
-            self.hf_exporter.enqueue_export(
-                SavedCheckpoint(
-                    step_dir_path(self.run_dir, checkpoint_snapshot.step), checkpoint_snapshot.step, lineage
-                )
-            )
+            self.hf_exporter.enqueue_export(SavedCheckpoint(final_dir, checkpoint_snapshot.step))
         self._may_have_old = True
-
-    def _give_final_name(self, partial_dir: Path, step: int) -> None:
-        """Gives a complete checkpoint its final name. If a checkpoint already has it, that one is renamed."""
-        final_dir = step_dir_path(self.run_dir, step)
-        if final_dir.exists():
-            # If the old checkpoint was the latest, it stays the latest until the new one has the name. A kill
-            # between the two renames loses only the new one.
-            try:
-                old_lineage = read_lineage(final_dir, step)
-            except CheckpointError:  # its file is damaged
-                old_lineage = Lineage()
-            os.replace(final_dir, aside_path(SavedCheckpoint(final_dir, step, old_lineage)))
-        os.replace(partial_dir, final_dir)
-        durable_files.fsync_path(self.run_dir)
 
     def _wait_for_markers(self, marker_dir: Path) -> list[dict[str, Any]]:
         """Waits for the markers of all ranks. Raises CheckpointError if a rank failed or ended."""
@@ -511,42 +455,22 @@ class CheckpointSaver:
             time.sleep(0.05)
 
     def delete_old_checkpoints(self) -> None:
-        """On rank 0: of the checkpoints that led to the newest one, deletes those that need not be kept.
+        """On rank 0: deletes the checkpoints that need not be kept.
 
         If the latest step was skipped, the newest one may be of no use, and none is deleted.
         """
         if self.grid.rank or not self._is_newest_proven:
             return
-        newest_point = self._lineage.parent
         pending_exports = self.hf_exporter.pending_checkpoints() if self.hf_exporter is not None else set()
         try:
             self._check_owner()
-            existing_checkpoints = saved_checkpoints(self.run_dir)
-        except (CheckpointError, OSError):
-            return  # another owner, or an unknown lineage, which the next save or start reports
-        if newest_point is None:
-            return
+        except CheckpointError:
+            return  # the next save reports the other owner
 
-        # Checkpoints of abandoned branches belong to the user, and are neither counted nor deleted.
-        branch_checkpoints = []
-        for saved_checkpoint in existing_checkpoints:
-            if self._lineage.contains_checkpoint(newest_point.step, saved_checkpoint.checkpoint_point):
-                branch_checkpoints.append(saved_checkpoint)
-        branch_checkpoints.sort(key=lambda saved_checkpoint: saved_checkpoint.step)
-
-        kept_checkpoints = (
-            branch_checkpoints[-self.num_latest_kept :] if self.num_latest_kept else branch_checkpoints
-        )
-        rollback_record = self._lineage.rollback
-        rollback_point = rollback_record and CheckpointPoint(rollback_record.branch, rollback_record.step)
-        for saved_checkpoint in branch_checkpoints:
+        checkpoints = saved_checkpoints(self.run_dir)
+        for saved_checkpoint in checkpoints[: -self.num_latest_kept] if self.num_latest_kept else ():
             is_permanent = self.keep_every and saved_checkpoint.step % self.keep_every == 0
-            if (
-                saved_checkpoint not in kept_checkpoints
-                and saved_checkpoint.checkpoint_point != rollback_point
-                and saved_checkpoint.path not in pending_exports
-                and not is_permanent
-            ):
+            if saved_checkpoint.path not in pending_exports and not is_permanent:
                 _delete_checkpoint(saved_checkpoint.path)
 
 
@@ -566,13 +490,10 @@ def _delete_checkpoint(checkpoint_path: Path) -> None:
 
 def last_good_text(run_dir: Path) -> str:
     """Names the checkpoint from which a run continues whose last save has failed."""
-    try:
-        newest_checkpoint = find_latest_checkpoint(run_dir)
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    if newest_checkpoint is None:
+    checkpoints = saved_checkpoints(run_dir)
+    if not checkpoints:
         return "there is no earlier checkpoint"
-    return f"the last good checkpoint is step {newest_checkpoint.step}"
+    return f"the last good checkpoint is step {checkpoints[-1].step}"
 
 
 def _remove_dir(dir_path: Path) -> None:
@@ -670,34 +591,30 @@ def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
     return run_metadata
 
 
-class LoaderStates:
-    """The loader states of a checkpoint, one for each data-parallel rank that saved it."""
-
-    def __init__(self, checkpoint_path: Path, file_records: dict[str, Any]) -> None:
-        self.checkpoint_path, self.file_records = checkpoint_path, file_records
-        self.num_ranks = sum(name.startswith("loader/") for name in file_records)
-
-    def read_state(self, rank: int) -> dict[str, Any]:
-        """Reads the state of a rank. Raises CheckpointError if it is missing or damaged."""
-        name = f"loader/dp_{rank:05d}.json"
-        if name not in self.file_records:
-            raise CheckpointError(
-                f"{self.checkpoint_path} has no {name}: data-parallel rank {rank} did not save"
-            )
-        with suggest_remedy(self.checkpoint_path):
-            check_file_hash(self.checkpoint_path / name, self.file_records[name])
-        return json.loads((self.checkpoint_path / name).read_text())
-
-
 @dataclass
 class RestoredState:
     """The parts of a checkpoint that :func:`load_checkpoint` returns instead of restoring them itself."""
 
-    loader_states: LoaderStates | None
-    """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restarts."""
+    loader_state: dict[str, Any] | None
+    """The loader's state, on a rank that owns a loader; None elsewhere, or if the data restart."""
+    restarts_data: bool
+    """Whether the data set is read from its start (:func:`drop_loader_state`)."""
     bad_sample_counts: dict[str, Any] | None
     """Counts over all ranks (see :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the
     program that saved the checkpoint counts none. A training run counts them."""
+
+
+def drop_loader_state(checkpoint_path: Path) -> None:
+    """Makes a run that resumes from a step folder read its data set from the start.
+
+    It then counts bad samples anew. The new ``run.json`` takes the place of the old one at once. The next
+    checkpoint has a state again.
+    """
+    run_metadata = read_run_metadata(checkpoint_path)
+    run_metadata.pop("bad_samples", None)  # of a data set that the run may not read any more
+    run_metadata["files"].pop(LOADER_STATE_FILE, None)
+    write_json(checkpoint_path / "run.json", run_metadata | {"digest": manifest_digest(run_metadata)})
+    _remove_dir(checkpoint_path / "loader")
 
 
 def load_checkpoint(
@@ -708,21 +625,13 @@ def load_checkpoint(
     spec: ModelSpec,
     grid: ProcessGrid,
     layout: Layout,
-    run_metadata: dict[str, Any],
-    restart_data: bool = False,
 ) -> RestoredState:
     """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
 
-    Args:
-        run_metadata: fields that decide which samples are read (see
-            :func:`megatron_vl.training.resolve.data_order_metadata`). Those in :data:`UNCHANGEABLE_FIELDS`
-            must equal the saved ones.
-        restart_data: whether to read the data set from its start. The fields may then differ.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the order of samples would change.
+    Raises CheckpointError if files are missing or damaged.
     """
-    saved_metadata = check_resumable(checkpoint_path, run_metadata, restart_data)
+    with suggest_remedy(checkpoint_path):
+        saved_metadata = read_run_metadata(checkpoint_path)
     live_tensors = collect_live_tensors(model_chunks, layout, grid)
     saved_layout = read_layout(spec, saved_metadata["layout"])
     optimizer_files = {}
@@ -748,11 +657,12 @@ def load_checkpoint(
                 torch.cuda.set_rng_state(rng_state)
     optimizer_reader.close()
 
-    # The states are read when the loader asks for them, because it may need those of several ranks.
-    loader_states = None
-    if grid.owns_loader and not restart_data:
-        loader_states = LoaderStates(checkpoint_path, saved_metadata["files"])
-    return RestoredState(loader_states, saved_metadata.get("bad_samples"))
+    loader_record, loader_state = saved_metadata["files"].get(LOADER_STATE_FILE), None
+    if grid.owns_loader and loader_record is not None:
+        with suggest_remedy(checkpoint_path):
+            check_file_hash(checkpoint_path / LOADER_STATE_FILE, loader_record)
+        loader_state = json.loads((checkpoint_path / LOADER_STATE_FILE).read_text())
+    return RestoredState(loader_state, loader_record is None, saved_metadata.get("bad_samples"))
 
 
 def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any]) -> WeightReader:
@@ -788,29 +698,17 @@ def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
 
 def _remedy_text(checkpoint_path: Path) -> str:
     """A sentence that says how a run can go on without the damaged checkpoint ``checkpoint_path``."""
-    step, run_dir = step_of_dir(checkpoint_path) or 0, checkpoint_path.parent
-    try:
-        lineage = read_lineage(checkpoint_path, step)
-        other_checkpoints = [other for other in saved_checkpoints(run_dir) if other.path != checkpoint_path]
-    except CheckpointError:
-        return f"Fetch the checkpoint again, or move {checkpoint_path} away"
-
-    # Checkpoints that led to the damaged one come before those of abandoned branches.
-    other_checkpoints.sort(
-        key=lambda other: (lineage.contains_checkpoint(step, other.checkpoint_point), other.lineage.serial),
-        reverse=True,
-    )
-    for saved_checkpoint in other_checkpoints:
-        if _has_all_files(saved_checkpoint.path):
-            rollback_record = lineage.rollback
-            step_option = f"--checkpoint.step {saved_checkpoint.step}"
-            if rollback_record and rollback_record.step == saved_checkpoint.step:
-                step_option += f" --checkpoint.attempt {rollback_record.attempt + 1}"
-            return f"Resume with {step_option}, the last one whose files are all there"
+    run_dir = checkpoint_path.parent
+    for other in reversed(saved_checkpoints(run_dir)):
+        if other.path != checkpoint_path and has_all_files(other.path):
+            return (
+                "Go back to the last one whose files are all there: `megatron-vl checkpoint rollback"
+                f" {run_dir} {other.step}`"
+            )
     return f"{run_dir} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
 
 
-def _has_all_files(checkpoint_path: Path) -> bool:
+def has_all_files(checkpoint_path: Path) -> bool:
     """Whether a step folder has all its files in their sizes. Their content is not read."""
     try:
         WeightReader(checkpoint_path / "weights", takes_adapters=True)
@@ -820,36 +718,6 @@ def _has_all_files(checkpoint_path: Path) -> bool:
         return True
     except (CheckpointError, WeightsError, OSError, KeyError, TypeError):
         return False
-
-
-UNCHANGEABLE_FIELDS = ("seq_len",)
-"""The fields of ``run.json`` that must not change if a run is to continue in the data where it stopped."""
-
-
-def check_resumable(
-    checkpoint_path: Path, run_metadata: dict[str, Any], restart_data: bool
-) -> dict[str, Any]:
-    """Reads ``run.json`` of a step folder, and checks that a run can resume from it.
-
-    Args:
-        run_metadata: the run's own values of :data:`UNCHANGEABLE_FIELDS`, among others.
-        restart_data: whether the data set is read from its start. Then no value is compared.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or the order of samples would change.
-    """
-    with suggest_remedy(checkpoint_path):
-        saved_metadata = read_run_metadata(checkpoint_path)
-    for field_name in () if restart_data else UNCHANGEABLE_FIELDS:
-        current_value = run_metadata[field_name]
-        if saved_metadata.get(field_name) != current_value:
-            raise CheckpointError(
-                f"{checkpoint_path} was saved with {field_name} {saved_metadata.get(field_name)}, this run"
-                f" has {current_value}: the order of samples would change. Resume with the same {field_name},"
-                " or give --checkpoint.restart_data true to keep weights and optimizer and read the data set"
-                " from its start"
-            )
-    return saved_metadata
 
 
 @torch.no_grad()
@@ -892,19 +760,4 @@ def verify_files(checkpoint_path: Path) -> list[str]:
             check_file_hash(checkpoint_path / file_name, file_record)
         except CheckpointError as error:
             problems.append(str(error))
-    if not _is_same_lineage(checkpoint_path, saved_metadata):
-        problems.append(
-            f"{checkpoint_path / LINEAGE_FILE} is missing or damaged; run.json holds a copy, so nothing is"
-            " lost"
-        )
     return problems
-
-
-def _is_same_lineage(checkpoint_path: Path, saved_metadata: dict[str, Any]) -> bool:
-    """Whether ``lineage.json`` exists and has the same lineage as ``run.json``."""
-    try:
-        return lineage_from_json(
-            read_signed_json(checkpoint_path / LINEAGE_FILE, saved_metadata["step"])
-        ) == lineage_from_json(saved_metadata["lineage"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

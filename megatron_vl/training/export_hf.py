@@ -79,14 +79,10 @@ class HfExporter:
         if waiting_count >= REPORTED_QUEUE_LENGTH:
             _print_message(f"NOTE: {waiting_count} checkpoints wait for their export and are kept until then")
 
-    def enqueue_missing_exports(self, ancestor_checkpoints: Iterable[SavedCheckpoint]) -> None:
-        """Exports the checkpoints that an earlier start of the run did not export.
-
-        Args:
-            ancestor_checkpoints: the checkpoints that led to the current weights, sorted by step.
-        """
+    def enqueue_missing_exports(self, saved_checkpoints: Iterable[SavedCheckpoint]) -> None:
+        """Exports those of the run's checkpoints, sorted by step, that an earlier start did not export."""
         due_by_partial_dir: dict[Path, SavedCheckpoint] = {}
-        for saved_checkpoint in ancestor_checkpoints:
+        for saved_checkpoint in saved_checkpoints:
             if self.is_due(saved_checkpoint.step):
                 export_dir = export_dir_path(self.run_dir, saved_checkpoint.step)
                 due_by_partial_dir[export_dir.with_suffix(".partial")] = saved_checkpoint
@@ -136,7 +132,7 @@ class HfExporter:
             return [str(saved.step) for saved in self._export_queue]
 
     def _is_exported(self, saved_checkpoint: SavedCheckpoint) -> bool:
-        """Whether the step's folder was exported from these weights, and not from those of another branch."""
+        """Whether the step's folder was exported from these weights."""
         facts_path = export_dir_path(self.run_dir, saved_checkpoint.step) / EXPORT_FACTS_FILE
         manifest_path = saved_checkpoint.path / "weights" / MANIFEST_FILE
         try:
@@ -172,11 +168,7 @@ class HfExporter:
             "out": str(hf_export_dir),
             "parent": os.getpid(),
             "leave_free": 0 if is_last else _dir_size_bytes(saved_checkpoint.path),
-            "facts": {
-                "step": saved_checkpoint.step,
-                "branch": saved_checkpoint.lineage.branch,
-                "serial": saved_checkpoint.lineage.serial,
-            },
+            "facts": {"step": saved_checkpoint.step},
         }
 
     def _export_checkpoint(self, saved_checkpoint: SavedCheckpoint) -> None:

@@ -20,7 +20,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.model_digest import model_digest
-from megatron_vl.weights.run_folder import StartPoint
+from megatron_vl.weights.run_folder import SavedCheckpoint
 from megatron_vl.weights.weight_reader import find_weights_dir
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -31,14 +31,14 @@ TOKENIZER_FILES = (
 DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid")
 
 
-def read_model_digests(config: TrainConfig, run_start: StartPoint) -> dict[str, str]:
+def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> dict[str, str]:
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
     files = [Path(config.model.hf) / name for name in PROCESSOR_FILES]
-    reads_start_weights = config.lora.rank or not run_start.source_checkpoint
+    reads_start_weights = config.lora.rank or not source_checkpoint
     weights = [config.model.checkpoint] if reads_start_weights else []
-    if run_start.source_checkpoint is not None:
-        files.append(run_start.source_checkpoint.path / "run.json")
+    if source_checkpoint is not None:
+        files.append(source_checkpoint.path / "run.json")
     else:
         weights.append(config.lora.adapter)
     folders = [folder for folder in weights if folder and folder != RANDOM_WEIGHTS]
@@ -58,7 +58,7 @@ def read_loader_digests(config: TrainConfig, description: Description) -> dict[s
 def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
     """Raises RunConfigError if this rank reads other files than rank 0."""
     try:
-        own_digests = read_model_digests(resolved_run.config, resolved_run.run_start)
+        own_digests = read_model_digests(resolved_run.config, resolved_run.source_checkpoint)
     except (OSError, UserError) as error:
         raise RunConfigError(f"{socket.gethostname()}: {error}") from error
     expected_digests = resolved_run.model_digests

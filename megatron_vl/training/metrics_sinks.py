@@ -27,6 +27,8 @@ from megatron_vl.training.evaluation import ValidationResult
 
 EVALUATIONS_FILE = "eval.jsonl"
 """The file with a line for each validation, in the folder of the checkpoints."""
+STEP_LOG_FILES = ("metrics.jsonl", EVALUATIONS_FILE, "quarantine.jsonl", "samples.jsonl")
+"""Files in the folder of the checkpoints whose lines begin with the step that they belong to."""
 WANDB_RUN_FILE = "wandb.json"
 """The file with the id of the W&B run, in the folder of the checkpoints."""
 WANDB_FINISH_TIMEOUT_S = 60
@@ -76,7 +78,7 @@ class JsonLinesSink(MetricsSink):
     def __init__(self, run_dir: Path) -> None:
         durable_files.make_dirs(run_dir)
         self.run_dir = run_dir
-        for file_name in ("metrics.jsonl", EVALUATIONS_FILE, "quarantine.jsonl", "samples.jsonl"):
+        for file_name in STEP_LOG_FILES:
             drop_incomplete_line(run_dir / file_name)
         self.metrics_file = (run_dir / "metrics.jsonl").open("a")
 
@@ -246,7 +248,7 @@ def _remove_import_hooks() -> None:
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
     """Id of the W&B run that this run continues; None for a new one. Raises UserError if it is damaged."""
     run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
-    if not (config.checkpoint.dir and config.checkpoint.resume and run_file.is_file()):
+    if not (config.checkpoint.dir and run_file.is_file()):
         return None
     try:
         run_record = json.loads(run_file.read_text())

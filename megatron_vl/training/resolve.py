@@ -7,6 +7,7 @@ it. Rank 0 of a run calls it and sends the result to the other ranks. No other c
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,8 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.start_weights import check_start_weights, start_weights_path
 from megatron_vl.weights.model_digest import model_digest, recorded_base
 from megatron_vl.weights.run_folder import (
-    DataRestart,
     SavedCheckpoint,
-    StartPoint,
-    StepMissingError,
-    choose_start_point,
-    read_signed_json,
+    find_latest_checkpoint,
 )
 
 
@@ -77,16 +74,16 @@ def resolve_run(
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
     dp, spec = _check_fields(config, world_size, show_only)
-    run_start = _find_run_start(config, dp)
+    source_checkpoint = find_source_checkpoint(config)
     # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
-    config = with_start_adapter(config, spec, run_start.source_checkpoint)
+    config = with_start_adapter(config, spec, source_checkpoint)
     config = freeze_unadapted_parts(config, spec)
     calibration = calibration_for_platform(config.platform)
     if machine_memory is None:
         machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
 
     # A resumed run keeps the split with which its checkpoint was saved.
-    saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
+    saved_layout = _saved_layout(config, spec, source_checkpoint)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
     layer_split_origin = split_source(config, saved_layout, calibration)
 
@@ -105,7 +102,9 @@ def resolve_run(
         machine_memory.gpu_gib,
         machine_memory.host_gib,
     )
-    resolved_run = ResolvedRun(settled_config, spec, layout, dp, layer_split_origin, run_start, {}, ())
+    resolved_run = ResolvedRun(
+        settled_config, spec, layout, dp, layer_split_origin, source_checkpoint, {}, ()
+    )
     if show_only:
         return resolved_run
     return _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
@@ -147,7 +146,7 @@ def _split_note(resolved_run: ResolvedRun) -> str:
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
     config, spec = resolved_run.config, resolved_run.spec
-    source_checkpoint = resolved_run.run_start.source_checkpoint
+    source_checkpoint = resolved_run.source_checkpoint
     run_notes = [f"NOTE: {remark}" for remark in config_remarks(config, on_cpu)]
     if resolved_run.layer_split_origin != "given":
         run_notes.append(_split_note(resolved_run))
@@ -168,9 +167,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         saved_metadata = check_own_checkpoint(
             config,
             spec,
-            resolved_run.dp,
             source_checkpoint.path,
-            resolved_run.run_start.restarts_data,
             base_digest,
         )
         start_adapter = saved_metadata.get(START_ADAPTER_KEY)
@@ -187,7 +184,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     return dataclasses.replace(
         resolved_run,
         facts_by_split=facts_by_split,
-        model_digests=read_model_digests(config, resolved_run.run_start),
+        model_digests=read_model_digests(config, source_checkpoint),
         loader_digests=loader_digests,
         run_notes=tuple(run_notes),
         base_digest=base_digest,
@@ -239,9 +236,7 @@ def check_tokenizer(config: TrainConfig, spec: ModelSpec) -> str:
 def check_own_checkpoint(
     config: TrainConfig,
     spec: ModelSpec,
-    dp: int,
     checkpoint_path: Path,
-    restart_data: bool,
     base_digest: str = "",
 ) -> dict[str, Any]:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
@@ -256,14 +251,13 @@ def check_own_checkpoint(
         The checkpoint's ``run.json``.
 
     Raises:
-        CheckpointError: files are missing or damaged, or the order of samples would change.
+        CheckpointError: files are missing or damaged.
         RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
     """
     from megatron_vl.training import checkpoint
 
-    saved_metadata = checkpoint.check_resumable(
-        checkpoint_path, data_order_metadata(config, dp), restart_data
-    )
+    with checkpoint.suggest_remedy(checkpoint_path):
+        saved_metadata = checkpoint.read_run_metadata(checkpoint_path)
     weight_reader = checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata)
     check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
     check_same_adapters(checkpoint_path, weight_reader.lora, config, spec)
@@ -284,68 +278,14 @@ def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
 # --- The start of a run -------------------------------------------------------------------------------------
 
 
-def _find_run_start(config: TrainConfig, dp: int) -> StartPoint:
-    """Decides from which checkpoint a run begins, and whether it reads its data from the start."""
-    start_point = find_start_point(config)
-    # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that overrides
-    # it does not make the next start restart the data again.
-    return _restart_data(config, dp, start_point) if config.checkpoint.restart_data else start_point
-
-
-def find_start_point(config: TrainConfig) -> StartPoint:
-    """Decides from which checkpoint a run begins.
+def find_source_checkpoint(config: TrainConfig) -> SavedCheckpoint | None:
+    """The checkpoint that a run resumes from: the latest in its folder; None if it begins anew.
 
     Raises:
-        RunConfigError: there is no checkpoint of step ``checkpoint.step``.
-        CheckpointError: the latest checkpoint is not known or cannot be read.
+        CheckpointError: a roll-back of the folder was interrupted.
     """
-    checkpoint_config = config.checkpoint
-    run_dir = Path(checkpoint_config.dir) if checkpoint_config.dir and checkpoint_config.resume else None
-    try:
-        return choose_start_point(
-            run_dir, checkpoint_config.step, checkpoint_config.branch, checkpoint_config.attempt
-        )
-    except StepMissingError as error:
-        if checkpoint_config.step is None:
-            raise
-        raise RunConfigError(str(error)) from error
-
-
-def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> StartPoint:
-    """The start of a run with ``checkpoint.restart_data``."""
-    source_checkpoint, attempt = start_point.source_checkpoint, config.checkpoint.attempt
-    earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
-    if (
-        source_checkpoint is not None
-        and earlier_restart is not None
-        and earlier_restart.attempt >= attempt
-        and _reads_same_data(source_checkpoint, data_order_metadata(config, dp))
-    ):
-        restart_note = (
-            f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
-            f" step {earlier_restart.step}; the run continues in it. To read it from its start once more,"
-            f" give --checkpoint.attempt {earlier_restart.attempt + 1}"
-        )
-        return dataclasses.replace(start_point, user_messages=(*start_point.user_messages, restart_note))
-
-    step = 0 if source_checkpoint is None else source_checkpoint.step
-    lineage = dataclasses.replace(start_point.lineage, data_restart=DataRestart(step, attempt))
-    if source_checkpoint is None:
-        return dataclasses.replace(start_point, lineage=lineage)
-    restart_note = (
-        f"checkpoint.restart_data: the data set is read from its start at step {step}; once"
-        " this run has saved, a start with the same option continues in it"
-    )
-    user_messages = (*start_point.user_messages, restart_note)
-    return StartPoint(source_checkpoint, lineage, user_messages, restarts_data=True)
-
-
-def _reads_same_data(source_checkpoint: SavedCheckpoint, current_metadata: dict[str, Any]) -> bool:
-    """Whether a run with the fields ``current_metadata`` can continue in the data of a checkpoint."""
-    from megatron_vl.training.checkpoint import UNCHANGEABLE_FIELDS, read_run_metadata
-
-    saved_metadata = read_run_metadata(source_checkpoint.path)
-    return all(saved_metadata.get(name) == current_metadata[name] for name in UNCHANGEABLE_FIELDS)
+    run_dir = config.checkpoint.dir
+    return find_latest_checkpoint(Path(run_dir)) if run_dir else None
 
 
 def _saved_layout(
@@ -358,8 +298,6 @@ def _saved_layout(
     if source_checkpoint is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return None
     try:
-        return read_layout(
-            spec, read_signed_json(source_checkpoint.path / "run.json", source_checkpoint.step)["layout"]
-        )
+        return read_layout(spec, json.loads((source_checkpoint.path / "run.json").read_text())["layout"])
     except (ValueError, KeyError, TypeError, OSError, RuntimeError):
         return None

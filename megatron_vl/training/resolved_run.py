@@ -9,7 +9,7 @@ from megatron_vl.config import TrainConfig
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.weights.run_folder import StartPoint
+from megatron_vl.weights.run_folder import SavedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class ResolvedRun:
     """Data-parallel size."""
     layer_split_origin: Literal["given", "saved", "planned", "even"]
     """The origin of the split of the decoder layers."""
-    run_start: StartPoint
+    source_checkpoint: SavedCheckpoint | None
+    """The checkpoint that the run resumes from; None: it begins anew."""
     facts_by_split: dict[str, SplitFacts]
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
     run_notes: tuple[str, ...]
@@ -48,4 +49,4 @@ class ResolvedRun:
     @property
     def is_resumed(self) -> bool:
         """Whether weights come from the run's own checkpoint."""
-        return self.run_start.source_checkpoint is not None
+        return self.source_checkpoint is not None

@@ -66,9 +66,6 @@ def field_change_notes(
         saved_fields: those that the checkpoint records. A field that one of the two leaves out is not named.
         step: the next step, zero-based.
     """
-    if not saved_fields:
-        return ["the checkpoint does not record the fields of its run, so that changes cannot be named"]
-
     effective_changes: list[str] = []
     changes_without_effect: list[str] = []
     for name, value in current_fields.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl.models.build import aux_loss_reason
@@ -13,7 +11,6 @@ from megatron_vl.plurals import pluralize
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
-from megatron_vl.weights.run_folder import CheckpointError, split_by_branch
 
 
 def run_summary(resolved_run: ResolvedRun, platform: Platform, optimizer: ChainedOptimizer) -> list[str]:
@@ -38,18 +35,6 @@ def run_summary(resolved_run: ResolvedRun, platform: Platform, optimizer: Chaine
     if aux_loss_note := aux_loss_reason(spec, config.model):
         lines.append(f"load-balancing loss of the experts: {aux_loss_note}")
     return [*lines, *resolved_run.run_notes]
-
-
-def describe_checkpoints(run_dir: Path) -> str:
-    """The checkpoints that led to the latest one and those of abandoned branches, or why they are unknown."""
-    try:
-        current_steps, abandoned_steps = (
-            [saved.step for saved in checkpoints] for checkpoints in split_by_branch(run_dir)
-        )
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    abandoned_text = f"; of abandoned branches: {abandoned_steps}" if abandoned_steps else ""
-    return f"{current_steps}{abandoned_text}"
 
 
 def skipped_steps_message(skip_reasons: list[str], step: int) -> str:

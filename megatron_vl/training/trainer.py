@@ -43,7 +43,7 @@ from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.resolve import data_order_metadata
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.resume import field_change_notes, recorded_fields
-from megatron_vl.training.run_messages import describe_checkpoints, run_summary, skipped_steps_message
+from megatron_vl.training.run_messages import run_summary, skipped_steps_message
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.start_weights import open_start_weights, start_weights_path
 from megatron_vl.training.step import (
@@ -54,7 +54,7 @@ from megatron_vl.training.step import (
     wrap_in_ddp,
 )
 from megatron_vl.weights.model_digest import AdapterBase
-from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
+from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, saved_checkpoints
 from megatron_vl.weights.weight_reader import WeightReader
 
 MAX_SKIPPED_STEPS = 10
@@ -226,128 +226,69 @@ class Trainer:
             self.grid,
             config.keep,
             config.keep_every,
-            self.resolved_run.run_start.lineage,
             self.hf_exporter,
         )
 
     # --- Restore --------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Resumes from the chosen checkpoint, if there is one, and prints which one was chosen. Collective.
+        """Resumes from the latest checkpoint, if there is one. Collective.
 
         Raises:
             CheckpointError: the checkpoint cannot be used. The message says what to do.
             SystemExit: a signal asked a rank to stop.
         """
-        for user_message in self.resolved_run.run_start.user_messages:
-            log_rank_0(self.grid, user_message)
-        if self.resolved_run.is_resumed:
-            self._restore_checkpoint()
+        if self.resolved_run.source_checkpoint is not None:
+            self._restore_checkpoint(self.resolved_run.source_checkpoint)
         exit_if_stop_requested(self.platform)  # building and loading take minutes with large models
-        self._start_missing_exports()
+        if self.hf_exporter is not None:  # an earlier start may not have finished its exports
+            self.hf_exporter.enqueue_missing_exports(saved_checkpoints(Path(self.config.checkpoint.dir)))
 
-    def _restore_checkpoint(self) -> None:
+    def _restore_checkpoint(self, source_checkpoint: SavedCheckpoint) -> None:
         """Restores model, optimizer, loader and counts, and prints what has changed since the save."""
-        run_start = self.resolved_run.run_start
-        assert run_start.source_checkpoint is not None
         restored_state = checkpoint.load_checkpoint(
-            run_start.source_checkpoint.path,
+            source_checkpoint.path,
             model_chunks=self.model_chunks,
             optimizer=self.optimizer,
             spec=self.spec,
             layout=self.layout,
             grid=self.grid,
-            run_metadata=data_order_metadata(self.config, self.grid.dp),
-            restart_data=run_start.restarts_data,
         )
+        if restored_state.loader_state is not None:
+            try:
+                self.data_loader.load_state_dict(restored_state.loader_state)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{error}. Or keep weights and optimizer and read the data set from its start: run"
+                    f" `megatron-vl checkpoint restart-data {self.config.checkpoint.dir}`, then start again"
+                ) from error
 
-        # Only ranks that own a loader have states. There are none if the data set is read from its start.
-        if (
-            self.data_loader is not None
-            and restored_state.loader_states is not None
-            and restored_state.loader_states.num_ranks
-        ):
-            self._load_loader_state(restored_state.loader_states)
-
-        self.step = run_start.source_checkpoint.step
-        self.bad_samples = self._continued_bad_sample_counts(restored_state.bad_sample_counts)
+        self.step = source_checkpoint.step
+        self.bad_samples = restored_state.bad_sample_counts
 
         # The notes name fields that may change between two starts. A user who did not mean to change one
         # sees it.
         current_fields = self._recorded_fields()
-        if not run_start.restarts_data:
+        if not restored_state.restarts_data:
             del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
-        saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
+        saved_metadata = checkpoint.read_run_metadata(source_checkpoint.path)
         try:
             self.skipped_steps = {
                 reason: int(saved_metadata[_SKIPPED_STEPS_KEY].get(reason, 0)) for reason in SKIP_REASONS
             }
             self.source_counts = dict(saved_metadata[_SOURCES_KEY])
-            saved_fields = dict(saved_metadata.get(_FIELDS_KEY, {}))
+            saved_fields = dict(saved_metadata[_FIELDS_KEY])
             change_notes = field_change_notes(self.config, current_fields, saved_fields, self.step)
         except (KeyError, TypeError, ValueError) as error:
             error_text = f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
+                f"{source_checkpoint.path / 'run.json'} is damaged: {error_text}"
             ) from error
 
-        log_rank_0(self.grid, f"resumed at step {self.step} from {self.config.checkpoint.dir}")
+        restart_text = "; the data set is read from its start" if restored_state.restarts_data else ""
+        log_rank_0(self.grid, f"resumed at step {self.step} from {self.config.checkpoint.dir}{restart_text}")
         for change_note in change_notes:
             log_rank_0(self.grid, f"NOTE: {change_note}")
-
-    def _load_loader_state(self, loader_states: checkpoint.LoaderStates) -> None:
-        """Lets the loader continue where the checkpoint stopped in the data.
-
-        Raises:
-            CheckpointError: the loader refuses the state. The message says how to restart the data instead.
-        """
-        try:
-            self.data_loader.load_state_dict(
-                loader_states.read_state(self.grid.dp_rank % loader_states.num_ranks),
-                loader_states.read_state,
-            )
-        except ValueError as error:
-            source_checkpoint = self.resolved_run.run_start.source_checkpoint
-            earlier_restart = (
-                source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
-            )
-            restart_options = restart_option = "--checkpoint.restart_data true"
-            if earlier_restart:
-                restart_options += f" --checkpoint.attempt {earlier_restart.attempt + 1}"
-            if restart_option in str(error):
-                raise CheckpointError(str(error).replace(restart_option, restart_options)) from error
-            raise CheckpointError(
-                f"{error}. Or keep weights and optimizer and read the data set from its start:"
-                f" {restart_options}"
-            ) from error
-
-    def _continued_bad_sample_counts(self, saved_counts: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The checkpoint's counts of bad samples; None if the run continues with another data set.
-
-        Collective if the data was restarted.
-        """
-        if saved_counts is None or not self.resolved_run.run_start.restarts_data:
-            return saved_counts
-        is_same_dataset = [
-            self.data_loader is not None and self.data_loader.is_same_dataset(saved_counts.get("dataset"))
-        ]
-        if self.grid.world_size > 1:
-            dist.broadcast_object_list(is_same_dataset)  # rank 0 owns a loader
-        return saved_counts if is_same_dataset[0] else None
-
-    def _start_missing_exports(self) -> None:
-        """Starts the exports that an earlier start of the run did not finish. Only rank 0 exports."""
-        run_start = self.resolved_run.run_start
-        if self.hf_exporter is None or run_start.source_checkpoint is None:
-            return
-
-        ancestor_checkpoints = []
-        for saved_checkpoint in saved_checkpoints(Path(self.config.checkpoint.dir)):
-            if run_start.lineage.contains_checkpoint(
-                run_start.source_checkpoint.step, saved_checkpoint.checkpoint_point
-            ):
-                ancestor_checkpoints.append(saved_checkpoint)
-        self.hf_exporter.enqueue_missing_exports(sorted(ancestor_checkpoints, key=lambda c: c.step))
 
     # --- Run ------------------------------------------------------------------------------------------------
 
@@ -422,8 +363,6 @@ class Trainer:
         assert self.checkpoint_saver is not None
         progress.enter_phase(progress.SAVING_CHECKPOINT)
         bad_sample_counts, unlogged_counts = self.metrics_log.bad_sample_state()
-        if self.data_loader is not None:
-            bad_sample_counts["dataset"] = self.data_loader.dataset_identity
 
         def take_run_snapshot() -> checkpoint.CheckpointSnapshot:
             return checkpoint.take_snapshot(
@@ -433,7 +372,7 @@ class Trainer:
                 spec=self.spec,
                 layout=self.layout,
                 grid=self.grid,
-                loader_state=self.data_loader.state_dict() if self.data_loader is not None else None,
+                loader_state=self.data_loader.state_dict() if self.grid.rank == 0 else None,
                 run_metadata=self._checkpoint_metadata() | {"bad_samples": bad_sample_counts},
                 unlogged_counts=unlogged_counts,
             )
@@ -523,8 +462,9 @@ class Trainer:
         progress.enter_phase(progress.ENDING_RUN)
         dist.barrier()  # no rank ends before rank 0 has named the checkpoint
         run_dir = self.config.checkpoint.dir
-        if run_dir:
-            log_rank_0(self.grid, f"checkpoints in {run_dir}: {describe_checkpoints(Path(run_dir))}")
+        if run_dir and self.grid.rank == 0:  # other nodes may see an older state of the folder
+            steps = [saved.step for saved in saved_checkpoints(Path(run_dir))]
+            print(f"checkpoints in {run_dir}: {steps}", flush=True)
         if self.stop_requested and self.step < self.last_step:
             resume_hint = (
                 "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"

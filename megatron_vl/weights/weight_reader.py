@@ -40,22 +40,20 @@ def find_weights_dir(given_path: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no folder of weights. The message says which files were looked for.
-        WeightsError: it is not known which checkpoint of a run is the latest.
+        WeightsError: a roll-back of the run was interrupted.
     """
     given_path = Path(given_path)
     for candidate_dir in (given_path, given_path / "weights"):
         if (candidate_dir / MANIFEST_FILE).is_file():
             return candidate_dir
 
-    if (given_path / JOURNAL_FILE).is_file() and not (given_path / run_folder.LATEST_FILE).is_file():
+    if (given_path / JOURNAL_FILE).is_file():
         raise FileNotFoundError(
             f"{given_path} holds a conversion that is not finished; run it again to continue it"
         )
 
     try:
         latest_checkpoint = run_folder.find_latest_checkpoint(given_path)
-    except run_folder.StepMissingError as error:
-        raise FileNotFoundError(str(error)) from error
     except run_folder.CheckpointError as error:
         raise WeightsError(str(error)) from error
     if latest_checkpoint is None:
@@ -76,9 +74,7 @@ def _no_weights_text(given_path: Path) -> str:
             "is a Hugging Face folder, not a folder of Megatron weights; write one with"
             f" `megatron-vl convert --hf {given_path} --out DIR`"
         )
-    return (
-        f"holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
-    )
+    return f"holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and step_ folders"
 
 
 def read_adapters(path: str | Path) -> WeightReader:

@@ -85,18 +85,11 @@ def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
             run("convert", "--hf", origin, "--tp", 2, "--out", run_folder / f"step_{step:08d}" / "weights")
             == 0
         )
-    (run_folder / "latest.json").write_text(json.dumps({"step": 120, "serial": 0}))
     for i, folder in enumerate(
         (run_folder, run_folder / "step_00000005", run_folder / "step_00000005" / "weights")
     ):
         assert run("export", "--checkpoint", folder, "--hf", origin, "--out", tmp_path / f"back{i}") == 0
         assert_same_folder(origin, tmp_path / f"back{i}")
-
-
-def test_latest_step_is_missing(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "latest.json").write_text(json.dumps({"step": 7, "serial": 0}))
-    assert run("export", "--checkpoint", tmp_path, "--hf", origin, "--out", tmp_path / "back") == 1
-    assert "names step 7, but" in capsys.readouterr().err
 
 
 def test_verify_names_the_first_tensors_and_fails(tmp_path: Path, origin: Path) -> None:

@@ -191,7 +191,7 @@ def test_ranks_change_with_the_blend(folder):
         samples: list[str] = []
         for rank in range(ranks):
             rows = loader(path, rank=rank, ranks=ranks, rows_per_step=3)
-            rows.load_state_dict(run.state, lambda number: run.state)
+            rows.load_state_dict(run.state)
             samples += [key for row in islice(rows, 12 // ranks) for key in row.sample_keys]
         found.append(sorted(samples))
     assert found[0] == found[1]
@@ -220,7 +220,7 @@ def test_a_change_is_named(folder):
 
 def test_a_blend_of_which_nothing_stays_is_refused(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
-    with pytest.raises(LoaderStateError, match="restart_data"):
+    with pytest.raises(LoaderStateError, match="give the data set that the run began with"):
         run.start("other")
 
 

@@ -195,7 +195,7 @@ def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_
     write(tmp_path / "moved", ships={"weight": 3})
     with pytest.raises(
         LoaderStateError,
-        match=r"ships goes on where it is: weight 1 \(25.0%\) becomes weight 3 .*restart_data true",
+        match=r"ships goes on where it is: weight 1 \(25.0%\) becomes weight 3 .*on_changed_blend continue",
     ):
         loader(tmp_path / "moved" / "meta.yaml").load_state_dict(state)
 

@@ -211,7 +211,7 @@ class Mutator:
 
     def edit(self) -> tuple[str, list[str]] | None:
         """Changes one value in a JSON file; what a run says about itself has most to lose."""
-        own = [path for path in self.json if path.name in ("run.json", "latest.json")]
+        own = [path for path in self.json if path.name == "run.json"]
         path = self.draw.choice(self.draw.choice([own or self.json, self.json]))
         content = json.loads(path.read_text())
         where = self.edit_value(content, lambda place: True)
@@ -393,7 +393,7 @@ class Bench:
             write_hashed_safetensors,
             write_slice_index,
         )
-        from megatron_vl.weights.run_folder import lineage_from_json, step_dir_path, write_lineage
+        from megatron_vl.weights.run_folder import step_dir_path
 
         layout = make_layout(self.run.spec, tp=2, pp=2)
         table = tensor_table(self.run.spec)
@@ -442,9 +442,6 @@ class Bench:
             facts |= {"weights": weights_digest} if "weights" in saved else {}
             facts |= {"digest": manifest_digest(facts)} if "digest" in saved else {}
             write_json(out / "run.json", facts)
-            write_lineage(out, step, lineage_from_json(saved["lineage"]))
-
-        shutil.copy(self.folder / "run" / "latest.json", self.folder / "run_of_four")
 
     def merge(self, checkpoint: Path) -> str:
         return self._command("merge", "--checkpoint", checkpoint)
@@ -489,7 +486,6 @@ class Bench:
         """Resumes with the trainer's own function into a model and optimizer full of other numbers."""
         from megatron_vl.training import checkpoint as saved
         from megatron_vl.training.optimizer_state import optimizer_slices
-        from megatron_vl.training.resolve import data_order_metadata
 
         run = self.run
         parameters = saved.collect_live_tensors(self.run.model_chunks, self.run.layout, self.run.grid)
@@ -515,10 +511,8 @@ class Bench:
                 spec=run.spec,
                 layout=run.layout,
                 grid=run.grid,
-                run_metadata=data_order_metadata(run.config, run.grid.dp),
             )
-            states = restored.loader_states
-            loader = [states.read_state(rank) for rank in range(states.num_ranks)] if states else None
+            loader = restored.loader_state
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
 

@@ -102,9 +102,6 @@ def hostile(mark: Mark, elsewhere: Path) -> dict[str, Callable[[Path], None]]:
         "weights above": lambda step: manifest_name(step, "../weights.safetensors"),
         "weights absolute": lambda step: manifest_name(step, str(elsewhere / "w.safetensors")),
         "weights of another kind": lambda step: manifest_name(step, "tp00_pp00.bin"),
-        "latest leads away": lambda step: (
-            (step.parent / "latest.json").write_text('{"step": "../../elsewhere"}') and None
-        ),
         "layers without end": lambda step: signed(
             step / "weights" / MANIFEST_FILE,
             lambda content: content["hf_config"].update(num_hidden_layers=10**12),

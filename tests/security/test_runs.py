@@ -21,7 +21,6 @@ EXPECTED = {
     "weights above": (WEIGHTS, "not a file name"),
     "weights absolute": (WEIGHTS, "not a file name"),
     "weights of another kind": (WEIGHTS, "not a file name"),
-    "latest leads away": (WEIGHTS, "latest.json"),
     "layers without end": (WEIGHTS, "num_hidden_layers"),
 }
 """Hostile change -> the uses that must refuse it, and part of their message."""

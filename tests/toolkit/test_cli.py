@@ -108,8 +108,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("latest.json", "x", "latest.json is damaged"),
-        ("latest.json", '{"step": 3, "serial": 0}', "names step 3, but"),
+        ("abandoned/after_step_00000003.partial/x", "", "to step 3 was interrupted; finish it with"),
         ("step_00000002/run.json", "{", "run.json is damaged"),
         ("step_00000002/run.json", '{"format": 2}', "has version 2 of its format, and this program reads 1"),
         ("manifest.json", "{}", "holds only weights, which `megatron-vl verify"),
@@ -118,7 +117,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
 @pytest.mark.parametrize("action", ["show", "verify"])
 def test_damage_of_a_run_is_one_line(tmp_path, capsys, action, file, text, message):
     path = tmp_path / file
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     assert main(["checkpoint", action, str(tmp_path)]) == 1
     shown = capsys.readouterr().err

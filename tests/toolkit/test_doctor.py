@@ -24,7 +24,7 @@ from megatron_vl.planning.memory import StageMemory, peak_stage_gib
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.weights.run_folder import Lineage, SavedCheckpoint
+from megatron_vl.weights.run_folder import SavedCheckpoint
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import estimate_stage_memory
 from tests.support.ranks import python_path, run_module
@@ -210,8 +210,8 @@ def resolved(config: TrainConfig, step: int | None = None) -> ResolvedRun:
     run = resolve_run(config, config.parallel.tp * config.parallel.pp, show_only=True)
     if step is None:
         return run
-    source = SavedCheckpoint(Path(config.checkpoint.dir), step, Lineage())
-    return dataclasses.replace(run, run_start=dataclasses.replace(run.run_start, source_checkpoint=source))
+    source = SavedCheckpoint(Path(config.checkpoint.dir), step)
+    return dataclasses.replace(run, source_checkpoint=source)
 
 
 def rows_of(run: dict[str, Any], *options: str) -> list[Finding]:

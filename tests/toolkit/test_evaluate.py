@@ -89,7 +89,6 @@ def test_an_examples_script_scores_original_round_trip_and_training(original, ta
     other = shutil.copytree(tiny_checkpoint("qwen2_5_vl", layers=28), tmp_path / "other")
     convert_weights(answers_letters(other, 1), full)
     reshard_weights(full, run / "step_00000003" / "weights", {"tp": 2, "pp": 1})
-    (run / "latest.json").write_text('{"step": 3, "serial": 0}')
 
     out = tmp_path / "out"
     environment = {"HF": original, "SHARDS": shards, "RUN": run, "DATA": table.stem, "OUT": out}

@@ -69,7 +69,7 @@ def moved(
             parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
             source = step_dir_path(Path(folder) / str(number - 1), 2)
-            load_checkpoint(source, **parts, **place, run_metadata={}, restart_data=True)
+            load_checkpoint(source, **parts, **place)
 
         saved = saved_tensors(live, Path(folder) / str(number))
         first = first or saved

@@ -44,9 +44,7 @@ def _move(
         else:
             parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
-            load_checkpoint(
-                step_dir_path(folder / "0", 2), **parts, **place, run_metadata={}, restart_data=True
-            )
+            load_checkpoint(step_dir_path(folder / "0", 2), **parts, **place)
         saved.append(saved_tensors(live, folder / str(number)))
         results.append(_step(live, platform, 2))
     if dist.get_rank():

@@ -17,7 +17,7 @@ from converters.convert import convert_weights, export_weights
 from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.config.checks import check_export_weights
 from megatron_vl.training.export_hf import HfExporter
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, Lineage, SavedCheckpoint
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
 
@@ -72,12 +72,12 @@ class Steps:
         self.hf = small_checkpoint(folder / "hf")
         self.run = folder / "run"
 
-    def save(self, step: int, branch: str = "a", *, of: Path | None = None) -> SavedCheckpoint:
+    def save(self, step: int, *, of: Path | None = None) -> SavedCheckpoint:
         path = self.run / f"step_{step:08d}"
         if path.exists():
-            path.rename(path.with_name(f"{path.name}.branch_before.1"))
+            shutil.rmtree(path)
         convert_weights(of or self.hf, path / "weights")
-        return SavedCheckpoint(path, step, Lineage(step, branch))
+        return SavedCheckpoint(path, step)
 
     def exporter(self, every: int, last: int) -> HfExporter:
         return HfExporter(self.run, self.hf, every or "last", last)
@@ -143,19 +143,19 @@ def test_the_file_that_names_the_step_stays_out_of_further_exports(steps: Steps,
 
 
 @pytest.mark.slow
-def test_the_same_step_of_another_branch_sets_the_earlier_folder_aside(steps: Steps, tmp_path: Path) -> None:
+def test_an_export_of_other_weights_is_set_aside(steps: Steps, tmp_path: Path) -> None:
     exporter = steps.exporter(4, 8)
-    exporter.enqueue_export(steps.save(4, "a"))
+    exporter.enqueue_export(steps.save(4))
     wait(exporter)
 
     other = tmp_path / "other"
     shutil.copytree(steps.hf, other)
     change_weights(other)
-    exporter.enqueue_missing_exports([steps.save(4, "b", of=other)])
+    exporter.enqueue_missing_exports([steps.save(4, of=other)])
     wait(exporter)
-    assert names(steps.run / "hf") == ["step_00000004", "step_00000004.branch_a.4"]
+    assert names(steps.run / "hf") == ["step_00000004", "step_00000004.earlier"]
     assert not compare_weights(steps.run / "hf" / "step_00000004", other).differences
-    assert not compare_weights(steps.run / "hf" / "step_00000004.branch_a.4", steps.hf).differences
+    assert not compare_weights(steps.run / "hf" / "step_00000004.earlier", steps.hf).differences
 
 
 def change_weights(hf: Path) -> None:

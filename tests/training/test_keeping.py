@@ -28,11 +28,12 @@ from megatron_vl.training.checkpoint import (
     read_owner,
     unlock_run_dir,
 )
-from megatron_vl.weights.run_folder import UNKNOWN_BRANCH, CheckpointError, CheckpointPoint, Lineage
+from megatron_vl.weights.run_folder import CheckpointError
 from tests.support.ranks import call
 from tests.training.programs import what_trainings_say
 from tests.training.small_run import environment, metrics, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
+from toolkit.cli import main
 from toolkit.launch import single_rank_variables
 
 QUICK = ["--data.num_workers", "0", "--checkpoint.keep", "1", "--checkpoint.interval", "1"]
@@ -84,6 +85,35 @@ def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Pa
     assert (run / "quarantine.jsonl").read_text() == ""
 
 
+@pytest.mark.ranks
+def test_a_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Every file of step 4 is saved again as it was, and step 4 is evaluated and exported again."""
+    run = tmp_path / "run"
+    saves = ["--checkpoint.interval", "2", "--checkpoint.keep", "0", "--checkpoint.export_hf", "last"]
+    words = options_of(
+        prepared, run, *QUICK, *saves, "--eval.interval", "2", "--log.samples", "true", steps=4
+    )
+    call(what_trainings_say, starts=[words])
+    logs = {name: metrics(run, name) for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")}
+    assert main(["checkpoint", "rollback", str(run), "2"]) == 0
+    assert steps_in(run) == [2] and not list((run / "hf").iterdir())
+    assert [line["step"] for line in metrics(run, "eval.jsonl")] == [0, 2]
+
+    [said] = call(what_trainings_say, starts=[words])
+    assert f"resumed at step 2 from {run}\n" in said and "step      2/4 | validation loss" not in said
+    abandoned = run / "abandoned" / "after_step_00000002"
+    for name in ("step_00000004", "hf/step_00000004"):
+        was, files = abandoned / name, [path for path in (run / name).rglob("*") if path.is_file()]
+        assert files and all(
+            (was / path.relative_to(run / name)).read_bytes() == path.read_bytes() for path in files
+        )
+    for name, lines in logs.items():
+        keys = lines[0].keys() & {"step", "loss", "grad_norm", "rows"}
+        assert [[line[key] for key in keys] for line in metrics(run, name)] == [
+            [line[key] for key in keys] for line in lines
+        ]
+
+
 @pytest.mark.parametrize("whole", [b"", b"1\n22\n", b"1\n" + b"2" * 200_000 + b"\n"])
 @pytest.mark.parametrize("torn", [b"", b"3", b"3" * 200_000])
 def test_a_torn_last_line_is_cut_off(tmp_path: Path, whole: bytes, torn: bytes) -> None:
@@ -111,7 +141,6 @@ def test_of_a_step_folder_that_is_a_link_only_the_link_is_deleted(tmp_path: Path
 
     saver = saver_of(run)
     assert sorted(path.name for path in run.glob("step_*")) == ["step_00000002", "step_00000003"]
-    saver._lineage = Lineage(parent=CheckpointPoint(UNKNOWN_BRANCH, 3))
     saver.note_step(is_updated=False)
     saver.delete_old_checkpoints()
     assert steps_in(run) == [2, 3], "a skipped step proves nothing"

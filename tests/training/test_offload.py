@@ -24,6 +24,7 @@ from tests.training.offload_programs import (
     two_steps_by_hand,
 )
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
+from toolkit.checkpoint.rollback import restart_data
 
 SHARES = [0.0, 0.4, 1.0]
 
@@ -217,9 +218,9 @@ def test_any_share_resumes_any_other_in_any_layout(prepared: dict[str, Path], tm
     """Two replicas save with a share of 0.4; TP2 goes on with all of it in host memory, and with none."""
     run(prepared, tmp_path / "some", 0.4, 2, 2, *ROWS_PER_STEP)
     shutil.copytree(tmp_path / "some", tmp_path / "none")
-    anew = (*ROWS_PER_STEP, *TP2, "--checkpoint.restart_data", "true")
-    run(prepared, tmp_path / "some", 1.0, 2, 4, *anew)
-    run(prepared, tmp_path / "none", 0.0, 2, 4, *anew)
+    for name, share in (("some", 1.0), ("none", 0.0)):
+        restart_data(tmp_path / name)
+        run(prepared, tmp_path / name, share, 2, 4, *ROWS_PER_STEP, *TP2)
     assert saved(tmp_path / "some", 4) == saved(tmp_path / "none", 4) != saved(tmp_path / "none", 2)
 
 
@@ -254,15 +255,16 @@ def test_a_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path,
 def test_moments_of_another_type_and_layout_are_resumed(prepared: dict[str, Path], tmp_path: Path) -> None:
     """fp32 on two replicas, bf16 with TP2, fp32 on two replicas again. Every start with another type says so,
     and with bf16 moments any share gives the same."""
-    anew = (*ROWS_PER_STEP, "--checkpoint.restart_data", "true")
     note = "optimizer.moments_dtype was"
     starts: list[tuple[int, str, tuple[str, ...], str]] = [
-        (2, "0", anew, ""),
-        (4, "0.4", (*anew, *TP2, *BF16), f"{note} 'float32', is 'bfloat16'"),
-        (6, "1.0", (*anew, *TP2, *BF16, "--checkpoint.attempt", "2"), ""),
-        (8, "0", (*anew, "--checkpoint.attempt", "3"), f"{note} 'bfloat16', is 'float32'"),
+        (2, "0", ROWS_PER_STEP, ""),
+        (4, "0.4", (*ROWS_PER_STEP, *TP2, *BF16), f"{note} 'float32', is 'bfloat16'"),
+        (6, "1.0", (*ROWS_PER_STEP, *TP2, *BF16), ""),
+        (8, "0", ROWS_PER_STEP, f"{note} 'bfloat16', is 'float32'"),
     ]
     for steps, share, options, told in starts:
+        if steps > 2:
+            restart_data(tmp_path / "run")
         if steps == 6:
             shutil.copytree(tmp_path / "run", tmp_path / "other")
             run(prepared, tmp_path / "other", 0.0, 2, steps, *options)

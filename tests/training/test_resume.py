@@ -20,12 +20,13 @@ from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.training.resume import field_change_notes, recorded_fields
-from megatron_vl.weights.run_folder import step_dir_path
-from megatron_vl.weights.weight_reader import find_weights_dir
+from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call
 from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
 from tests.training.small_run import metrics, options_of, prepare, train
-from toolkit.checkpoint.contents import describe_checkpoint, lineage_lines, read_lineage, verify_checkpoint
+from toolkit.checkpoint.contents import verify_checkpoint
+from toolkit.checkpoint.rollback import restart_data
+from toolkit.cli import main
 
 pytestmark = pytest.mark.ranks
 
@@ -48,60 +49,6 @@ def rows(run: Path) -> list[tuple[int, Any]]:
     return [(line["step"], line["rows"]) for line in metrics(run, "samples.jsonl")]
 
 
-def test_a_roll_back_is_done_once_and_its_branch_is_what_the_run_means(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
-    """To 6; back to 2 and on to 3; restarted without and with the option; back once more. Every command finds
-    the same.
-    """
-    run = tmp_path / "run"
-    back = ["--checkpoint.step", "2"]
-    said = trainings(
-        prepared,
-        (run, []),
-        (run, [*back, "--stop_after", "3"]),
-        (run, ["--stop_after", "4"]),
-        (run, [*back, "--stop_after", "5"]),
-        (run, [*back, "--checkpoint.attempt", "2", "--stop_after", "3"]),
-    )
-    begun = [text.split("resumed at step ")[1].split()[0] if "resumed at" in text else "0" for text in said]
-    assert begun == ["0", "2", "3", "4", "2"]
-    assert "rolled back to step 2" in said[1] and "resumes from step 6" in said[1]
-    assert "this roll-back was done before" in said[3] and "--checkpoint.attempt 2" in said[3]
-
-    assert find_weights_dir(run) == run / "step_00000003" / "weights"
-    found = read_lineage(run)
-    assert found["steps"] == [2, 3]
-    assert sorted(one["step"] for one in found["abandoned"]) == [3, 4, 4, 5, 6]
-    for path in run.glob("step_*"):  # nothing that was good is gone
-        assert verify_checkpoint(path) == [], path
-    text = "\n".join(lineage_lines(found))
-    assert "checkpoints of steps 2, 3" not in text and "checkpoints of steps 3" in text  # one line a branch
-    assert text.count("abandoned: ") == 2
-    assert describe_checkpoint(run / "step_00000003")["lineage"]["parent"]["step"] == 2
-
-    steps = {(line["step"], line["loss"]) for line in metrics(run)}
-    assert len(steps) == 6, "the same step from the same checkpoint came out differently"
-
-
-def test_retention_counts_what_led_here_and_leaves_what_was_abandoned(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
-    """Beside those it keeps the step that was gone back to, so that this can be done once more."""
-    run = tmp_path / "run"
-    keep = ["--checkpoint.keep", "2", "--checkpoint.interval", "1"]
-    back = ["--checkpoint.step", "2", "--stop_after", "5"]
-    trainings(prepared, (run, ["--checkpoint.keep", "0"]), (run, [*keep, *back]))
-    found = read_lineage(run)
-    assert found["steps"] == [2, 4, 5]
-    assert [one["step"] for one in found["abandoned"]] == [4, 6]
-    assert not list(run.glob("*.partial"))
-
-    [said] = trainings(prepared, (run, [*keep, *back, "--checkpoint.attempt", "2"]))
-    assert "resumed at step 2" in said
-    assert read_lineage(run)["steps"] == [2, 4, 5]
-
-
 def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -112,7 +59,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     (run / "step_00000002.old.partial").write_text("not a folder")  # and so not deleted as one
     first, second = trainings(prepared, (run, [*keep, "--steps", "4"]), (run, [*keep, "--steps", "6"]))
     assert "step_00000002 is not needed any more and could not be deleted" in first
-    assert read_lineage(run)["steps"][-1] == 6 and "NOTE: fields" not in first
+    assert saved_checkpoints(run)[-1].step == 6 and "NOTE: fields" not in first
     assert "NOTE: fields have changed since the checkpoint: steps was 4, is 6\n" in second
     assert "NOTE: the learning rate goes on at 3.250e-04, and was to be 1.000e-04\n" in second
 
@@ -130,8 +77,6 @@ def test_a_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny
     hf = tiny_checkpoint("qwen2_5_vl")
     before, saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")
     assert field_change_notes(before, saved, saved, 2) == []
-    [unknown] = field_change_notes(before, saved, {}, 2)
-    assert "does not record the fields of its run" in unknown
 
     changed = ["--seed", "1", "--optimizer.weight_decay", "0", "--model.freeze_vision", "true"]
     after, fields = recorded(hf, "--steps", "8", "--model.checkpoint", "b", *changed)
@@ -210,59 +155,30 @@ def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(
         for path in (again / "step_00000004" / "loader").iterdir():
             path.write_text("{}")  # this one is damaged too
         [said] = trainings(prepared, (again, ["--steps", "8"]))
-        assert said.endswith("Resume with --checkpoint.step 2, the last one whose files are all there"), said
+        assert said.endswith(f"files are all there: `megatron-vl checkpoint rollback {again} 2`"), said
 
 
 def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """A stopped run with the option still on reads what an undisturbed run reads."""
-    first, whole, stopped, again = (tmp_path / name for name in ("first", "whole", "stopped", "again"))
-    on = ["--checkpoint.restart_data", "true"]
+    """A stopped run reads what an undisturbed run reads, and a step before the restart knows its position."""
+    first, whole, stopped = (tmp_path / name for name in ("first", "whole", "stopped"))
     trainings(prepared, (first, ["--stop_after", "2"]))
-    for run in (whole, stopped, again):
+    for run in (whole, stopped):
         shutil.copytree(first / "step_00000002", run / "step_00000002")
-    said = trainings(
-        prepared,
-        (whole, on),
-        (stopped, [*on, "--stop_after", "3"]),
-        (stopped, on),
-        (again, [*on, "--stop_after", "4"]),
-        (again, [*on, "--checkpoint.attempt", "2", "--stop_after", "5"]),
-        (again, [*on, "--checkpoint.step", "2", "--stop_after", "3"]),
-    )
-
-    assert "the data set is read from its start at step 2" in said[1]
-    assert "this checkpoint records that the data set was read from its start at step 2" in said[2]
-    assert "--checkpoint.attempt 2" in said[2]
-    assert rows(stopped) == rows(whole)
-
+        assert main(["checkpoint", "restart-data", str(run)]) == 0
+        assert verify_checkpoint(run / "step_00000002") == []
+    restart_data(stopped)  # a second time changes nothing
+    said = trainings(prepared, (whole, []), (stopped, ["--stop_after", "3"]), (stopped, []))
+    assert "resumed at step 2" in said[1] and "; the data set is read from its start" in said[1]
+    assert "resumed at step 3" in said[2] and "from its start" not in said[2]
     start = [samples for _, samples in rows(first)]
     assert [samples for _, samples in rows(whole)][:2] == start, "the data did not restart"
-    # once more when asked to, and after a roll-back to before the restart
-    assert rows(again) == [(3, start[0]), (4, start[1]), (5, start[0]), (3, start[0])]
+    assert rows(stopped) == rows(whole)
 
-
-def test_one_start_without_the_option_does_not_restart_the_data_again(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
-    """A file that pins the option is left aside once; a new number alone is a new request."""
-    run = tmp_path / "run"
-    on = ["--checkpoint.restart_data", "true"]
-    said = trainings(
-        prepared,
-        (run, [*on, "--stop_after", "1"]),
-        (run, [*on, "--stop_after", "2"]),
-        (run, ["--stop_after", "3"]),
-        (run, [*on, "--stop_after", "4"]),
-        (run, [*on, "--checkpoint.attempt", "2", "--stop_after", "5"]),
-    )
-
-    recorded = "this checkpoint records that the data set was read from its start at step 0"
-    assert recorded in said[1], "a run's own first start is no resume"
-    assert recorded in said[3]
-
-    samples = [samples for _, samples in rows(run)]
-    assert samples[3] not in samples[:3] and samples[1] != samples[0]
-    assert samples[4] == samples[0]
+    restart_data(whole)  # at step 6, and so not at step 4
+    assert main(["checkpoint", "rollback", str(whole), "4"]) == 0
+    before = metrics(whole / "abandoned" / "after_step_00000004", "samples.jsonl")
+    trainings(prepared, (whole, []))
+    assert metrics(whole, "samples.jsonl")[-2:] == before
 
 
 def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path], tmp_path: Path) -> None:
@@ -336,15 +252,14 @@ def test_bad_samples_are_counted_on_after_a_resume(prepared: dict[str, Path], tm
 def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_them(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Starts two replicas, then one that reads the same data from its start, then another data set."""
+    """Starts two replicas, then one alone, then another data set, whose samples are counted anew."""
     run = tmp_path / "run"
     options = [*QUICK, *DROPPING, "--optimizer.warmup_steps", "1"]
     assert train(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2).returncode == 0
     two = dropped(run, 2)
     assert saved_counts(run, 1) == dropped(run, 1) and saved_counts(run, 2) == two
 
-    on = ["--checkpoint.restart_data", "true", "--steps", "3"]
-    [said] = trainings(prepared, (run, [*DROPPING, *on]))
+    [said] = trainings(prepared, (run, [*DROPPING, "--steps", "3"]))
     assert "resumed at step 2" in said
     assert saved_counts(run, 3) == dropped(run, 3) and saved_counts(run, 3)["used"] > two["used"]
 
@@ -361,9 +276,9 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     other = prepare(tmp_path / "other", other_hf, samples=20)
     moved = {**prepared, "data": other["data"], "hf": other_hf}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
-    assert said.count("--checkpoint.restart_data true --checkpoint.attempt 2") == 1
-    assert said.count("--checkpoint.restart_data") == 1, "the same advice twice"
-    [said] = trainings(moved, (run, [*DROPPING, *on, "--checkpoint.attempt", "2", "--steps", "4"]))
+    assert said.count(f"`megatron-vl checkpoint restart-data {run}`") == 1
+    restart_data(run)
+    [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))
     assert f"NOTE: fields have changed since the checkpoint: data.path was '{prepared['data']}', is " in said
     assert "; chat template was 'CRC-32 " in said and "; processor.resample was 3, is 2" in said
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"

@@ -26,6 +26,7 @@ from tests.support import ranks
 from tests.support.ranks import python_path
 from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
+from toolkit.checkpoint.rollback import restart_data
 from toolkit.demo.reference import DemoReference
 
 pytestmark = pytest.mark.ranks
@@ -291,8 +292,11 @@ def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refuse
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
     done = train(prepared, run, "--data.seq_len", "256", ranks=2)
     assert done.returncode != 0
-    assert "was saved with seq_len 128, this run has 256" in done.stderr and "restart_data" in done.stderr
-    done = train(prepared, run, "--data.seq_len", "256", "--checkpoint.restart_data", "true", ranks=2)
+    assert (
+        "was saved with seq_len = 128, this loader has 256" in done.stderr and "restart-data" in done.stderr
+    )
+    restart_data(run)
+    done = train(prepared, run, "--data.seq_len", "256", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "data.seq_len was 128, is 256" in done.stdout
     assert [line["step"] for line in metrics(run)] == [4, 5, 6]

@@ -12,7 +12,7 @@ import pytest
 from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.data.sample.pixels import media_limits_note
 from megatron_vl.training.export_hf import HfExporter
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, Lineage, SavedCheckpoint
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.trained_media import exported_media
 from tests.security.payload import edit
 from tests.support.run_json import write_run_json
@@ -88,7 +88,7 @@ def test_a_changed_run_json_is_not_believed(hf: Path, step: Path, tmp_path: Path
 @pytest.mark.slow
 def test_an_export_of_a_running_training_says_it_too(hf: Path, step: Path, capfd) -> None:
     exporter = HfExporter(step.parent, hf, 4, 4)
-    exporter.enqueue_export(SavedCheckpoint(step, 4, Lineage(4, "a")))
+    exporter.enqueue_export(SavedCheckpoint(step, 4))
     exporter.wait_for_exports(lambda: False)
     assert facts(step.parent / "hf" / step.name)["media"] == TRAINED
     assert "NOTE: training saw media with" in capfd.readouterr().out

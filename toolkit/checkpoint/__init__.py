@@ -1,1 +1,1 @@
-"""``megatron-vl checkpoint show | verify``: describes a run's checkpoints and checks their hashes."""
+"""``megatron-vl checkpoint``: describes, checks and rolls back a run's checkpoints, and restarts its data."""

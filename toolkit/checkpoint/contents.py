@@ -23,9 +23,9 @@ def find_step_dir(run_or_step_dir: Path) -> Path:
         weights_hint = ""
         if (run_or_step_dir / MANIFEST_FILE).is_file():
             weights_hint = f"; it holds only weights, which `megatron-vl verify {run_or_step_dir}` checks"
-        searched_text = "looked for run.json, latest.json and step_ folders"
         raise FileNotFoundError(
-            f"{run_or_step_dir} holds no checkpoint of a run: {searched_text}{weights_hint}"
+            f"{run_or_step_dir} holds no checkpoint of a run: looked for run.json and step_ folders"
+            f"{weights_hint}"
         )
     return latest_checkpoint.path
 
@@ -42,7 +42,8 @@ def describe_checkpoint(step_dir: Path) -> dict[str, Any]:
     run_json = read_run_metadata(step_dir)
     if not (step_dir / "weights" / MANIFEST_FILE).is_file():
         raise FileNotFoundError(
-            f"{step_dir} has no weights/{MANIFEST_FILE}; resume from another step with --checkpoint.step"
+            f"{step_dir} has no weights/{MANIFEST_FILE}; go back to an earlier step with `megatron-vl"
+            " checkpoint rollback`"
         )
 
     weights_manifest = read_manifest(step_dir / "weights" / MANIFEST_FILE)
@@ -55,7 +56,6 @@ def describe_checkpoint(step_dir: Path) -> dict[str, Any]:
     return {
         "checkpoint": str(step_dir),
         "step": run_json["step"],
-        "lineage": run_json["lineage"],
         "bad_samples": run_json.get("bad_samples"),
         "family": weights_manifest["family"],
         "tensors": len(weights_manifest["tensors"]),
@@ -81,54 +81,3 @@ def verify_checkpoint(step_dir: Path) -> list[str]:
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems
-
-
-def read_lineage(run_dir: Path) -> dict[str, Any]:
-    """The checkpoints of a run's folder: those that led to the latest one, and those that were abandoned.
-
-    Returns:
-        ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and
-        parent; empty lists for a single checkpoint.
-    """
-    from megatron_vl.weights.run_folder import SavedCheckpoint, split_by_branch
-
-    def lineage_entry(saved_checkpoint: SavedCheckpoint) -> dict[str, Any]:
-        lineage_facts = saved_checkpoint.lineage.as_json()
-        shown_facts = {name: lineage_facts[name] for name in ("branch", "parent", "rollback", "serial")}
-        return {"step": saved_checkpoint.step, "folder": saved_checkpoint.path.name, **shown_facts}
-
-    present_checkpoints, abandoned_checkpoints = (
-        ([], []) if (run_dir / "run.json").is_file() else split_by_branch(run_dir)
-    )
-    return {
-        "steps": [saved.step for saved in present_checkpoints],
-        "present": [lineage_entry(saved) for saved in present_checkpoints],
-        "abandoned": [lineage_entry(saved) for saved in abandoned_checkpoints],
-    }
-
-
-def lineage_lines(run_lineage: dict[str, Any]) -> list[str]:
-    """Formats the result of :func:`read_lineage`, one line per branch."""
-    entries_by_branch: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for entry_kind in ("present", "abandoned"):
-        for lineage_entry in run_lineage[entry_kind]:
-            entries_by_branch.setdefault((entry_kind, lineage_entry["branch"]), []).append(lineage_entry)
-
-    text_lines = []
-    for (entry_kind, branch_name), branch_entries in entries_by_branch.items():
-        step_numbers = ", ".join(str(lineage_entry["step"]) for lineage_entry in branch_entries)
-        origin_note = ""
-        if rollback_point := branch_entries[-1]["rollback"]:
-            origin_note = (
-                f", which began at step {rollback_point['step']} of branch {rollback_point['branch']}"
-            )
-        if entry_kind == "present":
-            text_lines.append(f"checkpoints of steps {step_numbers} (branch {branch_name}{origin_note})")
-            continue
-        folder_names = ", ".join(lineage_entry["folder"] for lineage_entry in branch_entries)
-        text_lines.append(
-            f"abandoned: steps {step_numbers} of branch {branch_name}{origin_note}. They "
-            "are used only if you ask for them (--checkpoint.step N --checkpoint.branch "
-            f"{branch_name}); delete {folder_names} if you do not need them"
-        )
-    return text_lines

@@ -85,7 +85,7 @@ def check_checkpoint(checkpoint_dir: Path) -> Finding:
     from converters.compare import verify_checkpoint_hashes
     from toolkit.checkpoint.contents import find_step_dir, verify_checkpoint
 
-    is_run = any(any(checkpoint_dir.glob(name)) for name in ("run.json", "latest.json", "step_*"))
+    is_run = any(any(checkpoint_dir.glob(name)) for name in ("run.json", "step_*"))
     try:
         verified_dir = find_step_dir(checkpoint_dir) if is_run else checkpoint_dir
         problems = (
@@ -102,7 +102,7 @@ def check_checkpoint(checkpoint_dir: Path) -> Finding:
         return broken_finding(
             "checkpoint",
             "; ".join(problems[:5]),
-            "copy or write it again, or resume the run from another step with --checkpoint.step",
+            "copy or write it again, or go back to an earlier step with `megatron-vl checkpoint rollback`",
         )
     return ok_finding("checkpoint", f"{verified_dir} is intact")
 
@@ -187,7 +187,7 @@ def _resolve_or_report(
             if refusal_message.startswith("model.checkpoint ") and "does not exist" in refusal_message:
                 advice = _convert_command(config)
             report.findings.append(broken_finding("model and layout", refusal_message, advice))
-            fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
+            fresh_checkpoint = dataclasses.replace(config.checkpoint, dir="")
             fresh_config = dataclasses.replace(config, checkpoint=fresh_checkpoint)
             try:
                 return resolve_run(fresh_config, world_size, machine, show_only=True), refusal_message
@@ -433,7 +433,7 @@ def _check_start_weights(run: ResolvedRun) -> list[Finding]:
 
 def _check_resume(run: ResolvedRun) -> list[Finding]:
     """Checks the disk space for new checkpoints, and says from which step the run continues."""
-    config, checkpoint, source = run.config, run.config.checkpoint, run.run_start.source_checkpoint
+    config, checkpoint, source = run.config, run.config.checkpoint, run.source_checkpoint
     if not checkpoint.dir:
         return []
 

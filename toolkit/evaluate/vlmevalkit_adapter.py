@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import traceback
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -162,7 +163,11 @@ def run_vlmevalkit(job: dict[str, Any]) -> None:
     run.build_dataset = build_dataset
     # VLMEvalKit's processes only wait for each other, which gloo does on machines without GPUs too.
     start_group = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda backend, timeout: start_group("gloo", timeout=timeout)
+
+    def start_gloo_group(backend: str, timeout: timedelta) -> None:
+        start_group("gloo", timeout=timeout)
+
+    torch.distributed.init_process_group = start_gloo_group  # type: ignore[assignment]
     # A set of several tables replaces its own name by theirs in the path of its results, in folders too.
     sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", "../results"]
     sys.argv += ["--judge", job["settings"]["judge"]]

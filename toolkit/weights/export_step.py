@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class ExportJob:
     hf: str
     """Hugging Face folder of origin."""
     out: str
-    """Folder to write. If it exists, it belongs to another branch of the run and is renamed."""
+    """Folder to write. If it exists, it was exported from other weights and is renamed."""
     parent: int
     """Process id of the trainer; this process ends when the trainer does."""
     leave_free: int
@@ -110,7 +109,8 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
     write_json(origin_note_path, export_job.facts | existing_note | {"weights": weights_digest})
 
     if export_dir.exists():
-        durable_files.rename_path(export_dir, _unused_export_path(export_dir))
+        earlier_dir = unused_path(export_dir.with_name(f"{export_dir.name}.earlier"))
+        durable_files.rename_path(export_dir, earlier_dir)
     durable_files.rename_path(partial_dir, export_dir)
 
 
@@ -137,22 +137,6 @@ def _check_free_space(export_job: ExportJob, partial_dir: Path, has_adapters: bo
             f"the disk has {free_bytes / 1e9:.1f} GB free; the export takes {size / 1e9:.1f} GB, and"
             f" {export_job.leave_free / 1e9:.1f} GB are left for the next checkpoint"
         )
-
-
-def _unused_export_path(export_dir: Path) -> Path:
-    """Returns an unused folder name for an existing export, which another branch of the run made."""
-    try:
-        export_facts = json.loads((export_dir / EXPORT_FACTS_FILE).read_text())
-        branch_match = re.fullmatch(r"\w{1,32}", export_facts["branch"])  # it becomes part of a folder's name
-        base_name = (
-            f"{export_dir.name}.branch_{branch_match[0]}.{int(export_facts['serial'])}"
-            if branch_match
-            else f"{export_dir.name}.earlier"
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        base_name = f"{export_dir.name}.earlier"
-
-    return unused_path(export_dir.with_name(base_name))
 
 
 if __name__ == "__main__":

@@ -174,4 +174,4 @@ def add_pending_counts(
             if name.startswith(DROPPED_PREFIX):
                 reason_counts[name.removeprefix(DROPPED_PREFIX)] = count
         bad_sample_meter.add_counts(rank_counts.get("samples", 0), reason_counts)
-    return {**saved_state, **bad_sample_meter.state_dict()}
+    return bad_sample_meter.state_dict()

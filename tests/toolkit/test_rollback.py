@@ -1,0 +1,153 @@
+"""Rolling a run back: what moves, kills between its renames, and what is refused.
+
+What a run then trains is in ``tests/training/test_keeping.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.training.checkpoint import lock_run_dir, unlock_run_dir
+from megatron_vl.weights.run_folder import CheckpointError, find_latest_checkpoint, saved_checkpoints
+from toolkit.checkpoint import rollback
+from toolkit.checkpoint.rollback import roll_back
+from toolkit.cli import main
+
+STEPS = (2, 4, 6, 8)
+EXPORTS = ("step_00000004", "step_00000006", "step_00000006_merged", "step_00000008.partial")
+LOGS = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+
+
+class Killed(BaseException):
+    """Raised in the place of a kill."""
+
+
+def be_killed(*_: Path) -> None:
+    raise Killed
+
+
+def make_run(folder: Path) -> Path:
+    """A run's folder without weights, killed after step 9 while it wrote a line."""
+    for step in STEPS:
+        (folder / f"step_{step:08d}").mkdir(parents=True)
+        (folder / f"step_{step:08d}" / "run.json").write_text(str(step))
+    for name in EXPORTS:
+        (folder / "hf" / name).mkdir(parents=True)
+    for name in LOGS:
+        (folder / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 4, 5, 8, 9)))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(rollback, "has_all_files", lambda path: path.is_dir())
+    return make_run(tmp_path / "run")
+
+
+def files(folder: Path) -> dict[str, str]:
+    """The content of all files and folders, by path, without those of the lock."""
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else ""
+        for path in folder.rglob("*")
+        if path.name not in (".lock", ".owner.json")
+    }
+
+
+def test_what_came_after_the_step_moves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "rollback", str(run), "4"]) == 0
+    aside = run / "abandoned" / "after_step_00000004"
+    assert capsys.readouterr().out == f"{run} is at step 4; what came after it is in {aside}\n"
+    assert [saved.step for saved in saved_checkpoints(run)] == [2, 4]
+    assert [saved.step for saved in saved_checkpoints(aside)] == [6, 8]
+    assert [path.name for path in (run / "hf").iterdir()] == ["step_00000004"]
+    assert {path.name for path in (aside / "hf").iterdir()} == set(EXPORTS[1:])
+    for name in LOGS:
+        assert (run / name).read_text() == '{"step": 1}\n{"step": 4}\n'
+        assert (aside / name).read_text() == '{"step": 5}\n{"step": 8}\n{"step": 9}\n'
+    assert not (aside / "quarantine.jsonl").exists()
+
+
+def test_a_second_roll_back_to_the_same_step_has_a_folder_of_its_own(run: Path) -> None:
+    roll_back(run, 4)
+    (run / "step_00000006").mkdir()
+    assert roll_back(run, 4) == run / "abandoned" / "after_step_00000004.2"
+    assert roll_back(run, 4) is None, "nothing came after it"
+    roll_back(run, 2)
+    assert [saved.step for saved in saved_checkpoints(run)] == [2]
+    assert {path.name for path in (run / "abandoned").iterdir()} == {
+        "after_step_00000004",
+        "after_step_00000004.2",
+        "after_step_00000002",
+    }
+
+
+def test_the_newest_step_loses_the_lines_after_it_alone(run: Path) -> None:
+    assert roll_back(run, 8) == run / "abandoned" / "after_step_00000008"
+    assert sorted(files(run / "abandoned")) == ["after_step_00000008"] + [
+        f"after_step_00000008/{name}" for name in sorted(LOGS)
+    ]
+    assert roll_back(run, 8) is None and [saved.step for saved in saved_checkpoints(run)] == list(STEPS)
+
+
+def test_a_kill_between_any_two_renames_is_made_up_for(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the run does not start, no other step is taken, and the folder may move."""
+    roll_back(make_run(tmp_path / "undisturbed"), 4)
+    wanted = files(tmp_path / "undisturbed")
+    replace = os.replace
+    for renames in range(100):
+        killed = make_run(tmp_path / f"killed_{renames}")
+        renamers = iter([replace] * renames)
+        monkeypatch.setattr(os, "replace", lambda *paths, left=renamers: next(left, be_killed)(*paths))
+        try:
+            roll_back(killed, 4)
+        except Killed:
+            monkeypatch.setattr(os, "replace", replace)
+        else:
+            break
+        with pytest.raises(CheckpointError, match="a roll-back of .* to step 4 was interrupted"):
+            find_latest_checkpoint(killed)
+        with pytest.raises(CheckpointError, match="a roll-back of .* to step 4 was interrupted"):
+            roll_back(killed, 2)
+        moved = killed.rename(tmp_path / f"moved_{renames}")
+        roll_back(moved, 4)
+        assert files(moved) == wanted, renames
+        latest = find_latest_checkpoint(moved)
+        assert latest is not None and latest.step == 4
+    # Two steps, three exports, a kept and a moved file of each log, and the folder itself.
+    assert renames == 2 + 3 + 2 * len(LOGS) + 1
+
+
+@pytest.mark.parametrize("step", [0, 3, 9])
+def test_a_step_that_is_not_there_names_those_that_are(run: Path, step: int) -> None:
+    before = files(run)
+    with pytest.raises(CheckpointError, match=f"no checkpoint of step {step}; existing steps: 2, 4, 6, 8"):
+        roll_back(run, step)
+    assert files(run) == before
+
+
+def test_an_incomplete_step_a_held_folder_and_another_folder_are_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, lock_file = files(run), lock_run_dir(run)
+    for command in (["rollback", str(run), "4"], ["restart-data", str(run)]):
+        assert main(["checkpoint", *command]) == 1
+    with pytest.raises(CheckpointError, match="another run .* is writing to"):
+        roll_back(run, 4)
+    unlock_run_dir(lock_file)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="step_00000004 is incomplete or damaged"):
+        roll_back(run, 4)
+    assert files(run) == before
+
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint of a run"):
+        roll_back(tmp_path / "hf", 4)
+    assert not list((tmp_path / "hf").iterdir())
