@@ -43,6 +43,7 @@ from megatron_vl.planning.predict import (
     tower_and_step_overhead,
 )
 from megatron_vl.planning.row_statistics import RowStatistics
+from megatron_vl.planning.run_layout import with_split
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError
@@ -89,8 +90,6 @@ class SearchRequest:
     """Number of layouts to return."""
     max_tried_layouts: int = MAX_TRIED_LAYOUTS
     """Number of layouts, after the first one that fits, after which the search ends."""
-    keep_parallel_sizes: bool = False
-    """Whether to keep TP, PP, VPP, EP and ETP of the run."""
     host_gib: float = math.inf
     """GiB of host memory for each GPU."""
 
@@ -360,10 +359,6 @@ def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
     """The ``parallel`` sections to try. Some of them are impossible for other fields of the run."""
     parallel_config = search_request.config.parallel
     language_spec = search_request.spec.language
-    if search_request.keep_parallel_sizes:
-        yield dataclasses.replace(parallel_config, layers=None)
-        return
-
     for tensor_size, pipeline_size, expert_size in _size_combinations(search_request):
         has_wide_experts = (
             language_spec.moe is not None
@@ -627,24 +622,11 @@ def _command_line_value(option_value: Any) -> str:
     return str(option_value).replace(" ", "").replace("'", "")
 
 
-def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
-    """The run with the layout's split in ``parallel.layers``."""
-    layers = list(layout.layers_per_chunk) if layout.pp > 1 else None
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
-
-
-def search_fastest_fit(
-    search_request: SearchRequest, *, keep_parallel_sizes: bool = False
-) -> RunPrediction | None:
+def search_fastest_fit(search_request: SearchRequest) -> RunPrediction | None:
     """The fastest layout that a short search finds; None if no layout fits or none is possible."""
     try:
         search_result = search_layouts(
-            dataclasses.replace(
-                search_request,
-                result_count=1,
-                keep_parallel_sizes=keep_parallel_sizes,
-                max_tried_layouts=MAX_TRIED_FOR_ADVICE,
-            )
+            dataclasses.replace(search_request, result_count=1, max_tried_layouts=MAX_TRIED_FOR_ADVICE)
         )
     except (UserError, ValueError):
         return None

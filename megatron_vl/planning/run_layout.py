@@ -1,4 +1,4 @@
-"""The layout of a run, for ``train``, ``doctor``, ``plan`` and ``bench``."""
+"""The layout of a run, for ``train``, ``plan`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ def run_layout(
     elif layers_origin == "saved" and saved_layout is not None:
         layers = saved_layout.layers_per_chunk
     return configured_layout(config, spec, layers)
+
+
+def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
+    """The run with the layout's split in ``parallel.layers``."""
+    layers = list(layout.layers_per_chunk) if layout.pp > 1 else None
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
 
 
 def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:

@@ -19,10 +19,9 @@ from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
 from megatron_vl.data.source.location import check_data_path, resolve_location
 from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
-from megatron_vl.planning.layout_search import with_split
 from megatron_vl.planning.memory_check import check_host_memory, check_memory
 from megatron_vl.planning.offload_fraction import resolve_offload_fraction
-from megatron_vl.planning.run_layout import run_layout, split_source
+from megatron_vl.planning.run_layout import run_layout, split_source, with_split
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
@@ -90,7 +89,7 @@ def resolve_run(
     # These checks see the user's own fields, because their advice names options that differ from them.
     memory_note = ""
     if config.platform != "cpu" and not show_only and (gpu_calibration := read_local_calibration()):
-        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration, machine_memory.host_gib)
+        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration)
     check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
     # From here on, the config has the split and the offloaded share as numbers.

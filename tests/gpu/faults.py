@@ -44,7 +44,7 @@ class Fault:
 FAULTS = {
     "kill": Fault("kill", "ended without a message: it was killed from outside", 20),
     "stop": Fault("stop", "no sign of life for .* its state is 'stopped'", TIMEOUT_S + 20),
-    "exhaust_gpu": Fault("exhaust_gpu", r"out of GPU memory: .* GiB were allocated and .* reserved of", 20),
+    "exhaust_gpu": Fault("exhaust_gpu", r"out of GPU memory: .*Tried to allocate .*The estimate of", 20),
     "exhaust": Fault("exhaust", "out of host memory", 20),
 }
 

@@ -270,18 +270,13 @@ def test_more_work_takes_longer() -> None:
 # --- The refusal --------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
+def test_a_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
     spec = spec_of(B7)
     given = config("--global_batch_size 8 --parallel.pp 2 --parallel.layers [14,14]")
     layout = run_layout(given, spec, 2)
-    with pytest.raises(
-        RunConfigError, match=r"H200 has 140\. What would fit.*--failures.check_memory"
-    ) as said:
+    advice = r"H200 has 140; .*`megatron-vl plan --gpus 2 --search`.*--failures.check_memory false"
+    with pytest.raises(RunConfigError, match=advice):
         check_memory(given, spec, layout, 2, shipped_calibration())
-    # The options of the message make a run that fits.
-    options = str(said.value).split("plan`: ")[1].split(" (")[0].split()
-    words = ["--data.seq_len", "8192", "--global_batch_size", "8", "--parallel.pp", "2"]
-    assert predict_run(parse_config([*words, *options]), spec, 2).fits_memory
 
     anyway = dataclasses.replace(given, failures=FailuresConfig(check_memory=False))
     told = check_memory(anyway, spec, layout, 2, shipped_calibration())
@@ -291,13 +286,6 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
     )
     eight = run_layout(small, spec, 8)
     assert check_memory(small, spec, eight, 8, shipped_calibration()) == ""
-
-
-def test_a_model_that_no_layout_holds_is_refused_as_such() -> None:
-    spec = spec_of("Qwen2.5-VL-72B-Instruct")
-    given = config("--global_batch_size 8 --recompute.language full --recompute.vision full")
-    with pytest.raises(RunConfigError, match="No layout of 1 GPUs fits"):
-        check_memory(given, spec, run_layout(given, spec, 1), 1, shipped_calibration())
 
 
 # --- Calibrations -------------------------------------------------------------------------------------------

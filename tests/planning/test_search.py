@@ -16,11 +16,11 @@ from megatron_vl.planning.layout_search import (
     changed_options_text,
     explain_slowdown,
     search_layouts,
-    with_split,
 )
 from megatron_vl.planning.memory import RESERVE_GIB
 from megatron_vl.planning.memory_check import check_host_memory
 from megatron_vl.planning.row_statistics import make_assumed_rows
+from megatron_vl.planning.run_layout import with_split
 from megatron_vl.spec.families import read_spec
 from tests.support.planned import predict_run
 

@@ -21,7 +21,6 @@ from megatron_vl.planning.layout_search import (
     explain_slowdown,
     search_fastest_fit,
     search_layouts,
-    with_split,
 )
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
@@ -215,10 +214,9 @@ def _compared_facts(prediction: RunPrediction, plan_result: PlanResult) -> dict[
 
 
 def _prediction_facts(prediction: RunPrediction, search_request: SearchRequest) -> dict[str, Any]:
-    config_with_split = with_split(prediction.config, prediction.layout)
     return {
         "text": describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size),
         **prediction.as_json(),
         "fits": search_request.fits(prediction),
-        "recompute": dataclasses.asdict(config_with_split.recompute),
+        "recompute": dataclasses.asdict(prediction.config.recompute),
     }

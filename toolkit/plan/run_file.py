@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.layout_search import describe_layout, with_split
+from megatron_vl.planning.layout_search import describe_layout
 from megatron_vl.planning.predict import RunPrediction
+from megatron_vl.planning.run_layout import with_split
 
 
 def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dict[str, Any]) -> None:
