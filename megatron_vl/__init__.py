@@ -2,7 +2,7 @@
 
 from megatron_vl.core_fixes import compile_on_cpu, silenced_messages
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 silenced_messages.silence_messages()
 compile_on_cpu.install_finders()
