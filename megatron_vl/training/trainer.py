@@ -7,6 +7,7 @@ while is in :mod:`megatron_vl.training.hooks`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -400,7 +401,7 @@ class Trainer:
             run_fields |= self.data_loader.model_folder_settings
         return run_fields
 
-    @property
+    @functools.cached_property
     def blend_sources(self) -> tuple[BlendSource, ...]:
         """The sources of the blend; none if the data set is no blend."""
         sources = read_blend_sources(self.resolved_run.facts_by_split["train"].dataset_identity)
