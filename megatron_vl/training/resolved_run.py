@@ -26,7 +26,7 @@ class ResolvedRun:
     """The origin of the split of the decoder layers."""
     run_start: StartPoint
     facts_by_split: dict[str, SplitFacts]
-    """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
+    """Facts of ``train`` and, if the run evaluates, of ``eval.split``."""
     run_notes: tuple[str, ...]
     """Lines to print for the user."""
     base_digest: str = ""
