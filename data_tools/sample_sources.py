@@ -6,7 +6,6 @@ A sample's text can be read alone. It comes with the sizes of the sample's media
 from __future__ import annotations
 
 import itertools
-import random
 import sqlite3
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook_sample
-from megatron_vl.data.source.bad_samples import BadSampleMeter, details_by_reason
 from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -23,7 +21,7 @@ from megatron_vl.data.source.dataset_description import (
     LoaderError,
     read_description,
 )
-from megatron_vl.data.source.location import Location, resolve_location
+from megatron_vl.data.source.location import Location
 from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.errors import UserError
@@ -221,31 +219,3 @@ class _QuietEncoder(RowEncoder):
 
     def _log_bad_sample(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
         pass
-
-
-def estimate_left_out(encoder: RowEncoder, num_samples: int) -> dict[str, BadSampleMeter]:
-    """Reads random samples of each source and counts those that a run would leave out, by reason.
-
-    Args:
-        num_samples: number to read, over all sources, but at least two of each.
-    """
-    meters = {}
-    drawn_sources = read_sources(resolve_location(encoder.data_config.path), "train")
-    for drawn_source in drawn_sources:
-        source_encoder = encoder.copy_for_process()
-        reader = SampleReader(drawn_source)
-        sample_count = min(len(drawn_source), max(2, num_samples // len(drawn_sources)))
-        encoded_samples = []
-        for sample_index in random.Random(0).sample(drawn_source.indices, sample_count):
-            sample = reader.read_sample(sample_index, with_media=False)
-            if sample:
-                encoded_samples.append(source_encoder.preencode_sample(sample))
-        packed_rows, _ = source_encoder.select_rows(encoded_samples, is_last=True)
-        reader.close()
-
-        meters[drawn_source.name] = meter = BadSampleMeter(1.0, minimum_samples=1)
-        dropped_facts = (sample.as_json() for sample in source_encoder.dropped_samples)
-        meter.add_counts(
-            sum(map(len, packed_rows)), source_encoder.dropped_counts, details_by_reason(dropped_facts)
-        )
-    return meters

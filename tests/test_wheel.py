@@ -228,7 +228,7 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
     run += " --global_batch_size 2"
     run += " --dtype float32 --platform cpu --checkpoint.dir run --data.num_workers 0"
     assert (
-        "schedule: no pipeline" in program("train", "--dry-run", "--nproc-per-node", "2", *run.split()).stdout
+        "1 micro-batch on each" in program("train", "--dry-run", "--nproc-per-node", "2", *run.split()).stdout
     )
 
     program("train", "--nproc-per-node", "1", *run.split())

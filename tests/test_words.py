@@ -14,8 +14,18 @@ def test_one_is_written_in_the_singular(capsys):
     assert [pluralize(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
     assert [pluralize(n, "micro-batch") for n in (1, "1 ± 0")] == ["1 micro-batch", "1 ± 0 micro-batches"]
 
-    words = ["train", "--dry-run", "--model.hf", HF, "--nproc-per-node", "1", "--global_batch_size", "1"]
+    words = [
+        "plan",
+        "--hf",
+        HF,
+        "--gpus",
+        "1",
+        "--gpu",
+        "H200",
+        "--global_batch_size",
+        "1",
+        "--parallel.tp",
+        "1",
+    ]
     assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert " on 1 rank\n" in printed and "step: 1 row, " in printed
-    assert "1 micro-batch on each data-parallel rank" in printed
+    assert " tokens, 1 row a step\n" in capsys.readouterr().out

@@ -267,18 +267,11 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
 # --- Files and folders --------------------------------------------------------------------------------------
 
 
-def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
-    """Raises RunConfigError for a run whose model does not exist, or lacks weights. No file is read.
-
-    Args:
-        model_only: whether to check only ``model.hf``, which may then be a ``config.json`` too.
-    """
+def check_inputs(config: TrainConfig) -> None:
+    """Raises RunConfigError for a run whose model does not exist, or lacks weights. No file is read."""
     hf_dir = config.model.hf
     if not hf_dir:
         raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
-    if model_only:
-        return
-
     has_config = (Path(hf_dir) / "config.json").is_file()
     if not has_config and not (config.data.is_synthetic and Path(hf_dir).is_file()):
         raise RunConfigError(

@@ -574,14 +574,6 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     ),
     # Commands
     DependencyFix(
-        fix_location="toolkit.plan.dry_build:_build_rank",
-        touched_names=("torch.testing._internal.distributed.fake_pg.FakeStore",),
-        fix_reason="One process acts as every rank in turn; torch has fake groups for its tests only.",
-        written_for=_TORCH,
-        removal_condition="torch has a public fake process group",
-        guarding_test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
-    ),
-    DependencyFix(
         fix_location="toolkit.bench.step_parts:_hook_module",
         touched_names=("torch.autograd.Variable._execution_engine",),
         fix_reason="Only autograd's engine knows when a backward pass ends.",

@@ -1,7 +1,7 @@
 """Resolves a run: what it trains, in which layout, on which data, and where it begins.
 
-:func:`resolve_run` only reads files. ``megatron-vl train --dry-run`` prints its result, and ``doctor`` judges
-it. Rank 0 of a run calls it and sends the result to the other ranks. No other code decides any of this.
+:func:`resolve_run` only reads files. ``train --dry-run`` prints its result. Rank 0 calls it and sends the
+result to the other ranks. No other code decides any of this.
 """
 
 from __future__ import annotations
@@ -54,25 +54,19 @@ class MachineMemory:
 
 
 def resolve_run(
-    config: TrainConfig,
-    world_size: int,
-    machine_memory: MachineMemory | None = None,
-    *,
-    show_only: bool = False,
+    config: TrainConfig, world_size: int, machine_memory: MachineMemory | None = None
 ) -> ResolvedRun:
     """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
 
     Args:
         machine_memory: the memory of the ranks; None: that of this machine's GPUs (without any, of an H200),
             and no limit on host memory.
-        show_only: whether the run will not start here. Then it needs no data set, weights or GPUs, memory is
-            not checked, and only ``config.json`` of ``model.hf`` is read.
 
     Raises:
         UserError: the run is impossible. The message names the field, path or number, and what to change.
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
-    dp, spec = _check_fields(config, world_size, show_only)
+    dp, spec = _check_fields(config, world_size)
     source_checkpoint = find_source_checkpoint(config)
     # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
     config = with_start_adapter(config, spec, source_checkpoint)
@@ -88,7 +82,7 @@ def resolve_run(
 
     # These checks see the user's own fields, because their advice names options that differ from them.
     memory_note = ""
-    if config.platform != "cpu" and not show_only and (gpu_calibration := read_local_calibration()):
+    if config.platform != "cpu" and (gpu_calibration := read_local_calibration()):
         memory_note = check_memory(config, spec, layout, world_size, gpu_calibration)
     check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
@@ -104,12 +98,10 @@ def resolve_run(
     resolved_run = ResolvedRun(
         settled_config, spec, layout, dp, layer_split_origin, source_checkpoint, {}, ()
     )
-    if show_only:
-        return resolved_run
     return _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
 
 
-def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tuple[int, ModelSpec]:
+def _check_fields(config: TrainConfig, world_size: int) -> tuple[int, ModelSpec]:
     """Makes the cheap checks, so that a mistake in a field is reported within a second.
 
     Returns:
@@ -117,12 +109,11 @@ def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tupl
     """
     check_core_version()
     dp = validate_config(config, world_size)
-    check_inputs(config, model_only=show_only)
-    if not show_only:
-        if not config.data.is_synthetic:
-            check_data_path(config.data.path)
-        check_outputs(config)
+    check_inputs(config)
     spec = read_spec(config.model.hf)
+    if not config.data.is_synthetic:
+        check_data_path(config.data.path)
+    check_outputs(config)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"

@@ -27,7 +27,7 @@ class ResolvedRun:
     source_checkpoint: SavedCheckpoint | None
     """The checkpoint that the run resumes from; None: it begins anew."""
     facts_by_split: dict[str, SplitFacts]
-    """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
+    """Facts of ``train`` and, if the run evaluates, of ``eval.split``."""
     run_notes: tuple[str, ...]
     """Lines to print for the user."""
     base_digest: str = ""

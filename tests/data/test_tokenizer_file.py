@@ -140,7 +140,7 @@ def test_added_tokens_keep_their_lstrip_and_rstrip_and_the_end_of_a_turn_its_los
 
 
 def start(folder: Path, tmp_path: Path):
-    """What a start and ``doctor`` ask for first."""
+    """What a start asks for first."""
     if not (tmp_path / "data").exists():
         describe_data(tmp_path / "data")
     fields = ["--model.hf", str(folder), "--data.path", str(tmp_path / "data"), "--platform", "cpu"]

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_tools.sample_sources import SampleReader, estimate_left_out, open_encoder, read_sources
-from megatron_vl.config import DataConfig
-from megatron_vl.spec.families import read_spec
+from data_tools.sample_sources import SampleReader, read_sources
 from tests.data.datasets import converted, mixed_records
-from tests.tiny import tiny_checkpoint
 
 LONG = {"conversations": [{"from": "human", "value": "Tell"}, {"from": "gpt", "value": "on and " * 2000}]}
 
@@ -23,11 +20,6 @@ def out(tmp_path_factory) -> Path:
     """Two shards of 20 and 11 samples; one sample is too long for a row."""
     folder = tmp_path_factory.mktemp("sources")
     return converted(folder, [*mixed_records(folder / "media", 30), LONG], samples_per_shard=20)[0]
-
-
-def _data(path: Path, **fields) -> DataConfig:
-    fields = {"seq_len": 512, "num_workers": 0} | fields
-    return DataConfig(path=str(path), min_pixels=56 * 56, max_pixels=28 * 28 * 24, **fields)
 
 
 def _many_shards(out: Path, folder: Path, number: int) -> Path:
@@ -85,29 +77,3 @@ def test_samples_are_found_by_key_and_by_place(out):
     assert sample.key == "000000020" and all(sample.media_bytes.values())
     assert list(reader.read_sample(20, with_media=False).media_bytes) == list(sample.media_bytes)
     reader.close()
-
-
-@pytest.mark.parametrize(
-    ("change", "used", "reasons"),
-    [
-        ("too long", 0, {"longer than seq_len": 80}),
-        ("missing", 60, {"shard missing": 20}),
-        ("excluded", 79, {}),
-    ],
-)
-def test_some_samples_are_read_to_see_what_is_left_out(out, tmp_path, change, used, reasons):
-    """Four shards of 20 samples."""
-    changed = _many_shards(out, tmp_path / "changed", 4)
-    if change == "missing":
-        (changed / "train-000001.tar").unlink()
-    if change == "excluded":
-        split = changed / ".nv-meta/split.yaml"
-        excluded = ["train-000000.tar/000000003"]
-        split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"exclude": excluded}))
-    folder = tiny_checkpoint("qwen2_5_vl")
-    data = _data(changed, seq_len=16 if change == "too long" else 512)
-    encoder = open_encoder(data, read_spec(folder), folder)
-    (meter,) = estimate_left_out(encoder, 200).values()
-    assert (meter.reason_counts, meter.used_count) == (reasons, used)
-    (meter,) = estimate_left_out(encoder, 10).values()
-    assert meter.used_count + meter.bad_count in (9, 10)

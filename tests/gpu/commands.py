@@ -1,4 +1,4 @@
-"""Runs the commands around a training on real GPUs: doctor, generate, training with validation, evaluate.
+"""Runs the commands around a training on real GPUs: dry run, generate, training with validation, evaluate.
 
     python -m tests.gpu.commands --ranks 2 [--out FOLDER] [--platform cpu]
 
@@ -128,7 +128,7 @@ def prepare(work: Path, ranks: int) -> None:
 
 
 def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> None:
-    """Data, doctor, and a training that validates."""
+    """Data, a dry run, and a training that validates."""
     source = ["--input", work / "conversations.json", "--media-root", work / "media", "--out", work / "data"]
     checks.run("data convert", "-m", "toolkit", "data", "convert", *source)
     run = work / "run.yaml"
@@ -138,7 +138,7 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     fields["dtype"] = "bfloat16" if cuda else "float32"
     paths = {name: work / name for name in ("hf", "shards", "data", "run")}
     run.write_text(RUN.format(**paths, **fields, ranks=ranks, platform=platform))
-    checks.run("doctor", "-m", "toolkit", "doctor", "--config", run, "--world-size", ranks)
+    checks.run("dry run", "-m", "toolkit", "train", "--dry-run", "--config", run, "--nproc-per-node", ranks)
     train = [*torchrun(ranks)[1:], "-m", "megatron_vl.train"]
     checks.run("training with validation", *train, "--config", run)
     answers = work / "run" / "eval.jsonl"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron_vl.config import parse_config
 from megatron_vl.spec.families import read_spec
+from tests.support.dry_build import dry_build
 from tests.training.context_programs import SEQ_LEN
 from tests.training.lora_programs import build, start
 from toolkit.parity.case import draw_samples
-from toolkit.plan.dry_build import dry_build
 
 
 def built_parameters(hf: dict[str, str], runs: list[list[Any]]) -> list[list[list[int]]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.cost import Network
+from megatron_vl.planning.gpus import calibration_for_platform
 from megatron_vl.planning.memory import StageMemory, stage_memories
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.row_statistics import RowStatistics
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.planning.run_layout import run_layout, split_source
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, TensorInfo, tensor_table
+from megatron_vl.training.resolve import find_source_checkpoint
+from megatron_vl.training.resolved_run import ResolvedRun
 
 
 def predict_run(
@@ -42,6 +45,15 @@ def predict_run(
         network=network,
         patch_count=patches,
     )
+
+
+def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> ResolvedRun:
+    """A run as ``resolve_run`` decides it; its weights and data need not exist."""
+    calibration = calibration_for_platform(config.platform)
+    layout = run_layout(config, spec, world_size, calibration=calibration)
+    origin = split_source(config, None, calibration)
+    dp = validate_config(config, world_size)
+    return ResolvedRun(config, spec, layout, dp, origin, find_source_checkpoint(config), {}, ())
 
 
 def estimate_stage_memory(

@@ -45,7 +45,7 @@ def built_examples(
 
 
 def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
-    from toolkit.plan.dry_build import dry_build
+    from tests.support.dry_build import dry_build
 
     stages = dry_build(parse_config(["--config", path, *options]), read_spec(hf), int(world))
     return [

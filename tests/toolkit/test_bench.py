@@ -266,15 +266,9 @@ def test_a_calibration_is_measured_stored_and_used(
     assert 0 < stored.product_tflops < shipped_calibration().product_tflops / 10
     assert 0 < stored.nvlink_gb_s < shipped_calibration().nvlink_gb_s and stored.collective_s > 0
 
-    dry = [*"train --dry-run --json --nproc-per-node 2 --platform cpu --model.hf".split(), hf, *run]
-    assert main(dry) == 0
-    speed = json.loads(capsys.readouterr().out)["speed"]
-    assert speed["rates"] == f"rates of cpu from {folder / 'cpu.json'}" and speed["gpu"] == "cpu"
     assert main(["plan", "--json", "--gpus", "2", "--gpu", "cpu", "--hf", hf, *run]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert planned["rates"] == speed["rates"]
-    # With the layers that were measured: the prediction is the run's own.
-    assert planned["best"]["step_s"] == pytest.approx(speed["step_s"], abs=0.002)
+    assert planned["rates"] == f"rates of cpu from {folder / 'cpu.json'}"
 
 
 def test_what_cannot_be_calibrated_is_refused(tiny_checkpoint, capsys) -> None:

@@ -53,14 +53,10 @@ for data in ("docs", "pyproject.toml"):
     options = ["--hf", hf, "--processes", "1", "--data", data, "--global_batch_size", "1"]
     assert main(["bench", *options]) == 1, data
 assert "torch" not in sys.modules
-from megatron_vl.train import main as train
-for words in ("--parallel.tp 3", "--model.hf nowhere", "--data.path nowhere --model.hf " + "tests"):
-    assert train(words.split()) == 1, words
-assert "torch" not in sys.modules
 assert main(["train", "--parallel.tp", "3", "--nproc-per-node", "4"]) == 1
 assert "torch" not in sys.modules
 assert main(["data", "verify", "pyproject.toml"]) == 1  # a file where a folder belongs
-wrong = ("doctor --data.seq_len 64", "verify a b --forse", "train", "train --config pyproject.toml", "convrt")
+wrong = ("doctor --config run.yaml", "verify a b --forse", "train", "train --config pyproject.toml", "convrt")
 for words in wrong:
     assert main(words.split()) == 2, words
 """
@@ -91,7 +87,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     assert done.stderr.count("does not exist") == len(WRONG)
     assert "--lmu-data nowhere is not a folder" in done.stderr
     assert done.stderr.count(" is not a file; give the path of a table") == 2
-    assert "megatron-vl doctor: --data.seq_len: a field of a run needs --config RUN.yaml" in done.stderr
+    assert "megatron-vl doctor: unrecognized arguments: --config run.yaml" in done.stderr
     assert "megatron-vl verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
     assert "megatron-vl train: no run is given: megatron-vl train --config RUN.yaml" in done.stderr
     assert "megatron-vl: unknown command: convrt; did you mean convert" in done.stderr

@@ -207,8 +207,8 @@ def test_a_dry_run_says_how_many_steps_a_pass_takes(out, tmp_path, capsys):
     assert main(words) == 0
     line = "one pass over the data is about 10 rows, 2 steps at global_batch_size 8 ("
     assert line in capsys.readouterr().out
-    assert main([*words, "--data.path", str(out / "nowhere")]) == 0
-    assert "one pass" not in capsys.readouterr().out
+    assert main([*words, "--data.path", str(out / "nowhere")]) == 1
+    assert "nowhere does not exist; give a folder" in capsys.readouterr().err
 
     bare = shutil.copytree(out, tmp_path / "bare", ignore=shutil.ignore_patterns("sizes"))
     assert main([*words, "--data.path", str(bare)]) == 0

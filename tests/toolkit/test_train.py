@@ -3,17 +3,24 @@ of two ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from converters.convert import convert_weights
+from megatron_vl.config import parse_config
+from megatron_vl.planning.memory import StageMemory
+from megatron_vl.spec.families import read_spec
+from tests.converters.peft_models import peft_folder
+from tests.support.planned import planned_run
 from tests.training.small_run import environment, metrics, options_of, prepare, train
 from toolkit.cli import main
-from toolkit.train import command
+from toolkit.memory_table import memory_table, wide_console
+from toolkit.train import command, dry_run
 from toolkit.train.launch_environment import LaunchEnvironment, first_host, read_launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,78 +142,99 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(started, c
     assert started == []
 
 
-def dry_run(capsys, *words: str) -> dict:
-    assert main(["train", "--dry-run", "--json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 LARGE = ["--model.hf", str(CONFIGS / "Qwen2.5-VL-72B-Instruct.json"), "--data.seq_len", "8192"]
 LARGE += ["--global_batch_size", "64", "--parallel.tp", "8", "--parallel.pp", "4"]
 LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,21,21]"]
 
 
-def test_dry_run_says_layout_schedule_and_memory(capsys):
-    """Counted by hand: 64 ranks are two replicas of 32 micro-batches; stage 0 runs three
-    forward passes ahead."""
-    facts = dry_run(capsys, *LARGE, "--nnodes", "8", "--nproc-per-node", "8")
-    assert facts["ranks"] == 64 and facts["layout"]["dp"] == 2
+@pytest.fixture
+def large(monkeypatch) -> Callable[..., dict]:
+    """What a dry run shows of the large run on 64 ranks, whose data do not exist."""
+    monkeypatch.setattr("toolkit.train.dry_run._pass_text", lambda run: "")
+
+    def facts(*words: str, ranks: int = 64) -> dict:
+        config = parse_config([*LARGE, *words])
+        return dry_run._run_facts(planned_run(config, read_spec(config.model.hf), ranks), ranks)
+
+    return facts
+
+
+def test_a_dry_run_shows_layout_and_memory(large):
+    """Counted by hand: 64 ranks are two replicas of 32 micro-batches."""
+    facts = large()
+    assert facts["ranks"] == 64 and facts["layout"]["dp"] == 2 and facts["micro_batches"] == 32
     assert facts["stages"][0] == ["vision tower", "embedding", "decoder layers 0 to 16"]
     assert facts["stages"][3] == ["decoder layers 59 to 79", "output layer and loss"]
-    assert facts["schedule"] == {
-        "kind": "1F1B",
-        "micro_batches": 32,
-        "warm_up": [3, 2, 1, 0],
-        "steady": [29, 30, 31, 32],
-        "idle_share": round(3 / 35, 4),
-    }
-    assert facts["tokens_per_step"] == 64 * 8192
     # The second stage has decoder layers only: q, k, v and output of attention, MLP, over 8 ranks.
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568) / 8
     assert facts["memory_gib"][1]["weights"] == pytest.approx(2 * 21 * layer / 2**30, rel=1e-3)
+    offloaded = large("--optimizer.offload_fraction", "1")
+    assert offloaded["offload_fraction"] == 1.0 and offloaded["host_gib"] > 0
+    assert all(stage["optimizer"] == 0 for stage in offloaded["memory_gib"])
+    assert offloaded["least_offload_fraction"].keys() >= set(offloaded["fits"])
 
 
-def test_dry_run_says_what_is_in_host_memory_and_what_would_have_to_be(capsys):
-    facts = dry_run(
-        capsys, *LARGE, "--nnodes", "8", "--nproc-per-node", "8", "--optimizer.offload_fraction", "1"
-    )
-    assert facts["offload_fraction"] == 1.0 and facts["host_gib_per_rank"] > 0
-    assert all(stage["optimizer"] == 0 for stage in facts["memory_gib"])
-    assert facts["least_offload_fraction"].keys() >= set(facts["fits"])
+def test_a_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs():
+    assert dry_run._least_ranks(parse_config(LARGE), 1) == 32
+    assert dry_run._least_ranks(parse_config([*LARGE, "--parallel.ep", "16"]), 3) == 22
 
 
-def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, monkeypatch):
-    monkeypatch.setattr("toolkit.train.dry_run.query_gpus", list)
-    assert dry_run(capsys, *LARGE)["ranks"] == 32
-    monkeypatch.setenv("RANK", "0")  # a dry run is never a rank
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert dry_run(capsys, *LARGE)["ranks"] == 32
-
-
-def test_dry_run_of_a_run_on_cpu_says_nothing_of_gpus(capsys, monkeypatch, tmp_path):
+def test_a_dry_run_on_cpu_estimates_no_gpus(large, monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
-    words = [*LARGE, "--parallel.layers", "auto", "--platform", "cpu", "--nproc-per-node", "32"]
-    facts = dry_run(capsys, *words)
+    facts = large("--parallel.layers", "auto", "--platform", "cpu", ranks=32)
     assert facts["layout"]["layers"] == [20, 20, 20, 20] and facts["split"] == "even"
     assert (facts["fits"], facts["least_offload_fraction"], facts["speed"]) == ([], {}, None)
-    assert main(["train", "--dry-run", *words]) == 0
-    said = capsys.readouterr().out
-    assert "fullest rank: " in said and "H200" not in said and "split [20, 20, 20, 20]: even" in said
 
 
-def test_dry_run_is_readable_and_imports_no_torch():
-    line = ["train", "--dry-run", *LARGE]
-    code = f"import sys; from toolkit.cli import main; assert main({line!r}) == 0; "
-    code += "assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "stage 0: 3 forward, " in done.stdout and "fullest GPU: " in done.stdout
+def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    stages = [StageMemory(pipeline_stage=0, host_bytes=2.0**30), StageMemory(pipeline_stage=1)]
+    for shown in (stages[1:], stages):
+        wide_console().print(memory_table([stage.as_json() for stage in shown], "Memory"))
+        heading = next(line for line in capsys.readouterr().out.splitlines() if "stage" in line)
+        words = ("in flight", "gradients", "optimizer", "activations", "workspace", "total")
+        assert all(word in heading for word in words) and ("host" in heading) == (shown == stages)
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_checkpoint, tmp_path_factory) -> dict[str, Path]:
+    return prepare(tmp_path_factory.mktemp("prepared") / "run", tiny_checkpoint("qwen2_5_vl"), samples=8)
+
+
+def test_a_dry_run_makes_every_check_of_a_start(prepared, tiny_checkpoint, capsys, tmp_path):
+    """It prints what it checked, and leaves no file; the errors are those of a start."""
+    peft = peft_folder(tmp_path / "peft", prepared["hf"], target_modules=["q_proj"])
+    words = ["train", "--dry-run", "--nproc-per-node", "2", *options_of(prepared, tmp_path / "new")]
+    words += ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
+    for options in ((), ("--lora.adapter", str(peft))):
+        assert main([*words, *options]) == 0
+        said = capsys.readouterr().out
+        assert "  stage 0: vision tower, embedding, decoder layers 0 to 0\n" in said
+        assert "one pass over the data is about" in said and "fullest rank: " in said
+        assert "NOTE: checkpoint.interval is 0" in said and ("trained: " in said) == bool(options)
+
+    file, other = tmp_path / "file", tmp_path / "other"
+    file.write_text("")
+    convert_weights(tiny_checkpoint("qwen2_5_vl", tied=True), other)
+    for options, message in (
+        (["--data.path", "nowhere"], "data.path nowhere does not exist"),
+        (["--model.hf", str(CONFIGS)], "holds no config.json"),
+        (["--model.checkpoint", "nowhere"], "model.checkpoint nowhere does not exist"),
+        (["--model.checkpoint", str(other)], "holds another model than model.hf"),
+        (["--checkpoint.dir", str(file)], f"checkpoint.dir {file}: {file} is a file"),
+        (["--parallel.layers", "[2,3]"], "add up to 5"),
+        (["--eval.interval", "2"], "the split 'val' is empty"),
+        (["--lora.adapter", str(peft), "--lora.rank", "8"], f"the adapters in lora.adapter {peft} have 4"),
+        (["--lora.adapter", str(peft), "--checkpoint.dir", ""], "are converted into checkpoint.dir"),
+    ):
+        assert main([*words, *options]) == (2 if "converted into" in message else 1), options
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.ranks
-def test_one_command_trains_on_two_ranks(tiny_checkpoint, tmp_path):
+def test_one_command_trains_on_two_ranks(prepared, tmp_path):
     """It starts as a user starts it; a single rank reads the same rows and so has the same losses."""
-    prepared = prepare(tmp_path, tiny_checkpoint("qwen2_5_vl"), samples=8)
     fields = options_of(prepared, tmp_path / "run2", "--parallel.tp", "2", steps=3)
     start = [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", "2", *fields]
     done = subprocess.run(start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import TrainConfig, parse_config, validate_config
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.out_of_memory import (
     RankOutOfMemory,
     explain_memory_errors,
     memory_error_message,
 )
-from megatron_vl.training.resolve import find_start_point
 from megatron_vl.training.resolved_run import ResolvedRun
-from tests.support.planned import estimate_stage_memory
+from tests.support.planned import estimate_stage_memory, planned_run
 
 HF = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 TORCH = (
@@ -40,9 +38,7 @@ def config(*options: str) -> TrainConfig:
 
 
 def run(*options: str, ranks: int = 4) -> ResolvedRun:
-    resolved, spec = config(*options), read_spec(HF)
-    layout, dp = run_layout(resolved, spec, ranks), validate_config(resolved, ranks)
-    return ResolvedRun(resolved, spec, layout, dp, "given", find_start_point(resolved), {}, ())
+    return planned_run(config(*options), read_spec(HF), ranks)
 
 
 def test_the_message_gives_torchs_text_the_estimate_and_the_page() -> None:

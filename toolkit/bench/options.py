@@ -56,7 +56,7 @@ class BenchOptions(CommandOptions):
     distinct_rows: int = option(0, metavar="N", minimum=0, shown_default="as many as it uses")
     """Draw N random rows on each data-parallel rank, then repeat them."""
     calibrate: bool = False
-    """Also time single kernels, and store the rates of this machine for plan, train and doctor. The rates are
+    """Also time single kernels, and store the rates of this machine for plan and train. The rates are
     scaled so that they explain the measured steps. Use a model and rows like those that you will train."""
     calibration: str = option("", metavar="FILE", shown_default="the user's folder of calibrations")
     """For --calibrate: write the rates to this file; `megatron-vl plan --calibration FILE` reads it."""

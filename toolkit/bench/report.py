@@ -234,8 +234,8 @@ def calibration_lines(calibration_figures: dict[str, Any]) -> list[str]:
         )
     return [
         *text_lines,
-        f"stored in {calibration_figures['file']}: plan, train and "
-        f"doctor use it for {calibration_figures['gpu']} from now on",
+        f"stored in {calibration_figures['file']}: plan and train use it for {calibration_figures['gpu']}"
+        " from now on",
     ]
 
 

@@ -1,9 +1,7 @@
-"""One rank of doctor's all-reduce: ``torchrun -m toolkit.doctor.check_all_reduce nccl|gloo``. Rank
-0 prints JSON."""
+"""A rank of an all-reduce: ``torchrun -m toolkit.doctor.all_reduce nccl|gloo``. Rank 0 prints a line."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -40,9 +38,9 @@ def reduce_on_rank(backend: str) -> int:
         print(f"rank {rank}: the sum is wrong", file=sys.stderr)
         return 1
     if rank == 0:
-        reduce_facts = {"backend": backend, "bytes": base_tensor.nbytes, "seconds": elapsed_seconds}
         sent_bytes = 2 * (world_size - 1) / world_size * base_tensor.nbytes
-        print(json.dumps(reduce_facts | {"bus_gb_s": sent_bytes / elapsed_seconds / 1e9}))
+        size_text = f"{base_tensor.nbytes / 2**20:.0f} MiB in {elapsed_seconds * 1e3:.2f} ms"
+        print(f"RESULT {size_text}, {sent_bytes / elapsed_seconds / 1e9:.1f} GB/s on the bus")
     return 0
 
 

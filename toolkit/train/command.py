@@ -1,10 +1,9 @@
-"""``megatron-vl train``: starts the ranks of a run, acts as one of them, or prints its plan."""
+"""``megatron-vl train``: starts the ranks of a run, acts as one of them, or checks it (``--dry-run``)."""
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.config.checks import check_inputs
@@ -27,7 +26,7 @@ GPU_ENVIRONMENT = {
 
 
 def train(options: TrainOptions) -> int:
-    """Starts this node's ranks, becomes one of them, or shows the plan of the run.
+    """Starts this node's ranks, becomes one of them, or checks and shows the run.
 
     Returns:
         The exit code: 0 if the training is done or was stopped by a signal, 1 if it stopped with a message.
@@ -40,9 +39,7 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        with tempfile.TemporaryDirectory(prefix="megatron-vl-") as temporary_dir:
-            config = with_megatron_adapter(_read_config(options.fields), temporary_dir)
-            show_dry_run(config, options.nproc_per_node, nnodes, options.json)
+        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, options.json)
         return 0
 
     run_words = options.fields

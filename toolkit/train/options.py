@@ -32,8 +32,8 @@ class TrainOptions(CommandOptions):
     job_id: str = option("", metavar="WORD", shown_default="megatron-vl, or the Slurm job's number")
     """Any word that distinguishes this run from others on the same nodes."""
     dry_run: bool = False
-    """Start nothing; print layout, schedule, memory of each pipeline stage and estimated speed.
-    Needs no GPU."""
+    """Start nothing; make every check of a start, and print layout, split, memory of each pipeline stage and
+    estimated speed. Needs no GPU."""
     json: bool = False
     """Print JSON; needs --dry-run."""
 

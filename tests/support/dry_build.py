@@ -1,6 +1,6 @@
 """Builds the model of any run, stage by stage, in one process without memory, a GPU or other ranks.
 
-    python -m toolkit.plan.dry_build 32 --config RUN.yaml [--section.field value ...]
+It is the reference of the memory estimate and of the tensor table.
 
 Modules are made on torch's meta device, and the process groups are torch's fake ones, which can take the role
 of every rank. Apart from that, it builds what the trainer builds, with the modules of the CPU platform.
@@ -8,9 +8,6 @@ of every rank. Apart from that, it builds what the trainer builds, with the modu
 
 from __future__ import annotations
 
-import json
-import math
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_vl.config import Fp8Config, TrainConfig, parse_config, validate_config
+from megatron_vl.config import Fp8Config, TrainConfig, validate_config
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from toolkit.run_adapters import with_adapter_settings
 
 
 @dataclass(frozen=True)
@@ -112,35 +108,3 @@ def _build_rank(
 
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def main(argv: list[str]) -> int:
-    """Prints the number of parameters of a rank of each stage as JSON.
-
-    Args:
-        argv: the number of ranks of the whole run, then the fields of the run.
-
-    Returns:
-        The exit code: 1 if the model cannot be built. The last line on standard error gives the reason.
-    """
-    world_size, *run_words = argv
-    try:
-        config = parse_config(run_words)
-        spec = read_spec(config.model.hf)
-        tensors_by_stage = dry_build(with_adapter_settings(config, spec), spec, int(world_size))
-    except (ValueError, RuntimeError, OSError) as error:
-        print(str(error).replace("\n", " "), file=sys.stderr)
-        return 1
-
-    parameter_counts = []
-    for stage_tensors in tensors_by_stage:
-        stage_count = 0
-        for tensor in stage_tensors:
-            stage_count += math.prod(tensor.tensor_shape)
-        parameter_counts.append(stage_count)
-    print(json.dumps({"parameters": parameter_counts}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
