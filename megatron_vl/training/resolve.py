@@ -52,6 +52,7 @@ def resolve_run(
     world_size: int,
     machine_memory: MachineMemory | None = None,
     *,
+    spec: ModelSpec | None = None,
     show_only: bool = False,
 ) -> ResolvedRun:
     """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
@@ -59,6 +60,7 @@ def resolve_run(
     Args:
         machine_memory: the memory of the ranks; None: that of this machine's GPUs (without any, of an H200),
             and no limit on host memory.
+        spec: the model's sizes, if they are not those of ``model.hf``.
         show_only: whether the run will not start here. Then it needs no data set, weights or GPUs, memory is
             not checked, and only ``config.json`` of ``model.hf`` is read.
 
@@ -66,7 +68,7 @@ def resolve_run(
         UserError: the run is impossible. The message names the field, path or number, and what to change.
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
-    dp, spec = _check_fields(config, world_size, show_only)
+    dp, spec = _check_fields(config, world_size, spec, show_only)
     run_start = _find_run_start(config, dp)
     # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
     config = preflight.with_start_adapter(config, spec, run_start.source_checkpoint)
@@ -78,7 +80,7 @@ def resolve_run(
     # A resumed run keeps the split with which its checkpoint was saved.
     saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
-    layer_split_origin = split_source(config, saved_layout, calibration)
+    layer_split_origin = split_source(config, saved_layout)
 
     # These checks see the user's own fields, because their advice names options that differ from them.
     memory_note = ""
@@ -101,7 +103,9 @@ def resolve_run(
     return _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
 
 
-def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tuple[int, ModelSpec]:
+def _check_fields(
+    config: TrainConfig, world_size: int, spec: ModelSpec | None, show_only: bool
+) -> tuple[int, ModelSpec]:
     """Makes the cheap checks, so that a mistake in a field is reported within a second.
 
     Returns:
@@ -112,7 +116,7 @@ def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tupl
     preflight.check_inputs(config, model_only=show_only)
     if not show_only:
         preflight.check_outputs(config)
-    spec = read_spec(config.model.hf)
+    spec = spec or read_spec(config.model.hf)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
@@ -124,7 +128,7 @@ def _split_note(resolved_run: ResolvedRun) -> str:
     origin_texts = {
         "planned": f"planned, {calibration_for_platform(resolved_run.config.platform).source}",
         "saved": "as it was saved",
-        "even": "even, as no rates of this CPU are known",
+        "even": "even, as no rates of CPUs are known",
     }
     return (
         f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}:"

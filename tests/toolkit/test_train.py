@@ -183,8 +183,7 @@ def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, mon
     assert dry_run(capsys, *LARGE)["ranks"] == 32
 
 
-def test_dry_run_of_a_run_on_cpu_says_nothing_of_gpus(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
+def test_dry_run_of_a_run_on_cpu_says_nothing_of_gpus(capsys):
     words = [*LARGE, "--parallel.layers", "auto", "--platform", "cpu", "--nproc-per-node", "32"]
     facts = dry_run(capsys, *words)
     assert facts["layout"]["layers"] == [20, 20, 20, 20] and facts["split"] == "even"

@@ -155,7 +155,7 @@ def _report_predictions(run: ResolvedRun, world_size: int, gpus: list[GpuInfo], 
     report.memory_by_stage = stage_memories(run.config, run.spec, run.layout, run.dp)
     report.findings += _check_memory(run.config, report.memory_by_stage, gpus)
     speed_calibration = calibration_for_platform(run.config.platform)
-    if rates_apply(run.config, speed_calibration):
+    if rates_apply(run.config):
         prediction = predict_layout(
             run.config, run.spec, world_size, run.layout, calibration=speed_calibration
         )

@@ -92,7 +92,7 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "host_gib_per_rank": round(max(stage.host_bytes for stage in stage_memories) / 2**30, 1),
         "host_input_gib_per_rank": round(max(stage.host_input_bytes for stage in stage_memories) / 2**30, 1),
         "split": resolved_run.layer_split_origin,
-        "speed": _speed_facts(prediction) if rates_apply(config, gpu_calibration) else None,
+        "speed": _speed_facts(prediction) if rates_apply(config) else None,
     }
 
 
