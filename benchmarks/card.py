@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -38,12 +39,12 @@ from typing import Any
 from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.bench.command import ALLOCATOR_VARIABLES
-from toolkit.bench.options import BenchOptions, BenchRun, resolve_bench_run
+from toolkit.bench.options import BenchRun, parse_bench_options
 from toolkit.launch import REPOSITORY_ROOT
 from toolkit.platform_choice import choose_platform
 
-TIMED_ROWS, TIMED_STEPS, DISTINCT_ROWS = 4, 8, 16
-"""Rows in a timed step, timed steps, and rows that are timed in turn, each equally often."""
+TIMED_ROWS, TIMED_STEPS = 4, 8
+"""Rows in a timed step, and timed steps."""
 IMAGE_SIDES = (112, 280)
 """Shortest and longest side of an image in pixels; at most 100 tokens."""
 PARAGRAPH_LENGTHS = (150, 450)
@@ -119,7 +120,7 @@ def prepare_curve(
 ) -> CurveRun:
     """Writes random weights in both forms and a tokenizer to ``folder``, and encodes the conversations."""
     from converters.convert import convert_weights
-    from toolkit.bench.workload import fill_rows
+    from megatron_vl.data.synthetic import fill_rows
     from toolkit.sample_encoder import SampleEncoder
 
     conversations = write_conversations(CONVERSATION_COUNT)
@@ -185,12 +186,9 @@ def train_here(run: CurveRun) -> list[float]:
     from toolkit.parity.training import train_case
 
     config, platform = run.config, get_platform(run.config.platform)
-    case = ParityCase(
-        name="card", hf=config.model.hf, weights=config.model.checkpoint, steps=[], overlap=True
-    )
-    return [
-        result.loss for result in train_case(build_case(case, platform, config), run.step_batches, platform)
-    ]
+    case = ParityCase("card", config.model.hf, config.model.checkpoint, steps=[], overlap=True)
+    results = train_case(build_case(case, platform, config), run.step_batches, platform)
+    return [result.loss for result in results]
 
 
 def train_in_transformers(run: CurveRun, attention: str = "sdpa") -> list[float]:
@@ -201,13 +199,10 @@ def train_in_transformers(run: CurveRun, attention: str = "sdpa") -> list[float]
     from toolkit.parity.training import ReferenceTrainer
 
     config = run.config
+    device = {"dtype": getattr(torch, config.dtype), "device": config.platform}
+    # No step has more samples than a row has tokens.
     trainer = ReferenceTrainer(
-        config.model.hf,
-        config.optimizer,
-        dtype=getattr(torch, config.dtype),
-        device=config.platform,
-        batch_size=ROW_TOKENS,  # more samples than a step has
-        attention=attention,
+        config.model.hf, config.optimizer, **device, batch_size=ROW_TOKENS, attention=attention
     )
     losses = []
     for step, rows in enumerate(run.step_batches):
@@ -235,12 +230,14 @@ def measure_curves(
     with tempfile.TemporaryDirectory(prefix="megatron-vl-card-") as folder:
         with timed_part("weights and conversations", seconds):
             run = prepare_curve(spec, Path(folder), platform_name, steps=steps, learning_rate=learning_rate)
-        with timed_part("megatron-vl", seconds):
-            losses["megatron-vl"] = train_here(run)
-        with timed_part("transformers", seconds):
-            losses["transformers"] = train_in_transformers(run)
-        with timed_part("transformers, eager", seconds):
-            losses["transformers, eager"] = train_in_transformers(run, attention="eager")
+        trainings = {
+            "megatron-vl": train_here,
+            "transformers": train_in_transformers,
+            "transformers, eager": partial(train_in_transformers, attention="eager"),
+        }
+        for name, training in trainings.items():
+            with timed_part(name, seconds):
+                losses[name] = training(run)
     reference = losses["transformers"]
     return {
         "data": f"{CONVERSATION_COUNT} conversations about crops of photographs and Python's manual",
@@ -251,9 +248,7 @@ def measure_curves(
         "optimizer": vars(run.config.optimizer),
         "losses": losses,
         "tail_means": {name: statistics.mean(curve[-TAIL_STEPS:]) for name, curve in losses.items()},
-        "gaps": {
-            name: curve_gap(curve, reference) for name, curve in losses.items() if curve is not reference
-        },
+        "gaps": {name: curve_gap(losses[name], reference) for name in trainings if name != "transformers"},
     }
 
 
@@ -276,42 +271,35 @@ def timed_part(name: str, seconds: dict[str, float]) -> Iterator[None]:
 def bench_run_of(args: argparse.Namespace, platform_name: str) -> BenchRun:
     """The benchmark of the card. Its spec is the card's model."""
     dtype = "bfloat16" if platform_name == "cuda" else "float32"
-    fields = ["--platform", platform_name, "--dtype", dtype, "--data.seq_len", str(args.seq_len)]
-    options = BenchOptions(
-        fields=[*fields, "--global_batch_size", str(TIMED_ROWS)],
-        hf=args.hf,
-        rows="images",
-        warm_up=3,
-        timed=TIMED_STEPS,
-        part_steps=0,
-        distinct_rows=DISTINCT_ROWS,
-        language_layers=args.language_layers,
-        vision_layers=args.vision_layers,
-        even_routing=read_spec(args.hf).language.moe is not None,  # as predictions are
-    )
-    run = resolve_bench_run(options)
-    run.check_ranks(1)
-    return run
+    words = f"--rows images --warm-up 3 --timed {TIMED_STEPS} --part-steps 0 --platform {platform_name}"
+    words += f" --dtype {dtype} --data.seq_len {args.seq_len} --global_batch_size {TIMED_ROWS}"
+    words += f" --language-layers {args.language_layers} --vision-layers {args.vision_layers}"
+    if read_spec(args.hf).language.moe is not None:
+        words += " --even-routing"  # as predictions are
+    return parse_bench_options(["--hf", args.hf, *words.split()])
 
 
 def describe_machine(run: BenchRun) -> dict[str, Any]:
     """Versions, and the attention kernels that were chosen."""
+    import torch
+
+    from megatron_vl.models.attention import choose_backend
     from megatron_vl.planning.gpus import query_gpus
-    from toolkit.bench.calibrate import attention_backends
     from toolkit.doctor.machine_checks import installed_version, transformer_engine_version
 
-    platform_name = run.config.platform
-    gpus = query_gpus() if platform_name == "cuda" else []
+    config, spec = run.config, run.spec
+    gpus = query_gpus() if config.platform == "cuda" else []
     versions = {name: installed_version(name) for name in PACKAGES}
-    versions |= {
-        "transformer-engine": transformer_engine_version(),
-        "python": python_platform.python_version(),
+    versions["transformer-engine"] = transformer_engine_version()
+    versions["python"] = python_platform.python_version()
+    facts = {"platform": config.platform, "dtype": getattr(torch, config.dtype)}
+    language, vision = config.model.language_attention, config.model.vision_attention
+    attention = {
+        "language": choose_backend(language, head_dim=spec.language.head_dim, causal=True, **facts),
+        "vision": choose_backend(vision, head_dim=spec.vision.head_dim, causal=False, **facts),
     }
-    return {
-        "versions": versions,
-        "driver": gpus[0].driver_version if gpus else None,
-        "attention": attention_backends(run.config, run.read_model_spec(), platform_name),
-    }
+    driver = gpus[0].driver_version if gpus else None
+    return {"versions": versions, "driver": driver, "attention": attention}
 
 
 def make_card(args: argparse.Namespace) -> dict[str, Any]:
@@ -323,29 +311,22 @@ def make_card(args: argparse.Namespace) -> dict[str, Any]:
     run = bench_run_of(args, platform_name)
     with timed_part("the benchmark", seconds):
         figures = measure_benchmark(run)
-    speed, config_spec, config_path = (
-        figures["workloads"]["images"],
-        read_spec(args.hf),
-        Path(args.hf).resolve(),
-    )
+    config_spec, config_path = read_spec(args.hf), Path(args.hf).resolve()
     model_path = config_path.parent if config_path.name == "config.json" else config_path
-    commit = subprocess.run(
-        ["git", "-C", str(REPOSITORY_ROOT), "describe", "--always", "--abbrev=40", "--dirty=+"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    describe = ["git", "-C", str(REPOSITORY_ROOT), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    config_facts = {
+        "hf": model_path.name.removesuffix(".json"),
+        "config_language_layers": config_spec.language.num_layers,
+        "config_vision_layers": config_spec.vision.num_layers,
+    }
     card = {
-        "model": figures["model"]
-        | {
-            "hf": model_path.name.removesuffix(".json"),
-            "config_language_layers": config_spec.language.num_layers,
-            "config_vision_layers": config_spec.vision.num_layers,
-        },
+        "model": figures["model"] | config_facts,
         "source": {"commit": commit.removesuffix("+") or None, "changed": commit.endswith("+")},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": figures["machine"] | describe_machine(run),
-        "speed": speed | {"notes": figures["notes"]},
-        "curve": measure_curves(run.read_model_spec(), platform_name, args.steps, args.lr, seconds),
+        "speed": figures["workloads"]["images"] | {"notes": figures["notes"]},
+        "curve": measure_curves(run.spec, platform_name, args.steps, args.lr, seconds),
         "seconds": seconds,
     }
     end_distributed()

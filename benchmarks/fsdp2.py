@@ -18,6 +18,7 @@ in transformers' registry of attention functions. On CPU, for dry runs, attentio
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -38,15 +39,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.pixels import PixelNorm
+from megatron_vl.data.synthetic import draw_rows
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
-from megatron_vl.planning.flops import peak_tflops
 from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.spec.families import ModelSpec
 from toolkit.bench import report
 from toolkit.bench.options import BenchRun, parse_bench_options
-from toolkit.bench.workload import sample_groups
 from toolkit.parity.reference import hf_pixels
 
 ATTENTION = "packed_flash"
@@ -141,7 +141,7 @@ def hf_config(options: BenchRun) -> Any:
     """The Hugging Face config, with the numbers of layers that the options give."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**options.read_model_spec().hf_config)
+    return AutoConfig.for_model(**options.spec.hf_config)
 
 
 def use_liger(family: str) -> list[str]:
@@ -367,15 +367,15 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
     own.add_argument("--ours", type=Path)
     given, words = own.parse_known_args(argv)
     options = parse_bench_options(words, "python -m benchmarks.fsdp2")
-    if "data" in options.workloads or options.calibrate or options.even_routing:
-        raise UsageError("only random rows are timed here: leave out --data, --calibrate and --even-routing")
+    if "data" in options.workloads or options.options.even_routing:
+        raise UsageError("only random rows are timed here: leave out --data and --even-routing")
     return options, given
 
 
 def run(options: BenchRun, given: argparse.Namespace) -> None:
     """Measures the random workloads and reports them on rank 0. Collective."""
     config = options.config
-    spec = options.read_model_spec()
+    spec = options.spec
     device = _init_distributed()
     world = dist.get_world_size()
     if config.global_batch_size % world:
@@ -385,13 +385,9 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
         model = build_with_adapters(options, spec, device)
     else:
         model = build(hf_config(options), device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    peak = peak_tflops(name, config.log.peak_tflops)
+    machine = report.describe_machine(device.type, config.log.peak_tflops)
     trainer = Trainer(options, model, device, given.gradient_sync == "every")
-    workloads = {
-        name: measure(trainer, spec, name, config.global_batch_size // world, peak)
-        for name in options.workloads
-    }
+    workloads = {name: measure(trainer, name, machine) for name in options.workloads}
     import transformers
 
     settings = (
@@ -401,12 +397,12 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
     figures = {
         "system": f"transformers {transformers.__version__} + {'PEFT' if config.lora.rank else 'FSDP2'}",
-        "machine": report.describe_machine(device, peak),
-        "model": report.describe_model(options, spec),
+        "machine": machine,
+        "model": report.describe_model(config, spec),
         "notes": notes,
         "workloads": workloads,
     }
-    report.finish_report(options, figures)
+    report.finish_report(options.options, figures)
     if given.ours and dist.get_rank() == 0:
         ours = json.loads(given.ours.read_text())["workloads"]
         for name, mine in workloads.items():
@@ -426,49 +422,42 @@ def _init_distributed() -> torch.device:
     )
 
 
-def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, peak: float) -> dict[str, Any]:
+def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[str, Any]:
     """Measures one workload. The figures have the trainer's keys, as far as these apply. Collective."""
-    o = trainer.options
+    run, options = trainer.options, trainer.options.options
     cuda = trainer.device.type == "cuda"
-    seq_len = o.config.data.seq_len
-    recompute = RecomputeConfig(language="full", vision="full")
-    source = sample_groups(spec, seq_len, with_images=workload == "images", seed=17 + dist.get_rank())
-    number = o.distinct_rows or (o.warm_up + o.timed) * per_step
-    stream = itertools.cycle([hf_row(samples, spec, seq_len) for samples in itertools.islice(source, number)])
+    rank, per_step = dist.get_rank(), run.config.global_batch_size // dist.get_world_size()
+    full = RecomputeConfig(language="full", vision="full")
+    config = dataclasses.replace(run.config, model=ModelConfig(), recompute=full)  # nothing is frozen here
+    rows = [
+        hf_row(samples, run.spec, config.data.seq_len)
+        for samples in draw_rows(run.data_config(workload), run.spec)
+    ]
 
-    for _ in range(o.warm_up):
-        loss = trainer.step(list(itertools.islice(stream, per_step)))
+    def step_rows(step: int) -> list[HfRow]:
+        first = step * config.global_batch_size + rank * per_step
+        return [rows[number % len(rows)] for number in range(first, first + per_step)]
+
+    for step in range(options.warm_up):
+        loss = trainer.step(step_rows(step))
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
     held = torch.cuda.memory_allocated() if cuda else 0
-    work = report.WorkCounts()
+    works = []
     dist.barrier()
     clock = [time.perf_counter()]
-    for _ in range(o.timed):
-        rows = list(itertools.islice(stream, per_step))
-        loss = trainer.step(rows)  # reads the loss from the device
+    for step in range(options.warm_up, options.warm_up + options.timed):
+        loss = trainer.step(step_rows(step))  # reads the loss from the device
         clock.append(time.perf_counter())
-        for row in rows:
-            work.add_row(
-                spec,
-                ModelConfig(),
-                recompute,
-                *row.lengths,
-                row.loss_tokens,
-                lora=o.config.lora,
-                whole_head=True,
+        for row in step_rows(step):
+            works.append(
+                report.row_work(run.spec, config, row.lengths, row.loss_tokens, row.images, whole_head=True)
             )
-            work.image_count += row.images
 
-    figures = report.speed_figures(
-        sum(report.gather_to_all(work), start=report.WorkCounts()),
-        [end - begin for begin, end in itertools.pairwise(clock)],
-        dist.get_world_size(),
-        peak,
-    )
-
+    work = report.add_work(report.gather_to_all(report.add_work(works)))
+    figures = report.speed_figures(work, [end - begin for begin, end in itertools.pairwise(clock)], machine)
     return figures | {"loss": loss, "memory": _memory(model=trainer.model, held=held, cuda=cuda)}
 
 

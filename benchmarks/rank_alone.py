@@ -2,11 +2,11 @@
 
     python benchmarks/rank_alone.py --ranks 8 --hf HF --data.seq_len 262144 --parallel.cp 8 [fields of a run]
 
-The process is rank 0 of ``--ranks`` in torch's fake process group, and runs the benchmark's own steps
-(:mod:`toolkit.bench.measure`). It owns the loader, and its tensors have the sizes that they have in the whole
-run. A message arrives at once: an exchange returns what was sent, cut or filled with zeros to the size that
-is due, and sums and gathered weights stay the rank's own. So losses mean nothing, and experts get the rows
-that this rank sends. Pipelines are not supported, because their stages wait for real messages.
+The process is rank 0 of ``--ranks`` in torch's fake process group, and runs the trainer as ``megatron-vl
+bench`` does. It owns the loader, and its tensors have the sizes that they have in the whole run. A message
+arrives at once: an exchange returns what was sent, cut or filled with zeros to the size that is due, and sums
+and gathered weights stay the rank's own. So losses mean nothing, and experts get the rows that this rank
+sends. Pipelines are not supported, because their stages wait for real messages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vl import host_memory
 from megatron_vl.platform import get_platform
 from toolkit.bench.options import parse_bench_options
 
@@ -52,39 +53,40 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the whole run")
     arguments, words = parser.parse_known_args(argv)
-    ranks = arguments.ranks
-    options = dataclasses.replace(parse_bench_options(words), part_steps=0)
-    platform = get_platform(options.config.platform)
-    join_fake_group(ranks)
+    bench_run = parse_bench_options([*words, "--part-steps", "0"])
+    platform = get_platform(bench_run.config.platform)
+    join_fake_group(arguments.ranks)
 
-    from megatron_vl.parallel.process_grid import make_grid
     from megatron_vl.planning.memory import stage_memories
     from megatron_vl.planning.row_statistics import make_assumed_rows
-    from toolkit.bench.measure import build_bench_model, measure_workload
+    from megatron_vl.training.resolve import MachineMemory, resolve_run
+    from megatron_vl.training.trainer import Trainer
+    from toolkit.bench.measure import Measure
 
-    options.check_ranks(ranks)
-    layout, spec, config = options.resolve_layout(ranks), options.read_model_spec(), options.config
+    memory = MachineMemory(platform.total_memory_gib(), host_memory.available_gib_per_rank())
+    resolved_run = resolve_run(bench_run.config, arguments.ranks, memory, spec=bench_run.spec)
+    spec, config, layout = resolved_run.spec, resolved_run.config, resolved_run.layout
     if layout.pp > 1:
         raise SystemExit("parallel.pp must be 1")
-    grid = make_grid(layout)
-    model = build_bench_model(options, spec, platform, grid, layout)
-    # Drawn text has only tokens of rank 0's part of the vocabulary. The logit of another one would come from
-    # a rank that is not there, and the loss would be infinite, so that the optimizer would skip its update.
-    own_vocab_size = spec.language.vocab_size // layout.tp
-    model.spec = dataclasses.replace(
-        spec, language=dataclasses.replace(spec.language, vocab_size=own_vocab_size)
-    )
     rows = make_assumed_rows(spec, config.data.seq_len)
-    [estimate] = stage_memories(config, spec, layout, grid.dp, patch_count=int(rows.mean_patches))
-    print(f"rank 0 of {ranks}: {layout}")
+    [estimate] = stage_memories(config, spec, layout, resolved_run.dp, patch_count=int(rows.mean_patches))
+    print(f"rank 0 of {arguments.ranks}: {layout}")
     print(f"estimate for rows of pictures in GiB, with logits of all tokens: {estimate.as_json()}")
 
-    for workload in options.workloads:
-        micro_batches = config.global_batch_size // grid.dp
-        figures = measure_workload(model, workload, micro_batches, gpu_peak_tflops=0.0)
-        memory = {name: size for name, size in figures["memory"].items() if "by_rank" not in name}
-        step_text = f"{1e3 * figures['step_s']:.0f} ms a step, loss {figures['loss']:.3f}"
-        print(f"{workload}: {step_text}, measured {memory}", flush=True)
+    measure = Measure(bench_run)
+    with Trainer(resolved_run, platform, [measure]) as trainer:
+        trainer.build()
+        # Drawn text has only tokens of rank 0's part of the vocabulary. The logit of another one would come
+        # from a rank that is not there, and the loss would be infinite, so that the update would be skipped.
+        own_vocab_size = spec.language.vocab_size // layout.tp
+        trainer.spec = dataclasses.replace(
+            spec, language=dataclasses.replace(spec.language, vocab_size=own_vocab_size)
+        )
+        trainer.run()
+    for workload, speed in measure.figures["workloads"].items():
+        memory_gib = {name: size for name, size in speed["memory"].items() if "by_rank" not in name}
+        step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
+        print(f"{workload}: {step_text}, measured {memory_gib}", flush=True)
 
 
 if __name__ == "__main__":

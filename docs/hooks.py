@@ -147,7 +147,7 @@ TESTED_BY = {
 GPUS = (
     ("none: CPU, two cores", "all of `.ci/run`, with gloo"),
     ("H200", f"{TESTS_ON_GPUS}, on one, two and four; all published speeds"),
-    ("H100", "parity, LoRA, moments and calibration, on two; FlashAttention-4"),
+    ("H100", "parity, LoRA and moments, on two; FlashAttention-4"),
     ("A100, B200", "nothing; `plan` scales the rates of H200 by their data sheets"),
 )
 

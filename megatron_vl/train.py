@@ -12,6 +12,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_or_exit
@@ -19,19 +21,27 @@ from megatron_vl.errors import exit_code_of_error
 from megatron_vl.parallel import failures
 from megatron_vl.signals import handle_stop_signals, survive_closed_outputs
 
+if TYPE_CHECKING:
+    from megatron_vl.spec.families import ModelSpec
+    from megatron_vl.training.hooks import Hook
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses the options, then trains. Returns the exit code: 0 if the run is done.
+    """Parses the options, then trains. Returns the exit code: 0 if the run is done."""
+    return run_rank(lambda: train(parse_or_exit(argv)))
+
+
+def run_rank(work: Callable[[], None]) -> int:
+    """Does the work of a rank. Returns its exit code.
 
     If one of several ranks fails, all of them end with its message (see
     :mod:`megatron_vl.parallel.failures`).
     """
     survive_closed_outputs()
     handle_stop_signals()
-    config = parse_or_exit(argv)
     faulthandler.enable()  # a crash in native code then prints the Python stack
     try:
-        train(config)
+        work()
     except Exception as error:
         return _report_failure(error)
     finally:
@@ -43,8 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig, spec: ModelSpec | None = None, hooks: Sequence[Hook] = ()) -> None:
     """Runs a training from its config to its end: resolve, build, restore, run. Collective.
+
+    Args:
+        spec: the model's sizes, if they are not those of ``model.hf``.
+        hooks: further hooks of the trainer.
 
     Raises:
         UserError: the run is impossible or cannot continue. The message says why.
@@ -64,10 +78,10 @@ def train(config: TrainConfig) -> None:
         )
         # Other nodes may see an older state of shared storage, and thousands of readers would overload it.
         resolved_run = broadcast_from_rank_0(
-            lambda: resolve_run(config, launched_world_size(), machine_memory)
+            lambda: resolve_run(config, launched_world_size(), machine_memory, spec=spec)
         )
         write_missing_sizes(resolved_run, platform)
-        with Trainer(resolved_run, platform) as trainer, explain_memory_errors(resolved_run):
+        with Trainer(resolved_run, platform, hooks) as trainer, explain_memory_errors(resolved_run):
             trainer.build()
             trainer.restore()
             trainer.run()

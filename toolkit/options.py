@@ -28,6 +28,7 @@ from megatron_vl.config.options import MISSING, is_in_range
 from megatron_vl.config.options import option as option
 from megatron_vl.config.parsing import PARSER_ERRORS, explain_parser_error
 from megatron_vl.config.parsing import build_parser as run_parser
+from megatron_vl.config.removed import REMOVED_OPTIONS
 from megatron_vl.errors import UsageError
 
 
@@ -332,6 +333,9 @@ def _refuse_misspelled(parser: Any, run_words: list[str], program_name: str) -> 
 
     for run_word in run_words:
         given_option = run_word.partition("=")[0]
+        command_option = f"{program_name.removeprefix('megatron-vl ')} {given_option}"
+        if command_option in REMOVED_OPTIONS:
+            raise UsageError(f"{command_option} was removed: {REMOVED_OPTIONS[command_option]}")
         if (
             not given_option.startswith("--")
             or "." in given_option

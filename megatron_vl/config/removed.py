@@ -1,4 +1,4 @@
-"""Fields of a run and commands of 0.1.0 that are gone, and what to do instead."""
+"""Fields of a run, commands and options of 0.1.0 that are gone, and what to do instead."""
 
 from __future__ import annotations
 
@@ -45,6 +45,23 @@ REMOVED_FIELDS = {
     "wandb.name": "set the variable WANDB_NAME",
 }
 """Dotted name -> what to do instead."""
+
+RATES = "times are predicted with the rates of the package, measured on H200"
+DRY_RUN = "`megatron-vl train --dry-run --config RUN.yaml` makes every check of a start"
+EXPORTED = "give the run or the adapters as --trained; they are exported first"
+REMOVED_OPTIONS = {
+    "bench --calibrate": RATES,
+    "bench --calibration": RATES,
+    "bench --distinct-rows": "at most 64 random rows are drawn, in turn",
+    "doctor --checkpoint": "`megatron-vl verify --checkpoint DIR` compares weights with their hashes",
+    "doctor --config": DRY_RUN,
+    "doctor --data": DRY_RUN,
+    "doctor --world-size": DRY_RUN,
+    "evaluate --adapter": EXPORTED,
+    "evaluate --no-scores": "`megatron-vl verify` compares tensors, `megatron-vl parity` losses and layers",
+    "plan --calibration": RATES,
+}
+"""Command and option -> what to do instead."""
 
 REMOVED_COMMANDS = {"card": "run `python -m benchmarks.card` in a checkout"}
 """Words of the command line -> what to do instead."""

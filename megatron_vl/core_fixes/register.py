@@ -574,7 +574,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     ),
     # Commands
     DependencyFix(
-        fix_location="toolkit.bench.step_parts:_hook_module",
+        fix_location="toolkit.bench.step_parts:PartTimer",
         touched_names=("torch.autograd.Variable._execution_engine",),
         fix_reason="Only autograd's engine knows when a backward pass ends.",
         written_for=_TORCH,

@@ -1,34 +1,26 @@
 """Rates of a kind of GPU: the measured half of the cost model.
 
-A calibration is a JSON file with the name of the GPU and the measurements that its rates come from. Those of
-this package are in ``calibrations/``. ``megatron-vl bench --calibrate`` writes others into the folder of
-:func:`stored_calibrations_dir`. For the GPU that it names, all commands prefer a stored calibration to one of
-this package. ``megatron-vl plan --calibration FILE`` takes any file.
+A calibration is a JSON file in ``calibrations/`` with the name of the GPU and the measurements that its rates
+come from.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.durable_files import write_file
 from megatron_vl.errors import UserError
 
 SHIPPED_CALIBRATIONS_DIR = Path(__file__).parent / "calibrations"
 """The calibrations of this package."""
-CALIBRATIONS_DIR_VARIABLE = "MEGATRON_VL_CALIBRATIONS"
-"""Environment variable with the folder of stored calibrations."""
-HOW_TO_MEASURE = "`megatron-vl bench --calibrate` measures them"
 
 
 class CalibrationError(UserError, ValueError):
-    """A calibration cannot be used. The message names the file and the field."""
+    """There are no rates of a GPU. The message names those that are known."""
 
 
 @dataclass(frozen=True)
@@ -106,122 +98,30 @@ class Calibration:
     source: str = ""
     """The origin of this calibration, as the beginning of a sentence. It is not part of the file."""
 
-    def as_json(self) -> dict[str, object]:
-        json_fields = dataclasses.asdict(self)
-        del json_fields["source"]
-        return json_fields
-
-
-def read_calibration(calibration_path: Path) -> Calibration:
-    """Reads a calibration file.
-
-    Raises:
-        CalibrationError: the file is no calibration; the message names the field.
-    """
-    try:
-        json_fields = json.loads(calibration_path.read_text())
-    except ValueError as error:
-        raise CalibrationError(f"{calibration_path} is not JSON ({error})") from error
-
-    if not isinstance(json_fields, dict):
-        raise CalibrationError(
-            f"{calibration_path} is no calibration; write one like those of megatron_vl/planning/calibrations"
-        )
-
-    _check_field_names(calibration_path, json_fields)
-    for field_name, field_value in json_fields.items():
-        _check_rate(calibration_path, field_name, field_value)
-    field_values: dict[str, Any] = {
-        field_name: tuple(field_value) if isinstance(field_value, list) else field_value
-        for field_name, field_value in json_fields.items()
-    }
-    return Calibration(**field_values, source=f"rates of {field_values['gpu']} from {calibration_path}")
-
-
-_FIELDS_WITHOUT_RATES = ("gpu", "provenance", "measured")
-
-
-def _check_field_names(calibration_path: Path, json_fields: dict[str, Any]) -> None:
-    known_fields = {field.name: field for field in dataclasses.fields(Calibration) if field.name != "source"}
-    field_errors = []
-    for field_name in sorted(json_fields.keys() - known_fields.keys()):
-        field_errors.append(f"has the unknown field {field_name}")
-    for field_name in sorted(known_fields.keys() - json_fields.keys()):
-        if known_fields[field_name].default is dataclasses.MISSING:
-            field_errors.append(f"lacks the field {field_name}")
-
-    if field_errors:
-        raise CalibrationError(
-            f"{calibration_path} {field_errors[0]}; write one like those of megatron_vl/planning/calibrations"
-        )
-
-
-def _check_rate(calibration_path: Path, field_name: str, field_value: object) -> None:
-    if field_name in _FIELDS_WITHOUT_RATES:
-        return
-    for number in field_value if isinstance(field_value, list) else [field_value]:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e9:
-            raise CalibrationError(
-                f"{calibration_path}: {field_name} {field_value!r} must be a number of at least 0"
-            )
-        if number == 0 and field_name.endswith(("tflops", "tb_s", "gb_s", "g_s", "share")):
-            raise CalibrationError(f"{calibration_path}: {field_name} must be above 0")
-
-
-def write_calibration(calibration_path: Path, calibration: Calibration) -> None:
-    """Writes a file that :func:`read_calibration` reads."""
-    calibration_path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(calibration_path, (json.dumps(calibration.as_json(), indent=2) + "\n").encode())
-
-
-def stored_calibrations_dir() -> Path:
-    """Where ``bench --calibrate`` keeps calibrations of this user: ``$MEGATRON_VL_CALIBRATIONS``, else
-    ``megatron-vl/calibrations`` in the user's folder for configurations."""
-    if folder := os.environ.get(CALIBRATIONS_DIR_VARIABLE):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-vl" / "calibrations"
-
 
 def parse_gpu_kind(device_name: str) -> str:
     """The kind of a GPU from its device name: ``H200`` for ``NVIDIA H200``. An unknown name is a kind."""
     return next((kind for kind in DATA_SHEETS if kind in device_name.upper()), device_name.strip())
 
 
-def stored_calibration_path(gpu_name: str) -> Path:
-    """The file of a kind's stored calibration."""
-    return stored_calibrations_dir() / f"{re.sub(r'[^a-z0-9]+', '-', gpu_name.lower()).strip('-')}.json"
-
-
-def find_calibration(device_name: str) -> Calibration:
-    """The calibration for a kind of GPU or a device name: the stored one, or else that of this package.
-
-    Raises:
-        CalibrationError: the kind is unknown, or the stored file is damaged.
-    """
-    kind = parse_gpu_kind(device_name)
-    path = stored_calibration_path(kind)
-    return read_calibration(path) if path.is_file() else shipped_calibration(kind)
-
-
 @cache
-def shipped_calibration(gpu_name: str = "H200") -> Calibration:
-    """The calibration for a kind of GPU: its own, or that of H200 scaled by the data sheets.
+def find_calibration(device_name: str = "H200") -> Calibration:
+    """The calibration for a kind of GPU or a device name: its own, or that of H200 scaled by the data sheets.
 
     Raises:
         CalibrationError: the kind is unknown.
     """
+    gpu_name = parse_gpu_kind(device_name)
     calibration_path = SHIPPED_CALIBRATIONS_DIR / f"{gpu_name.lower()}.json"
     if calibration_path.is_file():
-        return dataclasses.replace(
-            read_calibration(calibration_path), source=f"rates of {gpu_name} from this package"
-        )
+        json_fields = json.loads(calibration_path.read_text())
+        field_values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in json_fields.items()
+        }
+        return Calibration(**field_values, source=f"rates of {gpu_name} from this package")
     if gpu_name not in DATA_SHEETS:
-        raise CalibrationError(
-            f"GPU {gpu_name} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a"
-            " machine that has it (megatron-vl bench --calibrate), or give them as a file (megatron-vl plan"
-            " --calibration FILE)"
-        )
-    return _scale_calibration(shipped_calibration("H200"), gpu_name)
+        raise CalibrationError(f"GPU {gpu_name} is unknown; known: {', '.join(DATA_SHEETS)}")
+    return _scale_calibration(find_calibration("H200"), gpu_name)
 
 
 @dataclass(frozen=True)
@@ -271,5 +171,5 @@ def _scale_calibration(base_calibration: Calibration, gpu_name: str) -> Calibrat
         measured=False,
         provenance=(f"the shares of the peaks of {base_calibration.gpu}, with the data sheet of {gpu_name}",),
         source=f"rates of {gpu_name} were not measured but scaled from {base_calibration.gpu}'s by the data"
-        f" sheets; {HOW_TO_MEASURE}",
+        " sheets",
     )

@@ -20,7 +20,7 @@ from megatron_vl.kernels.sizes import (
     MAX_STATE_CHUNKS_ON_GPU,
     STATE_CHUNK_BYTES,
 )
-from megatron_vl.planning.calibration import Calibration, shipped_calibration
+from megatron_vl.planning.calibration import Calibration, find_calibration
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
     MatrixAdapter,
@@ -764,7 +764,7 @@ def run_costs(
 ) -> StepCosts:
     """The costs of a run's step, with assumed rows and the rates of an H200 where none are given."""
     row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    calibration = calibration or shipped_calibration()
+    calibration = calibration or find_calibration()
     return StepCosts(
         config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
     )

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 from megatron_vl.planning.calibration import (
     DATA_SHEETS,
-    HOW_TO_MEASURE,
     Calibration,
     find_calibration,
     parse_gpu_kind,
-    shipped_calibration,
-    stored_calibration_path,
 )
 
 
@@ -61,16 +58,13 @@ def read_local_calibration() -> Calibration | None:
 
     An unknown kind has the rates of H200 and its own memory. The kind decides and not the single card, so
     that all nodes of a cluster find the same calibration.
-
-    Raises:
-        CalibrationError: the stored calibration of this kind is damaged.
     """
     local_gpus = _cached_gpus()
     if not local_gpus:
         return None
     kind_name, memory_gib = parse_gpu_kind(local_gpus[0].gpu_name), local_gpus[0].total_memory_mib / 1024
 
-    if kind_name in DATA_SHEETS or stored_calibration_path(kind_name).is_file():
+    if kind_name in DATA_SHEETS:
         known_calibration = find_calibration(kind_name)
         if memory_gib >= 0.95 * known_calibration.memory_gib:
             return known_calibration
@@ -78,12 +72,12 @@ def read_local_calibration() -> Calibration | None:
         return dataclasses.replace(known_calibration, memory_gib=memory_gib)
 
     return dataclasses.replace(
-        shipped_calibration(),
+        find_calibration("H200"),
         gpu=kind_name,
         memory_gib=memory_gib,
         measured=False,
         provenance=(),
-        source=f"nothing is known of {kind_name}, so the rates are H200's; {HOW_TO_MEASURE}",
+        source=f"nothing is known of {kind_name}, so the rates are H200's",
     )
 
 
@@ -96,9 +90,7 @@ def calibration_for_platform(platform_name: str) -> Calibration:
     """The calibration that a run is planned with: that of this machine's GPUs, or of H200 without any.
 
     Args:
-        platform_name: ``platform`` of the run. For ``cpu``, it is the stored calibration of CPUs, if there is
-            one.
+        platform_name: ``platform`` of the run.
     """
-    if platform_name == "cpu":
-        return find_calibration("cpu" if stored_calibration_path("cpu").is_file() else "H200")
-    return read_local_calibration() or find_calibration("H200")
+    on_cpu = platform_name == "cpu"
+    return (None if on_cpu else read_local_calibration()) or find_calibration("H200")

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from megatron_vl.config import TrainConfig, validate_config
-from megatron_vl.planning.calibration import Calibration, shipped_calibration
+from megatron_vl.planning.calibration import Calibration, find_calibration
 from megatron_vl.planning.cost import Network, run_costs
 from megatron_vl.planning.layer_split import planned_layers, unsplit_layout
 from megatron_vl.planning.row_statistics import RowStatistics
@@ -27,7 +27,7 @@ def run_layout(
     """The layout of a run.
 
     With a pipeline and without ``parallel.layers``, the split of the layers is planned. It is an even split
-    if no rates are known for the GPU (:func:`rates_apply`). The split depends on the arguments alone, so
+    on CPU (:func:`rates_apply`). The split depends on the arguments alone, so
     every rank and every command finds the same one.
 
     Args:
@@ -40,8 +40,8 @@ def run_layout(
     data_parallel_size = validate_config(config, world_size)
     parallel_config = config.parallel
     check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
-    calibration = calibration or shipped_calibration()
-    layers_origin = split_source(config, saved_layout, calibration)
+    calibration = calibration or find_calibration()
+    layers_origin = split_source(config, saved_layout)
     if layers_origin == "planned":
         layout = unsplit_layout(config, spec)
         step_costs = run_costs(config, spec, layout, data_parallel_size, row_statistics, calibration, network)
@@ -62,13 +62,13 @@ def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
 
 
-def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:
-    """Whether a calibration's rates hold for a run. Those of a GPU do not hold for a run on CPU."""
-    return config.platform != "cpu" or calibration.gpu == "cpu"
+def rates_apply(config: TrainConfig) -> bool:
+    """Whether rates hold for a run. Those of a GPU do not hold for a run on CPU."""
+    return config.platform != "cpu"
 
 
 def split_source(
-    config: TrainConfig, saved_layout: Layout | None, calibration: Calibration
+    config: TrainConfig, saved_layout: Layout | None
 ) -> Literal["given", "saved", "planned", "even"]:
     """The origin of a run's split: its fields, its checkpoint, the planner, or an even division."""
     if config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
@@ -77,4 +77,4 @@ def split_source(
         saved_split = saved_layout.pp, saved_layout.vpp, saved_layout.decoupled
         if saved_split == (config.parallel.pp, config.parallel.vpp, config.vision.placement == "decoupled"):
             return "saved"
-    return "planned" if rates_apply(config, calibration) else "even"
+    return "planned" if rates_apply(config) else "even"

@@ -54,19 +54,24 @@ class MachineMemory:
 
 
 def resolve_run(
-    config: TrainConfig, world_size: int, machine_memory: MachineMemory | None = None
+    config: TrainConfig,
+    world_size: int,
+    machine_memory: MachineMemory | None = None,
+    *,
+    spec: ModelSpec | None = None,
 ) -> ResolvedRun:
     """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
 
     Args:
         machine_memory: the memory of the ranks; None: that of this machine's GPUs (without any, of an H200),
             and no limit on host memory.
+        spec: the model's sizes, if they are not those of ``model.hf``.
 
     Raises:
         UserError: the run is impossible. The message names the field, path or number, and what to change.
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
-    dp, spec = _check_fields(config, world_size)
+    dp, spec = _check_fields(config, world_size, spec)
     source_checkpoint = find_source_checkpoint(config)
     # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
     config = with_start_adapter(config, spec, source_checkpoint)
@@ -78,7 +83,7 @@ def resolve_run(
     # A resumed run keeps the split with which its checkpoint was saved.
     saved_layout = _saved_layout(config, spec, source_checkpoint)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
-    layer_split_origin = split_source(config, saved_layout, calibration)
+    layer_split_origin = split_source(config, saved_layout)
 
     # These checks see the user's own fields, because their advice names options that differ from them.
     memory_note = ""
@@ -101,7 +106,7 @@ def resolve_run(
     return _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
 
 
-def _check_fields(config: TrainConfig, world_size: int) -> tuple[int, ModelSpec]:
+def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) -> tuple[int, ModelSpec]:
     """Makes the cheap checks, so that a mistake in a field is reported within a second.
 
     Returns:
@@ -110,7 +115,7 @@ def _check_fields(config: TrainConfig, world_size: int) -> tuple[int, ModelSpec]
     check_core_version()
     dp = validate_config(config, world_size)
     check_inputs(config)
-    spec = read_spec(config.model.hf)
+    spec = spec or read_spec(config.model.hf)
     if not config.data.is_synthetic:
         check_data_path(config.data.path)
     check_outputs(config)
@@ -125,7 +130,7 @@ def _split_note(resolved_run: ResolvedRun) -> str:
     origin_texts = {
         "planned": f"planned, {calibration_for_platform(resolved_run.config.platform).source}",
         "saved": "as it was saved",
-        "even": "even, as no rates of this CPU are known",
+        "even": "even, as no rates of CPUs are known",
     }
     return (
         f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}:"

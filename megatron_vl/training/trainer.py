@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import progress
+from megatron_vl.config import DataConfig
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.errors import UserError
@@ -142,16 +143,7 @@ class Trainer:
         )
 
         self.build_model()
-        # One rank of each replica reads the rows, and sends them to the others.
-        if self.grid.owns_loader:
-            self.data_loader = self._on_close.enter_context(contextlib.closing(self._build_loader()))
-        self.batches = BatchBroadcast(
-            self.grid,
-            self.platform,
-            self.data_loader,
-            self.config.global_batch_size // self.grid.dp,
-            vision_spec=self.spec.vision,
-        )
+        self.read_rows_of(self.config.data)
         self._build_hooks()
 
     def build_model(self, *, overlap: bool = True, bucket_size: int | None = None) -> None:
@@ -185,19 +177,37 @@ class Trainer:
         if adapter_reader is not None:
             load_main_weights(adapter_reader, self.optimizer, self.live_tensors, self.grid)
 
-    def _build_loader(self) -> Any:
+    def read_rows_of(self, data_config: DataConfig) -> None:
+        """Reads all further rows from the start of this data, which need not be the run's."""
+        # One rank of each replica reads the rows, and sends them to the others.
+        if self.grid.owns_loader:
+            if self.data_loader is not None:
+                self.data_loader.close()
+            self.data_loader = self._on_close.enter_context(
+                contextlib.closing(self._open_loader(data_config))
+            )
+        self.batches = BatchBroadcast(
+            self.grid,
+            self.platform,
+            self.data_loader,
+            self.config.global_batch_size // self.grid.dp,
+            vision_spec=self.spec.vision,
+        )
+
+    def _open_loader(self, data_config: DataConfig) -> Any:
         rows_per_step = self.config.global_batch_size
-        if self.config.data.is_synthetic:
-            return SyntheticRows(self.config.data, self.spec, self.grid.dp_rank, self.grid.dp, rows_per_step)
+        if data_config.is_synthetic:
+            return SyntheticRows(data_config, self.spec, self.grid.dp_rank, self.grid.dp, rows_per_step)
         from megatron_vl.data.loader import build_loader  # it imports Energon
 
+        is_of_run = data_config.path == self.config.data.path
         return build_loader(
-            self.config.data,
+            data_config,
             self.spec,
             self.config.model.hf,
             dp_rank=self.grid.dp_rank,
             dp_size=self.grid.dp,
-            split_facts=self.resolved_run.facts_by_split["train"],
+            split_facts=self.resolved_run.facts_by_split["train"] if is_of_run else None,
             rows_per_step=rows_per_step,
         )
 

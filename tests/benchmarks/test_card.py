@@ -13,7 +13,7 @@ from mkdocs.config import load_config
 from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page
 
-from benchmarks.card import DISTINCT_ROWS, TIMED_ROWS, TIMED_STEPS, main
+from benchmarks.card import TIMED_ROWS, TIMED_STEPS, main
 from megatron_vl.spec.families import read_spec
 from tests.docs_site import docs_hooks
 from tests.support.ranks import call
@@ -45,7 +45,6 @@ def test_the_card_has_what_was_measured(card_file: Path) -> None:
 
     speed = card["speed"]
     assert speed["work"]["rows"] == TIMED_ROWS * TIMED_STEPS and speed["tokens_per_s_per_gpu"] > 0
-    assert TIMED_ROWS * TIMED_STEPS % DISTINCT_ROWS == 0  # each row is timed equally often
 
     curve = card["curve"]
     assert curve["dtype"] == "float32" and curve["optimizer"]["lr"] == LR

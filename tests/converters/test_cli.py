@@ -182,28 +182,21 @@ def test_a_run_without_a_split_gets_the_planned_one(
 ) -> None:
     """``split`` and ``convert`` write what a training of so many GPUs begins with, never the even split."""
     from megatron_vl.config import parse_config
-    from megatron_vl.planning.calibration import (
-        shipped_calibration,
-        stored_calibration_path,
-        write_calibration,
-    )
-    from megatron_vl.planning.gpus import calibration_for_platform
+    from megatron_vl.planning import gpus
+    from megatron_vl.planning.calibration import find_calibration
     from megatron_vl.planning.run_layout import run_layout
     from megatron_vl.spec.families import read_spec
 
-    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path / "rates"))
     # On such a machine, the tower takes longer than all of the decoder.
-    slow_tower = dataclasses.replace(shipped_calibration(), gpu="cpu", tower_attention_tflops=1e-4)
-    write_calibration(stored_calibration_path("cpu"), slow_tower)
+    slow_tower = dataclasses.replace(find_calibration(), tower_attention_tflops=1e-4)
+    monkeypatch.setattr(gpus, "find_calibration", lambda *_: slow_tower)
     given = tmp_path / "run.yaml"
     given.write_text(
-        f"model: {{hf: {origin}}}\nplatform: cpu\ndtype: float32\nglobal_batch_size: 4\n"
+        f"model: {{hf: {origin}}}\ndtype: float32\nglobal_batch_size: 4\n"
         "data: {seq_len: 1024}\nparallel: {pp: 2, layers: auto}\n"
     )
     config = parse_config(["--config", str(given)])
-    planned = run_layout(
-        config, read_spec(origin), 2, calibration=calibration_for_platform("cpu")
-    ).layers_per_chunk
+    planned = run_layout(config, read_spec(origin), 2, calibration=slow_tower).layers_per_chunk
     even = sum(planned) // 2
     assert planned == (0, 2 * even)
 

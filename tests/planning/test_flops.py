@@ -16,7 +16,7 @@ import transformers
 from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixels import read_pixel_norm
@@ -31,7 +31,7 @@ from megatron_vl.spec.adapters import fused_adapters, saved_modules, stored_lora
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call
 from tests.training.programs import counted_flops
-from toolkit.bench.report import WorkCounts
+from toolkit.bench.report import row_work
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs
 
@@ -219,11 +219,10 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     attention = language_forward_flops(spec.language, where[0], 0).attention
     squares = attention if part == "language" else 0.0
     assert counts[1] - counts[0] == ours.total + squares
-    done = WorkCounts()  # as the benchmark counts what this model does with its logits of every token
-    done.add_row(
-        spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where, len(learnt(sample)), whole_head=True
-    )
-    assert counts[1] - done.executed_flops.total == 3 * attention + squares + rotary(spec, len(sample))
+    # The benchmark counts what this model does with its logits of every token.
+    run = TrainConfig(recompute=RecomputeConfig(**{part: "full"}))
+    done = row_work(spec, run, where, len(learnt(sample)), whole_head=True)
+    assert counts[1] - done["executed_flops"].total == 3 * attention + squares + rotary(spec, len(sample))
     assert (ours.vision if part == "language" else ours.language) == 0.0
 
 

@@ -11,7 +11,7 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
-from megatron_vl.planning.calibration import shipped_calibration
+from megatron_vl.planning.calibration import find_calibration
 from megatron_vl.planning.layout_search import SearchRequest, search_fastest_fit
 from megatron_vl.planning.memory import (
     GIB,
@@ -217,7 +217,7 @@ def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
     full, adapters = (config_of(f"--lora.rank {rank} --global_batch_size 8") for rank in (0, 16))
     assert least_offload_fraction(full, spec, make_layout(spec), 1, 139.8) != 0.0
     assert least_offload_fraction(adapters, spec, make_layout(spec), 1, 79.1) == 0.0
-    calibration = dataclasses.replace(shipped_calibration(), memory_gib=79.1)
+    calibration = dataclasses.replace(find_calibration(), memory_gib=79.1)
     request = SearchRequest(adapters, spec, 1, calibration, make_assumed_rows(spec, 4096))
     found = search_fastest_fit(request)
     assert found is not None and found.config.recompute.language == "none" and found.peak_gib * GIB > 0

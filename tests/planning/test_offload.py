@@ -9,7 +9,7 @@ import pytest
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
-from megatron_vl.planning.calibration import shipped_calibration
+from megatron_vl.planning.calibration import find_calibration
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_stage_gib
 from megatron_vl.planning.memory_check import check_host_memory, check_memory
 from megatron_vl.planning.offload_fraction import (
@@ -125,7 +125,7 @@ def test_a_run_that_may_not_fit_is_told_which_share_would(spec) -> None:
     full = peak_stage_gib(estimate_stage_memory(config, spec, 2)) + RESERVE_GIB
 
     def remark(gib: float) -> str:
-        gpu = dataclasses.replace(shipped_calibration(), memory_gib=gib)
+        gpu = dataclasses.replace(find_calibration(), memory_gib=gib)
         return check_memory(config, spec, make_layout(spec), 2, gpu)
 
     assert remark(full + 1) == ""

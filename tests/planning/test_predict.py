@@ -15,13 +15,8 @@ from megatron_vl.planning import gpus
 from megatron_vl.planning.calibration import (
     CalibrationError,
     find_calibration,
-    read_calibration,
-    shipped_calibration,
-    stored_calibration_path,
-    write_calibration,
 )
 from megatron_vl.planning.cost import mean_ranks_per_token
-from megatron_vl.planning.fit_rates import fit_saturating_rate, fit_speed_factor, scale_compute_rates
 from megatron_vl.planning.layer_split import balance_layers
 from megatron_vl.planning.memory_check import check_memory
 from megatron_vl.planning.predict import RunPrediction
@@ -133,7 +128,7 @@ def test_a_step_takes_what_was_measured(name, measured, size, layers, world, opt
 )
 def test_a_step_took_what_was_measured_earlier(name, measured, size, layers, world, options) -> None:
     rows = TEXT if name.endswith("text") else None
-    earlier_calibration = dataclasses.replace(shipped_calibration(), **EARLIER_RATES)
+    earlier_calibration = dataclasses.replace(find_calibration(), **EARLIER_RATES)
     found = predict_run(
         config(options), spec_of(size, **layers), world, rows=rows, calibration=earlier_calibration
     )
@@ -165,7 +160,7 @@ def test_passes_hide_no_more_copies_than_slots_hold() -> None:
     options = f"--global_batch_size 1 --data.seq_len 65536 --recompute.language full {AWAY} 1"
     (stage,) = run(B7, 1, options, num_language_layers=10).stage_plans
     copied_bytes, slot_bytes = 10 * 4.1016e9, 32 * 2**28
-    rest_seconds = (copied_bytes - slot_bytes) / (shipped_calibration().host_copy_gb_s * 1e9)
+    rest_seconds = (copied_bytes - slot_bytes) / (find_calibration().host_copy_gb_s * 1e9)
     assert stage.seconds_per_row > 2.0
     assert stage.optimizer_seconds == pytest.approx(rest_seconds, abs=0.03)
 
@@ -177,7 +172,7 @@ def test_copies_of_inputs_take_time_only_where_layers_take_less() -> None:
     here, away = (run(B7, 1, each, num_language_layers=10) for each in (options, moved))
     assert away.step_seconds == here.step_seconds
 
-    slow = dataclasses.replace(shipped_calibration(), host_copy_gb_s=0.042)
+    slow = dataclasses.replace(find_calibration(), host_copy_gb_s=0.042)
     nine, ten = (
         predict_run(config(moved), spec_of(B7, num_language_layers=layers), 1, calibration=slow)
         for layers in (9, 10)
@@ -213,8 +208,8 @@ def test_a_run_on_cpu_is_split_evenly_unless_rates_of_a_cpu_are_known() -> None:
     assert run_layout(config(options), spec, 2).layers_per_chunk == (0, 6)
     on_cpu = config(f"{options} --platform cpu")
     assert run_layout(on_cpu, spec, 2).layers_per_chunk == (3, 3)
-    assert run_layout(on_cpu, spec, 2, calibration=shipped_calibration("H100")).layers_per_chunk == (3, 3)
-    measured = dataclasses.replace(shipped_calibration(), gpu="cpu")
+    assert run_layout(on_cpu, spec, 2, calibration=find_calibration("H100")).layers_per_chunk == (3, 3)
+    measured = dataclasses.replace(find_calibration(), gpu="cpu")
     assert run_layout(on_cpu, spec, 2, calibration=measured).layers_per_chunk == (0, 6)
 
 
@@ -262,7 +257,7 @@ def test_more_work_takes_longer() -> None:
     frozen = run(B7, 8, "--global_batch_size 64 --model.freeze_vision true --model.freeze_merger true")
     assert frozen.step_seconds < base.step_seconds < again.step_seconds < 4 / 3 * base.step_seconds
     assert again.mfu < base.mfu
-    alone = dataclasses.replace(shipped_calibration(), nvlink_gb_s=1.0)
+    alone = dataclasses.replace(find_calibration(), nvlink_gb_s=1.0)
     slow = predict_run(config("--global_batch_size 64"), spec_of(B7), 8, calibration=alone)
     assert slow.step_seconds > 2 * base.step_seconds
 
@@ -276,137 +271,44 @@ def test_a_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
     layout = run_layout(given, spec, 2)
     advice = r"H200 has 140; .*`megatron-vl plan --gpus 2 --search`.*--failures.check_memory false"
     with pytest.raises(RunConfigError, match=advice):
-        check_memory(given, spec, layout, 2, shipped_calibration())
+        check_memory(given, spec, layout, 2, find_calibration())
 
     anyway = dataclasses.replace(given, failures=FailuresConfig(check_memory=False))
-    told = check_memory(anyway, spec, layout, 2, shipped_calibration())
+    told = check_memory(anyway, spec, layout, 2, find_calibration())
     assert "the run may end for lack of memory" in told
     small = config(
         "--global_batch_size 8 --data.seq_len 1024 --recompute.language full --recompute.vision full"
     )
     eight = run_layout(small, spec, 8)
-    assert check_memory(small, spec, eight, 8, shipped_calibration()) == ""
+    assert check_memory(small, spec, eight, 8, find_calibration()) == ""
 
 
 # --- Calibrations -------------------------------------------------------------------------------------------
 
 
-def test_a_calibration_is_stored_and_read(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "mine.json"
-    mine = dataclasses.replace(shipped_calibration(), product_tflops=500.0, provenance=("a test",))
-    write_calibration(path, mine)
-    assert read_calibration(path) == dataclasses.replace(mine, source=f"rates of H200 from {path}")
-    slower = predict_run(config("--global_batch_size 8"), spec_of(B7), 8, calibration=mine)
-    assert slower.step_seconds > run(B7, 8, "--global_batch_size 8").step_seconds
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"product_tflops": 0}, "product_tflops must be above 0"),
-        ({"memory_tb_s": "fast"}, "memory_tb_s 'fast' must be a number"),
-        ({"warp_drive": 9}, "unknown field warp_drive"),
-        ({"step_s": None}, "step_s None must be a number"),
-    ],
-)
-def test_a_damaged_calibration_is_refused(change: dict, told: str, tmp_path: Path) -> None:
-    import json
-
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps(shipped_calibration().as_json() | change))
-    with pytest.raises(CalibrationError, match=told):
-        read_calibration(path)
-    path.write_text("[1]")
-    with pytest.raises(CalibrationError, match="is no calibration"):
-        read_calibration(path)
-
-
 def test_other_gpus_are_scaled_and_said_to_be() -> None:
-    assert shipped_calibration("H200").measured and shipped_calibration("H200").provenance
+    assert find_calibration("H200").measured and find_calibration("H200").provenance
     for gpu in ("H100", "A100", "B200"):
-        assert not shipped_calibration(gpu).measured
-    assert shipped_calibration("A100").product_tflops == pytest.approx(718 * 312 / 989, rel=0.1)
+        assert not find_calibration(gpu).measured
+    assert find_calibration("A100").product_tflops == pytest.approx(718 * 312 / 989, rel=0.1)
     with pytest.raises(CalibrationError, match="GPU Z80 is unknown; known: H200"):
-        shipped_calibration("Z80")
+        find_calibration("Z80")
 
 
-@pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
-    return tmp_path
-
-
-def test_a_stored_calibration_comes_before_that_of_the_package(stored: Path) -> None:
-    assert find_calibration("NVIDIA H200") == shipped_calibration()
+def test_a_device_name_names_its_kind() -> None:
+    assert find_calibration("NVIDIA H200") == find_calibration("h200") == find_calibration()
     assert "from this package" in find_calibration("h200").source
-    write_calibration(
-        stored_calibration_path("H200"), dataclasses.replace(shipped_calibration(), product_tflops=500.0)
-    )
-    assert find_calibration("NVIDIA H200").product_tflops == find_calibration("h200").product_tflops == 500.0
-    assert find_calibration("H200").source == f"rates of H200 from {stored / 'h200.json'}"
-    # Those of other kinds are scaled from what the package has measured, not from one machine's own.
-    assert find_calibration("H100").product_tflops == shipped_calibration().product_tflops
-    (stored / "h200.json").write_text("{")
-    with pytest.raises(CalibrationError, match=r"h200.json is not JSON"):
-        find_calibration("H200")
 
 
-def test_without_a_folder_of_ones_own_it_is_that_of_configurations(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MEGATRON_VL_CALIBRATIONS", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert (
-        stored_calibration_path("NVIDIA L40S")
-        == tmp_path / "megatron-vl" / "calibrations" / "nvidia-l40s.json"
-    )
-
-
-def test_this_machines_gpus_decide(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machines_gpus_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(name: str, mib: int = 143771):
         monkeypatch.setattr(gpus, "_cached_gpus", lambda: (gpus.GpuInfo(0, name, mib, 0, "580"),))
         return gpus.read_local_calibration()
 
-    assert here("NVIDIA H200") == shipped_calibration()
+    assert here("NVIDIA H200") == find_calibration()
     assert here("NVIDIA H200 NVL", 90000).memory_gib == pytest.approx(90000 / 1024)
     assert "not measured but scaled from H200's" in here("NVIDIA A100-SXM4-80GB", 81920).source
     unknown = here("NVIDIA L40S", 46068)
     assert not unknown.measured and unknown.memory_gib < 45 and unknown.product_tflops == 686.0
-    assert unknown.source.startswith(
-        "nothing is known of NVIDIA L40S, so the rates are H200's; `megatron-vl bench"
-    )
-    write_calibration(
-        stored_calibration_path("NVIDIA L40S"),
-        dataclasses.replace(unknown, product_tflops=90.0, measured=True),
-    )
-    assert here("NVIDIA L40S", 46068).product_tflops == 90.0 and here("NVIDIA L40S", 46068).measured
-
-
-def test_a_run_on_cpu_takes_what_was_measured_there(stored: Path) -> None:
+    assert unknown.source == "nothing is known of NVIDIA L40S, so the rates are H200's"
     assert gpus.calibration_for_platform("cpu").gpu == "H200"
-    write_calibration(stored_calibration_path("cpu"), dataclasses.replace(shipped_calibration(), gpu="cpu"))
-    assert gpus.calibration_for_platform("cpu").gpu == "cpu"
-
-
-def test_rates_of_sizes_by_hand() -> None:
-    """700 n / (n + 400): 350 at 400, 600 at 2400."""
-    assert fit_saturating_rate([400, 2400, 6600], [350, 600, 660]) == pytest.approx((700, 400))
-    # Rates that fall with the size have no such curve: the mean of the times counts.
-    assert fit_saturating_rate([1, 2], [3.0, 2.0]) == pytest.approx((2.4, 0.0))
-
-
-@pytest.mark.slow
-def test_one_factor_makes_predicted_steps_the_measured_ones() -> None:
-    options = f"--global_batch_size 8 {LEAN}"
-
-    def steps(c):
-        return [
-            predict_run(
-                config(options), spec_of(B7, num_language_layers=20), 2, calibration=c, rows=r
-            ).step_seconds
-            for r in (None, TEXT)
-        ]
-
-    slower = [1.3 * step for step in steps(shipped_calibration())]
-    factor = fit_speed_factor(shipped_calibration(), steps, slower)
-    assert 1 / 1.4 < factor < 1 / 1.25
-    after = steps(scale_compute_rates(shipped_calibration(), factor))
-    assert after[0] * after[1] == pytest.approx(slower[0] * slower[1])

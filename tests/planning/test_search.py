@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import RunConfigError, parse_config, validate_config
-from megatron_vl.planning.calibration import shipped_calibration
+from megatron_vl.planning.calibration import find_calibration
 from megatron_vl.planning.layout_search import (
     SearchRequest,
     SearchResult,
@@ -45,7 +45,7 @@ def find(
             config,
             spec,
             world,
-            shipped_calibration(gpu),
+            find_calibration(gpu),
             make_assumed_rows(spec, seq_len),
             result_count=result_count,
             host_gib=host_gib,
@@ -89,7 +89,7 @@ def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
     for prediction in found.fitting_layouts:
         run = with_split(prediction.config, prediction.layout)
         assert validate_config(run, 4) == prediction.data_parallel_size
-        again = predict_run(run, prediction.spec, 4, calibration=shipped_calibration("H100"))
+        again = predict_run(run, prediction.spec, 4, calibration=find_calibration("H100"))
         assert again.step_seconds == pytest.approx(prediction.step_seconds)
         assert again.peak_gib + RESERVE_GIB <= 79.1
         given = parse_config(

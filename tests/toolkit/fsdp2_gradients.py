@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
 from benchmarks.fsdp2 import Trainer, build, hf_config, hf_row, read_options
+from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.pixels import PixelNorm
-from toolkit.bench.workload import sample_groups
+from megatron_vl.data.synthetic import draw_rows
 from toolkit.parity.reference import backward_mean_loss
 
 SEQ_LEN, ROWS = 700, 2
@@ -26,10 +27,11 @@ SEQ_LEN, ROWS = 700, 2
 def compare(hf: str, seed: int) -> dict[str, float]:
     """Relative errors of the loss and of each gradient (the largest), on every rank."""
     options, given = read_options(["--hf", hf, "--gradient-sync", ("every", "last")[seed % 2]])
-    spec = options.read_model_spec()
+    spec = options.spec
 
     def drawn(rank: int):
-        return list(itertools.islice(sample_groups(spec, SEQ_LEN, with_images=True, seed=seed + rank), ROWS))
+        data = DataConfig(path="synthetic:images", seq_len=SEQ_LEN, seed=seed + rank)
+        return list(itertools.islice(draw_rows(data, spec), ROWS))
 
     model = build(hf_config(options), torch.device("cpu"))
     trainer = Trainer(options, model, torch.device("cpu"), given.gradient_sync == "every")

@@ -12,10 +12,9 @@ from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_orde
 
 from megatron_vl.config import parse_config
 from megatron_vl.models.moe.router import iterate_routers
-from megatron_vl.parallel.process_grid import init_distributed, make_grid
+from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.batch_broadcast import BatchBroadcast
 
 Stages = list[list[list[Any]]]
 """[stage][tensor] -> [name, shape, trained]."""
@@ -56,23 +55,27 @@ def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
 def busiest_experts(hf: str) -> list[float]:
     """Per layer, the busiest expert's tokens over the mean, with ``--even-routing``
     and indifferent routers."""
-    from toolkit.bench.measure import build_bench_model, make_loader, run_one_step
+    from megatron_vl.train import train
+    from toolkit.bench.measure import Measure
     from toolkit.bench.options import parse_bench_options
 
-    platform = get_platform("cpu")
-    shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
-    options = parse_bench_options(["--hf", hf, "--rows", "text", "--even-routing", *shape])
-    layout = options.resolve_layout(1)
-    init_distributed(platform)
-    live = build_bench_model(options, options.read_model_spec(), platform, make_grid(layout), layout)
+    loads = []
 
-    for router in iterate_routers(live.ddp_chunks):
-        # all experts are equally good: the router takes the same ones for each token
-        router.weight.data.zero_()
-    run_one_step(live, BatchBroadcast(live.grid, platform, make_loader(live, "text", 1), 1).next_batch)
-    return [
-        float(router.load.max() / router.load.float().mean()) for router in iterate_routers(live.ddp_chunks)
-    ]
+    class Indifferent(Measure):
+        def begin(self, trainer: Any) -> None:
+            super().begin(trainer)
+            for router in iterate_routers(trainer.model_chunks):
+                # all experts are equally good: the router takes the same ones for each token
+                router.weight.data.zero_()
+
+        def end(self, trainer: Any, has_failed: bool) -> None:
+            loads.extend(router.load for router in iterate_routers(trainer.model_chunks))
+
+    shape = "--data.seq_len 256 --global_batch_size 1 --dtype float32 --platform cpu"
+    words = f"--rows text --even-routing --warm-up 1 --timed 1 --part-steps 0 {shape}".split()
+    bench_run = parse_bench_options(["--hf", hf, *words])
+    train(bench_run.config, bench_run.spec, [Indifferent(bench_run)])
+    return [float(load.max() / load.float().mean()) for load in loads]
 
 
 def card_losses(hf: str, folder: str, dtype: str, steps: int, lr: float) -> dict[str, Any]:

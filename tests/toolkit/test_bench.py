@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import DataConfig, ModelConfig, RecomputeConfig
+from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.errors import UsageError
-from megatron_vl.planning.calibration import read_calibration, shipped_calibration
 from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
 from tests.support.ranks import call, python_path, run_module
 from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare
 from toolkit.bench import step_parts
-from toolkit.bench.workload import draw_rows
 from toolkit.cli import main
 
 SEQ_LEN = 500
@@ -65,7 +64,8 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     """Checks tokens, images and FLOPs of the rows after the warm-up, which are drawn here once more."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
     for workload in ("images", "text"):
-        drawn = draw_rows(spec, SEQ_LEN, with_images=workload == "images", seed=17)
+        data = DataConfig(path=f"synthetic:{workload}", seq_len=SEQ_LEN)
+        drawn = SyntheticRows(data, spec, 0, 1, ROWS)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
         tokens = 0
         model = ModelFlops(0, 0)
@@ -178,10 +178,12 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
     def rank(*compute: float) -> list[dict[str, float]]:
         return [dict.fromkeys(step_parts.STEP_PARTS, 0.0) | {"language forward": c} for c in compute]
 
-    figures = step_parts.summarize_parts(
-        [rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)], [(0, 0), (0, 1), (1, 0), (1, 1)]
-    )
-    assert figures["straggling"]["max_over_mean"] == pytest.approx(1.5)
+    parts = [rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)]
+    flops = [ModelFlops(1e12, 0)] * 4
+    figures = step_parts.summarize_parts(parts, [0, 0, 1, 1], flops, peak_tflops=0.5)
+    assert figures["slowest_over_mean"] == pytest.approx(1.5)
+    assert figures["efficiency"] == {"language": pytest.approx(4 / (48 * 0.5)), "vision": None}
+    assert [stage["language forward"] for stage in figures["parts_by_stage"]] == [2, 10]
 
 
 @pytest.mark.parametrize(
@@ -200,12 +202,11 @@ def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named)
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--rows", "data", "--data", "."], ["--calibrate"]])
-def test_fsdp2_times_random_rows_alone(tiny_checkpoint, words) -> None:
+def test_fsdp2_times_random_rows_alone(tiny_checkpoint) -> None:
     from benchmarks.fsdp2 import read_options
 
     with pytest.raises(UsageError, match="only random rows are timed here"):
-        read_options(["--hf", str(tiny_checkpoint("qwen2_5_vl")), *words])
+        read_options(["--hf", str(tiny_checkpoint("qwen2_5_vl")), "--rows", "data", "--data", "."])
 
 
 def test_fsdp2_says_what_computes_linear_attention(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -242,42 +243,14 @@ def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
     assert "--processes 1000" in capsys.readouterr().err
 
 
-@pytest.mark.ranks
-def test_a_calibration_is_measured_stored_and_used(
-    forked_groups, tiny_checkpoint, tmp_path, monkeypatch, capsys
-) -> None:
-    """On two processes: kernels and steps are timed, and plan and train take what was stored."""
-    hf, folder = str(tiny_checkpoint("qwen2_5_vl")), tmp_path / "calibrations"
-    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(folder))
-    run = ["--data.seq_len", "300", "--global_batch_size", "2", "--parallel.pp", "2", "--dtype", "float32"]
-    words = "bench --calibrate --processes 2 --rows images --warm-up 1 --timed 1 --part-steps 0 --json"
-    code = main([*words.split(), "--hf", hf, *run])
-    said = capsys.readouterr()
-    assert code == 0, said.err[-4000:]
-
-    facts = json.loads(said.out)
-    found, stored = facts["calibration"], read_calibration(folder / "cpu.json")
-    assert found["file"] == str(folder / "cpu.json")
-    assert json.loads(json.dumps(stored.as_json())) == found["rates"]
-    assert stored.gpu == "cpu" and stored.measured and "on 2 x cpu" in stored.provenance[0]
-    step = found["steps_s"]["images"]
-    assert step["measured"] == facts["workloads"]["images"]["step_s"]
-    assert step["predicted"] == pytest.approx(step["measured"], rel=0.01) or found["factor"] is None
-    assert 0 < stored.product_tflops < shipped_calibration().product_tflops / 10
-    assert 0 < stored.nvlink_gb_s < shipped_calibration().nvlink_gb_s and stored.collective_s > 0
-
-    assert main(["plan", "--json", "--gpus", "2", "--gpu", "cpu", "--hf", hf, *run]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    assert planned["rates"] == f"rates of cpu from {folder / 'cpu.json'}"
-
-
-def test_what_cannot_be_calibrated_is_refused(tiny_checkpoint, capsys) -> None:
-    words, told = ["--calibration", "x.json"], "--calibration needs --calibrate"
-    assert main(["bench", "--processes", "1", "--hf", str(tiny_checkpoint("qwen2_5_vl")), *words]) == 2
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("bench --processes 1 --hf HF --calibrate", "bench --calibrate was removed"),
+        ("bench --processes 1 --hf HF --distinct-rows 4", "bench --distinct-rows was removed"),
+        ("plan --gpus 8 --hf HF --calibration FILE", "plan --calibration was removed"),
+    ],
+)
+def test_removed_options_are_refused_by_name(tiny_checkpoint, capsys, words: str, told: str) -> None:
+    assert main(words.replace("HF", str(tiny_checkpoint("qwen2_5_vl"))).split()) == 2
     assert told in capsys.readouterr().err
-
-
-def test_experts_are_calibrated_with_even_loads(tiny_checkpoint, capsys) -> None:
-    hf = str(tiny_checkpoint("qwen3_vl_moe"))
-    assert main(["bench", "--processes", "1", "--hf", hf, "--calibrate"]) == 2
-    assert "--calibrate with experts needs --even-routing" in capsys.readouterr().err

@@ -179,8 +179,7 @@ def test_a_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs():
     assert dry_run._least_ranks(parse_config([*LARGE, "--parallel.ep", "16"]), 3) == 22
 
 
-def test_a_dry_run_on_cpu_estimates_no_gpus(large, monkeypatch, tmp_path):
-    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
+def test_a_dry_run_on_cpu_estimates_no_gpus(large):
     facts = large("--parallel.layers", "auto", "--platform", "cpu", ranks=32)
     assert facts["layout"]["layers"] == [20, 20, 20, 20] and facts["split"] == "even"
     assert (facts["fits"], facts["least_offload_fraction"], facts["speed"]) == ([], {}, None)

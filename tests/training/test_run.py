@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +17,6 @@ from safetensors import safe_open
 
 from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
-from megatron_vl.planning.calibration import shipped_calibration, stored_calibration_path, write_calibration
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support import ranks
@@ -168,39 +165,30 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
         assert torch.equal(a.read_shard(name), b.read_shard(name)), name
 
 
-def test_a_planned_split_stays_although_the_planner_would_choose_another(
-    prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_split_stays_although_a_new_run_would_have_another(
+    prepared: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Between the starts, other rates were measured. The run goes on with its split, bit for bit; a new one
-    gets the other split."""
-    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path / "rates"))
-    plain = dataclasses.replace(shipped_calibration(), gpu="cpu", pass_s=0.0)
-    # The tower of this model takes longer than its decoder layers, unless these move very many bytes.
-    widths = {"slow": 1e5, "fast": plain.decoder_widths}
+    """The run was begun with a split of its own. Without it, it goes on bit for bit; a new run gets the
+    even one."""
 
-    def start(run: str, decoder: str, *options: str) -> str:
-        write_calibration(
-            stored_calibration_path("cpu"), dataclasses.replace(plain, decoder_widths=widths[decoder])
-        )
+    def start(run: str, *options: str) -> str:
         done = train(prepared, tmp_path / run, "--parallel.pp", "2", *options, ranks=2, steps=4)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
-    whole = start("whole", "slow")
-    planned = json.loads(
-        re.search(r"decoder layers of the stages (\[.*?\]): planned, rates of cpu", whole)[1]
-    )
-    assert f"[0, {sum(planned)}]: planned" in start("other", "fast") and planned[0] > 0
-    start("run", "slow", "--stop_after", "2")
-    again = start("run", "fast")
-    assert f"{planned}: as it was saved" in again and "resumed at step 2" in again
+    uneven = ["--parallel.layers", "[1,3]"]
+    start("whole", *uneven)
+    assert "decoder layers of the stages [2, 2]: even" in start("other")
+    start("run", *uneven, "--stop_after", "2")
+    again = start("run")
+    assert "[1, 3]: as it was saved" in again and "resumed at step 2" in again
 
     def kept(run: str) -> list[list[Any]]:
         return [[line[name] for name in EXACT] for line in metrics(tmp_path / run)]
 
     assert kept("run") == kept("whole") and len(kept("run")) == 4
     a, b = WeightReader(tmp_path / "run"), WeightReader(tmp_path / "whole")
-    assert a.layout == b.layout and list(a.layout.layers_per_chunk) == planned
+    assert a.layout == b.layout and list(a.layout.layers_per_chunk) == [1, 3]
     for name in a.tensor_names():
         assert torch.equal(a.read_shard(name), b.read_shard(name)), name
 

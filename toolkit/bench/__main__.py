@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from megatron_vl.errors import UserError, describe_error, is_user_fixable
+from megatron_vl.train import run_rank
 
 from .options import parse_bench_options
 
 
-def main(argv: list[str]) -> int:
-    """Runs the benchmark. Returns exit code 0, 1 if it fails while running, or 2 for invalid options."""
-    rank = os.environ.get("RANK", "0")
-    try:
-        options = parse_bench_options(argv)
-        from megatron_vl.parallel.process_grid import end_distributed
+def main(argv: list[str]) -> None:
+    """Runs the benchmark and reports its figures. Collective."""
+    bench_run = parse_bench_options(argv)
+    from .measure import measure_benchmark
+    from .report import finish_report
 
-        from .measure import measure_benchmark
-        from .report import finish_report
-
-        finish_report(options, measure_benchmark(options))
-        end_distributed()
-    except Exception as error:
-        # Every rank prints its own error, because torchrun shows only one of them.
-        print(f"toolkit.bench: rank {rank}: {describe_error(error)}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UserError | FileNotFoundError) and is_user_fixable(error) else 1
-    return 0
+    finish_report(bench_run.options, measure_benchmark(bench_run))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_rank(lambda: main(sys.argv[1:])))

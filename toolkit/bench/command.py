@@ -28,7 +28,7 @@ def bench(options: BenchOptions) -> int:
     if "data" in bench_run.workloads:
         from megatron_vl.training.missing_sizes import write_missing_sizes_alone
 
-        write_missing_sizes_alone(bench_run.config.data, bench_run.hf)
+        write_missing_sizes_alone(bench_run.data_config("data"), bench_run.config.model.hf)
 
     # The ranks parse the same options again.
     rank_arguments = to_command_line(options, leave_out=COMMAND_ONLY_OPTIONS) + options.fields

@@ -1,19 +1,18 @@
-"""Options of ``megatron-vl bench``, and how they combine with the fields of a run."""
+"""Options of ``megatron-vl bench``, and the run that they describe."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UsageError
-from megatron_vl.planning.gpus import calibration_for_platform
-from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout
+from megatron_vl.training.resolve import resolve_run
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option
 from toolkit.run_adapters import with_adapter_settings
@@ -53,57 +52,54 @@ class BenchOptions(CommandOptions):
     even_routing: bool = False
     """Choose experts at random and evenly, as a trained router does. A router with random weights strongly
     prefers a few experts."""
-    distinct_rows: int = option(0, metavar="N", minimum=0, shown_default="as many as it uses")
-    """Draw N random rows on each data-parallel rank, then repeat them."""
-    calibrate: bool = False
-    """Also time single kernels, and store the rates of this machine for plan and train. The rates are
-    scaled so that they explain the measured steps. Use a model and rows like those that you will train."""
-    calibration: str = option("", metavar="FILE", shown_default="the user's folder of calibrations")
-    """For --calibrate: write the rates to this file; `megatron-vl plan --calibration FILE` reads it."""
     out: str = option("", metavar="FILE")
     """Write the figures to this file as JSON."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
-@dataclass(kw_only=True)
-class BenchRun(BenchOptions):
-    """The checked options of one benchmark."""
+@dataclass(frozen=True)
+class BenchRun:
+    """One run of the trainer over all workloads, one after the other."""
 
-    config: TrainConfig = dataclasses.field(default_factory=TrainConfig, metadata={"hidden": True})
+    options: BenchOptions
+    config: TrainConfig
+    workloads: list[str]
+    dataset: str
+    """Path of the data set, if there is one."""
 
-    @property
-    def workloads(self) -> list[str]:
-        return self.rows.split(",")
-
-    @property
-    def steps_per_workload(self) -> int:
-        """Steps of one workload, including the profiled one."""
-        return self.warm_up + self.timed + (self.part_steps + 1 if self.part_steps else 0)
-
-    def read_model_spec(self) -> ModelSpec:
+    @cached_property
+    def spec(self) -> ModelSpec:
         """The model's sizes, with the numbers of layers that the options give."""
-        return read_spec(self.hf).replace_layers(
-            num_language_layers=self.language_layers or None, num_vision_layers=self.vision_layers or None
-        )
+        return _read_spec(self.options, self.config)
 
-    def resolve_layout(self, world_size: int) -> Layout:
-        gpu_calibration = calibration_for_platform(self.config.platform)
-        return run_layout(self.config, self.read_model_spec(), world_size, calibration=gpu_calibration)
+    def place_of(self, step: int) -> tuple[str, str, int]:
+        """Where a step of the run stands: its workload, its phase, and its number in the phase from 0."""
+        schedule = _schedule(self.options)
+        workload, step_of_workload = divmod(step, len(schedule))
+        return self.workloads[workload], *schedule[step_of_workload]
+
+    def data_config(self, workload: str) -> DataConfig:
+        path = self.dataset if workload == "data" else f"synthetic:{workload}"
+        return dataclasses.replace(self.config.data, path=path)
 
     def check_ranks(self, world_size: int) -> None:
-        """Checks that the run is possible on ``world_size`` ranks.
-
-        Raises:
-            UsageError, RunConfigError, LayoutError: it is not. The message names the option or field.
-        """
-        if self.calibrate and self.read_model_spec().language.moe and not self.even_routing:
-            raise UsageError(
-                "--calibrate with experts needs --even-routing, because the planner assumes even loads"
-            )
-        self.resolve_layout(world_size)
+        """Raises UserError, which names the option or field, if the run is impossible on so many ranks."""
+        resolve_run(self.config, world_size, spec=self.spec)
         if "data" in self.workloads:
-            check_data_path(self.config.data.path)
+            check_data_path(self.dataset)
+
+
+def _schedule(options: BenchOptions) -> list[tuple[str, int]]:
+    """Phase and number of each step of a workload. The profiler slows its step down."""
+    profiled = min(1, options.part_steps)
+    counts = {
+        "warm-up": options.warm_up,
+        "timed": options.timed,
+        "parts": options.part_steps,
+        "profiled": profiled,
+    }
+    return [(phase, i) for phase, count in counts.items() for i in range(count)]
 
 
 def parse_bench_options(argv: list[str], program_name: str = "python -m toolkit.bench") -> BenchRun:
@@ -115,41 +111,42 @@ def parse_bench_options(argv: list[str], program_name: str = "python -m toolkit.
     return resolve_bench_run(command_line.parse_command_line(BenchOptions, argv, program_name))
 
 
-def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
-    """Reads the fields of the run and fills in the defaults.
-
-    It raises the errors of :func:`parse_bench_options`.
-    """
-    run_words = [*given_options.fields]
-    if given_options.data:
-        run_words += ["--data.path", str(given_options.data)]
-    if given_options.processes:
-        run_words += ["--platform", "cpu"]
-    config = parse_config(run_words)
-
-    bench_run = BenchRun(**vars(given_options), config=config)
-    bench_run.hf = bench_run.hf or config.model.hf
-    bench_run.rows = bench_run.rows or ("data" if config.data.path else "images,text")
-    _check_bench_run(bench_run)
-    # Adapters that are there already decide their own rank and targets, as at the start of a run.
-    if config.lora.adapter:
-        config = with_adapter_settings(config, bench_run.read_model_spec())
-    # A benchmark saves nothing.
-    bench_run.config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, dir=""))
-    return bench_run
-
-
-def _check_bench_run(bench_run: BenchRun) -> None:
-    if not bench_run.hf:
+def resolve_bench_run(options: BenchOptions) -> BenchRun:
+    """Reads the fields of the run. It raises the errors of :func:`parse_bench_options`."""
+    run_words = [*options.fields, *(["--model.hf", options.hf] if options.hf else [])]
+    config = parse_config([*run_words, *(["--platform", "cpu"] if options.processes else [])])
+    if not config.model.hf:
         raise UsageError("--hf is missing; give a Hugging Face folder or a config.json")
-
-    unknown_workloads = [name for name in bench_run.workloads if name not in WORKLOADS]
-    if unknown_workloads:
-        unknown_text, valid_text = ", ".join(unknown_workloads), ", ".join(WORKLOADS)
-        raise UsageError(f"--rows {bench_run.rows}: unknown workload {unknown_text}; valid: {valid_text}")
-    if "data" in bench_run.workloads and not bench_run.config.data.path:
+    dataset = str(options.data or ("" if config.data.is_synthetic else config.data.path))
+    workloads = (options.rows or ("data" if dataset else "images,text")).split(",")
+    if unknown := [name for name in workloads if name not in WORKLOADS]:
+        valid_text = ", ".join(WORKLOADS)
+        raise UsageError(f"--rows {options.rows}: unknown workload {', '.join(unknown)}; valid: {valid_text}")
+    if "data" in workloads and not dataset:
         raise UsageError("--rows data needs --data, a folder written by `megatron-vl data convert`")
-    if bench_run.calibration and not bench_run.calibrate:
-        raise UsageError("--calibration needs --calibrate")
-    if bench_run.even_routing and not bench_run.read_model_spec().language.moe:
+    if options.even_routing and not _read_spec(options, config).language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")
+
+    # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.
+    if config.lora.adapter:
+        config = with_adapter_settings(config, _read_spec(options, config))
+    step_count = len(workloads) * len(_schedule(options))
+    defaults = TrainConfig()
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, checkpoint=RANDOM_WEIGHTS),
+        lora=dataclasses.replace(config.lora, adapter=""),
+        data=dataclasses.replace(config.data, path="synthetic:images"),
+        log=LogConfig(interval=step_count + 1, peak_tflops=config.log.peak_tflops),
+        failures=dataclasses.replace(config.failures, check_memory=False),  # memory is measured here
+        **{name: getattr(defaults, name) for name in ("checkpoint", "eval", "profile", "wandb")},
+        steps=max(config.steps, step_count),
+        stop_after=step_count,
+    )
+    return BenchRun(options, config, workloads, dataset)
+
+
+def _read_spec(options: BenchOptions, config: TrainConfig) -> ModelSpec:
+    return read_spec(config.model.hf).replace_layers(
+        num_language_layers=options.language_layers or None, num_vision_layers=options.vision_layers or None
+    )

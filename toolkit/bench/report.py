@@ -1,4 +1,4 @@
-"""Computes and shows the figures of a benchmark: the work done and the rates, as JSON and as a table.
+"""The figures of a benchmark: the work done and the rates, as JSON and as a table.
 
 The same code computes the trainer's figures and those of ``benchmarks.fsdp2``, so their FLOPs are counted
 in the same way: from the true lengths of documents, frames and windows, without padding, and with the output
@@ -8,81 +8,76 @@ for every token, as most published figures do.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
-from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
+from megatron_vl.config import TrainConfig
+from megatron_vl.planning.flops import peak_tflops, recompute_flops, row_flops
 from megatron_vl.planning.memory import count_parameters, trained_text
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.training.batch_broadcast import StepBatch
+from megatron_vl.training.trainer import Trainer
 
-from .options import BenchRun
+from .options import BenchOptions, BenchRun
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
-@dataclass
-class WorkCounts:
-    """The work of some steps, summed over rows."""
+def row_work(
+    spec: ModelSpec,
+    config: TrainConfig,
+    lengths: tuple[list[int], list[int], list[int]],
+    loss_tokens: int,
+    images: int = 0,
+    whole_head: bool = False,
+) -> dict[str, Any]:
+    """The work of a row.
 
-    row_count: int = 0
-    token_count: int = 0
-    """Real tokens, without the padding at the end of rows."""
-    sample_count: int = 0
-    image_count: int = 0
-    patches_by_row: list[int] = field(default_factory=list)
-    """Number of patches of each row."""
-    loss_token_count: int = 0
-    model_flops: ModelFlops = ModelFlops(0.0, 0.0)
-    """FLOPs that training needs, with the output layer for loss tokens only."""
-    model_flops_all_tokens: ModelFlops = ModelFlops(0.0, 0.0)
-    """FLOPs that training needs, with the output layer for every token."""
-    executed_flops: ModelFlops = ModelFlops(0.0, 0.0)
-    """FLOPs that the system executed, including recomputation, and the output layer for all tokens for which
-    it was computed."""
+    Args:
+        lengths: lengths of its documents, frames and windows.
+        whole_head: whether the system computes the output layer for every token.
+    """
+    document_lengths, frame_lengths, _ = lengths
+    tokens, decoupled = sum(document_lengths), config.vision.placement == "decoupled"
+    needed_flops = row_flops(spec, config.model, *lengths, loss_tokens, config.lora)
+    all_token_flops = row_flops(spec, config.model, *lengths, tokens, config.lora)
+    recomputed_flops = recompute_flops(spec, config.model, config.recompute, *lengths, decoupled, config.lora)
+    return {
+        "rows": 1,
+        "samples": len(document_lengths),
+        "images": images,
+        "tokens": tokens,
+        "loss_tokens": loss_tokens,
+        "patches": sum(frame_lengths),
+        "model_flops": needed_flops,
+        "model_flops_all_tokens": all_token_flops,
+        "executed_flops": (all_token_flops if whole_head else needed_flops) + recomputed_flops,
+    }
 
-    def add_row(
-        self,
-        spec: ModelSpec,
-        model_config: ModelConfig,
-        recompute_config: RecomputeConfig,
-        document_lengths: list[int],
-        frame_lengths: list[int],
-        window_lengths: list[int],
-        loss_tokens: int,
-        *,
-        lora: LoraConfig | None = None,
-        whole_head: bool = False,
-        decoupled: bool = False,
-    ) -> None:
-        """Counts a row with the given document, frame and window lengths.
 
-        Args:
-            lora: the adapters, if there are any.
-            whole_head: whether the system computes the output layer for every token.
-            decoupled: whether every rank holds the vision tower, which then runs forward twice.
-        """
-        self.row_count += 1
-        self.token_count += sum(document_lengths)
-        self.sample_count += len(document_lengths)
-        self.patches_by_row.append(sum(frame_lengths))
-        self.loss_token_count += loss_tokens
-        row_lengths = document_lengths, frame_lengths, window_lengths
-        needed_flops = row_flops(spec, model_config, *row_lengths, loss_tokens, lora)
-        all_token_flops = row_flops(spec, model_config, *row_lengths, sum(document_lengths), lora)
-        self.model_flops = self.model_flops + needed_flops
-        self.model_flops_all_tokens = self.model_flops_all_tokens + all_token_flops
-        recomputed_flops = recompute_flops(
-            spec, model_config, recompute_config, *row_lengths, decoupled, lora
-        )
-        forward_and_backward_flops = all_token_flops if whole_head else needed_flops
-        self.executed_flops = self.executed_flops + forward_and_backward_flops + recomputed_flops
+def add_work(works: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of works, each number on its own."""
+    total: dict[str, Any] = {}
+    for work in works:
+        total = {name: number + total[name] if name in total else number for name, number in work.items()}
+    return total
 
-    def __add__(self, other: WorkCounts) -> WorkCounts:
-        return WorkCounts(**{name: count + getattr(other, name) for name, count in vars(self).items()})
+
+def count_work(trainer: Trainer, step_batches: list[StepBatch]) -> dict[str, Any]:
+    """The work of steps of this replica; that of no rows on a rank that does not own its loader."""
+    works = [row_work(trainer.spec, trainer.config, ([], [], []), 0) | {"rows": 0}]
+    for step_batch in step_batches if trainer.grid.owns_loader else ():
+        rows = zip(step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True)
+        for documents, vision, loss_tokens in rows:
+            works.append(row_work(trainer.spec, trainer.config, (documents, *vision), loss_tokens))
+        works[-1]["images"] = step_batch.item_counts.get("images", 0)
+    return add_work(works)
 
 
 def gather_to_all(local_object: Any) -> list[Any]:
@@ -92,75 +87,49 @@ def gather_to_all(local_object: Any) -> list[Any]:
     return objects_by_rank
 
 
-def speed_figures(
-    work_counts: WorkCounts, step_seconds: list[float], world_size: int, gpu_peak_tflops: float
-) -> dict[str, Any]:
-    """Computes the speed of the timed steps.
-
-    Args:
-        work_counts: the work of all ranks in all timed steps.
-        step_seconds: wall-clock time of each timed step.
-        world_size: number of ranks.
-        gpu_peak_tflops: TFLOP/s of one accelerator; 0 if unknown (MFU is then null).
-    """
-    total_seconds = sum(step_seconds)
-
-    def per_rank(flops: float) -> float:
-        return flops / total_seconds / world_size / 1e12
+def speed_figures(work: dict[str, Any], step_seconds: list[float], machine: dict[str, Any]) -> dict[str, Any]:
+    """The speed of timed steps, from the work of all ranks in them and the seconds of each. Without a known
+    peak, MFU is null."""
+    total_seconds, num_ranks, peak = sum(step_seconds), machine["gpus"], machine["peak_tflops"]
 
     def share_of_peak(flops: float) -> float | None:
-        return per_rank(flops) / gpu_peak_tflops if gpu_peak_tflops else None
+        return flops / total_seconds / num_ranks / 1e12 / peak if peak else None
 
+    model_flops = work["model_flops"]
     return {
         "step_s": total_seconds / len(step_seconds),
         "step_s_min": min(step_seconds),
         "step_s_max": max(step_seconds),
-        "tokens_per_s_per_gpu": work_counts.token_count / total_seconds / world_size,
-        "images_per_s": work_counts.image_count / total_seconds,
-        "tflops_per_gpu": per_rank(work_counts.model_flops.total),
-        "mfu": share_of_peak(work_counts.model_flops.total),
-        "mfu_language": share_of_peak(work_counts.model_flops.language),
-        "mfu_vision": share_of_peak(work_counts.model_flops.vision),
-        "mfu_all_tokens": share_of_peak(work_counts.model_flops_all_tokens.total),
-        "hfu": share_of_peak(work_counts.executed_flops.total),
-        "vision_flops_share": work_counts.model_flops.vision / work_counts.model_flops.total
-        if work_counts.model_flops.total
-        else 0.0,
-        "work": _work_figures(work_counts),
+        "tokens_per_s_per_gpu": work["tokens"] / total_seconds / num_ranks,
+        "images_per_s": work["images"] / total_seconds,
+        "tflops_per_gpu": model_flops.total / total_seconds / num_ranks / 1e12,
+        "mfu": share_of_peak(model_flops.total),
+        "mfu_language": share_of_peak(model_flops.language),
+        "mfu_vision": share_of_peak(model_flops.vision),
+        "mfu_all_tokens": share_of_peak(work["model_flops_all_tokens"].total),
+        "hfu": share_of_peak(work["executed_flops"].total),
+        "work": {name: work[name] for name in ("rows", "samples", "images")}
+        | {f"{name}_per_row": work[name] / work["rows"] for name in ("tokens", "loss_tokens", "patches")},
     }
 
 
-def _work_figures(work_counts: WorkCounts) -> dict[str, Any]:
-    return {
-        "rows": work_counts.row_count,
-        "samples": work_counts.sample_count,
-        "images": work_counts.image_count,
-        "tokens_per_row": work_counts.token_count / work_counts.row_count,
-        "loss_tokens_per_row": work_counts.loss_token_count / work_counts.row_count,
-        "patches_per_row": {
-            "min": min(work_counts.patches_by_row),
-            "mean": sum(work_counts.patches_by_row) / work_counts.row_count,
-            "max": max(work_counts.patches_by_row),
-        },
-    }
-
-
-def describe_machine(device: torch.device, gpu_peak_tflops: float) -> dict[str, Any]:
+def describe_machine(platform_name: str, stated_peak: float) -> dict[str, Any]:
     """The machine and the versions with which the figures were measured."""
+    device_name = torch.cuda.get_device_name() if platform_name == "cuda" else "cpu"
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": device_name,
         "gpus": dist.get_world_size(),
-        "peak_tflops": gpu_peak_tflops or None,
+        "peak_tflops": peak_tflops(device_name, stated_peak) or None,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "cuda": torch.version.cuda if platform_name == "cuda" else None,
     }
 
 
-def describe_model(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
+def describe_model(config: TrainConfig, spec: ModelSpec) -> dict[str, Any]:
     """The measured model. Its parameters include the padding of the vision FFN, as in our checkpoints."""
-    parameter_count, trained_count = count_parameters(options.config, spec)
+    parameter_count, trained_count = count_parameters(config, spec)
     return {
-        "hf": options.hf,
+        "hf": config.model.hf,
         "family": spec.family,
         "parameters": parameter_count,
         "trained_parameters": trained_count,
@@ -169,136 +138,87 @@ def describe_model(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def finish_report(options: BenchRun, bench_figures: dict[str, Any]) -> None:
+def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
+    """Machine, model, layout and config of a benchmark."""
+    grid, config = trainer.grid, trainer.config
+    context = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    experts = f" x ep {grid.sharding.ep} (etp {grid.sharding.etp})" if trainer.spec.language.moe else ""
+    experts += ", experts chosen evenly" if bench_run.options.even_routing else ""
+    recompute = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
+    recompute += ", inputs of layers in host memory" if config.recompute.offload_inputs else ""
+    layout_note = (
+        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp {grid.dp}{experts},"
+        f" {config.global_batch_size} rows of {config.data.seq_len} tokens per step, {config.dtype},"
+        f" {recompute}"
+    )
+    return {
+        "system": "megatron-vl",
+        "machine": describe_machine(trainer.platform.name, config.log.peak_tflops),
+        "model": describe_model(config, trainer.spec),
+        "notes": [layout_note],
+        "config": dataclasses.asdict(config),
+    }
+
+
+def finish_report(options: BenchOptions, figures: dict[str, Any]) -> None:
     """On rank 0, adds the ratio of image rows to text rows, writes ``out`` and prints the figures."""
     if dist.get_rank() != 0:
         return
-    bench_figures["image_over_text"] = image_over_text(bench_figures["workloads"])
+    speeds = {name: workload["tflops_per_gpu"] for name, workload in figures["workloads"].items()}
+    has_both = {"images", "text"} <= speeds.keys()
+    figures["image_over_text"] = speeds["images"] / speeds["text"] if has_both else None
+    figures_text = json.dumps(figures, indent=2)
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps(bench_figures, indent=2) + "\n")
-    print(json.dumps(bench_figures, indent=2) if options.json else format_figures(bench_figures), flush=True)
+        Path(options.out).write_text(figures_text + "\n")
+    print(figures_text if options.json else format_figures(figures), flush=True)
 
 
-def image_over_text(figures_by_workload: dict[str, dict[str, Any]]) -> float | None:
-    """TFLOP/s on image rows divided by TFLOP/s on text rows of the same run: the ratio of their MFU."""
-    if not {"images", "text"} <= figures_by_workload.keys():
-        return None
-    return figures_by_workload["images"]["tflops_per_gpu"] / figures_by_workload["text"]["tflops_per_gpu"]
-
-
-def format_figures(bench_figures: dict[str, Any]) -> str:
-    """Formats the machine, and a few lines per workload: speed, memory, parts."""
-    machine_figures, model_figures = bench_figures["machine"], bench_figures["model"]
-    peak_text = (
-        f"{machine_figures['peak_tflops']:.0f} TFLOP/s peak"
-        if machine_figures["peak_tflops"]
-        else "peak unknown"
-    )
-    size_text = f"{model_figures['parameters'] / 1e9:.2f} B parameters"
-    trained = trained_text(model_figures["parameters"], model_figures["trained_parameters"])
-    table_lines = [
-        f"{bench_figures['system']}: {model_figures['family']}, {size_text}, "
-        f"{machine_figures['gpus']} x {machine_figures['device']} ({peak_text})"
+def format_figures(figures: dict[str, Any]) -> str:
+    """The machine, and a few lines per workload: speed, memory, parts."""
+    machine, model = figures["machine"], figures["model"]
+    peak_text = f"{machine['peak_tflops']:.0f} TFLOP/s peak" if machine["peak_tflops"] else "peak unknown"
+    lines = [
+        f"{figures['system']}: {model['family']}, {model['parameters'] / 1e9:.2f} B parameters,"
+        f" {machine['gpus']} x {machine['device']} ({peak_text})"
     ]
-    table_lines += [f"  {note}" for note in (trained, *bench_figures["notes"]) if note]
-    for workload_name, workload_figures in bench_figures["workloads"].items():
-        table_lines += _workload_lines(workload_name, workload_figures)
-    if bench_figures["image_over_text"]:
-        table_lines.append(
-            f"  images / text: {bench_figures['image_over_text']:.3f} of the text rows' MFU in the same run"
-        )
-    table_lines += calibration_lines(bench_figures["calibration"]) if "calibration" in bench_figures else []
-    return "\n".join(table_lines)
+    notes = [trained_text(model["parameters"], model["trained_parameters"]), *figures["notes"]]
+    lines += [f"  {note}" for note in notes if note]
+    for name, workload in figures["workloads"].items():
+        lines += _workload_lines(name, workload)
+    if ratio := figures["image_over_text"]:
+        lines.append(f"  images / text: {ratio:.3f} of the text rows' MFU in the same run")
+    return "\n".join(lines)
 
 
-def calibration_lines(calibration_figures: dict[str, Any]) -> list[str]:
-    """Formats a calibration."""
-    kernel_rates = calibration_figures["rates"]
-    text_lines = [
-        f"calibration of {calibration_figures['gpu']}: products {kernel_rates['product_tflops']:.4g} TFLOP/s "
-        f"(half at a width of {kernel_rates['product_width']:.0f}), elementwise "
-        f"{kernel_rates['memory_tb_s']:.3g} TB/s, attention {kernel_rates['attention_tflops']:.4g}, "
-        f"tower {kernel_rates['tower_attention_tflops']:.4g} TFLOP/s, collectives "
-        f"{kernel_rates['nvlink_gb_s']:.4g} GB/s"
-    ]
-    for workload_name, step_figures in calibration_figures["steps_s"].items():
-        text_lines.append(
-            f"  {workload_name}: {1e3 * step_figures['measured']:,.0f} ms per "
-            f"step measured, {1e3 * step_figures['predicted']:,.0f} predicted "
-            f"({1e3 * step_figures['kernels_alone']:,.0f} from the kernels alone)"
-        )
-    if calibration_figures["factor"] is None:
-        text_lines.append(
-            "  no factor explains the measured steps, so the rates are those of the kernels alone"
-        )
-    return [
-        *text_lines,
-        f"stored in {calibration_figures['file']}: plan and train use it for {calibration_figures['gpu']}"
-        " from now on",
-    ]
-
-
-def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> list[str]:
-    speed_text = f"{workload_figures['tflops_per_gpu']:.3f} TFLOP/s/GPU"
-    if workload_figures["mfu"] is not None:
+def _workload_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    speed_text = f"{figures['tflops_per_gpu']:.3f} TFLOP/s/GPU"
+    if figures["mfu"] is not None:
         speed_text = (
-            f"MFU {workload_figures['mfu']:.1%} (language {workload_figures['mfu_language']:.1%} + "
-            f"vision {workload_figures['mfu_vision']:.1%}; {workload_figures['mfu_all_tokens']:.1%} "
-            f"with the output layer counted for every token), HFU {workload_figures['hfu']:.1%}, "
-            f"{workload_figures['tflops_per_gpu']:.0f} TFLOP/s/GPU"
+            f"MFU {figures['mfu']:.1%} (language {figures['mfu_language']:.1%} + vision"
+            f" {figures['mfu_vision']:.1%}; {figures['mfu_all_tokens']:.1%} with the output layer counted for"
+            f" every token), HFU {figures['hfu']:.1%}, {figures['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
-
-    memory_figures = workload_figures["memory"]
-    text_lines = [
-        f"  {workload_name}: {workload_figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, "
-        f"{workload_figures['images_per_s']:.1f} images/s, "
-        f"{speed_text}, {workload_figures['step_s'] * 1e3:.0f} ms per step "
-        f"({workload_figures['step_s_min'] * 1e3:.0f} to {workload_figures['step_s_max'] * 1e3:.0f}), "
-        f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
+    seconds, memory = (figures[f"step_s{kind}"] * 1e3 for kind in ("", "_min", "_max")), figures["memory"]
+    lines = [
+        f"  {name}: {figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {figures['images_per_s']:.1f} images/s,"
+        f" {speed_text}, {{:.0f}} ms per step ({{:.0f}} to {{:.0f}}), {memory['peak_gib']:.1f} GiB, loss"
+        f" {figures['loss']:.4f}".format(*seconds)
     ]
-
-    memory_texts = []
-    for part in MEMORY_PARTS:
-        if memory_figures.get(f"{part}_gib") is not None:
-            memory_texts.append(f"{part} {memory_figures[f'{part}_gib']:.1f}")
-    if memory_texts:
-        text_lines.append("    memory (GiB): " + ", ".join(memory_texts))
-
-    if workload_figures.get("parts"):
-        text_lines += _parts_lines(workload_figures)
-    return text_lines
+    memory_texts = [f"{part} {memory[f'{part}_gib']:.1f}" for part in MEMORY_PARTS if f"{part}_gib" in memory]
+    lines += ["    memory (GiB): " + ", ".join(memory_texts)] if memory_texts else []
+    return lines + (_parts_lines(figures) if "parts" in figures else [])
 
 
-def _parts_lines(workload_figures: dict[str, Any]) -> list[str]:
-    part_figures = workload_figures["parts"]
-    part_texts = [f"{part} {figures['mean_s'] * 1e3:.1f}" for part, figures in part_figures.items()]
-    half_texts = []
-    for half, share in workload_figures["efficiency"].items():
-        if share is not None:
-            half_texts.append(f"{half} {share:.1%}")
-
-    text_lines = [
-        "    ms per step, mean over ranks: " + ", ".join(part_texts),
-        "    collectives in one profiled step, including waiting: "
-        + _communication_text(workload_figures["communication"]),
+def _parts_lines(figures: dict[str, Any]) -> list[str]:
+    part_texts = [f"{part} {times['mean_s'] * 1e3:.1f}" for part, times in figures["parts"].items()]
+    collectives = zip(figures["communication"].values(), ("total", "with nothing else running"), strict=False)
+    collective_texts = [f"{times['mean_s'] * 1e3:.1f} ms {kind}" for times, kind in collectives]
+    halves = [f"{half} {share:.1%}" for half, share in figures["efficiency"].items() if share is not None]
+    return [
+        f"    ms per step, mean over ranks: {', '.join(part_texts)}",
+        f"    collectives in one profiled step, including waiting: {', '.join(collective_texts)}",
+        *([f"    share of the peak while it runs: {', '.join(halves)}"] if halves else []),
+        f"    compute of the slowest data-parallel rank {figures['slowest_over_mean']:.3f} of the mean; idle"
+        f" pipeline stages {figures['pipeline_idle_share']:.1%} of the step",
     ]
-    if any(workload_figures["efficiency"].values()):
-        text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
-    straggling_figures = workload_figures["straggling"]
-    text_lines.append(
-        f"    compute of the slowest data-parallel rank {straggling_figures['max_over_mean']:.3f} of "
-        f"the mean; idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
-    )
-    return text_lines
-
-
-def _communication_text(communication_figures: dict[str, dict[str, float]]) -> str:
-    communication_texts = []
-    for key, text in (("communication_s", "total"), ("communication_exposed_s", "with nothing else running")):
-        if key in communication_figures:
-            communication_texts.append(f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}")
-    return ", ".join(communication_texts)
-
-
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

@@ -1,13 +1,9 @@
-"""Measures the parts of a step's time on one rank.
+"""Times the parts of a step on each rank, and its collectives.
 
-Marks around the parts of a step are recorded in the order of the device's work (as CUDA events, or as clock
-times on CPU). They are read when all steps are done, so that the host never waits for them. The hooks are
-attached only for these steps.
+Marks around the parts are recorded in the order of the device's work, and read when all steps are done, so
+that the host never waits for them. The parts do not overlap:
 
-The parts of a rank's step do not overlap:
-
-- ``data wait``: the time for which the rank that owns the loader waits for its rows. ``feed``: the other work
-  of bringing rows to the device, such as copies and broadcasts.
+- ``data wait``: the rank that owns the loader waits for its rows. ``feed``: copies and broadcasts of rows.
 - ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: the compute of this
   rank's chunks, including the tensor-parallel collectives and the recomputation inside them.
 - ``vision recompute``, ``vision exchange``: with a tower on every rank, its second forward pass, and the
@@ -16,37 +12,29 @@ The parts of a rank's step do not overlap:
   time to wait for slower ranks.
 - ``optimizer``: norm, clipping, update, and the part of the parameter gather that is not overlapped.
 - ``idle``: the rest of the step. In a pipeline, this is mostly the bubble and the time to wait for messages.
-  It also includes launch gaps and the reduction of the loss.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+import torch.distributed as dist
+from torch import nn
 
-from megatron_vl.platform import Platform
+from megatron_vl.planning.flops import ModelFlops
+from megatron_vl.training.trainer import Trainer
 
 COMPUTE_PARTS = (
-    "vision forward",
-    "vision recompute",
-    "vision backward",
-    "language forward",
-    "language backward",
+    *("vision forward", "vision recompute", "vision backward"),
+    *("language forward", "language backward"),
 )
 STEP_PARTS = (
-    "data wait",
-    "feed",
-    *COMPUTE_PARTS,
-    "vision exchange",
-    "gradient finalisation",
-    "optimizer",
-    "idle",
+    *("data wait", "feed", *COMPUTE_PARTS),
+    *("vision exchange", "gradient finalisation", "optimizer", "idle"),
 )
 DECOUPLED_SPANS = {
     "forward": "tower forward",
@@ -59,288 +47,188 @@ DECOUPLED_SPANS = {
 """The span of each method of a tower that every rank holds."""
 
 
-class SpanTimer:
-    """Named spans of each step, on the device's own clock."""
+class PartTimer:
+    """Named spans of the steps of a rank, on the device's own clock. The constructor attaches it."""
 
-    def __init__(self, platform: Platform) -> None:
-        self.uses_cuda = platform.name == "cuda"
+    def __init__(self, trainer: Trainer) -> None:
+        self.on_cuda = trainer.platform.name == "cuda"
         self.spans_by_step: list[list[tuple[str, Any, Any]]] = []
-        self._open_spans: dict[str, Any] = {}
+        self.open_spans: dict[str, Any] = {}
+        self.attached = ExitStack()
+        """Detaches the timer when it is closed."""
+
+        self._time_method(trainer.batches, "next_batch", "feed")
+        for chunk in trainer.model_chunks:
+            self._time_module(chunk.module, "chunk")
+            if (tower := getattr(chunk.module, "vision_model", None)) is not None:
+                trained = (weight for weight in tower.parameters() if weight.requires_grad)
+                self._time_module(tower, "vision", next(trained, None))
+        decoupled_tower = trainer.model_chunks[0].module.decoupled
+        for method, name in DECOUPLED_SPANS.items() if decoupled_tower is not None else ():
+            self._time_method(decoupled_tower, method, name)
+        core_config = trainer.model_chunks[0].module.config
+        self._time_method(core_config, "finalize_model_grads_func", "gradient finalisation")
+        self._time_method(trainer.optimizer, "prepare_grads", "optimizer", ends=False)
+        self._time_method(trainer.optimizer, "step_with_ready_grads", "optimizer", begins=False)
+
+    def begin_step(self) -> None:
+        """Begins a step on all ranks at once. Collective."""
+        dist.barrier()
+        self.spans_by_step.append([])
+        self.begin("step")
+
+    def begin(self, name: str) -> None:
+        self.open_spans[name] = self._timestamp()
+
+    def end(self, name: str) -> None:
+        """Ends a span. One that was not begun is not counted."""
+        if (start := self.open_spans.pop(name, None)) is not None:
+            self.spans_by_step[-1].append((name, start, self._timestamp()))
 
     def _timestamp(self) -> Any:
-        if not self.uses_cuda:
+        if not self.on_cuda:
             return time.perf_counter()
         cuda_event = torch.cuda.Event(enable_timing=True)
         cuda_event.record()
         return cuda_event
 
-    def begin_span(self, span_name: str) -> None:
-        self._open_spans[span_name] = self._timestamp()
+    def _time_method(
+        self, owner: Any, method: str, name: str, *, begins: bool = True, ends: bool = True
+    ) -> None:
+        """Times the calls of a method of this instance, or only begins or ends a span there."""
+        function, own_function = getattr(owner, method), vars(owner).get(method)
 
-    def end_span(self, span_name: str) -> None:
-        """Ends the span ``span_name``. A span that was not begun is not counted."""
-        start = self._open_spans.pop(span_name, None)
-        if start is not None:
-            self.spans_by_step[-1].append((span_name, start, self._timestamp()))
+        def timed_call(*args: Any, **keywords: Any) -> Any:
+            if begins:
+                self.begin(name)
+            result = function(*args, **keywords)
+            if ends:
+                self.end(name)
+            return result
 
-    @contextmanager
-    def time_span(self, span_name: str) -> Iterator[None]:
-        self.begin_span(span_name)
-        yield
-        self.end_span(span_name)
+        setattr(owner, method, timed_call)
+        if own_function is None:
+            self.attached.callback(delattr, owner, method)  # which shows the method of the class again
+        else:
+            self.attached.callback(setattr, owner, method, own_function)
 
-    def time_calls(self, span_name: str, timed_function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that each call is a span."""
+    def _time_module(self, module: nn.Module, name: str, last_gradient: nn.Parameter | None = None) -> None:
+        """Times both passes of a module.
 
-        def timed_call(*args: Any, **kwargs: Any) -> Any:
-            with self.time_span(span_name):
-                return timed_function(*args, **kwargs)
+        Args:
+            last_gradient: the module's first parameter, whose gradient comes last and ends the backward pass;
+                None: it ends with the whole backward pass.
+        """
+        backward = f"{name} backward"
 
-        return timed_call
+        def begin_backward(_: Any) -> None:
+            if backward in self.open_spans:  # another output has begun it
+                return
+            self.begin(backward)
+            if last_gradient is None:
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(backward))
 
-    @contextmanager
-    def time_step(self) -> Iterator[None]:
-        """Measures one step. Its whole span is named ``step``."""
-        self.spans_by_step.append([])
-        with self.time_span("step"):
-            yield
+        def end_forward(_module: Any, _args: Any, output: Any) -> None:
+            self.end(f"{name} forward")
+            for tensor in output if isinstance(output, (list, tuple)) else [output]:
+                if tensor.requires_grad:
+                    tensor.register_hook(begin_backward)
+
+        begin_forward = module.register_forward_pre_hook(lambda *_: self.begin(f"{name} forward"))
+        self.attached.callback(begin_forward.remove)
+        self.attached.callback(module.register_forward_hook(end_forward).remove)
+        if last_gradient is not None:
+            handle = last_gradient.register_post_accumulate_grad_hook(lambda _: self.end(backward))
+            self.attached.callback(handle.remove)
 
     def seconds_by_step(self) -> list[dict[str, float]]:
         """The total time of each name in each step. The device must have finished."""
-        step_seconds = []
-        for step_spans in self.spans_by_step:
-            seconds_by_span: dict[str, float] = {}
-            for name, start, end in step_spans:
-                span_seconds = start.elapsed_time(end) / 1e3 if self.uses_cuda else end - start
-                seconds_by_span[name] = seconds_by_span.get(name, 0.0) + span_seconds
-            step_seconds.append(seconds_by_span)
+        step_seconds: list[dict[str, float]] = []
+        for spans in self.spans_by_step:
+            step_seconds.append({})
+            for name, start, end in spans:
+                seconds = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+                step_seconds[-1][name] = step_seconds[-1].get(name, 0.0) + seconds
         return step_seconds
 
 
-@contextmanager
-def timing_hooks(
-    span_timer: SpanTimer, ddp_chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer
-) -> Iterator[None]:
-    """A context in which the hooks are attached to a rank's chunks and optimizer."""
-    hook_handles: list[Any] = []
-    for ddp_chunk in ddp_chunks:
-        hook_handles += _hook_module(span_timer, ddp_chunk.module, "chunk")
-        vision_tower = getattr(ddp_chunk.module, "vision_model", None)
-        if vision_tower is not None:
-            trained_parameters = (weight for weight in vision_tower.parameters() if weight.requires_grad)
-            hook_handles += _hook_module(
-                span_timer, vision_tower, "vision", last_grad_parameter=next(trained_parameters, None)
-            )
-
-    decoupled_tower = ddp_chunks[0].module.decoupled
-    decoupled_spans = DECOUPLED_SPANS if decoupled_tower is not None else {}
-    for method_name, span_name in decoupled_spans.items():
-        timed_method = span_timer.time_calls(span_name, getattr(decoupled_tower, method_name))
-        setattr(decoupled_tower, method_name, timed_method)
-
-    core_config = ddp_chunks[0].module.config
-    finalize_grads = core_config.finalize_model_grads_func
-    prepare_grads, step_optimizer = optimizer.prepare_grads, optimizer.step_with_ready_grads
-
-    def timed_prepare(*args: Any, **kwargs: Any) -> Any:
-        span_timer.begin_span("optimizer")
-        return prepare_grads(*args, **kwargs)
-
-    def timed_step(*args: Any, **kwargs: Any) -> Any:
-        step_result = step_optimizer(*args, **kwargs)
-        span_timer.end_span("optimizer")
-        return step_result
-
-    core_config.finalize_model_grads_func = span_timer.time_calls("gradient finalisation", finalize_grads)
-    # Only this instance is changed. Deleting the attributes restores the methods of the class.
-    optimizer.prepare_grads = timed_prepare
-    optimizer.step_with_ready_grads = timed_step
-    try:
-        yield
-    finally:
-        core_config.finalize_model_grads_func = finalize_grads
-        del optimizer.prepare_grads, optimizer.step_with_ready_grads
-        for hook_handle in hook_handles:
-            hook_handle.remove()
-        for method_name in decoupled_spans:
-            delattr(decoupled_tower, method_name)
-
-
-def _hook_module(
-    span_timer: SpanTimer,
-    module: torch.nn.Module,
-    span_prefix: str,
-    last_grad_parameter: torch.nn.Parameter | None = None,
-) -> list[Any]:
-    """Marks the spans ``PREFIX forward`` and ``PREFIX backward`` of a module.
-
-    The backward span begins when the gradient of an output arrives.
-
-    Args:
-        span_prefix: the PREFIX.
-        last_grad_parameter: the module's first parameter, whose gradient comes last and ends the backward
-            span; None: it ends with the whole backward pass.
-    """
-    forward_span, backward_span = f"{span_prefix} forward", f"{span_prefix} backward"
-
-    def begin_backward(output_grad: torch.Tensor) -> None:
-        if backward_span in span_timer._open_spans:  # another output of the same module
-            return
-        span_timer.begin_span(backward_span)
-        if last_grad_parameter is None:
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: span_timer.end_span(backward_span)
-            )
-
-    def end_forward(_module: Any, _args: Any, module_output: Any) -> None:
-        span_timer.end_span(forward_span)
-        for tensor in module_output if isinstance(module_output, (list, tuple)) else [module_output]:
-            if tensor.requires_grad:
-                tensor.register_hook(begin_backward)
-
-    hook_handles = [
-        module.register_forward_pre_hook(lambda *_: span_timer.begin_span(forward_span)),
-        module.register_forward_hook(end_forward),
-    ]
-    if last_grad_parameter is not None:
-        hook_handles.append(
-            last_grad_parameter.register_post_accumulate_grad_hook(
-                lambda _: span_timer.end_span(backward_span)
-            )
-        )
-    return hook_handles
-
-
-def split_into_parts(span_seconds: dict[str, float], data_wait: float) -> dict[str, float]:
-    """Computes the parts of one step of one rank, in seconds, from its spans. They add up to the step."""
-    feed_seconds = span_seconds.get("feed", 0.0)
-    part_seconds = {"data wait": min(data_wait, feed_seconds)}
-    part_seconds["feed"] = feed_seconds - part_seconds["data wait"]
+def split_into_parts(spans: dict[str, float], data_wait: float) -> dict[str, float]:
+    """The parts of one step of one rank, in seconds, from its spans. They add up to the step."""
+    parts = dict.fromkeys(STEP_PARTS, 0.0) | {name: spans[name] for name in STEP_PARTS if name in spans}
+    parts["data wait"] = min(data_wait, parts["feed"])
+    parts["feed"] -= parts["data wait"]
     # A tower inside a chunk is part of the chunk's span; a tower on every rank is not.
-    for direction in ("forward", "backward"):
-        vision_seconds = span_seconds.get(f"vision {direction}", 0.0)
-        chunk_seconds = span_seconds.get(f"chunk {direction}", 0.0)
-        tower_seconds = span_seconds.get(f"tower {direction}", 0.0)
-        part_seconds[f"vision {direction}"] = vision_seconds + tower_seconds
-        part_seconds[f"language {direction}"] = chunk_seconds - vision_seconds
-    for name in ("vision recompute", "vision exchange", "gradient finalisation", "optimizer"):
-        part_seconds[name] = span_seconds.get(name, 0.0)
-    part_seconds["idle"] = span_seconds.get("step", 0.0) - sum(part_seconds.values())
-    return {name: part_seconds[name] for name in STEP_PARTS}
-
-
-def profile_communication(platform: Platform, run_step: Callable[[], object]) -> dict[str, float]:
-    """Seconds of the collectives in one profiled step and, on CUDA, the part during which nothing else ran.
-
-    A collective lasts until the slowest rank has joined it, so these figures include waiting.
-    """
-    profiler_activity = (
-        torch.profiler.ProfilerActivity.CUDA
-        if platform.name == "cuda"
-        else torch.profiler.ProfilerActivity.CPU
-    )
-    with torch.profiler.profile(activities=[profiler_activity], acc_events=True) as step_profile:
-        run_step()
-        platform.synchronize()
-
-    collective_spans, other_spans = [], []
-    for kineto_event in step_profile.profiler.kineto_results.events():
-        event_span = (kineto_event.start_ns(), kineto_event.start_ns() + kineto_event.duration_ns())
-        if kineto_event.name().startswith(("nccl", "gloo:")):
-            collective_spans.append(event_span)
-        elif platform.name == "cuda" and kineto_event.device_type() == torch.autograd.DeviceType.CUDA:
-            other_spans.append(event_span)
-
-    communication_figures = {"communication_s": covered_time(collective_spans) / 1e9}
-    if platform.name == "cuda":
-        exposed_time = covered_time(collective_spans + other_spans) - covered_time(other_spans)
-        communication_figures["communication_exposed_s"] = exposed_time / 1e9
-    return communication_figures
-
-
-def covered_time(time_spans: list[tuple[int, int]]) -> int:
-    """The time that the spans cover together, with overlaps counted once."""
-    total_time = 0
-    covered_until = None
-    for start, end in sorted(time_spans):
-        if covered_until is None or start > covered_until:
-            total_time += end - start
-            covered_until = end
-        elif end > covered_until:
-            total_time += end - covered_until
-            covered_until = end
-    return total_time
-
-
-def mean_and_max(seconds_by_rank: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The mean and the maximum over all ranks of each of the times that they have."""
-    figures_by_name = {}
-    for name in seconds_by_rank[0]:
-        rank_seconds = [seconds_by_name[name] for seconds_by_name in seconds_by_rank]
-        figures_by_name[name] = {
-            "mean_s": sum(rank_seconds) / len(rank_seconds),
-            "max_s": max(rank_seconds),
-        }
-    return figures_by_name
+    for way in ("forward", "backward"):
+        parts[f"language {way}"] = spans.get(f"chunk {way}", 0.0) - parts[f"vision {way}"]
+        parts[f"vision {way}"] += spans.get(f"tower {way}", 0.0)
+    parts["idle"] = spans["step"] - sum(parts.values())
+    return parts
 
 
 def summarize_parts(
-    parts_by_rank: list[list[dict[str, float]]], rank_coordinates: list[tuple[int, int]]
+    parts_by_rank: list[list[dict[str, float]]],
+    stages: list[int],
+    flops_by_rank: list[ModelFlops],
+    peak_tflops: float,
 ) -> dict[str, Any]:
-    """Summarises the parts of all ranks.
+    """Summarises the parts of each step of all ranks, whose pipeline stages are ``stages``.
 
     Straggling compares the data-parallel ranks of one stage step by step, because the slowest of them
-    determines the time of each step.
-
-    Args:
-        parts_by_rank: the parts of each step, for each rank.
-        rank_coordinates: (pipeline stage, data-parallel rank) of each rank.
+    determines the time of each step. Efficiency is the share of the peak that each half of the model reaches
+    in its own time.
     """
-    step_count = len(parts_by_rank[0])
-    mean_parts_by_rank = []
-    for rank_steps in parts_by_rank:
-        mean_parts_by_rank.append(_mean_parts(rank_steps))
-
-    ranks_by_stage: dict[int, list[int]] = {}
-    for rank, (pipeline_stage, _) in enumerate(rank_coordinates):
-        ranks_by_stage.setdefault(pipeline_stage, []).append(rank)
-
-    straggling_by_stage = []
-    for stage_ranks in ranks_by_stage.values():
-        slowest_seconds = mean_seconds = 0.0
-        for i in range(step_count):
-            compute_by_rank = []
-            for rank in stage_ranks:
-                compute_by_rank.append(sum(parts_by_rank[rank][i][name] for name in COMPUTE_PARTS))
-            slowest_seconds += max(compute_by_rank)
-            mean_seconds += sum(compute_by_rank) / len(compute_by_rank)
-        straggling_by_stage.append(
-            (slowest_seconds / mean_seconds, slowest_seconds / step_count, mean_seconds / step_count)
-        )
-
-    parts_by_stage = []
-    for _, stage_ranks in sorted(ranks_by_stage.items()):
-        parts_by_stage.append(_mean_parts([mean_parts_by_rank[rank] for rank in stage_ranks]))
-
-    max_over_mean, compute_max, compute_mean = max(straggling_by_stage)
-    pipeline_idle_share = 0.0
-    if len(ranks_by_stage) > 1:
-        total_seconds = sum(sum(rank_means.values()) for rank_means in mean_parts_by_rank)
-        idle_seconds = sum(rank_means["idle"] for rank_means in mean_parts_by_rank)
-        pipeline_idle_share = idle_seconds / total_seconds
-
+    # [rank, step, part]
+    seconds = np.array([[[step[name] for name in STEP_PARTS] for step in steps] for steps in parts_by_rank])
+    ranks_by_stage = [np.array(stages) == stage for stage in sorted(set(stages))]
+    compute = seconds[:, :, [STEP_PARTS.index(name) for name in COMPUTE_PARTS]].sum(2)
+    efficiency = {}
+    for half in ("language", "vision"):
+        columns = [STEP_PARTS.index(f"{half} {way}") for way in ("forward", "backward")]
+        half_seconds = seconds[:, :, columns].sum() * peak_tflops * 1e12
+        half_flops = sum(getattr(flops, half) for flops in flops_by_rank)
+        efficiency[half] = float(half_flops / half_seconds) if half_seconds and half_flops else None
     return {
-        "parts": mean_and_max(mean_parts_by_rank),
-        "parts_by_stage": parts_by_stage,
-        "straggling": {
-            "max_over_mean": max_over_mean,
-            "compute_max_s": compute_max,
-            "compute_mean_s": compute_mean,
-        },
-        "pipeline_idle_share": pipeline_idle_share,
+        "parts": mean_and_max(STEP_PARTS, seconds.mean(1)),
+        "parts_by_stage": [
+            dict(zip(STEP_PARTS, seconds[ranks].mean((0, 1)).tolist(), strict=True))
+            for ranks in ranks_by_stage
+        ],
+        "slowest_over_mean": max(
+            float(compute[ranks].max(0).sum() / compute[ranks].mean(0).sum()) for ranks in ranks_by_stage
+        ),
+        "pipeline_idle_share": float(seconds[:, :, -1].sum() / seconds.sum())
+        if len(ranks_by_stage) > 1
+        else 0.0,
+        "efficiency": efficiency,
     }
 
 
-def _mean_parts(all_parts: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each part over steps or ranks."""
-    return {name: sum(parts[name] for parts in all_parts) / len(all_parts) for name in STEP_PARTS}
+def mean_and_max(names: tuple[str, ...], seconds: np.ndarray) -> dict[str, dict[str, float]]:
+    """The mean and the maximum over all ranks of each time of ``seconds`` [rank, name]."""
+    columns = zip(names, seconds.mean(0).tolist(), seconds.max(0).tolist(), strict=False)
+    return {name: {"mean_s": mean, "max_s": largest} for name, mean, largest in columns}
+
+
+def collective_seconds(profile: torch.profiler.profile) -> list[float]:
+    """Seconds of the collectives of a profile and, on GPUs, the part during which nothing else ran.
+
+    A collective lasts until the slowest rank has joined it, so these figures include waiting.
+    """
+    collectives, others = [], []
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        span = (event.start_ns(), event.start_ns() + event.duration_ns())
+        if event.name().startswith(("nccl", "gloo:")):
+            collectives.append(span)
+        elif event.device_type() == torch.autograd.DeviceType.CUDA:
+            others.append(span)
+    exposed_time = covered_time(collectives + others) - covered_time(others)
+    return [covered_time(collectives) / 1e9, *([exposed_time / 1e9] if others else [])]
+
+
+def covered_time(spans: list[tuple[int, int]]) -> int:
+    """The time that spans cover together, with overlaps counted once."""
+    total_time = covered_until = 0
+    for start, end in sorted(spans):
+        total_time += max(0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total_time

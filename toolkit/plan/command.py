@@ -11,7 +11,7 @@ from typing import Any
 from megatron_vl import host_memory
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UsageError, UserError
-from megatron_vl.planning.calibration import Calibration, find_calibration, read_calibration
+from megatron_vl.planning.calibration import Calibration, find_calibration
 from megatron_vl.planning.cost import Network
 from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
 from megatron_vl.planning.layout_search import (
@@ -119,18 +119,13 @@ def _read_config(options: PlanOptions) -> TrainConfig:
 
 
 def _chosen_calibration(options: PlanOptions) -> Calibration:
-    if options.calibration is not None:
-        return read_calibration(options.calibration)
-    if options.gpu:
-        return find_calibration(options.gpu)
-    return calibration_for_platform("auto")
+    return find_calibration(options.gpu) if options.gpu else calibration_for_platform("auto")
 
 
 def _host_gib(options: PlanOptions) -> float:
     """GiB of host memory for each GPU of a node; infinite if it is not known."""
     node_gib: float | None = options.host_memory
-    plans_other_gpus = options.gpu or options.calibration is not None
-    if node_gib is None and not plans_other_gpus and read_local_calibration() is not None:
+    if node_gib is None and not options.gpu and read_local_calibration() is not None:
         node_gib = host_memory.available_bytes() / host_memory.GIB
     return math.inf if node_gib is None else node_gib / min(options.gpus, options.gpus_per_node)
 

@@ -26,16 +26,13 @@ class PlanOptions(CommandOptions):
     gpus: int = option(metavar="N", minimum=1)
     """GPUs of the whole run."""
     gpu: str = option("", metavar="KIND", shown_default="that of this machine, else H200")
-    """Kind of GPU: H200, H100, A100, B200, or one that `megatron-vl bench --calibrate` was run on. Otherwise
-    rates are those measured on H200, scaled for the others."""
+    """Kind of GPU: H200, H100, A100 or B200. Rates were measured on H200, and are scaled for the others."""
     gpus_per_node: int = option(8, metavar="N", minimum=1)
     """GPUs that NVLink connects."""
     host_memory: int | None = option(
         None, metavar="GIB", minimum=1, shown_default="that of this machine if it has GPUs, else no limit"
     )
     """Host memory of a node in GiB, which offloaded state and inputs must fit."""
-    calibration: Path | None = option(None, metavar="FILE", must_exist=True)
-    """Rates of the GPU as a JSON file, as `megatron-vl bench --calibrate` writes it, in place of --gpu."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)
     """Measure tokens, pictures and patches of rows of this prepared data set (data.path of a run), with the
     trainer's own loader; model.hf must then be a whole Hugging Face folder."""

@@ -74,7 +74,7 @@ def _run_facts(resolved_run: ResolvedRun, world_size: int) -> dict[str, Any]:
             name: least_offload_fraction(config, spec, layout, dp, gib) for name, gib in gib_by_gpu.items()
         },
         "fits": [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + RESERVE_GIB <= gib],
-        "speed": prediction.as_json() if rates_apply(config, calibration) else None,
+        "speed": prediction.as_json() if rates_apply(config) else None,
         "rates": calibration.source,
         "notes": list(resolved_run.run_notes),
     }
