@@ -7,7 +7,7 @@ while is in :mod:`megatron_vl.training.hooks`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,6 +80,8 @@ class Trainer:
     Args:
         platform: the result of :func:`~megatron_vl.parallel.start.join_ranks`.
         hooks: further hooks, which are called after the run's own.
+        make_loader: makes the loader of a rank that owns one, such as
+            :class:`~megatron_vl.data.given_rows.GivenRows`; None: the loader of ``data.path``.
     """
 
     grid: ProcessGrid
@@ -92,13 +94,21 @@ class Trainer:
     metrics_log: MetricsLog
     """From :meth:`run` on."""
 
-    def __init__(self, resolved_run: ResolvedRun, platform: Platform, hooks: Iterable[Hook] = ()) -> None:
+    def __init__(
+        self,
+        resolved_run: ResolvedRun,
+        platform: Platform,
+        hooks: Iterable[Hook] = (),
+        *,
+        make_loader: Callable[[ProcessGrid], Any] | None = None,
+    ) -> None:
         self.resolved_run, self.platform = resolved_run, platform
         self.config, self.spec = resolved_run.config, resolved_run.spec
         self.layout, self.last_step = resolved_run.layout, resolved_run.last_step
 
         self.hooks: list[Hook] = []
         self.further_hooks = list(hooks)
+        self.make_loader = make_loader
         self.data_loader: Any = None
         """The loader on the rank that owns it; None elsewhere."""
         self.checkpoint_saver: CheckpointSaver | None = None
@@ -120,23 +130,19 @@ class Trainer:
 
     # --- Build ----------------------------------------------------------------------------------------------
 
-    def build(self) -> None:
+    def build(self, **model_options: Any) -> None:
         """Builds model, optimizer and loader of this rank. Collective.
 
         A new run takes its weights from ``model.checkpoint``; a resumed run gets them in :meth:`restore`.
+
+        Args:
+            model_options: those of :meth:`build_model`.
 
         Raises:
             SystemExit: a signal asked a rank to stop.
         """
         exit_if_stop_requested(self.platform)  # what follows takes minutes with large models
-        self.grid = make_grid(self.layout)
-        check_same_files(self.resolved_run, self.grid.owns_loader)
-        context = f", cp {self.grid.cp_rank}" if self.grid.cp > 1 else ""
-        progress.current_progress.grid_position = (
-            f"tp {self.grid.tp_rank}{context}, pp {self.grid.pp_rank}, dp {self.grid.dp_rank}"
-        )
-
-        self.build_model()
+        self.build_model(**model_options)
         # One rank of each replica reads the rows, and sends them to the others.
         if self.grid.owns_loader:
             self.data_loader = self._on_close.enter_context(contextlib.closing(self._build_loader()))
@@ -149,12 +155,22 @@ class Trainer:
         )
         self._build_hooks()
 
-    def build_model(self, *, overlap: bool = True, bucket_size: int | None = None) -> None:
-        """Builds this rank's chunks, wraps them in DDP, and builds their optimizer. Collective.
+    def build_model(
+        self, *, overlap: bool = True, bucket_size: int | None = None, with_optimizer: bool = True
+    ) -> None:
+        """Builds this rank's groups and chunks, wraps these in DDP, and builds their optimizer. Collective.
 
         Args:
             overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
+            with_optimizer: if false, the model cannot be trained, and its memory has no optimizer state.
         """
+        self.grid = make_grid(self.layout)
+        check_same_files(self.resolved_run, self.grid.owns_loader)
+        context = f", cp {self.grid.cp_rank}" if self.grid.cp > 1 else ""
+        progress.current_progress.grid_position = (
+            f"tp {self.grid.tp_rank}{context}, pp {self.grid.pp_rank}, dp {self.grid.dp_rank}"
+        )
+
         config, is_resumed = self.config, self.resolved_run.is_resumed
         # The run's own checkpoint fills the model later, and model.checkpoint is not opened then. With LoRA,
         # the checkpoint has only the adapters.
@@ -175,11 +191,16 @@ class Trainer:
         self.model_chunks = wrap_in_ddp(
             config, built_model.model_chunks, overlap=overlap, bucket_size=bucket_size
         )
+        if not with_optimizer:
+            return
         self.optimizer = build_optimizer(config, self.platform, self.model_chunks)
         if adapter_reader is not None:
             load_main_weights(adapter_reader, self.optimizer, self.live_tensors, self.grid)
 
     def _build_loader(self) -> Any:
+        if self.make_loader is not None:
+            return self.make_loader(self.grid)
+
         from megatron_vl.data.loader import build_loader
 
         return build_loader(

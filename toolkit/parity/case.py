@@ -1,4 +1,4 @@
-"""Defines a case of the comparison (one layout of one model) and builds its model."""
+"""Defines a case of the comparison (one layout of one model), and has the trainer build it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_vl.config import (
     DataConfig,
@@ -20,17 +22,21 @@ from megatron_vl.config import (
     TrainConfig,
     VisionConfig,
 )
+from megatron_vl.data.given_rows import GivenRows, replica_rows
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.models.parameter_names import LiveTensor
-from megatron_vl.parallel.process_grid import ProcessGrid, make_grid
+from megatron_vl.data.source.dataset_description import SplitFacts
+from megatron_vl.parallel.process_grid import ProcessGrid
+from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.layout import configured_layout
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
-from megatron_vl.training.model import build_model
-from megatron_vl.training.optimizer import build_optimizer
-from megatron_vl.training.step import wrap_in_ddp
-from megatron_vl.weights.weight_reader import WeightReader
+from megatron_vl.training.hooks import Hook
+from megatron_vl.training.input_files import read_model_digests
+from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.training.step import StepResult
+from megatron_vl.training.trainer import Trainer
+from megatron_vl.weights.run_folder import choose_start_point
 from toolkit.sample_encoder import read_samples
 
 from .random_samples import make_sample
@@ -117,9 +123,11 @@ class ParityCase:
         return TrainConfig(
             optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]
+            steps=max(len(self.steps), 1),
+            global_batch_size=len(self.steps[0]) if self.steps else 1,
             data=DataConfig(seq_len=self.seq_len),
             model=model_config,
-            lora=LoraConfig(**self.lora),
+            lora=LoraConfig(**self.lora | {"adapter": self.adapter}),
             vision=self._vision_config,
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),
@@ -142,66 +150,77 @@ class ParityCase:
         )
 
 
-@dataclass
-class BuiltCase:
-    """A case built in this process group, with its weights loaded."""
+class StepResults(Hook):
+    """Keeps the result of each step."""
 
-    config: TrainConfig
-    spec: ModelSpec
-    layout: Layout
-    grid: ProcessGrid
-    ddp_chunks: list[Any]
-    optimizer: Any
-    """None if the case has no optimizer."""
-    live_tensors: list[LiveTensor]
+    def __init__(self) -> None:
+        self.results: list[StepResult] = []
 
-    def make_step_data(
-        self, samples: list[list[TokenizedSample]], platform: Platform, seq_len: int
-    ) -> StepBatch:
-        """Packs the samples and returns this rank's rows of one step. Collective.
-
-        Args:
-            samples: for each row of the global batch, its samples.
-        """
-        rows_per_replica = len(samples) // self.grid.dp
-        first_row = self.grid.dp_rank * rows_per_replica
-        replica_rows = samples[first_row : first_row + rows_per_replica]
-        packed_rows = None
-        if self.grid.owns_loader:
-            packed_rows = iter([pack_row(row, self.spec, seq_len) for row in replica_rows])
-        batch_broadcast = BatchBroadcast(
-            self.grid,
-            platform,
-            packed_rows,
-            rows_per_replica,
-            vision_spec=self.spec.vision,
-        )
-        return batch_broadcast.next_batch()
+    def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
+        self.results.append(step_result)
 
 
-def build_case(case: ParityCase, platform: Platform, config: TrainConfig | None = None) -> BuiltCase:
-    """Builds the model of a case and loads its weights. Collective.
+def resolve_on_given_rows(config: TrainConfig) -> ResolvedRun:
+    """The run of a config without a data set, from the weights in ``model.checkpoint``. Collective."""
+    spec = read_spec(config.model.hf)
+    layers = config.parallel.layers
+    layout = configured_layout(config, spec, layers if isinstance(layers, list) else None)
+    run_start = broadcast_from_rank_0(lambda: choose_start_point(None))
+    return ResolvedRun(
+        config,
+        spec,
+        layout,
+        dp=dist.get_world_size() // layout.replica_ranks,
+        layer_split_origin="given",
+        run_start=run_start,
+        facts_by_split={"train": SplitFacts(GivenRows.dataset_identity, 0)},
+        run_notes=(),
+        model_digests=read_model_digests(config, run_start),
+    )
+
+
+def build_case(case: ParityCase, platform: Platform) -> Trainer:
+    """Builds the model of a case with its weights. Rows come from :func:`pack_step`. Collective."""
+    trainer = Trainer(resolve_on_given_rows(case.config), platform)
+    trainer.build_model(overlap=case.overlap, bucket_size=case.bucket_size, with_optimizer=case.optimizer)
+    return trainer
+
+
+def pack_step(trainer: Trainer, samples: list[list[TokenizedSample]]) -> StepBatch:
+    """Packs samples and returns this rank's rows of one step. Collective.
 
     Args:
-        config: settings of the training in place of the case's own; their layout must be the case's.
+        samples: for each row of the global batch, its samples.
     """
-    config = config or case.config
-    spec = read_spec(case.hf)
-    layout = make_layout(
-        spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled, case.cp
-    )
-    grid = make_grid(layout)
+    grid, spec = trainer.grid, trainer.spec
+    own_samples = list(replica_rows([samples], grid.dp_rank, grid.dp))
+    packed_rows = None
+    if grid.owns_loader:
+        packed_rows = GivenRows([pack_row(row, spec, trainer.config.data.seq_len) for row in own_samples])
+    batches = BatchBroadcast(grid, trainer.platform, packed_rows, len(own_samples), vision_spec=spec.vision)
+    return batches.next_batch()
 
-    weight_reader = WeightReader(case.weights)
-    adapter_reader = WeightReader(case.adapter, takes_adapters=True) if case.adapter else None
-    built_model = build_model(
-        config, spec, layout, platform, grid, weight_reader=weight_reader, adapter_reader=adapter_reader
-    )
-    ddp_chunks = wrap_in_ddp(
-        config, built_model.model_chunks, overlap=case.overlap, bucket_size=case.bucket_size
-    )
-    optimizer = build_optimizer(config, platform, ddp_chunks) if case.optimizer else None
-    return BuiltCase(config, spec, layout, grid, ddp_chunks, optimizer, built_model.live_tensors)
+
+def train_on_samples(
+    config: TrainConfig, step_samples: list[list[list[TokenizedSample]]], platform: Platform, **options: Any
+) -> list[StepResult]:
+    """Runs the trainer on given samples, and returns the results of its steps. Collective.
+
+    Args:
+        step_samples: for each step and row of the global batch, its samples.
+        options: those of :meth:`Trainer.build_model`.
+    """
+    resolved_run, hook = resolve_on_given_rows(config), StepResults()
+
+    def make_loader(grid: ProcessGrid) -> GivenRows:
+        own_samples = replica_rows(step_samples, grid.dp_rank, grid.dp)
+        return GivenRows(pack_row(row, resolved_run.spec, config.data.seq_len) for row in own_samples)
+
+    with Trainer(resolved_run, platform, [hook], make_loader=make_loader) as trainer:
+        trainer.build(**options)
+        trainer.restore()
+        trainer.run()
+    return hook.results
 
 
 def draw_samples(

@@ -1,4 +1,4 @@
-"""Computes the reference: runs samples one by one through the Hugging Face model.
+"""Runs samples one by one through the Hugging Face model.
 
 Gradients are returned in canonical form. The converters only permute weights and pad them with zeros, so
 they convert gradients as well. The padded rows and columns of the reference are zero, so those of the trained
@@ -7,10 +7,9 @@ model must be zero too.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from converters.convert import convert_weights
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
+from megatron_vl.data.sample.pixels import PixelNorm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
 from megatron_vl.weights.weight_reader import WeightReader
@@ -111,15 +110,6 @@ def hf_pixels(media_item: MediaItem, spec: ModelSpec, pixel_norm: PixelNorm) -> 
     return pixel_values.permute(0, 2, 3, 1, 4).reshape(-1, vision_spec.patch_dim)
 
 
-def compute_reference(
-    hf_dir: str | Path, samples: list[TokenizedSample], model: torch.nn.Module
-) -> tuple[float, dict[str, Tensor]]:
-    """Returns (mean loss over all loss tokens, canonical gradients) of samples run one by one."""
-    spec = read_spec(hf_dir)
-    loss = backward_mean_loss(model, samples, spec, read_pixel_norm(hf_dir))
-    return loss, canonical_gradients(model, hf_dir)
-
-
 def canonical_gradients(model: torch.nn.Module, hf_dir: str | Path) -> dict[str, Tensor]:
     """The gradients of a Hugging Face model, like :func:`to_canonical`; zeros where there is none."""
     gradients = {}
@@ -165,35 +155,6 @@ def backward_mean_loss(
         total_loss += float(batch_loss.detach())
 
     return total_loss / loss_token_count
-
-
-def samples_fingerprint(samples: list[TokenizedSample]) -> str:
-    """A digest of tokens, loss mask and media; equal if :func:`backward_mean_loss` gives equal results."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        media_shapes = [(item.grid_thw, tuple(item.planes.shape)) for item in sample.media_items]
-        digest.update(repr(media_shapes).encode())
-        for tensor in (sample.token_ids, sample.loss_mask, *(item.planes for item in sample.media_items)):
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-MAX_CACHED_RESULTS = 12
-"""Number of references to remember. Those of small models take a few megabytes each."""
-_cached_results: dict[tuple[str, ...], Any] = {}
-
-
-def cached_result(cache_key: tuple[str, ...], compute_result: Callable[[], Any]) -> Any:
-    """Returns the cached result for ``cache_key``, or computes it.
-
-    Many layouts of one model share a batch, and thus a result. The last :data:`MAX_CACHED_RESULTS` results
-    used are kept.
-    """
-    value = _cached_results.pop(cache_key) if cache_key in _cached_results else compute_result()
-    _cached_results[cache_key] = value
-    while len(_cached_results) > MAX_CACHED_RESULTS:
-        _cached_results.pop(next(iter(_cached_results)))
-    return value
 
 
 def to_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tensor]:
