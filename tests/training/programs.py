@@ -38,7 +38,7 @@ from megatron_vl.training import batch_broadcast, metrics
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import optimizer_slices, snapshot_optimizer
-from megatron_vl.training.step import StepResult, run_schedule, train_step
+from megatron_vl.training.step import StepResult, run_schedule
 from megatron_vl.training.step_metrics import StepMetrics
 from megatron_vl.weights import run_folder
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
@@ -84,7 +84,7 @@ def steps_with_one_skipped(hf: str, second: str, pp: int = 1, **settings: Any) -
         data = trainer.feed_of(rows, len(rows)).next_batch()
         set_learning_rates(trainer.optimizer, trainer.config, number)
         before = _optimizer_state(trainer) if number else {}
-        result = train_step(trainer.wrapped, trainer.optimizer, data.rows, trainer.grid, SEQ_LEN)
+        result = trainer.train_step(data)
         after = _optimizer_state(trainer)
 
         stayed = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
@@ -187,9 +187,7 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
 
     counts = []
     for kind in kinds:
-        config = dataclasses.replace(trainer.config, recompute=RecomputeConfig(**kind))
-        chunks = trainer.new_chunks(config)
-        chunks[0].config.finalize_model_grads_func = None
+        chunks = trainer.again(recompute=RecomputeConfig(**kind)).model_chunks
         rows = trainer.feed_of([pack_row(samples, trainer.spec, length)], 1).next_batch().rows
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             run_schedule(chunks, rows, seq_len=length)

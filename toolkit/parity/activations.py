@@ -11,38 +11,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
 
-from .gather_tensors import LazyTensorFile, gather_to_rank_0
+from .errors import ErrorSums, squared_norms
 from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDING
-
-type RankValues = Mapping[tuple[int, ...], Mapping[str, Tensor]]
-"""The contribution of each rank, by its (dp, pp, cp, tp)."""
 
 PATCH_EMBEDDING, VISION_MERGER, LOGITS = "patch embedding", "merger", "logits"
 VISION_LOCATIONS = (PATCH_EMBEDDING, VISION_MERGER, "vision layer", "DeepStack merger")
 """Prefixes of the names of locations in the vision tower."""
-ROW_LENGTHS = "lengths"
-"""Key of an entry that is not a location: the number of tokens of each row without padding, int64 [rows]."""
-SELECTED_TOKENS = "selected"
-"""Prefix of entries that are not locations, one per row: the indices in the whole row of the tokens whose
-logits were computed."""
-
-
-def squared_norms(actual_tensor: Tensor, expected_tensor: Tensor) -> tuple[float, float]:
-    """Returns the squared L2 norms of the difference and of ``expected_tensor``, computed in float64."""
-    expected_tensor = expected_tensor.double()
-    difference = actual_tensor.double() - expected_tensor
-    return float(difference.square().sum()), float(expected_tensor.square().sum())
 
 
 class ActivationRecorder:
@@ -116,7 +102,7 @@ class HfActivationRecorder(ActivationRecorder):
 
 
 class MegatronActivationRecorder(ActivationRecorder):
-    """Records the outputs of this rank's chunks during one step. Rank 0 compares those of all ranks."""
+    """Records the outputs of this rank's chunks during one step, and compares them."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
@@ -145,58 +131,97 @@ class MegatronActivationRecorder(ActivationRecorder):
             self.record_output(model_chunk.language_model.decoder.final_layernorm, "final norm")
             self.record_output(model_chunk.language_model.output_layer, LOGITS)
 
-    def compare_activations(self, step_batch: StepBatch, reference_dir: Path, dtype: str) -> dict[str, Any]:
+    def compare(
+        self, step_batch: StepBatch, row_lengths: list[int], reference_dir: Path, dtype: str
+    ) -> dict[str, Any]:
         """Removes the hooks and compares the outputs of all ranks. Collective.
 
         Args:
-            step_batch: the rows of the step.
+            step_batch: this rank's rows of the step.
+            row_lengths: number of tokens of each row of the global batch, without padding.
             reference_dir: output of :mod:`toolkit.parity.reference_job`.
 
         Returns:
-            On rank 0, {"activations": relative L2 error by location in forward order, "departs": the first
-            location whose error is too large, or ""}; empty on the other ranks.
+            {"activations": relative L2 error by location in forward order, "departs": the first location
+            whose error is too large, or ""}.
         """
         self.remove_hooks()
-        local_values = self._local_contribution(step_batch)
-        grid = self.grid
-        key = (grid.dp_rank, grid.pp_rank, grid.cp_rank, grid.tp_rank)
-        values_by_rank = gather_to_rank_0({key: local_values} if local_values else {}, grid)
-        return compare_locations(values_by_rank, reference_dir, dtype) if grid.rank == 0 else {}
+        facts = json.loads((reference_dir / "reference.json").read_text())
+        sums = ErrorSums[str]()
+        with safe_open(reference_dir / "activations.safetensors", framework="pt") as tensor_file:
+            expected = {location: tensor_file.get_slice(location) for location in facts["order"]}
+            self._add_tower(sums, step_batch, expected)
+            self._add_language_model(sums, step_batch, row_lengths, expected)
+        sums.gather()
 
-    def _local_contribution(self, step_batch: StepBatch) -> dict[str, Tensor]:
-        """Maps "location/row" to the values [positions, width] that this rank contributes.
+        errors = {}
+        for location, expected_slice in expected.items():
+            errors[location] = sums.error(location, math.prod(expected_slice.get_shape()))
+        departures = []
+        for location, error in errors.items():
+            limit = ACTIVATION_TOLERANCE
+            if dtype == "bfloat16":  # against the fp32 reference
+                limit = BF16_ACTIVATION_RATIO * max(facts["activation_noise"][location], BF16_ROUNDING)
+            if not error <= limit:
+                departures.append(location)
+        return {"activations": errors, "departs": departures[0] if departures else ""}
 
-        The entries :data:`ROW_LENGTHS` and :data:`SELECTED_TOKENS` describe the rows. A rank without values
-        has none of them. If all tensor-parallel ranks have the same values, only the first contributes them.
-        """
-        local_values: dict[str, Tensor] = {}
-        row_length = step_batch.rows[0].tokens.numel()
+    def _add_tower(self, sums: ErrorSums[str], step_batch: StepBatch, expected: dict[str, Any]) -> None:
+        """Adds the errors of patches and merge units. Context-parallel ranks split the frames of a row."""
+        grid, num_rows = self.grid, len(step_batch.rows)
+        own_values: dict[tuple[str, int, int], Tensor] = {}
         for location, recorded_rows in self.recorded_values.items():
-            is_in_tower = location.startswith(VISION_LOCATIONS)
-            is_split = self.sequence_parallel and not is_in_tower and location != LOGITS
-            if not recorded_rows or self.grid.tp_rank and not is_split and location != LOGITS:
-                continue
+            if not location.startswith(VISION_LOCATIONS) or grid.tp_rank:
+                continue  # all tensor-parallel ranks have the same values
             encoded_rows = self._encoded_rows(step_batch)
-            row_numbers = list(range(len(step_batch.rows)))
-            if is_in_tower and len(recorded_rows) < len(row_numbers):
-                row_numbers = encoded_rows  # the tower skipped the other rows
+            # The tower skipped rows without pictures, or encoded a dummy.
+            called_rows = encoded_rows if len(recorded_rows) < num_rows else range(num_rows)
+            for row_number, values in zip(called_rows, recorded_rows, strict=True):
+                if row_number in encoded_rows:
+                    key = location, grid.dp_rank * num_rows + row_number, grid.cp_rank
+                    own_values[key] = values.flatten(0, -2)
 
-            token_count = row_length // self.grid.tp if is_split else row_length
-            for row_number, row_values in zip(row_numbers, recorded_rows, strict=True):
-                row_values = row_values.flatten(0, -2)
-                if not is_in_tower:
-                    # Cut off DeepStack's features, which follow the hidden state in the same tensor.
-                    local_values[f"{location}/{row_number}"] = row_values[:token_count]
-                elif row_number in encoded_rows:  # otherwise it is a dummy
-                    local_values[f"{location}/{row_number}"] = row_values
+        lengths_by_rank: list[dict[tuple[str, int, int], int]] = [{}] * grid.world_size
+        dist.all_gather_object(lengths_by_rank, {key: len(values) for key, values in own_values.items()})
+        starts: dict[str, int] = {}
+        for key, length in sorted(item for lengths in lengths_by_rank for item in lengths.items()):
+            start = starts.get(key[0], 0)
+            starts[key[0]] = start + length
+            if key in own_values:
+                squares = squared_norms(own_values[key], expected[key[0]][start : start + length])
+                sums.add(key[0], squares, own_values[key].numel())
 
-        if local_values:
-            local_values[ROW_LENGTHS] = torch.tensor([sum(lengths) for lengths in step_batch.segment_lengths])
-            for row_number, row in enumerate(step_batch.rows):
-                selected = torch.arange(row_length) if row.loss_index is None else row.loss_index.cpu()
-                selected = selected + self.grid.cp_rank * row_length
-                local_values[f"{SELECTED_TOKENS}/{row_number}"] = selected
-        return local_values
+    def _add_language_model(
+        self, sums: ErrorSums[str], step_batch: StepBatch, row_lengths: list[int], expected: dict[str, Any]
+    ) -> None:
+        """Adds the errors of real tokens. Context and sequence parallelism split the tokens of a row, and
+        tensor parallelism the vocabulary."""
+        grid, row_tokens = self.grid, step_batch.rows[0].tokens.numel()
+        for location, recorded_rows in self.recorded_values.items():
+            is_split = self.sequence_parallel and location != LOGITS
+            if location.startswith(VISION_LOCATIONS) or grid.tp_rank and not is_split and location != LOGITS:
+                continue
+            own_tokens = row_tokens // grid.tp if is_split else row_tokens
+            first_token = grid.cp_rank * row_tokens + (grid.tp_rank * own_tokens if is_split else 0)
+            for row_number, (row, values) in enumerate(zip(step_batch.rows, recorded_rows, strict=False)):
+                global_row = grid.dp_rank * len(step_batch.rows) + row_number
+                num_real = min(row_lengths[global_row] - first_token, own_tokens)
+                if num_real <= 0:
+                    continue  # padding alone
+                start = sum(row_lengths[:global_row]) + first_token
+                expected_values = expected[location][start : start + num_real]
+                values = values.flatten(0, -2)
+                if location == LOGITS:
+                    selected = torch.arange(row_tokens) if row.loss_index is None else row.loss_index.cpu()
+                    width = values.shape[1]
+                    columns = slice(grid.tp_rank * width, (grid.tp_rank + 1) * width)
+                    numel = expected_values[:, columns].numel()
+                    expected_values = expected_values[selected[selected < num_real], columns]
+                    values = values[selected < num_real]
+                else:
+                    # DeepStack's features follow the hidden state in the same tensor.
+                    values, numel = values[:num_real], expected_values.numel()
+                sums.add(location, squared_norms(values, expected_values), numel)
 
     def _encoded_rows(self, step_batch: StepBatch) -> list[int]:
         """The rows of which this rank encodes pictures."""
@@ -206,86 +231,3 @@ class MegatronActivationRecorder(ActivationRecorder):
             if has_pictures and (row.feature_route is None or row.feature_route.encodes):
                 encoded_rows.append(row_number)
         return encoded_rows
-
-
-def compare_locations(values_by_rank: RankValues, reference_dir: Path, dtype: str) -> dict[str, Any]:
-    """Returns the relative L2 errors of all locations and the first location that departs.
-
-    Args:
-        reference_dir: output of :mod:`toolkit.parity.reference_job`.
-    """
-    reference_facts = json.loads((reference_dir / "reference.json").read_text())
-    reference_tensors = LazyTensorFile(reference_dir / "activations.safetensors")
-    errors: dict[str, float] = {}
-    departures = []
-    for location in reference_facts["order"]:
-        errors[location] = _location_error(values_by_rank, reference_tensors, location)
-        limit = ACTIVATION_TOLERANCE
-        if dtype == "bfloat16":  # against the fp32 reference
-            noise = reference_facts["activations_noise"][location]
-            limit = BF16_ACTIVATION_RATIO * max(noise, BF16_ROUNDING)
-        if not errors[location] <= limit:
-            departures.append(location)
-    return {"activations": errors, "departs": departures[0] if departures else ""}
-
-
-def _location_error(values_by_rank: RankValues, reference_tensors: LazyTensorFile, location: str) -> float:
-    """Returns the relative L2 error over all rows; infinite if positions are missing or not finite."""
-    squared_difference = squared_scale = 0.0
-    row_start = 0
-    for row_values, row_length, token_indices in _rows_at_location(values_by_rank, location):
-        expected_values = reference_tensors.read_slice(location, row_start, row_start + row_length)
-        if token_indices is not None:
-            expected_values = expected_values[token_indices]
-        row_difference, row_scale = squared_norms(row_values, expected_values)
-        squared_difference += row_difference
-        squared_scale += row_scale
-        row_start += row_length
-
-    relative_error = math.sqrt(squared_difference / (squared_scale or 1.0))
-    is_complete = row_start == reference_tensors[location].shape[0]
-    return relative_error if is_complete and math.isfinite(relative_error) else math.inf
-
-
-def _rows_at_location(
-    values_by_rank: RankValues, location: str
-) -> Iterator[tuple[Tensor, int, Tensor | None]]:
-    """Yields the values of a location, row by row, in the order of the samples.
-
-    Yields:
-        The computed values [computed positions, width]; the number of the row's positions, without padding;
-        the indices of the computed positions, or None if all were computed.
-    """
-    holders_by_row: dict[tuple[int, int], dict[tuple[int, ...], Mapping[str, Tensor]]] = {}
-    for key in sorted(values_by_rank):
-        for value_name in values_by_rank[key]:
-            name, _, row_number = value_name.rpartition("/")
-            if name == location:
-                holders_by_row.setdefault((key[0], int(row_number)), {})[key] = values_by_rank[key]
-
-    for (_, row_number), holders in sorted(holders_by_row.items()):
-        value_name = f"{location}/{row_number}"
-        row_length = int(next(iter(holders.values()))[ROW_LENGTHS][row_number])
-        if location == LOGITS:
-            row_values, token_indices = _logits_of_row(holders, row_number)
-            is_real_token = token_indices < row_length  # the rest of the row is padding
-            yield row_values[is_real_token], row_length, token_indices[is_real_token]
-            continue
-        # Context-parallel ranks split the tokens and the frames, tensor-parallel ranks the tokens.
-        row_values = torch.cat([rank_values[value_name] for rank_values in holders.values()])
-        row_length = len(row_values) if location.startswith(VISION_LOCATIONS) else row_length
-        yield row_values[:row_length], row_length, None
-
-
-def _logits_of_row(holders: RankValues, row_number: int) -> tuple[Tensor, Tensor]:
-    """The computed logits of a row, and the indices of their tokens.
-
-    Tensor-parallel ranks split the vocabulary, and context-parallel ranks the tokens.
-    """
-    logits_by_cp_rank: dict[int, list[Tensor]] = {}
-    indices_by_cp_rank: dict[int, Tensor] = {}
-    for (_, _, cp_rank, _), rank_values in sorted(holders.items()):
-        logits_by_cp_rank.setdefault(cp_rank, []).append(rank_values[f"{LOGITS}/{row_number}"])
-        indices_by_cp_rank[cp_rank] = rank_values[f"{SELECTED_TOKENS}/{row_number}"]
-    token_logits = [torch.cat(parts, dim=-1) for parts in logits_by_cp_rank.values()]
-    return torch.cat(token_logits), torch.cat(list(indices_by_cp_rank.values()))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import choose_start_point
-from toolkit.sample_encoder import read_samples
+from toolkit.sample_encoder import SampleEncoder
 
 from .random_samples import make_sample
 
@@ -84,8 +85,7 @@ class ParityCase:
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
     samples: str = ""
-    """File of :func:`toolkit.sample_encoder.write_samples`; kind ``sample:2`` in ``steps`` is its third
-    sample."""
+    """File of :func:`encode_conversations`; kind ``sample:2`` in ``steps`` is its third conversation."""
     reference: str = ""
     """Folder written by :mod:`toolkit.parity.reference_job`; empty: rank 0 computes the reference."""
     activations: bool = False
@@ -93,60 +93,39 @@ class ParityCase:
     pass per step."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`~megatron_vl.config.LoraConfig`; without any, the model itself is trained."""
-    adapter: str = ""
-    """Megatron weights of the adapters that ``lora`` describes; empty: new adapters."""
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
     """Attention backend of tower and language model; the fused GPU kernels do not support float32."""
 
     @property
-    def _vision_config(self) -> VisionConfig:
-        if not self.decoupled:
-            return VisionConfig()
-        limit = {"patches_a_call": self.patches} if self.patches else {}
-        return VisionConfig(placement="decoupled", **limit)
-
-    @property
     def config(self) -> TrainConfig:
         """The settings of a training in this layout."""
-        model_config = ModelConfig(
-            checkpoint=self.weights,
-            hf=self.hf,
-            freeze_vision="vision" in self.freeze,
-            freeze_merger="merger" in self.freeze,
-            freeze_language="language" in self.freeze,
-            moe_aux_loss=self.aux_loss,
-            vision_attention=self.attention,  # type: ignore[arg-type]
-            language_attention=self.attention,  # type: ignore[arg-type]
-        )
+        vision_config = VisionConfig(placement="decoupled") if self.decoupled else VisionConfig()
+        if self.patches:
+            vision_config = dataclasses.replace(vision_config, patches_a_call=self.patches)
+        parallel_fields = (field.name for field in dataclasses.fields(ParallelConfig))
         return TrainConfig(
             optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]
             steps=max(len(self.steps), 1),
             global_batch_size=len(self.steps[0]) if self.steps else 1,
             data=DataConfig(seq_len=self.seq_len),
-            model=model_config,
-            lora=LoraConfig(**self.lora | {"adapter": self.adapter}),
-            vision=self._vision_config,
+            model=ModelConfig(
+                checkpoint=self.weights,
+                hf=self.hf,
+                freeze_vision="vision" in self.freeze,
+                freeze_merger="merger" in self.freeze,
+                freeze_language="language" in self.freeze,
+                moe_aux_loss=self.aux_loss,
+                vision_attention=self.attention,  # type: ignore[arg-type]
+                language_attention=self.attention,  # type: ignore[arg-type]
+            ),
+            lora=LoraConfig(**self.lora),
+            vision=vision_config,
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),
-            parallel=self._parallel_config,
-        )
-
-    @property
-    def _parallel_config(self) -> ParallelConfig:
-        return ParallelConfig(
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            vpp=self.vpp,
-            layers=self.layers,
-            ep=self.ep,
-            etp=self.etp,
-            sequence_parallel=self.sequence_parallel,
-            tp_comm_overlap=self.tp_comm_overlap,
-            distributed_optimizer=self.distributed_optimizer,
+            parallel=ParallelConfig(**{name: getattr(self, name) for name in parallel_fields}),
         )
 
 
@@ -223,8 +202,20 @@ def train_on_samples(
     return hook.results
 
 
+@cache
+def encode_conversations(conversations_path: Path, hf_dir: str | Path) -> list[TokenizedSample]:
+    """Encodes the conversations of a JSON file: a list of {"messages": HF messages, "images": files}."""
+    encoder = SampleEncoder(hf_dir)
+    samples = []
+    for conversation in json.loads(conversations_path.read_text()):
+        paths = map(Path, conversation["images"])
+        media = [("image", path.name, path.read_bytes()) for path in paths]
+        samples.append(encoder.encode_sample(conversation["messages"], media))
+    return samples
+
+
 def draw_samples(
-    sample_kinds: list[list[str]], spec: ModelSpec, step_number: int, samples_file: str = ""
+    sample_kinds: list[list[str]], spec: ModelSpec, step_number: int, case: ParityCase | None = None
 ) -> list[list[TokenizedSample]]:
     """Draws the samples of one step.
 
@@ -232,9 +223,9 @@ def draw_samples(
 
     Args:
         sample_kinds: for each row, the kinds of its samples.
-        samples_file: file of the samples that kinds such as ``sample:2`` name.
+        case: the case whose conversations kinds such as ``sample:2`` name.
     """
-    stored_samples = read_samples(Path(samples_file)) if samples_file else []
+    stored_samples = encode_conversations(Path(case.samples), case.hf) if case and case.samples else []
     sample_seeds = itertools.count(100 * step_number)
 
     def draw_one_sample(sample_kind: str) -> TokenizedSample:

@@ -9,11 +9,16 @@ processor in ``transformers``. Its tokens and pixels are compared with those tha
 
 from __future__ import annotations
 
-import gc
+import atexit
+import hashlib
+import itertools
 import json
-import math
+import shutil
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +28,23 @@ from torch import Tensor
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixels import decode_image, read_pixel_norm
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families import read_spec
+from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.hf_loading import load_hf_processor
-from toolkit.sample_encoder import read_samples
 
-from .activations import HfActivationRecorder, squared_norms
-from .case import ADAM_CONFIG
-from .gather_tensors import LazyTensorFile
-from .peft_reference import adapter_gradients, add_random_adapter
+from .activations import HfActivationRecorder
+from .case import ADAM_CONFIG, ParityCase, encode_conversations
+from .errors import relative_error, squared_norms
 from .reference import (
+    ReferenceTrainer,
+    add_random_adapter,
     backward_mean_loss,
-    canonical_gradients,
+    gradients_by_name,
     hf_inputs,
     load_hf_for_training,
-    to_canonical,
+    write_adapter_gradients,
+    write_canonical,
 )
-from .reference_trainer import ReferenceTrainer
 
 
 @dataclass
@@ -48,8 +54,8 @@ class ReferenceJob:
     hf: str
     """Hugging Face checkpoint folder."""
     out: str
-    """Folder for ``reference.json``, ``gradients.safetensors`` and ``activations.safetensors``; for a
-    training, ``weights.safetensors``, ``exp_avg.safetensors`` and ``exp_avg_sq.safetensors`` instead."""
+    """Folder for ``reference.json``, ``activations.safetensors`` and the Megatron weights ``gradients``; of a
+    training, for ``reference.json`` and the Megatron weights ``weights``, ``exp_avg`` and ``exp_avg_sq``."""
     dtype: str = "float32"
     device: str = "cpu"
     steps: int = 0
@@ -57,104 +63,123 @@ class ReferenceJob:
     lora_rank: int = 0
     """Rank of an adapter of every matrix. It is written to ``adapter`` in ``out``, and its gradients are
     compared instead of the model's; 0: no adapter."""
-    samples: str = ""
-    """File of :func:`toolkit.sample_encoder.write_samples`, for the program. Each step is of all samples."""
     conversations: str = ""
-    """JSON file with each sample's HF messages and picture files; empty: there are none to compare with."""
+    """File of :func:`~toolkit.parity.case.encode_conversations`, all of which are in each step; empty: other
+    samples are given, and there is nothing that a processor could read."""
 
 
 def main(argv: list[str]) -> int:
     job = ReferenceJob(**json.loads(Path(argv[0]).read_text()))
     torch.set_num_threads(max(torch.get_num_threads(), 2) if job.device == "cpu" else 1)
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution there
-    write_reference(job, [read_samples(Path(job.samples))] * max(job.steps, 1))
+    write_reference(job, [encode_conversations(Path(job.conversations), job.hf)] * max(job.steps, 1))
     return 0
+
+
+def find_reference(
+    case: ParityCase,
+    step_numbers: Sequence[int],
+    step_samples: list[list[list[TokenizedSample]]],
+    device: str,
+) -> Path:
+    """The folder of the reference of these steps. Computes it, unless a case before has had the same.
+
+    Args:
+        step_samples: for each of the steps and row, its samples.
+    """
+    if case.reference:
+        return Path(case.reference)
+    # The samples follow from their kinds and the number of the step, however they are spread over rows.
+    kinds = [[number, *itertools.chain(*case.steps[number])] for number in step_numbers]
+    inputs = json.dumps([case.hf, case.dtype, case.train, kinds])
+    folder = _references_root() / hashlib.sha256(inputs.encode()).hexdigest()
+    if not (folder / "reference.json").exists():
+        folder.mkdir()
+        job = ReferenceJob(case.hf, str(folder), case.dtype, device, len(step_samples) if case.train else 0)
+        write_reference(job, [list(itertools.chain(*samples)) for samples in step_samples])
+    return folder
+
+
+@cache
+def _references_root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="parity-references-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
 
 
 def write_reference(job: ReferenceJob, step_samples: list[list[TokenizedSample]]) -> None:
     """Computes a reference on the samples of each step, and writes ``reference.json`` last."""
-    spec = read_spec(job.hf)
-    processor_inputs, reference_facts = process_conversations(job, step_samples[0], spec)
-    if job.steps:
-        reference_facts |= _train(job, step_samples)
-    else:
-        reference_facts |= _run_one_pass(job, step_samples[0], processor_inputs, spec)
-    (Path(job.out) / "reference.json").write_text(json.dumps(reference_facts))
+    inputs, facts = process_conversations(job, step_samples[0])
+    facts |= _train(job, step_samples) if job.steps else _run_one_pass(job, step_samples[0], inputs)
+    (Path(job.out) / "reference.json").write_text(json.dumps(facts))
 
 
 def _run_one_pass(
-    job: ReferenceJob,
-    samples: list[TokenizedSample],
-    processor_inputs: list[dict[str, Tensor]],
-    spec: ModelSpec,
+    job: ReferenceJob, samples: list[TokenizedSample], inputs: list[dict[str, Tensor]]
 ) -> dict[str, Any]:
     """Writes gradients and layer outputs in fp32, and returns the loss and the errors of bf16.
 
     For a comparison in bf16, the loss is that of bf16, and the model runs a second time for the errors of
-    bf16 itself ("gradients_noise" and "activations_noise").
+    bf16 itself, by tensor and location.
     """
-    mean_loss, tensors = _run_transformers(job, samples, processor_inputs, spec, torch.float32)
-    for kind, named_tensors in tensors.items():
-        save_file(named_tensors, Path(job.out) / f"{kind}.safetensors")
-    facts: dict[str, Any] = {"loss": mean_loss, "order": list(tensors["activations"])}
-    facts |= {f"{kind}_noise": {} for kind in tensors}
+    out = Path(job.out)
+    loss, outputs = _run_transformers(job, samples, inputs, torch.float32, out / "gradients")
+    save_file(outputs, out / "activations.safetensors")
+    facts: dict[str, Any] = {"loss": loss, "order": list(outputs)}
+    facts |= {"gradient_noise": {}, "activation_noise": {}}
     if job.dtype == "bfloat16":
-        del tensors, named_tensors
-        gc.collect()
-        facts["loss"], tensors = _run_transformers(job, samples, processor_inputs, spec, torch.bfloat16)
-        for kind, named_tensors in tensors.items():
-            float32_tensors = LazyTensorFile(Path(job.out) / f"{kind}.safetensors")
-            for name, tensor in named_tensors.items():
-                squared_difference, squared_scale = squared_norms(tensor, float32_tensors[name])
-                error = math.sqrt(squared_difference / max(squared_scale, 1e-60))
-                facts[f"{kind}_noise"][name] = error
+        facts["loss"], bf16_outputs = _run_transformers(job, samples, inputs, torch.bfloat16, out / "bf16")
+        for location, output in bf16_outputs.items():
+            facts["activation_noise"][location] = relative_error(*squared_norms(output, outputs[location]))
+        exact, rounded = WeightReader(out / "gradients"), WeightReader(out / "bf16")
+        for name in exact.tensor_names():
+            squares = squared_norms(rounded.read_shard(name), exact.read_shard(name))
+            facts["gradient_noise"][name] = relative_error(*squares)
     return facts
 
 
 def _run_transformers(
     job: ReferenceJob,
     samples: list[TokenizedSample],
-    processor_inputs: list[dict[str, Tensor]],
-    spec: ModelSpec,
+    inputs: list[dict[str, Tensor]],
     dtype: torch.dtype,
-) -> tuple[float, dict[str, dict[str, Tensor]]]:
-    """Returns (loss, {"gradients": canonical gradients, "activations": layer outputs})."""
+    gradients_dir: Path,
+) -> tuple[float, dict[str, Tensor]]:
+    """Writes the canonical gradients to ``gradients_dir``. Returns the loss and the layer outputs."""
+    spec = read_spec(job.hf)
     model = load_hf_for_training(job.hf, dtype, job.device)
     adapter_dir = Path(job.out) / "adapter"
-    if job.lora_rank:
-        peft_model = add_random_adapter(model, spec, job.lora_rank, adapter_dir)
-    activation_recorder = HfActivationRecorder(model, spec)
-    mean_loss = backward_mean_loss(model, samples, spec, read_pixel_norm(job.hf), processor_inputs)
-    activation_recorder.remove_hooks()
-
-    if job.lora_rank:
-        gradients = adapter_gradients(peft_model, spec, adapter_dir)
+    peft_model = add_random_adapter(model, spec, job.lora_rank, adapter_dir) if job.lora_rank else None
+    recorder = HfActivationRecorder(model, spec)
+    mean_loss = backward_mean_loss(model, samples, spec, read_pixel_norm(job.hf), inputs)
+    recorder.remove_hooks()
+    if peft_model is not None:
+        write_adapter_gradients(peft_model, adapter_dir, job.hf, gradients_dir)
     else:
-        gradients = canonical_gradients(model, job.hf)
-    return mean_loss, {"gradients": gradients, "activations": activation_recorder.tensors_by_location()}
+        write_canonical(gradients_by_name(model), job.hf, gradients_dir)
+    return mean_loss, recorder.tensors_by_location()
 
 
 def _train(job: ReferenceJob, step_samples: list[list[TokenizedSample]]) -> dict[str, Any]:
     """Trains, writes the final weights and moments, and returns losses and gradient norms."""
     trainer = ReferenceTrainer(job.hf, ADAM_CONFIG, device=job.device)
-    losses, gradient_norms = [], []
+    losses, norms = [], []
     for step_number, samples in enumerate(step_samples):
         learning_rate = ADAM_CONFIG.lr * min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
-        loss, gradient_norm = trainer.train_step(samples, learning_rate)
+        loss, norm = trainer.train_step(samples, learning_rate)
         losses.append(loss)
-        gradient_norms.append(gradient_norm)
+        norms.append(norm)
 
-    main_weights, adam_state = trainer.main_weights, trainer.adam_optimizer.state
-    state_by_kind = {"weights": {name: weight.detach() for name, weight in main_weights.items()}}
+    write_canonical(trainer.main_weights, job.hf, Path(job.out) / "weights")
+    adam_state = trainer.adam_optimizer.state
     for kind in ("exp_avg", "exp_avg_sq"):
-        state_by_kind[kind] = {name: adam_state[weight][kind] for name, weight in main_weights.items()}
-    for kind, tensors in state_by_kind.items():
-        save_file(to_canonical(tensors, job.hf), Path(job.out) / f"{kind}.safetensors")
-    return {"losses": losses, "norms": gradient_norms}
+        moments = {name: adam_state[weight][kind] for name, weight in trainer.main_weights.items()}
+        write_canonical(moments, job.hf, Path(job.out) / kind)
+    return {"losses": losses, "norms": norms}
 
 
 def process_conversations(
-    job: ReferenceJob, samples: list[TokenizedSample], spec: ModelSpec
+    job: ReferenceJob, samples: list[TokenizedSample]
 ) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     """Runs the checkpoint's own processor on the conversations and compares its output with ours.
 
@@ -163,7 +188,7 @@ def process_conversations(
         {"tokens_differ": numbers of the samples whose tokens differ, "pixel_error": largest difference of a
         normalised pixel}}).
     """
-    pixel_norm = read_pixel_norm(job.hf)
+    spec, pixel_norm = read_spec(job.hf), read_pixel_norm(job.hf)
     loader_inputs = [hf_inputs([sample], spec, pixel_norm) for sample in samples]
     token_count = sum(len(sample) for sample in samples)
     if not job.conversations:
