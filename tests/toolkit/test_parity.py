@@ -27,7 +27,6 @@ def test_layouts_agree_with_transformers(capsys):
     code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3,cp2")
     assert code == 0
     assert report["ok"]
-    assert report["inputs"] == {"tokens_differ": [], "pixel_error": pytest.approx(0, abs=1e-6)}
 
     for result in report["layouts"].values():
         step = result["steps"][0]

@@ -1,10 +1,8 @@
 """Compares the output of every layer with ``transformers`` and names the first layer that departs.
 
-A location is a point of the forward pass, such as "vision layer 3". Hooks on both sides record outputs while
-the loss is computed; nothing is recomputed. Patches are in the tower's order (by windows, where the family
-has them), as in ``transformers``. Tokens are those of all samples, one sample after another, without the
-padding of rows. Logits are compared for the tokens for which the trainer computes them: those with loss and a
-few more (:func:`megatron_vl.data.packing.training_row.loss_index`).
+Hooks on both sides record the outputs at each location of the forward pass, such as "vision layer 3". Patches
+are in the tower's order in both. Tokens are those of all samples, one after another, without padding. Logits
+are compared where the trainer computes them (:func:`megatron_vl.data.packing.training_row.loss_index`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
 
-from .errors import ErrorSums, squared_norms
+from .errors import ErrorSums
 from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDING
 
 PATCH_EMBEDDING, VISION_MERGER, LOGITS = "patch embedding", "merger", "logits"
@@ -110,17 +108,14 @@ class MegatronActivationRecorder(ActivationRecorder):
         chunks = [chunk.module for chunk in trainer.model_chunks]
         self.sequence_parallel = chunks[0].config.sequence_parallel
         for number, chunk in enumerate(chunks):
-            if chunk.vision_model is not None:
-                self._record_tower(chunk.vision_model)
+            if (tower := chunk.vision_model) is not None:
+                self.record_input(tower.decoder.layers[0], PATCH_EMBEDDING)
+                for i, layer in enumerate(tower.decoder.layers):
+                    self.record_output(layer, f"vision layer {i}")
+                for k, deepstack_merger in enumerate(tower.deepstack_mergers):
+                    self.record_output(deepstack_merger, f"DeepStack merger {k}")
+                self.record_output(tower.merger, VISION_MERGER)
             self._record_language_model(chunk, trainer.layout.chunk_layers(self.grid.pp_rank, number))
-
-    def _record_tower(self, vision_tower: Any) -> None:
-        self.record_input(vision_tower.decoder.layers[0], PATCH_EMBEDDING)
-        for i, layer in enumerate(vision_tower.decoder.layers):
-            self.record_output(layer, f"vision layer {i}")
-        for k, deepstack_merger in enumerate(vision_tower.deepstack_mergers):
-            self.record_output(deepstack_merger, f"DeepStack merger {k}")
-        self.record_output(vision_tower.merger, VISION_MERGER)
 
     def _record_language_model(self, model_chunk: Any, layer_numbers: range) -> None:
         for number, layer in zip(layer_numbers, model_chunk.language_model.decoder.layers, strict=True):
@@ -169,11 +164,15 @@ class MegatronActivationRecorder(ActivationRecorder):
     def _add_tower(self, sums: ErrorSums[str], step_batch: StepBatch, expected: dict[str, Any]) -> None:
         """Adds the errors of patches and merge units. Context-parallel ranks split the frames of a row."""
         grid, num_rows = self.grid, len(step_batch.rows)
+        encoded_rows = []  # the rows of which this rank encodes pictures
+        for i, row in enumerate(step_batch.rows):
+            has_pictures = bool(step_batch.vision_lengths[i][0])
+            if has_pictures and (row.feature_route is None or row.feature_route.encodes):
+                encoded_rows.append(i)
         own_values: dict[tuple[str, int, int], Tensor] = {}
         for location, recorded_rows in self.recorded_values.items():
             if not location.startswith(VISION_LOCATIONS) or grid.tp_rank:
                 continue  # all tensor-parallel ranks have the same values
-            encoded_rows = self._encoded_rows(step_batch)
             # The tower skipped rows without pictures, or encoded a dummy.
             called_rows = encoded_rows if len(recorded_rows) < num_rows else range(num_rows)
             for row_number, values in zip(called_rows, recorded_rows, strict=True):
@@ -188,8 +187,7 @@ class MegatronActivationRecorder(ActivationRecorder):
             start = starts.get(key[0], 0)
             starts[key[0]] = start + length
             if key in own_values:
-                squares = squared_norms(own_values[key], expected[key[0]][start : start + length])
-                sums.add(key[0], squares, own_values[key].numel())
+                sums.add(key[0], own_values[key], expected[key[0]][start : start + length])
 
     def _add_language_model(
         self, sums: ErrorSums[str], step_batch: StepBatch, row_lengths: list[int], expected: dict[str, Any]
@@ -203,7 +201,7 @@ class MegatronActivationRecorder(ActivationRecorder):
                 continue
             own_tokens = row_tokens // grid.tp if is_split else row_tokens
             first_token = grid.cp_rank * row_tokens + (grid.tp_rank * own_tokens if is_split else 0)
-            for row_number, (row, values) in enumerate(zip(step_batch.rows, recorded_rows, strict=False)):
+            for row_number, (row, values) in enumerate(zip(step_batch.rows, recorded_rows, strict=True)):
                 global_row = grid.dp_rank * len(step_batch.rows) + row_number
                 num_real = min(row_lengths[global_row] - first_token, own_tokens)
                 if num_real <= 0:
@@ -221,13 +219,4 @@ class MegatronActivationRecorder(ActivationRecorder):
                 else:
                     # DeepStack's features follow the hidden state in the same tensor.
                     values, numel = values[:num_real], expected_values.numel()
-                sums.add(location, squared_norms(values, expected_values), numel)
-
-    def _encoded_rows(self, step_batch: StepBatch) -> list[int]:
-        """The rows of which this rank encodes pictures."""
-        encoded_rows: list[int] = []
-        for row_number, row in enumerate(step_batch.rows):
-            has_pictures = bool(step_batch.vision_lengths[row_number][0])
-            if has_pictures and (row.feature_route is None or row.feature_route.encodes):
-                encoded_rows.append(row_number)
-        return encoded_rows
+                sums.add(location, values, expected_values, numel)

@@ -68,7 +68,7 @@ class ParityCase:
     decoupled: bool = False
     """Whether every rank holds the vision tower."""
     patches: int = 0
-    """With ``decoupled``, the approximate number of patches in a call of the tower; 0: the default."""
+    """The approximate number of patches in a call of the decoupled tower; 0: the default."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
@@ -217,9 +217,7 @@ def encode_conversations(conversations_path: Path, hf_dir: str | Path) -> list[T
 def draw_samples(
     sample_kinds: list[list[str]], spec: ModelSpec, step_number: int, case: ParityCase | None = None
 ) -> list[list[TokenizedSample]]:
-    """Draws the samples of one step.
-
-    The samples depend on the order of their kinds, but not on how the kinds are distributed over rows.
+    """Draws the samples of one step, which do not depend on how their kinds are distributed over rows.
 
     Args:
         sample_kinds: for each row, the kinds of its samples.

@@ -39,13 +39,6 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
     """Prints the table, and a line for each layout that departs."""
     from rich.table import Table
 
-    differing_samples = parity_report["inputs"]["tokens_differ"]
-    pixel_error = parity_report["inputs"]["pixel_error"]
-    if differing_samples or pixel_error > 1e-5:
-        input_problem = f"pixels differ by up to {pixel_error:.1e}"
-        if differing_samples:
-            input_problem = f"tokens of conversations {differing_samples} differ"
-        console.print(f"[bold red]inputs:[/] {input_problem} from those of the checkpoint's own processor")
     table = Table(title=f"{parity_report['hf']}, {parity_report['dtype']}: largest relative L2 errors")
     for heading in ("layout", "loss", "transformers", "errors", ""):
         table.add_column(heading, overflow="fold")

@@ -37,12 +37,7 @@ PICTURE_TURNS = [
     {"from": "human", "value": "<image>\nWhat is in this picture?"},
     {"from": "gpt", "value": "This is what one can see in the picture."},
 ]
-TEXT_RECORD: dict[str, Any] = {
-    "conversations": [
-        {"from": "human", "value": "Which day is it?"},
-        {"from": "gpt", "value": "It is Friday."},
-    ]
-}
+TEXT_TURNS = [{"from": "human", "value": "Which day is it?"}, {"from": "gpt", "value": "It is Friday."}]
 
 
 def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dict[str, Any]:
@@ -53,15 +48,19 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         print_line: receives a line of text before each long phase.
 
     Returns:
-        {"ok", "hf", "dtype", "tokens", "inputs", "layouts": {layout: result of the case}}.
+        {"ok", "hf", "dtype", "layouts": {layout: result of the case}}.
 
     Raises:
-        UserError: a process of the comparison failed, or the request is impossible.
-        FileNotFoundError: a folder or a picture does not exist.
+        UserError: the reference failed, or the request is impossible.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as temporary_dir:
         work_dir = Path(temporary_dir)
-        hf_dir = options.hf or _write_small_model(options.family, work_dir / "hf")
+        hf_dir = options.hf or work_dir / "hf"
+        if options.family:
+            if options.family not in TINY_FAMILIES:
+                valid_names = ", ".join(TINY_FAMILIES)
+                raise UserError(f"--family {options.family!r} is unknown; valid: {valid_names}")
+            write_tiny_checkpoint(hf_dir, options.family, dtype=torch.float32)
         # Everything that can be refused is refused before the models run, which takes minutes.
         check_hf_folder(hf_dir)
         spec = read_spec(hf_dir)
@@ -75,44 +74,23 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         elif WeightReader(weights_dir).spec.different_fields(spec):
             raise UserError(f"--checkpoint {weights_dir} holds another model than --hf {hf_dir}")
 
-        row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
-        row_count = row_multiple * -(-2 // row_multiple)  # one for all layouts, so that one reference serves
-        samples = prepare_samples(options.image, hf_dir, work_dir, row_count)
+        samples = prepare_samples(options.image, hf_dir, work_dir, _rows_per_step(options))
         token_count = sum(map(len, samples))
         print_line(f"transformers on {len(samples)} conversations of {token_count} tokens, {options.dtype}")
-        reference_facts = _run_reference(options, hf_dir, work_dir)
-        results_by_layout = run_layouts(
-            options, _case_fields(options, hf_dir, weights_dir, samples, row_count, work_dir), print_line
-        )
+        _run_reference(options, hf_dir, work_dir)
+        case_fields = _case_fields(options, hf_dir, weights_dir, samples, work_dir)
+        results_by_layout = run_layouts(options, case_fields, print_line)
 
-    # If the processors disagree, equal losses say nothing about a user's data.
-    input_facts = reference_facts["inputs"]
-    all_agree = (
-        not input_facts["tokens_differ"]
-        and input_facts["pixel_error"] <= 1e-5
-        and all(case_result["ok"] for case_result in results_by_layout.values())
-    )
     return {
-        "ok": all_agree,
+        "ok": all(result["ok"] for result in results_by_layout.values()),
         "hf": str(options.hf) if options.hf else options.family,
         "dtype": options.dtype,
-        "tokens": token_count,
-        "inputs": input_facts,
         "layouts": results_by_layout,
     }
 
 
-def _write_small_model(family: str, hf_dir: Path) -> Path:
-    if family not in TINY_FAMILIES:
-        raise UserError(f"--family {family!r} is unknown; valid: {', '.join(TINY_FAMILIES)}")
-    return write_tiny_checkpoint(hf_dir, family, dtype=torch.float32)
-
-
-def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path) -> dict[str, Any]:
-    """Runs ``transformers`` in a process of its own, so that its memory is free when the layouts run.
-
-    Returns the contents of its ``reference.json``.
-    """
+def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path) -> None:
+    """Runs ``transformers`` in a process of its own, so that its memory is free when the layouts run."""
     reference_dir = work_dir / "reference"
     reference_dir.mkdir(exist_ok=True)
     job = ReferenceJob(
@@ -128,7 +106,12 @@ def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path) -> dict
     completed_process = run_group("toolkit.parity.reference_job", [work_dir / "job.json"], 1)
     if completed_process.returncode:
         raise UserError(f"transformers failed on {hf_dir}:\n{last_output_lines(completed_process)}")
-    return json.loads((reference_dir / "reference.json").read_text())
+
+
+def _rows_per_step(options: ParityOptions) -> int:
+    """Returns the number of rows in a step: one for all layouts, so that one reference serves them."""
+    row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
+    return row_multiple * -(-2 // row_multiple)
 
 
 def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
@@ -150,16 +133,15 @@ def prepare_samples(
 ) -> list[TokenizedSample]:
     """Makes at least ``least_samples`` samples of the pictures or the demo's photographs.
 
-    Writes their ``conversations.json`` to ``work_dir``.
-
-    Raises:
-        RecordError, FileNotFoundError: a picture is unusable or missing.
+    Writes their ``conversations.json`` to ``work_dir``. Raises RecordError if a picture is unusable.
     """
     if image_paths:
         media_root = Path("/")
-        conversation_records: list[dict[str, Any]] = [TEXT_RECORD]
-        for path in reversed(image_paths):
-            conversation_records.insert(0, {"image": str(path.resolve()), "conversations": PICTURE_TURNS})
+        images = [str(path.resolve()) for path in image_paths]
+        conversation_records: list[dict[str, Any]] = [
+            {"image": i, "conversations": PICTURE_TURNS} for i in images
+        ]
+        conversation_records.append({"conversations": TEXT_TURNS})
     else:
         from toolkit.demo.demo_data import write_raw_data
 
@@ -180,14 +162,10 @@ def prepare_samples(
 
 
 def _case_fields(
-    options: ParityOptions,
-    hf_dir: Path,
-    weights_dir: Path,
-    samples: list[TokenizedSample],
-    row_count: int,
-    work_dir: Path,
+    options: ParityOptions, hf_dir: Path, weights_dir: Path, samples: list[TokenizedSample], work_dir: Path
 ) -> dict[str, Any]:
     """The fields that the cases of all layouts share."""
+    row_count = _rows_per_step(options)
     bounds = [len(samples) * i // row_count for i in range(row_count + 1)]
     longest_row = max(sum(map(len, samples[start:end])) for start, end in itertools.pairwise(bounds))
     # All layouts get rows of one length, which each of them must be able to split.

@@ -48,12 +48,8 @@ def hf_inputs(
     with videos also need explicit positions, because transformers 5.3 to 5.24 lets text continue within a
     video, unlike the released models.
     """
-    token_ids: list[Tensor] = []
-    all_media: list[MediaItem] = []
-    for sample in samples:
-        token_ids.append(sample.token_ids)
-        all_media += sample.media_items
-
+    token_ids = [sample.token_ids for sample in samples]
+    all_media = [item for sample in samples for item in sample.media_items]
     input_ids = _pad_on_right(token_ids)
     token_type_ids = (input_ids == spec.image_token_id).int() + 2 * (input_ids == spec.video_token_id).int()
     model_inputs: dict[str, Any] = {
@@ -75,18 +71,13 @@ def hf_inputs(
                 grid_seconds = [grid.second_per_grid for grid in kind_grids]
                 model_inputs["second_per_grid_ts"] = torch.tensor(grid_seconds)
 
-    if any(item.grid_thw.kind == "video" for item in all_media):
-        model_inputs["position_ids"] = _batch_positions(samples, spec)
+    if any(item.grid_thw.kind == "video" for item in all_media):  # int64 [3, sample, longest length]
+        positions = []
+        for sample in samples:
+            grids = [item.grid_thw for item in sample.media_items]
+            positions.append(mrope_positions(sample.token_ids, grids, spec).T)
+        model_inputs["position_ids"] = _pad_on_right(positions).permute(2, 0, 1)
     return {name: value.to(device) for name, value in model_inputs.items()}
-
-
-def _batch_positions(samples: Sequence[TokenizedSample], spec: ModelSpec) -> Tensor:
-    """The released models' positions, int64 [3, sample, longest length]."""
-    sample_positions = []
-    for sample in samples:
-        media_grids = [item.grid_thw for item in sample.media_items]
-        sample_positions.append(mrope_positions(sample.token_ids, media_grids, spec).T)
-    return _pad_on_right(sample_positions).permute(2, 0, 1)
 
 
 def _pad_on_right(sequences: Iterable[Tensor]) -> Tensor:
@@ -122,14 +113,11 @@ def backward_mean_loss(
     samples: list[TokenizedSample],
     spec: ModelSpec,
     pixel_norm: PixelNorm,
-    inputs_by_sample: list[dict[str, Tensor]] | None = None,
     batch_size: int = 1,
 ) -> float:
     """Computes gradients of the mean loss over all loss tokens, batch by batch. Returns the loss.
 
     Args:
-        inputs_by_sample: the model's keyword arguments for each sample, if a processor made them. Batches
-            then have one sample.
         batch_size: number of samples in a batch, which is padded.
     """
     device = str(next(model.parameters()).device)
@@ -139,12 +127,7 @@ def backward_mean_loss(
 
     for first_sample in range(0, len(samples), batch_size):
         batch = samples[first_sample : first_sample + batch_size]
-        if inputs_by_sample:
-            processor_inputs = inputs_by_sample[first_sample]
-            model_inputs = {name: tensor.to(device) for name, tensor in processor_inputs.items()}
-        else:
-            model_inputs = hf_inputs(batch, spec, pixel_norm, device)
-
+        model_inputs = hf_inputs(batch, spec, pixel_norm, device)
         logits = model(**model_inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         labels = model_inputs["input_ids"][:, 1:].flatten()
         loss_mask = _pad_on_right([sample.loss_mask for sample in batch])[:, 1:].flatten()
@@ -177,7 +160,6 @@ def write_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path, weights_d
     for name, tensor in hf_tensors.items():
         if not (is_tied and name == "lm_head.weight"):
             stored_tensors[name] = tensor.detach().float().cpu().contiguous()
-
     with tempfile.TemporaryDirectory(prefix="parity-tensors-") as folder:
         shutil.copy(Path(hf_dir) / "config.json", folder)
         save_file(stored_tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
@@ -190,11 +172,7 @@ def write_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path, weights_d
 def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapter_dir: Path) -> Any:
     """Adds the adapter of ``adapter_dir`` to a model. If there is none yet, a random one is written there.
 
-    Returns:
-        The ``PeftModel``, in which only the factors have gradients.
-
-    Raises:
-        UserError: ``peft`` is not installed.
+    Returns the ``PeftModel``, in which only what is trained has gradients. Raises UserError without ``peft``.
     """
     try:
         import peft
@@ -208,8 +186,7 @@ def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapt
         for name, parameter in peft_model.named_parameters():
             if ".lora_B." in name:
                 random_values = torch.randn(parameter.shape, generator=generator)
-                random_values *= b_scale
-                parameter.data.copy_(random_values)
+                parameter.data.copy_(random_values * b_scale)
         peft_model.save_pretrained(adapter_dir)
         return peft_model
     return peft.PeftModel.from_pretrained(model, adapter_dir, is_trainable=True, **SAFE_LOADING_ARGUMENTS)
@@ -222,13 +199,11 @@ def write_adapter_gradients(
     from peft import get_peft_model_state_dict
 
     gradients = {name: tensor.float().cpu() for name, tensor in gradients_by_name(peft_model).items()}
-    stored_gradients = get_peft_model_state_dict(peft_model, state_dict=gradients)
+    stored = get_peft_model_state_dict(peft_model, state_dict=gradients)
     with tempfile.TemporaryDirectory(prefix="parity-gradients-") as folder:
         shutil.copy(adapter_dir / ADAPTER_CONFIG_FILE, folder)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in stored_gradients.items()},
-            Path(folder) / ADAPTER_FILE,
-        )
+        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
+        save_file(contiguous, Path(folder) / ADAPTER_FILE)
         convert_adapter(folder, hf_dir, weights_dir)
 
 
@@ -273,11 +248,10 @@ class ReferenceTrainer:
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.main_weights[name]))
 
         # As in the trainer, biases and norms do not decay.
-        matrices = [weight for weight in self.main_weights.values() if weight.dim() > 1]
-        vectors = [weight for weight in self.main_weights.values() if weight.dim() == 1]
+        weights, decay = self.main_weights.values(), optimizer_config.weight_decay
         weight_groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": optimizer_config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": decay},
+            {"params": [weight for weight in weights if weight.dim() == 1], "weight_decay": 0.0},
         ]
         self.adam_optimizer = torch.optim.AdamW(
             weight_groups,
@@ -302,7 +276,6 @@ class ReferenceTrainer:
         for weight_group in self.adam_optimizer.param_groups:
             weight_group["lr"] = learning_rate
         self.adam_optimizer.step()
-
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter is not self.main_weights[name]:

@@ -4,7 +4,7 @@
 
 ``JOB.json`` holds the fields of :class:`ReferenceJob`. ``megatron-vl parity`` runs this in a process of its
 own, which frees its memory before the layouts run. Pictures and text then go through the checkpoint's own
-processor in ``transformers``. Its tokens and pixels are compared with those that the loader's functions made.
+processor in ``transformers``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from torch import Tensor
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixels import decode_image, read_pixel_norm
+from megatron_vl.errors import UserError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.hf_loading import load_hf_processor
 
 from .activations import HfActivationRecorder
-from .case import ADAM_CONFIG, ParityCase, encode_conversations
-from .errors import relative_error, squared_norms
+from .case import ADAM_CONFIG, ParityCase, draw_samples, encode_conversations
+from .errors import relative_error
 from .reference import (
     ReferenceTrainer,
     add_random_adapter,
@@ -45,6 +46,7 @@ from .reference import (
     write_adapter_gradients,
     write_canonical,
 )
+from .tolerances import PIXEL_TOLERANCE
 
 
 @dataclass
@@ -64,39 +66,33 @@ class ReferenceJob:
     """Rank of an adapter of every matrix. It is written to ``adapter`` in ``out``, and its gradients are
     compared instead of the model's; 0: no adapter."""
     conversations: str = ""
-    """File of :func:`~toolkit.parity.case.encode_conversations`, all of which are in each step; empty: other
-    samples are given, and there is nothing that a processor could read."""
+    """For the program: file of :func:`~toolkit.parity.case.encode_conversations`. All are in each step."""
 
 
 def main(argv: list[str]) -> int:
     job = ReferenceJob(**json.loads(Path(argv[0]).read_text()))
     torch.set_num_threads(max(torch.get_num_threads(), 2) if job.device == "cpu" else 1)
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution there
-    write_reference(job, [encode_conversations(Path(job.conversations), job.hf)] * max(job.steps, 1))
+    samples = encode_conversations(Path(job.conversations), job.hf)
+    check_processor(job, samples)
+    write_reference(job, [samples] * max(job.steps, 1))
     return 0
 
 
-def find_reference(
-    case: ParityCase,
-    step_numbers: Sequence[int],
-    step_samples: list[list[list[TokenizedSample]]],
-    device: str,
-) -> Path:
-    """The folder of the reference of these steps. Computes it, unless a case before has had the same.
-
-    Args:
-        step_samples: for each of the steps and row, its samples.
-    """
+def find_reference(case: ParityCase, step_numbers: Sequence[int], device: str) -> Path:
+    """The folder of the reference of these steps. Computes it, unless a case before has had the same."""
     if case.reference:
         return Path(case.reference)
+    spec = read_spec(case.hf)
     # The samples follow from their kinds and the number of the step, however they are spread over rows.
-    kinds = [[number, *itertools.chain(*case.steps[number])] for number in step_numbers]
-    inputs = json.dumps([case.hf, case.dtype, case.train, kinds])
+    kinds = {number: [*itertools.chain(*case.steps[number])] for number in step_numbers}
+    inputs = json.dumps([case.hf, case.dtype, case.train, case.samples, kinds])
     folder = _references_root() / hashlib.sha256(inputs.encode()).hexdigest()
     if not (folder / "reference.json").exists():
         folder.mkdir()
-        job = ReferenceJob(case.hf, str(folder), case.dtype, device, len(step_samples) if case.train else 0)
-        write_reference(job, [list(itertools.chain(*samples)) for samples in step_samples])
+        step_samples = [draw_samples([row], spec, number, case)[0] for number, row in kinds.items()]
+        job = ReferenceJob(case.hf, str(folder), case.dtype, device, len(kinds) if case.train else 0)
+        write_reference(job, step_samples)
     return folder
 
 
@@ -109,41 +105,34 @@ def _references_root() -> Path:
 
 def write_reference(job: ReferenceJob, step_samples: list[list[TokenizedSample]]) -> None:
     """Computes a reference on the samples of each step, and writes ``reference.json`` last."""
-    inputs, facts = process_conversations(job, step_samples[0])
-    facts |= _train(job, step_samples) if job.steps else _run_one_pass(job, step_samples[0], inputs)
+    facts = _train(job, step_samples) if job.steps else _run_one_pass(job, step_samples[0])
     (Path(job.out) / "reference.json").write_text(json.dumps(facts))
 
 
-def _run_one_pass(
-    job: ReferenceJob, samples: list[TokenizedSample], inputs: list[dict[str, Tensor]]
-) -> dict[str, Any]:
+def _run_one_pass(job: ReferenceJob, samples: list[TokenizedSample]) -> dict[str, Any]:
     """Writes gradients and layer outputs in fp32, and returns the loss and the errors of bf16.
 
     For a comparison in bf16, the loss is that of bf16, and the model runs a second time for the errors of
     bf16 itself, by tensor and location.
     """
     out = Path(job.out)
-    loss, outputs = _run_transformers(job, samples, inputs, torch.float32, out / "gradients")
+    loss, outputs = _run_transformers(job, samples, torch.float32, out / "gradients")
     save_file(outputs, out / "activations.safetensors")
     facts: dict[str, Any] = {"loss": loss, "order": list(outputs)}
     facts |= {"gradient_noise": {}, "activation_noise": {}}
     if job.dtype == "bfloat16":
-        facts["loss"], bf16_outputs = _run_transformers(job, samples, inputs, torch.bfloat16, out / "bf16")
+        facts["loss"], bf16_outputs = _run_transformers(job, samples, torch.bfloat16, out / "bf16")
         for location, output in bf16_outputs.items():
-            facts["activation_noise"][location] = relative_error(*squared_norms(output, outputs[location]))
+            facts["activation_noise"][location] = relative_error(output, outputs[location])
         exact, rounded = WeightReader(out / "gradients"), WeightReader(out / "bf16")
         for name in exact.tensor_names():
-            squares = squared_norms(rounded.read_shard(name), exact.read_shard(name))
-            facts["gradient_noise"][name] = relative_error(*squares)
+            error = relative_error(rounded.read_shard(name), exact.read_shard(name))
+            facts["gradient_noise"][name] = error
     return facts
 
 
 def _run_transformers(
-    job: ReferenceJob,
-    samples: list[TokenizedSample],
-    inputs: list[dict[str, Tensor]],
-    dtype: torch.dtype,
-    gradients_dir: Path,
+    job: ReferenceJob, samples: list[TokenizedSample], dtype: torch.dtype, gradients_dir: Path
 ) -> tuple[float, dict[str, Tensor]]:
     """Writes the canonical gradients to ``gradients_dir``. Returns the loss and the layer outputs."""
     spec = read_spec(job.hf)
@@ -151,7 +140,7 @@ def _run_transformers(
     adapter_dir = Path(job.out) / "adapter"
     peft_model = add_random_adapter(model, spec, job.lora_rank, adapter_dir) if job.lora_rank else None
     recorder = HfActivationRecorder(model, spec)
-    mean_loss = backward_mean_loss(model, samples, spec, read_pixel_norm(job.hf), inputs)
+    mean_loss = backward_mean_loss(model, samples, spec, read_pixel_norm(job.hf))
     recorder.remove_hooks()
     if peft_model is not None:
         write_adapter_gradients(peft_model, adapter_dir, job.hf, gradients_dir)
@@ -163,64 +152,37 @@ def _run_transformers(
 def _train(job: ReferenceJob, step_samples: list[list[TokenizedSample]]) -> dict[str, Any]:
     """Trains, writes the final weights and moments, and returns losses and gradient norms."""
     trainer = ReferenceTrainer(job.hf, ADAM_CONFIG, device=job.device)
-    losses, norms = [], []
+    results = []
     for step_number, samples in enumerate(step_samples):
-        learning_rate = ADAM_CONFIG.lr * min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
-        loss, norm = trainer.train_step(samples, learning_rate)
-        losses.append(loss)
-        norms.append(norm)
-
+        warm_up = min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
+        results.append(trainer.train_step(samples, ADAM_CONFIG.lr * warm_up))
     write_canonical(trainer.main_weights, job.hf, Path(job.out) / "weights")
     adam_state = trainer.adam_optimizer.state
     for kind in ("exp_avg", "exp_avg_sq"):
         moments = {name: adam_state[weight][kind] for name, weight in trainer.main_weights.items()}
         write_canonical(moments, job.hf, Path(job.out) / kind)
-    return {"losses": losses, "norms": norms}
+    return {"losses": [loss for loss, _ in results], "norms": [norm for _, norm in results]}
 
 
-def process_conversations(
-    job: ReferenceJob, samples: list[TokenizedSample]
-) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
-    """Runs the checkpoint's own processor on the conversations and compares its output with ours.
+def check_processor(job: ReferenceJob, samples: list[TokenizedSample]) -> None:
+    """Compares tokens and pixels of the conversations with those of the checkpoint's own processor.
 
-    Returns:
-        (keyword arguments of the model for each sample, {"tokens": number of tokens, "inputs":
-        {"tokens_differ": numbers of the samples whose tokens differ, "pixel_error": largest difference of a
-        normalised pixel}}).
+    Raises:
+        UserError: they differ. Equal losses would say nothing about a user's data then.
     """
-    spec, pixel_norm = read_spec(job.hf), read_pixel_norm(job.hf)
-    loader_inputs = [hf_inputs([sample], spec, pixel_norm) for sample in samples]
-    token_count = sum(len(sample) for sample in samples)
-    if not job.conversations:
-        return loader_inputs, {"tokens": token_count}
-
-    processor = load_hf_processor(job.hf)
-    processor_inputs = []
-    differing_samples = []
-    pixel_error = 0.0
-    conversations = json.loads(Path(job.conversations).read_text())
-    for number, (loader_input, conversation) in enumerate(zip(loader_inputs, conversations, strict=True)):
-        rendered_text = processor.apply_chat_template(conversation["messages"], tokenize=False)
-        pictures = [_open_picture(path) for path in conversation["images"]]
-        output = dict(processor(text=[rendered_text], images=pictures or None, return_tensors="pt"))
-        if not torch.equal(output["input_ids"], loader_input["input_ids"]):
-            differing_samples.append(number)
-            # The losses must be of the same tokens. The caller reports the difference.
-            output = loader_input
-        elif pictures:
-            pixel_difference = output["pixel_values"].float() - loader_input["pixel_values"]
-            pixel_error = max(pixel_error, float(pixel_difference.abs().max()))
-        processor_inputs.append({name: output[name] for name in loader_input})
-
-    input_facts = {"tokens_differ": differing_samples, "pixel_error": pixel_error}
-    return processor_inputs, {"tokens": token_count, "inputs": input_facts}
-
-
-def _open_picture(picture_path: str) -> Any:
-    """Opens an image in RGB as the loader does: releases of transformers differ in transparency and depth."""
     from torchvision.transforms.v2.functional import to_pil_image
 
-    return to_pil_image(decode_image(Path(picture_path).read_bytes()))
+    spec, pixel_norm = read_spec(job.hf), read_pixel_norm(job.hf)
+    processor = load_hf_processor(job.hf)
+    conversations = json.loads(Path(job.conversations).read_text())
+    for number, (sample, conversation) in enumerate(zip(samples, conversations, strict=True)):
+        text = processor.apply_chat_template(conversation["messages"], tokenize=False)
+        # In RGB as the loader opens them: releases of transformers differ in transparency and depth.
+        pictures = [to_pil_image(decode_image(Path(path).read_bytes())) for path in conversation["images"]]
+        output = processor(text=[text], images=pictures or None, return_tensors="pt")
+        for name, ours in hf_inputs([sample], spec, pixel_norm).items():
+            if output[name].shape != ours.shape or (output[name] - ours).abs().max() > PIXEL_TOLERANCE:
+                raise UserError(f"conversation {number}: the checkpoint's own processor makes other {name}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .case import ParityCase, train_on_samples
-from .errors import relative_error, squared_norms
+from .errors import relative_error
 from .reference_job import find_reference
 from .tolerances import LOSS_TOLERANCE, NORM_TOLERANCE, STATE_TOLERANCE
 
@@ -52,7 +53,7 @@ def run_training(
         )
         if dist.get_rank():
             return {"ok": True}
-        reference_dir = find_reference(case, range(len(case.steps)), step_samples, str(platform.device))
+        reference_dir = find_reference(case, range(len(case.steps)), str(platform.device))
         worst_tensors = compare_checkpoint(step_dir_path(run_dir, len(step_samples)), reference_dir)
     finally:
         if dist.get_rank() == 0:
@@ -61,17 +62,14 @@ def run_training(
     facts = json.loads((reference_dir / "reference.json").read_text())
     records: list[dict[str, Any]] = []
     for result, loss, norm in zip(step_results, facts["losses"], facts["norms"], strict=True):
-        record = {"loss": result.loss, "reference": loss, "grad_norm": result.grad_norm}
-        record |= {"loss_error": abs(result.loss - loss) / loss}
-        record |= {"norm_error": abs(result.grad_norm - norm) / norm}
-        is_equal = record["loss_error"] <= LOSS_TOLERANCE and record["norm_error"] <= NORM_TOLERANCE
-        records.append(record | {"ok": result.is_updated and is_equal})
+        loss_error, norm_error = abs(result.loss - loss) / loss, abs(result.grad_norm - norm) / norm
+        is_equal = loss_error <= LOSS_TOLERANCE and norm_error <= NORM_TOLERANCE
+        record = {"ok": result.is_updated and is_equal, "loss": result.loss, "reference": loss}
+        record |= {"grad_norm": result.grad_norm, "loss_error": loss_error, "norm_error": norm_error}
+        records.append(record)
     is_equal = all(error <= STATE_TOLERANCE for _, error in worst_tensors.values())
-    return {
-        "ok": is_equal and all(record["ok"] for record in records),
-        "steps": records,
-        "state": worst_tensors,
-    }
+    is_ok = is_equal and all(record["ok"] for record in records)
+    return {"ok": is_ok, "steps": records, "state": worst_tensors}
 
 
 def compare_checkpoint(step_dir: Path, reference_dir: Path) -> dict[str, tuple[str, float]]:
@@ -91,8 +89,7 @@ def compare_checkpoint(step_dir: Path, reference_dir: Path) -> dict[str, tuple[s
                 saved = weight_reader.read_shard(name).float()
             else:
                 saved = read_full_state(optimizer_reader, tensor_info, kind)
-            expected = expected_reader.read_shard(name)
-            errors[name] = relative_error(*squared_norms(saved, expected))
+            errors[name] = relative_error(saved, expected_reader.read_shard(name))
         worst_name = max(errors, key=errors.__getitem__)
         worst_tensors[kind] = (worst_name, errors[worst_name])
     optimizer_reader.close()
@@ -105,7 +102,6 @@ def read_full_state(
     """Reads the optimizer state of a whole tensor."""
     experts: list[int | None] = [*range(tensor_info.num_experts)] or [None]
     numel = torch.Size(tensor_info.shape[1:] if tensor_info.num_experts else tensor_info.shape).numel()
-    pieces = []
-    for expert in experts:
-        pieces.append(optimizer_reader.read_range(tensor_info, state_kind, 0, UNSHARDED, 0, numel, expert))
+    read = partial(optimizer_reader.read_range, tensor_info, state_kind, 0, UNSHARDED, 0, numel)
+    pieces = (read(expert) for expert in experts)
     return torch.cat([piece for piece in pieces if piece is not None]).view(tensor_info.shape)

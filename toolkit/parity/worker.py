@@ -38,7 +38,7 @@ from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
 
 from .activations import MegatronActivationRecorder
-from .errors import ErrorSums, squared_norms
+from .errors import ErrorSums
 from .reference_job import find_reference
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from .training import run_training
@@ -48,13 +48,10 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
     """Runs the steps of a case and compares each with the reference. Collective.
 
     Returns:
-        {"ok", "steps"}, with the output of :func:`run_one_pass` for each step; the output of
-        :func:`~toolkit.parity.training.run_training` for a training.
+        {"ok", "steps": outputs of :func:`run_one_pass`}; of a training, the output of :func:`run_training`.
     """
     spec = read_spec(case.hf)
-    step_samples = []
-    for step_number, row_kinds in enumerate(case.steps):
-        step_samples.append(draw_samples(row_kinds, spec, step_number, case))
+    step_samples = [draw_samples(kinds, spec, number, case) for number, kinds in enumerate(case.steps)]
     if case.train:
         return run_training(case, step_samples, platform)
 
@@ -65,9 +62,8 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
             parameter_group["lr"] = parameter_group["weight_decay"] = 0.0
     step_results = []
     for step_number, samples in enumerate(step_samples):
-        reference_dir = broadcast_from_rank_0(
-            partial(find_reference, case, [step_number], [samples], str(platform.device))
-        )
+        find = partial(find_reference, case, [step_number], str(platform.device))
+        reference_dir = broadcast_from_rank_0(find)
         step_results.append(run_one_pass(case, trainer, samples, reference_dir))
     return {"ok": all(result["ok"] for result in step_results), "steps": step_results}
 
@@ -79,11 +75,9 @@ def run_one_pass(
 
     Args:
         samples: for each row of the global batch, its samples.
-        reference_dir: output of :mod:`toolkit.parity.reference_job`.
 
     Returns:
-        The output of :func:`compare_one_pass`, and of :meth:`MegatronActivationRecorder.compare` if the case
-        compares layer outputs.
+        The output of :func:`compare_one_pass`, and that of :meth:`MegatronActivationRecorder.compare`.
     """
     step_batch = pack_step(trainer, samples)
     for chunk in trainer.model_chunks:
@@ -108,8 +102,8 @@ def run_one_pass(
         trainer.optimizer.step_with_ready_grads()
     table = trained_table(trainer.spec, trainer.config.lora)
     result = compare_one_pass(case, table, loss_sum / loss_tokens, errors, reference_dir)
-    departure = outputs.get("departs") or result["departs"]
-    return result | outputs | {"ok": result["ok"] and not departure, "departs": departure}
+    departs = outputs.get("departs") or result["departs"]
+    return result | outputs | {"ok": result["ok"] and not departs, "departs": departs}
 
 
 def complete_gradients(trainer: Trainer, loss_tokens: int) -> None:
@@ -153,8 +147,7 @@ def gradient_errors(trainer: Trainer, reference_dir: Path) -> dict[str, float]:
         copy_counts[name, expert] += 1
         # The gradient that Megatron-core's DDP accumulates, in fp32.
         gradient = parameter.main_grad.detach().cpu()
-        expected = read_live_shard(expected_reader, live_tensor, grid)
-        sums.add(key, squared_norms(gradient, expected), gradient.numel())
+        sums.add(key, gradient, read_live_shard(expected_reader, live_tensor, grid))
     sums.gather()
 
     errors: dict[str, float] = {}
@@ -167,14 +160,11 @@ def gradient_errors(trainer: Trainer, reference_dir: Path) -> dict[str, float]:
 def compare_one_pass(
     case: ParityCase, table: Iterable[str], mean_loss: float, errors: dict[str, float], reference_dir: Path
 ) -> dict[str, Any]:
-    """Compares loss and gradients with the reference.
-
-    ``departs`` names the tensor whose gradient is computed first among those that depart; "" if none does.
+    """Compares loss and gradients with the reference. Of the gradients that depart, ``departs`` names the one
+    that is computed first; it is empty if there is none.
 
     Args:
         table: names of the tensors that can be trained, in the order of the forward pass.
-        mean_loss: mean loss over all loss tokens.
-        errors: the output of :func:`gradient_errors`.
     """
     reference_facts = json.loads((reference_dir / "reference.json").read_text())
     expected_loss, bf16_noise = reference_facts["loss"], reference_facts["gradient_noise"]
