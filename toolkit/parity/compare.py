@@ -137,11 +137,9 @@ def prepare_samples(
     """
     if image_paths:
         media_root = Path("/")
-        images = [str(path.resolve()) for path in image_paths]
-        conversation_records: list[dict[str, Any]] = [
-            {"image": i, "conversations": PICTURE_TURNS} for i in images
-        ]
-        conversation_records.append({"conversations": TEXT_TURNS})
+        conversation_records: list[dict[str, Any]] = [{"conversations": TEXT_TURNS}]
+        for path in image_paths:
+            conversation_records.append({"image": str(path.resolve()), "conversations": PICTURE_TURNS})
     else:
         from toolkit.demo.demo_data import write_raw_data
 

@@ -10,6 +10,7 @@ processor in ``transformers``.
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import itertools
 import json
@@ -89,7 +90,7 @@ def find_reference(case: ParityCase, step_numbers: Sequence[int], device: str) -
     inputs = json.dumps([case.hf, case.dtype, case.train, case.samples, kinds])
     folder = _references_root() / hashlib.sha256(inputs.encode()).hexdigest()
     if not (folder / "reference.json").exists():
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         step_samples = [draw_samples([row], spec, number, case)[0] for number, row in kinds.items()]
         job = ReferenceJob(case.hf, str(folder), case.dtype, device, len(kinds) if case.train else 0)
         write_reference(job, step_samples)
@@ -121,13 +122,13 @@ def _run_one_pass(job: ReferenceJob, samples: list[TokenizedSample]) -> dict[str
     facts: dict[str, Any] = {"loss": loss, "order": list(outputs)}
     facts |= {"gradient_noise": {}, "activation_noise": {}}
     if job.dtype == "bfloat16":
+        gc.collect()  # frees the first model
         facts["loss"], bf16_outputs = _run_transformers(job, samples, torch.bfloat16, out / "bf16")
         for location, output in bf16_outputs.items():
             facts["activation_noise"][location] = relative_error(output, outputs[location])
-        exact, rounded = WeightReader(out / "gradients"), WeightReader(out / "bf16")
+        exact, rounded = (WeightReader(out / name, takes_adapters=True) for name in ("gradients", "bf16"))
         for name in exact.tensor_names():
-            error = relative_error(rounded.read_shard(name), exact.read_shard(name))
-            facts["gradient_noise"][name] = error
+            facts["gradient_noise"][name] = relative_error(rounded.read_shard(name), exact.read_shard(name))
     return facts
 
 
@@ -135,8 +136,7 @@ def _run_transformers(
     job: ReferenceJob, samples: list[TokenizedSample], dtype: torch.dtype, gradients_dir: Path
 ) -> tuple[float, dict[str, Tensor]]:
     """Writes the canonical gradients to ``gradients_dir``. Returns the loss and the layer outputs."""
-    spec = read_spec(job.hf)
-    model = load_hf_for_training(job.hf, dtype, job.device)
+    spec, model = read_spec(job.hf), load_hf_for_training(job.hf, dtype, job.device)
     adapter_dir = Path(job.out) / "adapter"
     peft_model = add_random_adapter(model, spec, job.lora_rank, adapter_dir) if job.lora_rank else None
     recorder = HfActivationRecorder(model, spec)
