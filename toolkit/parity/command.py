@@ -57,7 +57,7 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
 
 
 def _errors_text(result: dict[str, Any]) -> str:
-    """The largest errors of a layout: of outputs and gradients, or of the state after a training."""
+    """The largest errors of a layout: of a pass, or of the state after a training."""
     if "state" in result:
         return ", ".join(f"{kind} {error:.0e} ({name})" for kind, (name, error) in result["state"].items())
     if "error" in result:
@@ -66,6 +66,6 @@ def _errors_text(result: dict[str, Any]) -> str:
     worst_output = max(step["activations"], key=step["activations"].__getitem__)
     worst_gradient = next(iter(step["worst"]))
     return (
-        f"outputs {step['activations'][worst_output]:.0e} ({worst_output}), gradients"
-        f" {step['gradient_error']:.0e} ({worst_gradient})"
+        f"loss {step['loss_error']:.0e}, outputs {step['activations'][worst_output]:.0e} ({worst_output}),"
+        f" gradients {step['gradient_error']:.0e} ({worst_gradient})"
     )
