@@ -45,7 +45,7 @@ def padding_under_training(hf: str) -> list[list[float]]:
 
     before = sums()
     for number in range(3):
-        assert trainer.step(number).is_updated
+        assert trainer.run_step(number).is_updated
     return [before, sums()]
 
 

@@ -48,7 +48,7 @@ class TinyTrainer(Trainer):
         """This rank's chunks without DDP."""
         return [chunk.module for chunk in self.model_chunks]
 
-    def step(self, number: int = 0) -> StepResult:
+    def run_step(self, number: int = 0) -> StepResult:
         """Sets the learning rates of a step and runs it on the loader's next rows."""
         set_learning_rates(self.optimizer, self.config, number)
         return self.train_step(self.batches.next_batch())

@@ -60,7 +60,7 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
         if number == 1:
             hooks.append(chunk.language_model.register_forward_hook(lambda module, args, out: out * math.nan))
         before = weights()
-        result = trainer.step(number)
+        result = trainer.run_step(number)
         for hook in hooks:
             hook.remove()
 
@@ -115,7 +115,7 @@ def parts_that_move(hf: str, still: str) -> list[Any]:
     rates = []
     for number in range(2):
         rates.append(set_learning_rates(trainer.optimizer, trainer.config, number))
-        assert trainer.step(number).is_updated
+        assert trainer.run_step(number).is_updated
 
     moved: dict[str, list[bool]] = {}
     for name, parameter in parameters.items():
@@ -144,7 +144,7 @@ def state_of_mixed_types(hf: str) -> list[list[Any]]:
     """For each slice of each rank's state after a step in bf16: [name, type of the parameter, whether it is
     the parameter's own: shape of the moments, and main weights that round to the parameter]."""
     trainer = tiny_trainer(hf, dtype="bfloat16")
-    assert trainer.step().is_updated
+    assert trainer.run_step().is_updated
     live = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
     found = []
     for piece in optimizer_slices(trainer.optimizer, live):
@@ -161,7 +161,7 @@ def state_of_mixed_types(hf: str) -> list[list[Any]]:
 def weights_copied_together(hf: str) -> list[Any]:
     """[updated, optimizers, whether our copy of the main weights equals core's] after a step in bf16."""
     trainer = tiny_trainer(hf, dtype="bfloat16")
-    updated = trainer.step().is_updated
+    updated = trainer.run_step().is_updated
     parts = trainer.optimizer.chained_optimizers
     together = [parameter.detach().clone() for parameter in trainer.chunks[0].parameters()]
     for part in parts:
