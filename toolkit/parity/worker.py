@@ -146,7 +146,7 @@ def gradient_errors(trainer: Trainer, reference_dir: Path) -> dict[str, float]:
         key = name, (grid.pp_rank, copy_counts[name, expert], twin)
         copy_counts[name, expert] += 1
         # The gradient that Megatron-core's DDP accumulates, in fp32.
-        gradient = live_tensor.parameter.main_grad.detach().cpu()  # type: ignore[attr-defined]
+        gradient = parameter.main_grad.detach().cpu()  # type: ignore[attr-defined]
         sums.add(key, gradient, read_live_shard(expected_reader, live_tensor, grid))
     sums.gather()
 
