@@ -182,13 +182,10 @@ def write_random_checkpoint(spec: ModelSpec, hf_dir: Path, texts: list[str], con
 def train_here(run: CurveRun) -> list[float]:
     """Trains with the trainer. Returns the loss of each step. Collective."""
     from megatron_vl.platform import get_platform
-    from toolkit.parity.case import ParityCase, build_case
-    from toolkit.parity.training import train_case
+    from toolkit.parity.case import train_on_samples
 
-    config, platform = run.config, get_platform(run.config.platform)
-    case = ParityCase("card", config.model.hf, config.model.checkpoint, steps=[], overlap=True)
-    results = train_case(build_case(case, platform, config), run.step_batches, platform)
-    return [result.loss for result in results]
+    platform = get_platform(run.config.platform)
+    return [result.loss for result in train_on_samples(run.config, run.step_batches, platform)]
 
 
 def train_in_transformers(run: CurveRun, attention: str = "sdpa") -> list[float]:
@@ -196,7 +193,7 @@ def train_in_transformers(run: CurveRun, attention: str = "sdpa") -> list[float]
     import torch
 
     from megatron_vl.training.optimizer import scheduled_rate
-    from toolkit.parity.training import ReferenceTrainer
+    from toolkit.parity.reference import ReferenceTrainer
 
     config = run.config
     device = {"dtype": getattr(torch, config.dtype), "device": config.platform}

@@ -68,6 +68,10 @@ def parse_command_line[Options: CommandOptions](
     if "-h" in command_words or "--help" in command_words:
         print(help_text(options_class, program_name), end="")
         raise SystemExit(0)
+    for word in argv:
+        command_option = f"{program_name.removeprefix('megatron-vl ')} {word.partition('=')[0]}"
+        if command_option in REMOVED_OPTIONS:
+            raise UsageError(f"{command_option} was removed: {REMOVED_OPTIONS[command_option]}")
     _refuse_misspelled(parser, run_words, program_name)
 
     try:
@@ -333,9 +337,6 @@ def _refuse_misspelled(parser: Any, run_words: list[str], program_name: str) -> 
 
     for run_word in run_words:
         given_option = run_word.partition("=")[0]
-        command_option = f"{program_name.removeprefix('megatron-vl ')} {given_option}"
-        if command_option in REMOVED_OPTIONS:
-            raise UsageError(f"{command_option} was removed: {REMOVED_OPTIONS[command_option]}")
         if (
             not given_option.startswith("--")
             or "." in given_option

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from data_tools.media import inspect_medium
 from megatron_vl.config import DataConfig
@@ -19,7 +14,6 @@ from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS, read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.positions import GridTHW
 
 PROMPT_TAIL_TOKENS = 32
 """More tokens than the header of an assistant's turn has, in any vocabulary."""
@@ -97,29 +91,3 @@ class SampleEncoder:
         media_grid = stored_media_grid(media_record, self.pixel_settings)
         media_planes = decode_media_planes(media_record, file_content, media_grid, self.pixel_settings)
         return MediaItem(media_grid, media_planes)
-
-
-def write_samples(samples: Sequence[TokenizedSample], samples_path: Path) -> None:
-    """Writes samples as one safetensors file."""
-    tensors: dict[str, Tensor] = {}
-    grids_by_sample: list[list[dict[str, Any]]] = []
-    for i, sample in enumerate(samples):
-        tensors |= {f"{i}.token_ids": sample.token_ids, f"{i}.loss_mask": sample.loss_mask}
-        tensors |= {f"{i}.{j}.planes": item.planes.contiguous() for j, item in enumerate(sample.media_items)}
-        grids_by_sample.append([vars(item.grid_thw) for item in sample.media_items])
-    save_file(tensors, samples_path, metadata={"grids": json.dumps(grids_by_sample)})
-
-
-def read_samples(samples_path: Path) -> list[TokenizedSample]:
-    """Reads what :func:`write_samples` wrote."""
-    samples = []
-    with safe_open(samples_path, framework="pt") as samples_file:
-        for i, sample_grids in enumerate(json.loads(samples_file.metadata()["grids"])):
-            media_items = []
-            for j, grid_fields in enumerate(sample_grids):
-                media_grid = GridTHW(**grid_fields | {"timestamps": tuple(grid_fields["timestamps"])})
-                media_items.append(MediaItem(media_grid, samples_file.get_tensor(f"{i}.{j}.planes")))
-
-            token_ids = samples_file.get_tensor(f"{i}.token_ids")
-            samples.append(TokenizedSample(token_ids, samples_file.get_tensor(f"{i}.loss_mask"), media_items))
-    return samples

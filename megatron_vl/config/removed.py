@@ -53,7 +53,7 @@ REMOVED_OPTIONS = {
     "bench --calibrate": RATES,
     "bench --calibration": RATES,
     "bench --distinct-rows": "at most 64 random rows are drawn, in turn",
-    "doctor --checkpoint": "`megatron-vl verify --checkpoint DIR` compares weights with their hashes",
+    "doctor --checkpoint": "`megatron-vl verify DIR` compares weights with their hashes",
     "doctor --config": DRY_RUN,
     "doctor --data": DRY_RUN,
     "doctor --world-size": DRY_RUN,

@@ -724,7 +724,7 @@ def has_all_files(checkpoint_path: Path) -> bool:
 def load_weights(weight_reader: CanonicalWeights, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
     """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices."""
     for live_tensor in live_tensors:
-        live_tensor.parameter.copy_(_read_live_shard(weight_reader, live_tensor, grid))
+        live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
         progress.note_progress()
 
 
@@ -739,11 +739,11 @@ def load_main_weights(
     in which they were rounded."""
     for optimizer_slice in optimizer_slices(optimizer, live_tensors):
         if optimizer_slice.live_tensor.tensor_name in weight_reader.tensor_infos:
-            shard = _read_live_shard(weight_reader, optimizer_slice.live_tensor, grid).float().reshape(-1)
+            shard = read_live_shard(weight_reader, optimizer_slice.live_tensor, grid).float().reshape(-1)
             optimizer_slice.write_state("main", shard[optimizer_slice.start : optimizer_slice.end])
 
 
-def _read_live_shard(weight_reader: CanonicalWeights, live_tensor: LiveTensor, grid: ProcessGrid) -> Tensor:
+def read_live_shard(weight_reader: CanonicalWeights, live_tensor: LiveTensor, grid: ProcessGrid) -> Tensor:
     """A parameter's values in weights of any layout."""
     tensor_info = weight_reader.tensor_infos[live_tensor.tensor_name]
     expert = live_tensor.expert_index

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -85,6 +85,8 @@ class Trainer:
     Args:
         platform: the result of :func:`~megatron_vl.parallel.start.join_ranks`.
         hooks: further hooks, which are called after the run's own.
+        make_loader: makes the loader of a rank that owns one, such as
+            :class:`~megatron_vl.data.given_rows.GivenRows`; None: the loader of ``data.path``.
     """
 
     grid: ProcessGrid
@@ -97,13 +99,21 @@ class Trainer:
     metrics_log: MetricsLog
     """From :meth:`run` on."""
 
-    def __init__(self, resolved_run: ResolvedRun, platform: Platform, hooks: Iterable[Hook] = ()) -> None:
+    def __init__(
+        self,
+        resolved_run: ResolvedRun,
+        platform: Platform,
+        hooks: Iterable[Hook] = (),
+        *,
+        make_loader: Callable[[ProcessGrid], Any] | None = None,
+    ) -> None:
         self.resolved_run, self.platform = resolved_run, platform
         self.config, self.spec = resolved_run.config, resolved_run.spec
         self.layout, self.last_step = resolved_run.layout, resolved_run.last_step
 
         self.hooks: list[Hook] = []
         self.further_hooks = list(hooks)
+        self.make_loader = make_loader
         self.data_loader: Any = None
         """The loader on the rank that owns it; None elsewhere."""
         self.checkpoint_saver: CheckpointSaver | None = None
@@ -125,16 +135,32 @@ class Trainer:
 
     # --- Build ----------------------------------------------------------------------------------------------
 
-    def build(self) -> None:
+    def build(self, **model_options: Any) -> None:
         """Builds model, optimizer and loader of this rank. Collective.
 
         A new run takes its weights from ``model.checkpoint`` or ``model.hf``; a resumed run gets them in
         :meth:`restore`.
 
+        Args:
+            model_options: those of :meth:`build_model`.
+
         Raises:
             SystemExit: a signal asked a rank to stop.
         """
         exit_if_stop_requested(self.platform)  # what follows takes minutes with large models
+        self.build_model(**model_options)
+        self.read_rows_of(self.config.data)
+        self._build_hooks()
+
+    def build_model(
+        self, *, overlap: bool = True, bucket_size: int | None = None, with_optimizer: bool = True
+    ) -> None:
+        """Builds this rank's groups and chunks, wraps these in DDP, and builds their optimizer. Collective.
+
+        Args:
+            overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
+            with_optimizer: if false, the model cannot be trained, and its memory has no optimizer state.
+        """
         self.grid = make_grid(self.layout)
         check_same_files(self.resolved_run, self.grid.owns_loader)
         context = f", cp {self.grid.cp_rank}" if self.grid.cp > 1 else ""
@@ -142,16 +168,6 @@ class Trainer:
             f"tp {self.grid.tp_rank}{context}, pp {self.grid.pp_rank}, dp {self.grid.dp_rank}"
         )
 
-        self.build_model()
-        self.read_rows_of(self.config.data)
-        self._build_hooks()
-
-    def build_model(self, *, overlap: bool = True, bucket_size: int | None = None) -> None:
-        """Builds this rank's chunks, wraps them in DDP, and builds their optimizer. Collective.
-
-        Args:
-            overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
-        """
         config, is_resumed = self.config, self.resolved_run.is_resumed
         # The run's own checkpoint fills the model later, and the start weights are not opened then. With
         # LoRA, the checkpoint has only the adapters.
@@ -173,6 +189,8 @@ class Trainer:
         self.model_chunks = wrap_in_ddp(
             config, built_model.model_chunks, overlap=overlap, bucket_size=bucket_size
         )
+        if not with_optimizer:
+            return
         self.optimizer = build_optimizer(config, self.platform, self.model_chunks)
         if adapter_reader is not None:
             load_main_weights(adapter_reader, self.optimizer, self.live_tensors, self.grid)
@@ -195,6 +213,8 @@ class Trainer:
         )
 
     def _open_loader(self, data_config: DataConfig) -> Any:
+        if self.make_loader is not None:
+            return self.make_loader(self.grid)
         rows_per_step = self.config.global_batch_size
         if data_config.is_synthetic:
             return SyntheticRows(data_config, self.spec, self.grid.dp_rank, self.grid.dp, rows_per_step)

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from megatron_vl.config import LoraConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import DataConfig, LoraConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.kernels import biased_activation as activation_kernels
 from megatron_vl.kernels import tower_attention
 from megatron_vl.models import build, head, layer_specs
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
 from megatron_vl.models.fused_layers import PendingSum, ResidualNorm, add_to_residual, postpone_addition
-from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.step import reduce_losses, run_schedule, token_loss, train_step, wrap_in_ddp
+from megatron_vl.training.batch_broadcast import StepBatch
+from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.step import reduce_losses, run_schedule, token_loss
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
 
@@ -44,7 +45,7 @@ def padding_under_training(hf: str) -> list[list[float]]:
 
     before = sums()
     for number in range(3):
-        assert trainer.step(number).is_updated
+        assert trainer.run_step(number).is_updated
     return [before, sums()]
 
 
@@ -60,10 +61,10 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
     row = _row(trainer, "image", "text")
     found = []
     for index, head.LOSS_CHUNK_TOKENS in ((row.loss_index, 8192), (row.loss_index, 50), (None, 8192)):
-        trainer.wrapped[0].zero_grad_buffer()
+        trainer.model_chunks[0].zero_grad_buffer()
         losses = chunk(dataclasses.replace(row, loss_index=index))
         token_loss(row, losses)[0].backward()
-        trainer.wrapped[0].finish_grad_sync()
+        trainer.model_chunks[0].finish_grad_sync()
         found.append((losses.detach(), {name: p.main_grad.clone() for name, p in chunk.named_parameters()}))
 
     (some, ours), (chunked_losses, chunked), (all_losses, whole) = found
@@ -93,7 +94,7 @@ def gradients_without_loss(hf: str) -> list[Any]:
     for name, parameter in trainer.chunks[0].named_parameters():
         parameter.register_hook(lambda gradient, name=name: came.add(name))
 
-    reports = run_schedule(trainer.wrapped, [_row(trainer, "without_loss")], seq_len=SEQ_LEN)
+    reports = run_schedule(trainer.model_chunks, [_row(trainer, "without_loss")], seq_len=SEQ_LEN)
     names = {name for name, _ in trainer.chunks[0].named_parameters()}
     largest = max(p.main_grad.abs().max().item() for p in trainer.chunks[0].parameters())
     return [sorted(names - came), largest, *reports[0]["loss"].tolist()]
@@ -120,16 +121,15 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
         return attend(*arguments)
 
     tower_attention._attention_forward = counted
-    rows = trainer.feed.next_batch().rows
+    step_batch = trainer.batches.next_batch()
 
-    def step(wrapped: list[Any], optimizer: Any) -> list[float]:
-        result = train_step(wrapped, optimizer, rows, trainer.grid, SEQ_LEN)
+    def step(trainer: TinyTrainer) -> list[float]:
+        result = trainer.train_step(step_batch)
         return [result.loss, result.grad_norm, len(calls)]
 
-    plain = step(trainer.wrapped, trainer.optimizer)
+    plain = step(trainer)
     build.choose_backend = lambda attention, *, causal, **rest: "sdpa" if causal else "triton"
-    wrapped = wrap_in_ddp(trainer.config, trainer.new_chunks())
-    return [plain, step(wrapped, build_optimizer(trainer.config, trainer.platform, wrapped))]
+    return [plain, step(trainer.again())]
 
 
 def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
@@ -143,13 +143,12 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
     row = _row(trainer, "image", seq_len=SHORT_SEQ_LEN)
     local_modules = layer_specs._layer_modules
 
-    def run_steps(config: TrainConfig, num_steps: int) -> list[float]:
-        wrapped = wrap_in_ddp(config, trainer.new_chunks(config))
-        optimizer = build_optimizer(config, trainer.platform, wrapped)
+    def run_steps(recompute: RecomputeConfig, num_steps: int) -> list[float]:
+        other = trainer.again(recompute=recompute, data=DataConfig(seq_len=SHORT_SEQ_LEN))
         results = []
         for number in range(num_steps):
-            set_learning_rates(optimizer, config, number)
-            result = train_step(wrapped, optimizer, [row], trainer.grid, SHORT_SEQ_LEN)
+            set_learning_rates(other.optimizer, other.config, number)
+            result = other.train_step(StepBatch([row]))
             results += [result.loss, result.grad_norm]
         return results
 
@@ -175,15 +174,15 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
         )
 
     activation_kernels.biased_activation = counted_activation
-    results = {"plain": torch_only(run_steps)(trainer.config, 2)}
+    results = {"plain": torch_only(run_steps)(RecomputeConfig(), 2)}
     assert not activation_calls
     layer_specs._layer_modules = fused_modules
-    results["fused"] = run_steps(trainer.config, 2)
+    results["fused"] = run_steps(RecomputeConfig(), 2)
     for name, recompute in (
         ("recomputed", RecomputeConfig(language="full", vision="full")),
         ("recomputed activations", RecomputeConfig(vision="activation")),
     ):
-        results[name] = run_steps(dataclasses.replace(trainer.config, recompute=recompute), 1)
+        results[name] = run_steps(recompute, 1)
     results |= {"calls of norms": norm_calls, "calls of activations": activation_calls}
     return results
 
@@ -197,9 +196,8 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     from megatron_vl.platform import get_platform
     from megatron_vl.spec.tensors import tensor_table
     from megatron_vl.weights.matrix_blocks import join_shards
-    from toolkit.parity.case import ParityCase, draw_samples
-    from toolkit.parity.case import build_case as build_case
-    from toolkit.parity.worker import collect_gradients
+    from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
+    from toolkit.parity.worker import complete_gradients
 
     platform = get_platform("cpu")
     init_distributed(platform)
@@ -207,25 +205,34 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     for name, fields in cases.items():
         case = ParityCase(name=name, **fields)
         live = build_case(case, platform)
-        data = live.make_step_data(draw_samples(case.steps[0], live.spec, 0), platform, case.seq_len)
-        for chunk in live.ddp_chunks:
+        data = pack_step(live, draw_samples(case.steps[0], live.spec, 0))
+        for chunk in live.model_chunks:
             chunk.zero_grad_buffer()
-        reports = run_schedule(live.ddp_chunks, data.rows, seq_len=case.seq_len)
+        reports = run_schedule(live.model_chunks, data.rows, seq_len=case.seq_len)
         _, loss_tokens, *_ = reduce_losses(reports, live.grid, platform.device)
 
         load = expert_load(
-            live.ddp_chunks,
+            live.model_chunks,
             live.spec.language.num_layers,
             live.spec.language.moe.num_experts,
             platform.device,
         )
-        gradients = collect_gradients(live, loss_tokens)
-        table = tensor_table(live.spec)
-        cut = live.layout.sharding
+        complete_gradients(live, loss_tokens)
+        table, cut = tensor_table(live.spec), live.layout.sharding
+        own: dict[tuple[str, int], list[torch.Tensor]] = {}
+        for tensor, parameter, _ in live.live_tensors:  # experts come in their order
+            if live.grid.is_first_copy(table[tensor]):
+                part = live.grid.shard_index(table[tensor])
+                own.setdefault((tensor, part), []).append(parameter.main_grad.clone())
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, own)
+        parts = {key: stack for held in by_rank for key, stack in held.items()}
         results[name] = {"load": load}
-        for tensor, copies in gradients.items():
-            parts = [copies[0][part]() for part in range(cut.num_shards(table[tensor]))]
-            results[name][tensor] = join_shards(parts, table[tensor], cut)
+        for tensor in {tensor for tensor, _ in parts}:
+            stacks = [parts[tensor, part] for part in range(cut.num_shards(table[tensor]))]
+            is_stack = bool(table[tensor].num_experts)
+            full = [torch.stack(stack) if is_stack else stack[0] for stack in stacks]
+            results[name][tensor] = join_shards(full, table[tensor], cut)
 
     if dist.get_rank() == 0:
         torch.save(results, out)

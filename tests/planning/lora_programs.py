@@ -11,9 +11,8 @@ from torch import Tensor
 from megatron_vl.config import parse_config
 from megatron_vl.spec.families import read_spec
 from tests.support.dry_build import dry_build
-from tests.training.context_programs import SEQ_LEN
 from tests.training.lora_programs import build, start
-from toolkit.parity.case import draw_samples
+from toolkit.parity.case import draw_samples, pack_step
 
 
 def built_parameters(hf: dict[str, str], runs: list[list[Any]]) -> list[list[list[int]]]:
@@ -34,8 +33,8 @@ def kept_by_tower(hf: str, weights: str, targets: list[list[str]]) -> list[float
     kept_bytes = []
     for names in targets:
         live = build("tower", hf, weights, {"rank": 4, "targets": names}, {}, platform)
-        [row] = live.make_step_data(draw_samples([["image"]], live.spec, 0), platform, SEQ_LEN).rows
-        tower = live.ddp_chunks[0].module.vision_model
+        [row] = pack_step(live, draw_samples([["image"]], live.spec, 0)).rows
+        tower = live.model_chunks[0].module.vision_model
         kept: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:

@@ -15,7 +15,6 @@ from tests.converters.peft_models import SAVED, peft_folder
 from toolkit.cli import main
 from toolkit.layouts import parse_layout, parse_layouts
 from toolkit.parity import compare
-from toolkit.parity.compare import spread_samples
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
@@ -28,7 +27,6 @@ def test_layouts_agree_with_transformers(capsys):
     code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3,cp2")
     assert code == 0
     assert report["ok"]
-    assert report["inputs"] == {"tokens_differ": [], "pixel_error": pytest.approx(0, abs=1e-6)}
 
     for result in report["layouts"].values():
         step = result["steps"][0]
@@ -41,7 +39,7 @@ def test_layouts_agree_with_transformers(capsys):
             "logits",
         } <= set(step["activations"])
         assert 0 < max(step["activations"].values()) < 1e-5 and step["departs"] == ""
-        assert 0 < max(step["gradients"].values()) < 1e-4
+        assert 0 < step["gradient_error"] < 1e-4
         assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
 
 
@@ -60,14 +58,13 @@ LORA_LAYOUTS = {
     [pytest.param(name, marks=[] if name == "qwen3_vl" else pytest.mark.full) for name in LORA_LAYOUTS],
 )
 def test_adapters_agree_with_peft(capsys, family: str):
-    """Every matrix has an adapter. Gradients, merged weights and the file are those of peft."""
+    """Every matrix has an adapter. Gradients are those of peft."""
     code, report = run(capsys, "--family", family, "--layouts", LORA_LAYOUTS[family], "--lora", "4")
     assert code == 0 and report["ok"]
-    assert report["adapter"]["same_file"] and report["adapter"]["merge_error"] < 1e-6
     for result in report["layouts"].values():
         step = result["steps"][0]
         assert 0 < max(step["activations"].values()) < 1e-5 and step["departs"] == ""
-        assert 0 < max(step["gradients"].values()) < 1e-4 and "embeddings" not in step["gradients"]
+        assert 0 < step["gradient_error"] < 1e-4 and all("adapter" in name for name in step["worst"])
         assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
 
 
@@ -78,16 +75,16 @@ def test_modules_trained_whole_agree_with_peft(capsys, monkeypatch: pytest.Monke
     prepare_samples = compare.prepare_samples
 
     def prepare_with_adapter(images: list[Path], hf: Path, work: Path, count: int) -> list:
-        peft_folder(work / "adapter", hf, **SAVED)
+        (work / "reference").mkdir()
+        peft_folder(work / "reference" / "adapter", hf, **SAVED)
         return prepare_samples(images, hf, work, count)
 
     monkeypatch.setattr(compare, "prepare_samples", prepare_with_adapter)
     code, report = run(capsys, "--family", family, "--layouts", "1,tp2sp,pp2", "--lora", "4")
-    assert code == 0 and report["ok"] and report["adapter"]["same_file"]
+    assert code == 0 and report["ok"]
     for result in report["layouts"].values():
         step = result["steps"][0]
-        assert {"patch embedding", "merger", "embeddings", "logits"} <= set(step["gradients"])
-        assert 0 < max(step["gradients"].values()) < 1e-4
+        assert not step["unexpected"] and 0 < step["gradient_error"] < 1e-4
         assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
 
 
@@ -113,7 +110,6 @@ def test_a_damaged_checkpoint_fails_and_its_layer_is_named(
     code, report = run(capsys, "--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
     result = report["layouts"]["1"]
     assert code == 1 and result["steps"][0]["departs"] == "decoder layer 2"
-    assert result["tensors"] == ["language_model.decoder.layers.2.self_attention.linear_qkv.weight"]
 
 
 def test_layouts_are_read_as_written():
@@ -126,10 +122,6 @@ def test_layouts_are_read_as_written():
     for wrong in ("tp", "2", "tp2x", "tp2tp4", "pp2:layers=", "sp", "tp0", ""):
         with pytest.raises(ValueError, match="layout"):
             parse_layouts(wrong)
-
-
-def test_rows_are_as_even_as_can_be():
-    assert spread_samples(5, 2) == [[0, 1], [2, 3, 4]] and spread_samples(4, 4) == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize(

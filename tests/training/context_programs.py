@@ -20,9 +20,9 @@ from megatron_vl.platform import get_platform
 from megatron_vl.training.batch_broadcast import BatchBroadcast
 from megatron_vl.training.checkpoint import load_checkpoint
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.step import train_step
+from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path
-from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
+from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
 
 from .decoupled_programs import saved_tensors
 
@@ -62,11 +62,11 @@ def moved(
         live = build_case(case, platform)
         if number == 0:
             for step in range(2):
-                data = live.make_step_data(draw_samples(ROWS, live.spec, step), platform, SEQ_LEN)
+                data = pack_step(live, draw_samples(ROWS, live.spec, step))
                 set_learning_rates(live.optimizer, live.config, step)
-                train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, SEQ_LEN)
+                live.train_step(data)
         else:
-            parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
+            parts = {"model_chunks": live.model_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
             source = step_dir_path(Path(folder) / str(number - 1), 2)
             load_checkpoint(source, **parts, **place)
@@ -133,11 +133,11 @@ def checked_and_computed_heads(hf: str, weights: str) -> dict[str, Any]:
         with contextlib.redirect_stdout(said):
             live = build_case(case, platform)
         computed: list[int] = []
-        for module in live.ddp_chunks[0].modules():
+        for module in live.model_chunks[0].modules():
             if isinstance(module, PackedAttention) and module.causal:
                 module.backend_function = _counting_heads(module.backend_function, computed)
         samples = draw_samples([["text"]] * live.grid.dp, live.spec, 0)
-        live.ddp_chunks[0].module(live.make_step_data(samples, platform, SEQ_LEN).rows[0])
+        live.model_chunks[0].module(pack_step(live, samples).rows[0])
         assert len({*computed}) == 1
         found[name] = [checked[-1], computed[0]]
     return found | {"said": said.getvalue().splitlines()}
@@ -193,15 +193,13 @@ def host_reads(hf: str, weights: str, platform_name: str = "cpu") -> list[str]:
     dtype = "bfloat16" if platform_name == "cuda" else "float32"
     case = ParityCase("CP2", hf, weights, [], seq_len=SEQ_LEN, optimizer=False, cp=2, dtype=dtype)
     live = build_case(case, platform)
-    data = live.make_step_data(
-        draw_samples([["image", "word", "text", "video"]], live.spec, 0), platform, SEQ_LEN
-    )
+    data = pack_step(live, draw_samples([["image", "word", "text", "video"]], live.spec, 0))
 
-    live.ddp_chunks[0].module(data.rows[0]).sum().backward()  # kernels are compiled at the first use
+    live.model_chunks[0].module(data.rows[0]).sum().backward()  # kernels are compiled at the first use
     with HostReads() as host_read_log:
         if platform_name == "cuda":
             torch.cuda.set_sync_debug_mode("error")
-        live.ddp_chunks[0].module(data.rows[0]).sum().backward()
+        live.model_chunks[0].module(data.rows[0]).sum().backward()
         if platform_name == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     return host_read_log.operators
@@ -217,10 +215,10 @@ def saved_by_attention(hf: str, weights: str) -> int:
     init_distributed(platform)
     case = ParityCase("CP2", hf, weights, [], seq_len=SEQ_LEN, optimizer=False, cp=2)
     live = build_case(case, platform)
-    [row] = live.make_step_data(draw_samples([["text"]], live.spec, 0), platform, SEQ_LEN).rows
+    [row] = pack_step(live, draw_samples([["text"]], live.spec, 0)).rows
     attention = next(
         module
-        for module in live.ddp_chunks[0].modules()
+        for module in live.model_chunks[0].modules()
         if isinstance(module, PackedAttention) and module.causal
     )
 
@@ -240,7 +238,7 @@ def saved_by_attention(hf: str, weights: str) -> int:
     return sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept_tensors.values())
 
 
-def _token_losses(live: BuiltCase, samples: list[TokenizedSample]) -> Tensor:
+def _token_losses(live: Trainer, samples: list[TokenizedSample]) -> Tensor:
     """The losses of all tokens of a row that every replica gets, [S]."""
     row = pack_row(samples, live.spec, SEQ_LEN)
     row.loss_mask = torch.ones_like(row.loss_mask)
@@ -248,7 +246,7 @@ def _token_losses(live: BuiltCase, samples: list[TokenizedSample]) -> Tensor:
     given = iter([row]) if live.grid.owns_loader else None
     [mine] = BatchBroadcast(live.grid, platform, given, 1, vision_spec=live.spec.vision).next_batch().rows
     with torch.no_grad():
-        losses = live.ddp_chunks[0].module(mine).view(-1)
+        losses = live.model_chunks[0].module(mine).view(-1)
 
     by_rank = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(by_rank, losses)

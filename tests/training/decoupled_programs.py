@@ -14,10 +14,11 @@ from megatron_vl.platform import get_platform
 from megatron_vl.training.checkpoint import CheckpointSaver, load_checkpoint, read_run_metadata, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import STATE_KINDS, OptimizerStateReader
-from megatron_vl.training.step import replicated_modules, train_step
+from megatron_vl.training.step import replicated_modules
+from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
-from toolkit.parity.case import ParityCase, build_case, draw_samples
+from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
 from toolkit.parity.training import read_full_state
 
 ROWS = [["mixed", "text"], ["image"]]
@@ -40,13 +41,13 @@ def _move(
         live = build_case(case, platform)
         if number == 0:
             for step in range(2):
-                _step(live, platform, step)
+                _step(live, step)
         else:
-            parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
+            parts = {"model_chunks": live.model_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
             load_checkpoint(step_dir_path(folder / "0", 2), **parts, **place)
         saved.append(saved_tensors(live, folder / str(number)))
-        results.append(_step(live, platform, 2))
+        results.append(_step(live, 2))
     if dist.get_rank():
         return {}
     before, after = saved
@@ -70,7 +71,7 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
     torch.set_num_threads(1)
     init_distributed(platform)
     live = build_case(ParityCase("case", hf, weights, [], seq_len=512, decoupled=True, **layout), platform)
-    tower = live.ddp_chunks[0].module.decoupled
+    tower = live.model_chunks[0].module.decoupled
     last = dist.get_rank() == dist.get_world_size() - 1
     own, calls = tower.backward_call, []
 
@@ -81,13 +82,14 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
         own(features, patches, gradient)
 
     def held() -> list[Tensor]:
-        return [p.detach().clone() for part in replicated_modules(live.ddp_chunks) for p in part.parameters()]
+        parts = replicated_modules(live.model_chunks)
+        return [parameter.detach().clone() for part in parts for parameter in part.parameters()]
 
     results = []
     for number in range(3):
         before = held()
         tower.backward_call = with_nan if last and number == 1 else own
-        skipped = _step(live, platform, number).skip_reason
+        skipped = _step(live, number).skip_reason
         after = held()
         changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         results.append([skipped, changed, all(bool(p.isfinite().all()) for p in after)])
@@ -97,17 +99,17 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
     return by_rank
 
 
-def _step(live: Any, platform: Any, number: int) -> Any:
-    data = live.make_step_data(draw_samples(ROWS, live.spec, number), platform, 512)
+def _step(live: Trainer, number: int) -> Any:
+    data = pack_step(live, draw_samples(ROWS, live.spec, number))
     set_learning_rates(live.optimizer, live.config, number)
-    return train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, 512)
+    return live.train_step(data)
 
 
 def saved_tensors(live: Any, folder: Path) -> dict[str, Tensor]:
     """Saves; on rank 0, returns every weight, master weight and moment in the files, and Adam's counts."""
     saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, num_latest_kept=0)
     place = {"spec": live.spec, "layout": live.layout, "grid": live.grid}
-    parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
+    parts = {"model_chunks": live.model_chunks, "optimizer": live.optimizer}
     saver.start_save(
         lambda: take_snapshot(2, **parts, **place, loader_state=None, run_metadata={"dp": live.grid.dp}), 2
     )

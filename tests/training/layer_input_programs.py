@@ -10,10 +10,9 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_vl.training.offload import layer_inputs
-from tests.training.context_programs import SEQ_LEN
 from tests.training.decoupled_programs import saved_tensors
 from tests.training.lora_programs import build, start, train
-from toolkit.parity.case import draw_samples
+from toolkit.parity.case import draw_samples, pack_step
 
 FULL = {"language": "full", "vision": "full"}
 ON_HOST = FULL | {"offload_inputs": True}
@@ -55,8 +54,8 @@ def inputs_left_on_the_device(hf: str, weights: str) -> dict[str, Any]:
     platform = start("cpu")
     layer_inputs.PIECE_BYTES = PIECE_BYTES
     live = build("full", hf, weights, {}, {"recompute": FULL}, platform)
-    [row] = live.make_step_data(draw_samples([["image", "text"]], live.spec, 0), platform, SEQ_LEN).rows
-    chunk = live.ddp_chunks[0].module
+    [row] = pack_step(live, draw_samples([["image", "text"]], live.spec, 0)).rows
+    chunk = live.model_chunks[0].module
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
     results: dict[str, Any] = {"layers": len(layers), "device": inputs_alive(chunk, layers, row)}
 

@@ -14,9 +14,9 @@ from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.adapters import trained_table
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.step import train_step
+from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path
-from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
+from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
 
 from .context_programs import ROWS, SEQ_LEN
 from .decoupled_programs import saved_tensors
@@ -57,7 +57,7 @@ def train_layouts(
 
 
 def logit_distances(
-    live: BuiltCase, run: Path, hf: str, weights: str, layout: dict[str, Any], platform: Platform
+    live: Trainer, run: Path, hf: str, weights: str, layout: dict[str, Any], platform: Platform
 ) -> dict[str, float]:
     """How far the logits of two models are from those of base and adapters. Collective.
 
@@ -84,10 +84,10 @@ def logit_distances(
     return distances
 
 
-def local_logits(live: BuiltCase, platform: Platform) -> Tensor:
+def local_logits(live: Trainer, platform: Platform) -> Tensor:
     """This rank's logits of real tokens, for rows that no step has seen. Needs one pipeline stage."""
-    step_data = live.make_step_data(draw_samples(ROWS, live.spec, STEPS), platform, SEQ_LEN)
-    model_chunk = live.ddp_chunks[0].module.eval()
+    step_data = pack_step(live, draw_samples(ROWS, live.spec, STEPS))
+    model_chunk = live.model_chunks[0].module.eval()
     with torch.no_grad():
         return torch.cat([model_chunk(row, labels=False).flatten(0, 1).float() for row in step_data.rows])
 
@@ -97,7 +97,7 @@ def dropout_masks(hf: str, weights: str, layout: dict[str, Any]) -> dict[str, li
     platform = start("cpu")
     live = build("dropout", hf, weights, {"rank": 4, "dropout": 0.5}, layout, platform)
     masks: dict[str, list[list[float]]] = {}
-    layer = live.ddp_chunks[0].module.language_model.decoder.layers[0].self_attention
+    layer = live.model_chunks[0].module.language_model.decoder.layers[0].self_attention
     for name, linear in (("whole", layer.linear_qkv), ("cut", layer.linear_proj)):
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, linear.adapter._drop(torch.ones(64)).tolist())
@@ -114,24 +114,24 @@ def start(platform_name: str) -> Platform:
 
 def build(
     name: str, hf: str, weights: str, lora: dict[str, Any], layout: dict[str, Any], platform: Platform
-) -> BuiltCase:
+) -> Trainer:
     dtype = "bfloat16" if platform.name == "cuda" else "float32"
     case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, lora=lora, dtype=dtype, **layout)
     return build_case(case, platform)
 
 
-def train(live: BuiltCase, platform: Platform) -> list[float]:
+def train(live: Trainer, platform: Platform) -> list[float]:
     """The losses of two steps, the second of which sees adapters that are not zero."""
     losses = []
     for step in range(STEPS):
-        data = live.make_step_data(draw_samples(ROWS, live.spec, step), platform, SEQ_LEN)
+        data = pack_step(live, draw_samples(ROWS, live.spec, step))
         set_learning_rates(live.optimizer, live.config, step)
-        losses.append(train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, SEQ_LEN).loss)
+        losses.append(live.train_step(data).loss)
     return losses
 
 
 def changed_base(
-    live: BuiltCase, hf: str, weights: str, layout: dict[str, Any], lora: dict[str, Any], platform: Platform
+    live: Trainer, hf: str, weights: str, layout: dict[str, Any], lora: dict[str, Any], platform: Platform
 ) -> list[str]:
     """Names of the base's frozen tensors on any rank that differ from a newly built model by a bit."""
     fresh = build("fresh", hf, weights, lora, layout, platform)

@@ -20,7 +20,7 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training import optimizer as optimizer_module
-from megatron_vl.training.checkpoint import collect_live_tensors
+from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import ChunkedOptimizerState, chunked_state
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer, DeviceSlot, SlotPhase
@@ -38,7 +38,6 @@ from megatron_vl.training.optimizer_state import (
     write_hashed_safetensors,
     write_slice_index,
 )
-from megatron_vl.training.step import train_step, wrap_in_ddp
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
 
@@ -48,12 +47,8 @@ Steps = list[dict[str, Any]]
 def again(trainer: TinyTrainer, **changes: Any) -> TinyTrainer:
     """A trainer of the same model with the same random weights and rows; ``changes`` of the optimizer."""
     optimizer = dataclasses.replace(trainer.config.optimizer, **changes)
-    config = dataclasses.replace(trainer.config, optimizer=optimizer)
     torch.manual_seed(0)
-    other = dataclasses.replace(trainer, config=config, chunks=trainer.new_chunks(config))
-    other.wrapped = wrap_in_ddp(config, other.chunks)
-    other.optimizer = build_optimizer(config, trainer.platform, other.wrapped)
-    return other
+    return trainer.again(optimizer=optimizer)
 
 
 def state(trainer: TinyTrainer) -> dict[str, Tensor]:
@@ -85,7 +80,7 @@ def steps_of(
     for number in range(first, first + steps):
         set_learning_rates(trainer.optimizer, trainer.config, number)
         now = trainer.feed_of([silent], 1).next_batch().rows if number == bad else rows
-        result = train_step(trainer.wrapped, trainer.optimizer, now, trainer.grid, SEQ_LEN)
+        result = trainer.train_step(StepBatch(now))
         facts = {"loss": repr(result.loss), "norm": repr(result.grad_norm), "skipped": result.skip_reason}
         outcomes.append(facts | {"state": digest(state(trainer))})
     return outcomes
@@ -134,7 +129,7 @@ def gradients_after_a_step(hf: str, **optimizer: Any) -> dict[str, Any]:
     trainer = again(trainer)
     sums: list[Tensor] = []
     _after_prepare_grads(trainer, lambda gradients: sums.extend(g.clone() for g in gradients))
-    result = train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
+    result = trainer.train_step(StepBatch(rows))
 
     clip_grad = trainer.config.optimizer.clip_grad
     norm = math.sqrt(sum(g.double().square().sum().item() for g in sums)) / result.loss_tokens
@@ -147,7 +142,7 @@ def gradients_after_a_step(hf: str, **optimizer: Any) -> dict[str, Any]:
     # A twin gets the scaled gradients, and its own scaling is left out.
     _after_prepare_grads(twin, lambda gradients: torch._foreach_copy_(gradients, scaled))
     optimizer_module._scale_gradients = lambda *_: None
-    assert train_step(twin.wrapped, twin.optimizer, rows, twin.grid, SEQ_LEN).is_updated
+    assert twin.train_step(StepBatch(rows)).is_updated
     ours, theirs = state(trainer), state(twin)
     wrong_state = [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
     return {
@@ -174,7 +169,7 @@ def _after_prepare_grads(trainer: TinyTrainer, call: Callable[[list[Any]], Any])
 def some_rows(trainer: TinyTrainer, dtype: str) -> list[Any]:
     """A row of pictures and one of text; in bfloat16, which takes seconds on CPU, a short one."""
     if dtype == "float32":
-        return trainer.feed.next_batch().rows
+        return trainer.batches.next_batch().rows
     row = pack_row([make_sample("image", trainer.spec, 0)], trainer.spec, SEQ_LEN)
     return trainer.feed_of([row], 1).next_batch().rows
 
@@ -267,9 +262,7 @@ def saved_and_restored(hf: str, folder: str) -> dict[str, Any]:
 def save(trainer: TinyTrainer, folder: Path) -> dict[str, Any]:
     """Writes optimizer state as a checkpoint does. Returns what ``run.json`` says of the files."""
     folder.mkdir()
-    held = snapshot_optimizer(
-        trainer.optimizer, collect_live_tensors(trainer.wrapped, trainer.layout, trainer.grid)
-    )
+    held = snapshot_optimizer(trainer.optimizer, trainer.live_tensors)
     files = {"rank.safetensors": write_hashed_safetensors(folder / "rank.safetensors", held, {"tp": "0"})}
     return files | {
         INDEX_FILE: write_slice_index(folder, {"rank.safetensors": list_index_entries(held, 0, 0)})
@@ -280,8 +273,7 @@ def load(trainer: TinyTrainer, folder: Path, files: dict[str, Any]) -> None:
     """Restores the optimizer, and the model's weights from its master weights."""
     table = tensor_table(trainer.spec)
     reader = OptimizerStateReader(folder, files, trainer.layout.sharding)
-    parameters = collect_live_tensors(trainer.wrapped, trainer.layout, trainer.grid)
-    restore_optimizer(reader, trainer.optimizer, parameters, table, trainer.grid)
+    restore_optimizer(reader, trainer.optimizer, trainer.live_tensors, table, trainer.grid)
     for part in trainer.optimizer.chained_optimizers:
         part._copy_main_params_to_model_params()
 
@@ -293,10 +285,9 @@ def bytes_at_start(hf: str, share: float, moments: str) -> dict[str, int]:
     mains = [main for part in first.optimizer.chained_optimizers for main in part.get_parameters()]
     sizes = [4 * main.numel() for main in mains]
     optimizer = dataclasses.replace(first.config.optimizer, offload_fraction=share, moments_dtype=moments)
-    config = dataclasses.replace(first.config, optimizer=optimizer)
-    wrapped = wrap_in_ddp(config, first.new_chunks(config))
+    other = TinyTrainer(dataclasses.replace(first.config, optimizer=optimizer), with_optimizer=False)
     with Allocations() as allocations:
-        built = build_optimizer(config, first.platform, wrapped)
+        built = build_optimizer(other.config, other.platform, other.model_chunks)
     assert built.param_groups
     return {"most": allocations.most, "left": allocations.now(), "largest": max(sizes), "all": sum(sizes)}
 
@@ -345,7 +336,7 @@ def poisoned(hf: str) -> dict[str, Any]:
             chunk.state_views(chunk.home_buffer).exp_avg[0] += 1e-3
         ahead = watch(moved)
         results[what] = steps_of(trainer, rows, bad=1)[-1]["state"]
-        train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
+        trainer.train_step(StepBatch(rows))
         results[f"{what}, on the device"] = [max(ahead), traffic.num_chunks_on_device]
         moved.chunk_streamer.wait_for_host_state()
         assert not traffic.num_chunks_on_device

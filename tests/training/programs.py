@@ -38,7 +38,7 @@ from megatron_vl.training import batch_broadcast, metrics
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import optimizer_slices, snapshot_optimizer
-from megatron_vl.training.step import StepResult, run_schedule, train_step
+from megatron_vl.training.step import StepResult, run_schedule
 from megatron_vl.training.step_metrics import StepMetrics
 from megatron_vl.weights import run_folder
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
@@ -60,7 +60,7 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
         if number == 1:
             hooks.append(chunk.language_model.register_forward_hook(lambda module, args, out: out * math.nan))
         before = weights()
-        result = trainer.step(number)
+        result = trainer.run_step(number)
         for hook in hooks:
             hook.remove()
 
@@ -84,7 +84,7 @@ def steps_with_one_skipped(hf: str, second: str, pp: int = 1, **settings: Any) -
         data = trainer.feed_of(rows, len(rows)).next_batch()
         set_learning_rates(trainer.optimizer, trainer.config, number)
         before = _optimizer_state(trainer) if number else {}
-        result = train_step(trainer.wrapped, trainer.optimizer, data.rows, trainer.grid, SEQ_LEN)
+        result = trainer.train_step(data)
         after = _optimizer_state(trainer)
 
         stayed = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
@@ -115,7 +115,7 @@ def parts_that_move(hf: str, still: str) -> list[Any]:
     rates = []
     for number in range(2):
         rates.append(set_learning_rates(trainer.optimizer, trainer.config, number))
-        assert trainer.step(number).is_updated
+        assert trainer.run_step(number).is_updated
 
     moved: dict[str, list[bool]] = {}
     for name, parameter in parameters.items():
@@ -144,7 +144,7 @@ def state_of_mixed_types(hf: str) -> list[list[Any]]:
     """For each slice of each rank's state after a step in bf16: [name, type of the parameter, whether it is
     the parameter's own: shape of the moments, and main weights that round to the parameter]."""
     trainer = tiny_trainer(hf, dtype="bfloat16")
-    assert trainer.step().is_updated
+    assert trainer.run_step().is_updated
     live = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
     found = []
     for piece in optimizer_slices(trainer.optimizer, live):
@@ -161,7 +161,7 @@ def state_of_mixed_types(hf: str) -> list[list[Any]]:
 def weights_copied_together(hf: str) -> list[Any]:
     """[updated, optimizers, whether our copy of the main weights equals core's] after a step in bf16."""
     trainer = tiny_trainer(hf, dtype="bfloat16")
-    updated = trainer.step().is_updated
+    updated = trainer.run_step().is_updated
     parts = trainer.optimizer.chained_optimizers
     together = [parameter.detach().clone() for parameter in trainer.chunks[0].parameters()]
     for part in parts:
@@ -187,9 +187,7 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
 
     counts = []
     for kind in kinds:
-        config = dataclasses.replace(trainer.config, recompute=RecomputeConfig(**kind))
-        chunks = trainer.new_chunks(config)
-        chunks[0].config.finalize_model_grads_func = None
+        chunks = trainer.again(recompute=RecomputeConfig(**kind)).model_chunks
         rows = trainer.feed_of([pack_row(samples, trainer.spec, length)], 1).next_batch().rows
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             run_schedule(chunks, rows, seq_len=length)

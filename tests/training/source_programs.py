@@ -14,7 +14,8 @@ from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training.batch_broadcast import BatchBroadcast
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import reduce_losses, run_schedule
-from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
+from megatron_vl.training.trainer import Trainer
+from toolkit.parity.case import ParityCase, build_case, draw_samples
 
 KINDS = [["image", "text"], ["two_images", "short_text"], ["text", "short_text"], ["short_text"]]
 """With two data-parallel ranks, all pictures are in the rows of the first."""
@@ -42,7 +43,7 @@ def losses_by_source(hf: str, weights: str) -> dict[str, Any]:
     return out
 
 
-def _rows(live: BuiltCase) -> list[TrainingRow]:
+def _rows(live: Trainer) -> list[TrainingRow]:
     rows = []
     for samples, sources, weights in zip(draw_samples(KINDS, live.spec, 0), SOURCES, WEIGHTS, strict=True):
         for sample, weight in zip(samples, weights, strict=True):
@@ -55,9 +56,9 @@ def _rows(live: BuiltCase) -> list[TrainingRow]:
     return rows
 
 
-def _one_by_one(live: BuiltCase, platform: Platform) -> dict[str, Any]:
+def _one_by_one(live: Trainer, platform: Platform) -> dict[str, Any]:
     found = SourceCounts.all_zero(3)
-    model = live.ddp_chunks[0].module
+    model = live.model_chunks[0].module
     for samples, sources, weights in zip(draw_samples(KINDS, live.spec, 0), SOURCES, WEIGHTS, strict=True):
         for sample, source, weight in zip(samples, sources, weights, strict=True):
             row = pack_row([sample], live.spec, SEQ_LEN)
@@ -70,12 +71,12 @@ def _one_by_one(live: BuiltCase, platform: Platform) -> dict[str, Any]:
     return vars(found)
 
 
-def _in_rows(live: BuiltCase, platform: Platform, out: dict[str, Any]) -> dict[str, Any]:
+def _in_rows(live: Trainer, platform: Platform, out: dict[str, Any]) -> dict[str, Any]:
     grid, rows = live.grid, _rows(live)
     share = len(rows) // grid.dp
     mine = iter(rows[grid.dp_rank * share : (grid.dp_rank + 1) * share]) if grid.owns_loader else None
     data = BatchBroadcast(grid, platform, mine, share, vision_spec=live.spec.vision).next_batch()
-    reports = run_schedule(live.ddp_chunks, data.rows, seq_len=SEQ_LEN, forward_only=True)
+    reports = run_schedule(live.model_chunks, data.rows, seq_len=SEQ_LEN, forward_only=True)
     learnt = SourceCounts.from_rows(data.source_loss_tokens, 3)
     total, _, _, found = reduce_losses(reports, grid, platform.device, (), learnt)
 

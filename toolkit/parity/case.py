@@ -1,4 +1,4 @@
-"""Defines a case of the comparison (one layout of one model) and builds its model."""
+"""Defines a case of the comparison (one layout of one model), and has the trainer build it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import dataclasses
 import itertools
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_vl.config import (
     DataConfig,
@@ -20,19 +23,21 @@ from megatron_vl.config import (
     TrainConfig,
     VisionConfig,
 )
+from megatron_vl.data.given_rows import GivenRows, replica_rows
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.models.parameter_names import LiveTensor
-from megatron_vl.parallel.process_grid import ProcessGrid, make_grid
+from megatron_vl.data.source.dataset_description import SplitFacts
+from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.adapters import MixedLora
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.layout import configured_layout
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
-from megatron_vl.training.model import build_model
-from megatron_vl.training.optimizer import build_optimizer
-from megatron_vl.training.step import wrap_in_ddp
-from megatron_vl.weights.weight_reader import WeightReader
-from toolkit.sample_encoder import read_samples
+from megatron_vl.training.hooks import Hook
+from megatron_vl.training.input_files import read_model_digests
+from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.training.step import StepResult
+from megatron_vl.training.trainer import Trainer
+from toolkit.sample_encoder import SampleEncoder
 
 from .random_samples import make_sample
 
@@ -62,7 +67,7 @@ class ParityCase:
     decoupled: bool = False
     """Whether every rank holds the vision tower."""
     patches: int = 0
-    """With ``decoupled``, the approximate number of patches in a call of the tower; 0: the default."""
+    """The approximate number of patches in a call of the decoupled tower; 0: the default."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
@@ -79,8 +84,7 @@ class ParityCase:
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
     samples: str = ""
-    """File of :func:`toolkit.sample_encoder.write_samples`; kind ``sample:2`` in ``steps`` is its third
-    sample."""
+    """File of :func:`encode_conversations`; kind ``sample:2`` in ``steps`` is its third conversation."""
     reference: str = ""
     """Folder written by :mod:`toolkit.parity.reference_job`; empty: rank 0 computes the reference."""
     activations: bool = False
@@ -88,134 +92,135 @@ class ParityCase:
     pass per step."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`~megatron_vl.config.LoraConfig`; without any, the model itself is trained."""
-    adapter: str = ""
-    """Megatron weights of the adapters that ``lora`` describes; empty: new adapters."""
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
     """``model.attention``; the fused GPU kernels do not support float32."""
 
     @property
-    def _vision_config(self) -> VisionConfig:
-        if not self.decoupled:
-            return VisionConfig()
-        limit = {"patches_a_call": self.patches} if self.patches else {}
-        return VisionConfig(placement="decoupled", **limit)
-
-    @property
     def config(self) -> TrainConfig:
         """The settings of a training in this layout."""
-        model_config = ModelConfig(
-            checkpoint=self.weights,
-            hf=self.hf,
-            freeze_vision="vision" in self.freeze,
-            freeze_merger="merger" in self.freeze,
-            freeze_language="language" in self.freeze,
-            moe_aux_loss=self.aux_loss,
-            attention=self.attention,  # type: ignore[arg-type]
-        )
+        vision_config = VisionConfig(placement="decoupled") if self.decoupled else VisionConfig()
+        if self.patches:
+            vision_config = dataclasses.replace(vision_config, patches_a_call=self.patches)
+        parallel_fields = (field.name for field in dataclasses.fields(ParallelConfig))
         return TrainConfig(
             optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]
+            steps=max(len(self.steps), 1),
+            global_batch_size=len(self.steps[0]) if self.steps else 1,
             data=DataConfig(seq_len=self.seq_len),
-            model=model_config,
+            model=ModelConfig(
+                checkpoint=self.weights,
+                hf=self.hf,
+                freeze_vision="vision" in self.freeze,
+                freeze_merger="merger" in self.freeze,
+                freeze_language="language" in self.freeze,
+                moe_aux_loss=self.aux_loss,
+                attention=self.attention,  # type: ignore[arg-type]
+            ),
             lora=(MixedLora if "matrices" in self.lora else LoraConfig)(**self.lora),
-            vision=self._vision_config,
+            vision=vision_config,
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),
-            parallel=self._parallel_config,
-        )
-
-    @property
-    def _parallel_config(self) -> ParallelConfig:
-        return ParallelConfig(
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            vpp=self.vpp,
-            layers=self.layers,
-            ep=self.ep,
-            etp=self.etp,
-            sequence_parallel=self.sequence_parallel,
-            tp_comm_overlap=self.tp_comm_overlap,
-            distributed_optimizer=self.distributed_optimizer,
+            parallel=ParallelConfig(**{name: getattr(self, name) for name in parallel_fields}),
         )
 
 
-@dataclass
-class BuiltCase:
-    """A case built in this process group, with its weights loaded."""
+class StepResults(Hook):
+    """Keeps the result of each step."""
 
-    config: TrainConfig
-    spec: ModelSpec
-    layout: Layout
-    grid: ProcessGrid
-    ddp_chunks: list[Any]
-    optimizer: Any
-    """None if the case has no optimizer."""
-    live_tensors: list[LiveTensor]
+    def __init__(self) -> None:
+        self.results: list[StepResult] = []
 
-    def make_step_data(
-        self, samples: list[list[TokenizedSample]], platform: Platform, seq_len: int
-    ) -> StepBatch:
-        """Packs the samples and returns this rank's rows of one step. Collective.
-
-        Args:
-            samples: for each row of the global batch, its samples.
-        """
-        rows_per_replica = len(samples) // self.grid.dp
-        first_row = self.grid.dp_rank * rows_per_replica
-        replica_rows = samples[first_row : first_row + rows_per_replica]
-        packed_rows = None
-        if self.grid.owns_loader:
-            packed_rows = iter([pack_row(row, self.spec, seq_len) for row in replica_rows])
-        batch_broadcast = BatchBroadcast(
-            self.grid,
-            platform,
-            packed_rows,
-            rows_per_replica,
-            vision_spec=self.spec.vision,
-        )
-        return batch_broadcast.next_batch()
+    def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
+        self.results.append(step_result)
 
 
-def build_case(case: ParityCase, platform: Platform, config: TrainConfig | None = None) -> BuiltCase:
-    """Builds the model of a case and loads its weights. Collective.
+def resolve_on_given_rows(config: TrainConfig) -> ResolvedRun:
+    """The run of a config without a data set, from the weights in ``model.checkpoint``. Collective."""
+    spec = read_spec(config.model.hf)
+    layers = config.parallel.layers
+    layout = configured_layout(config, spec, layers if isinstance(layers, list) else None)
+    return ResolvedRun(
+        config,
+        spec,
+        layout,
+        dp=dist.get_world_size() // layout.replica_ranks,
+        layer_split_origin="given",
+        source_checkpoint=None,
+        facts_by_split={"train": SplitFacts(GivenRows.dataset_identity, 0)},
+        run_notes=(),
+        model_digests=read_model_digests(config, None),
+    )
+
+
+def build_case(case: ParityCase, platform: Platform) -> Trainer:
+    """Builds the model of a case with its weights. Rows come from :func:`pack_step`. Collective."""
+    trainer = Trainer(resolve_on_given_rows(case.config), platform)
+    trainer.build_model(overlap=case.overlap, bucket_size=case.bucket_size, with_optimizer=case.optimizer)
+    return trainer
+
+
+def pack_step(trainer: Trainer, samples: list[list[TokenizedSample]]) -> StepBatch:
+    """Packs samples and returns this rank's rows of one step. Collective.
 
     Args:
-        config: settings of the training in place of the case's own; their layout must be the case's.
+        samples: for each row of the global batch, its samples.
     """
-    config = config or case.config
-    spec = read_spec(case.hf)
-    layout = make_layout(
-        spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled, case.cp
-    )
-    grid = make_grid(layout)
+    grid, spec = trainer.grid, trainer.spec
+    own_samples = list(replica_rows([samples], grid.dp_rank, grid.dp))
+    packed_rows = None
+    if grid.owns_loader:
+        packed_rows = GivenRows([pack_row(row, spec, trainer.config.data.seq_len) for row in own_samples])
+    batches = BatchBroadcast(grid, trainer.platform, packed_rows, len(own_samples), vision_spec=spec.vision)
+    return batches.next_batch()
 
-    weight_reader = WeightReader(case.weights)
-    adapter_reader = WeightReader(case.adapter, takes_adapters=True) if case.adapter else None
-    built_model = build_model(
-        config, spec, layout, platform, grid, weight_reader=weight_reader, adapter_reader=adapter_reader
-    )
-    ddp_chunks = wrap_in_ddp(
-        config, built_model.model_chunks, overlap=case.overlap, bucket_size=case.bucket_size
-    )
-    optimizer = build_optimizer(config, platform, ddp_chunks) if case.optimizer else None
-    return BuiltCase(config, spec, layout, grid, ddp_chunks, optimizer, built_model.live_tensors)
+
+def train_on_samples(
+    config: TrainConfig, step_samples: list[list[list[TokenizedSample]]], platform: Platform, **options: Any
+) -> list[StepResult]:
+    """Runs the trainer on given samples, and returns the results of its steps. Collective.
+
+    Args:
+        step_samples: for each step and row of the global batch, its samples.
+        options: those of :meth:`Trainer.build_model`.
+    """
+    resolved_run, hook = resolve_on_given_rows(config), StepResults()
+
+    def make_loader(grid: ProcessGrid) -> GivenRows:
+        own_samples = replica_rows(step_samples, grid.dp_rank, grid.dp)
+        return GivenRows(pack_row(row, resolved_run.spec, config.data.seq_len) for row in own_samples)
+
+    with Trainer(resolved_run, platform, [hook], make_loader=make_loader) as trainer:
+        trainer.build(**options)
+        trainer.restore()
+        trainer.run()
+    return hook.results
+
+
+@cache
+def encode_conversations(conversations_path: Path, hf_dir: str | Path) -> list[TokenizedSample]:
+    """Encodes the conversations of a JSON file: a list of {"messages": HF messages, "images": files}."""
+    encoder = SampleEncoder(hf_dir)
+    samples = []
+    for conversation in json.loads(conversations_path.read_text()):
+        paths = map(Path, conversation["images"])
+        media = [("image", path.name, path.read_bytes()) for path in paths]
+        samples.append(encoder.encode_sample(conversation["messages"], media))
+    return samples
 
 
 def draw_samples(
-    sample_kinds: list[list[str]], spec: ModelSpec, step_number: int, samples_file: str = ""
+    sample_kinds: list[list[str]], spec: ModelSpec, step_number: int, case: ParityCase | None = None
 ) -> list[list[TokenizedSample]]:
-    """Draws the samples of one step.
-
-    The samples depend on the order of their kinds, but not on how the kinds are distributed over rows.
+    """Draws the samples of one step, which do not depend on how their kinds are distributed over rows.
 
     Args:
         sample_kinds: for each row, the kinds of its samples.
-        samples_file: file of the samples that kinds such as ``sample:2`` name.
+        case: the case whose conversations kinds such as ``sample:2`` name.
     """
-    stored_samples = read_samples(Path(samples_file)) if samples_file else []
+    stored_samples = encode_conversations(Path(case.samples), case.hf) if case and case.samples else []
     sample_seeds = itertools.count(100 * step_number)
 
     def draw_one_sample(sample_kind: str) -> TokenizedSample:

@@ -11,13 +11,12 @@ from toolkit.layouts import LAYOUT_GRAMMAR, LayoutSpec, LayoutTextError, parse_l
 from toolkit.options import CommandOptions, option, require_exactly_one
 
 MEMORY_NOTES = """
-Memory. transformers runs first and alone, on one device. It needs 8 bytes per parameter for weights
-and gradients in float32, and activations without recomputation. A comparison in bfloat16 needs as
-much, because transformers runs in float32 for it too. Then each rank of a layout holds 8 bytes
-(float32) or 6 bytes (bfloat16) per parameter of its own; --steps adds AdamW's state, 8 or 12 bytes.
-A 7B model needs 66 GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients and
-activations go through files in the temporary folder (TMPDIR), at most 12 bytes per parameter. If
-transformers does not fit, give --reference-device cpu.
+Memory. transformers runs first and alone, in float32. It needs 8 bytes per parameter for weights and
+gradients, and activations without recomputation; if they do not fit, give --reference-device cpu.
+Then each rank of a layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own;
+--steps adds AdamW's state, 8 or 12 bytes. A 7B model needs 66 GiB for transformers, then 46 GiB /
+(tp x pp) in bfloat16. Gradients go through files in the temporary folder (TMPDIR), at most 8 bytes
+per parameter.
 """
 
 
@@ -56,7 +55,7 @@ class ParityOptions(CommandOptions):
     moments."""
     lora: int = option(0, metavar="RANK", minimum=1)
     """Give every matrix a random LoRA adapter of this rank, made by peft, and compare the gradients of the
-    adapters instead. Also compares the merged weights, and the files after conversion, with those of peft."""
+    adapters instead."""
     json: bool = False
     """Print the results as JSON."""
 

@@ -1,4 +1,4 @@
-"""Computes the reference: runs samples one by one through the Hugging Face model.
+"""Runs and trains the Hugging Face model, with or without adapters of ``peft``.
 
 Gradients are returned in canonical form. The converters only permute weights and pad them with zeros, so
 they convert gradients as well. The padded rows and columns of the reference are zero, so those of the trained
@@ -7,10 +7,11 @@ model must be zero too.
 
 from __future__ import annotations
 
-import hashlib
+import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,18 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from converters.convert import convert_weights
+from converters.convert import convert_adapter, convert_weights
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_targets
+from megatron_vl.config import OptimizerConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
+from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
-from megatron_vl.weights.weight_reader import WeightReader
-from toolkit.hf_loading import load_hf_model
+from toolkit.hf_loading import SAFE_LOADING_ARGUMENTS, load_hf_model
+
+RANDOM_B_SCALE = 0.1
+"""Size of what random adapters add, relative to what their matrices compute. New ones would add nothing."""
 
 
 def load_hf_for_training(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -42,12 +48,8 @@ def hf_inputs(
     with videos also need explicit positions, because transformers 5.3 to 5.24 lets text continue within a
     video, unlike the released models.
     """
-    token_ids: list[Tensor] = []
-    all_media: list[MediaItem] = []
-    for sample in samples:
-        token_ids.append(sample.token_ids)
-        all_media += sample.media_items
-
+    token_ids = [sample.token_ids for sample in samples]
+    all_media = [item for sample in samples for item in sample.media_items]
     input_ids = _pad_on_right(token_ids)
     token_type_ids = (input_ids == spec.image_token_id).int() + 2 * (input_ids == spec.video_token_id).int()
     model_inputs: dict[str, Any] = {
@@ -69,18 +71,13 @@ def hf_inputs(
                 grid_seconds = [grid.second_per_grid for grid in kind_grids]
                 model_inputs["second_per_grid_ts"] = torch.tensor(grid_seconds)
 
-    if any(item.grid_thw.kind == "video" for item in all_media):
-        model_inputs["position_ids"] = _batch_positions(samples, spec)
+    if any(item.grid_thw.kind == "video" for item in all_media):  # int64 [3, sample, longest length]
+        positions = []
+        for sample in samples:
+            grids = [item.grid_thw for item in sample.media_items]
+            positions.append(mrope_positions(sample.token_ids, grids, spec).T)
+        model_inputs["position_ids"] = _pad_on_right(positions).permute(2, 0, 1)
     return {name: value.to(device) for name, value in model_inputs.items()}
-
-
-def _batch_positions(samples: Sequence[TokenizedSample], spec: ModelSpec) -> Tensor:
-    """The released models' positions, int64 [3, sample, longest length]."""
-    sample_positions = []
-    for sample in samples:
-        media_grids = [item.grid_thw for item in sample.media_items]
-        sample_positions.append(mrope_positions(sample.token_ids, media_grids, spec).T)
-    return _pad_on_right(sample_positions).permute(2, 0, 1)
 
 
 def _pad_on_right(sequences: Iterable[Tensor]) -> Tensor:
@@ -111,36 +108,16 @@ def hf_pixels(media_item: MediaItem, spec: ModelSpec, pixel_norm: PixelNorm) -> 
     return pixel_values.permute(0, 2, 3, 1, 4).reshape(-1, vision_spec.patch_dim)
 
 
-def compute_reference(
-    hf_dir: str | Path, samples: list[TokenizedSample], model: torch.nn.Module
-) -> tuple[float, dict[str, Tensor]]:
-    """Returns (mean loss over all loss tokens, canonical gradients) of samples run one by one."""
-    spec = read_spec(hf_dir)
-    loss = backward_mean_loss(model, samples, spec, read_pixel_norm(hf_dir))
-    return loss, canonical_gradients(model, hf_dir)
-
-
-def canonical_gradients(model: torch.nn.Module, hf_dir: str | Path) -> dict[str, Tensor]:
-    """The gradients of a Hugging Face model, like :func:`to_canonical`; zeros where there is none."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    return to_canonical(gradients, hf_dir)
-
-
 def backward_mean_loss(
     model: torch.nn.Module,
     samples: list[TokenizedSample],
     spec: ModelSpec,
     pixel_norm: PixelNorm,
-    inputs_by_sample: list[dict[str, Tensor]] | None = None,
     batch_size: int = 1,
 ) -> float:
     """Computes gradients of the mean loss over all loss tokens, batch by batch. Returns the loss.
 
     Args:
-        inputs_by_sample: the model's keyword arguments for each sample, if a processor made them. Batches
-            then have one sample.
         batch_size: number of samples in a batch, which is padded.
     """
     device = str(next(model.parameters()).device)
@@ -150,12 +127,7 @@ def backward_mean_loss(
 
     for first_sample in range(0, len(samples), batch_size):
         batch = samples[first_sample : first_sample + batch_size]
-        if inputs_by_sample:
-            processor_inputs = inputs_by_sample[first_sample]
-            model_inputs = {name: tensor.to(device) for name, tensor in processor_inputs.items()}
-        else:
-            model_inputs = hf_inputs(batch, spec, pixel_norm, device)
-
+        model_inputs = hf_inputs(batch, spec, pixel_norm, device)
         logits = model(**model_inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         labels = model_inputs["input_ids"][:, 1:].flatten()
         loss_mask = _pad_on_right([sample.loss_mask for sample in batch])[:, 1:].flatten()
@@ -167,60 +139,155 @@ def backward_mean_loss(
     return total_loss / loss_token_count
 
 
-def samples_fingerprint(samples: list[TokenizedSample]) -> str:
-    """A digest of tokens, loss mask and media; equal if :func:`backward_mean_loss` gives equal results."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        media_shapes = [(item.grid_thw, tuple(item.planes.shape)) for item in sample.media_items]
-        digest.update(repr(media_shapes).encode())
-        for tensor in (sample.token_ids, sample.loss_mask, *(item.planes for item in sample.media_items)):
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def gradients_by_name(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The gradient of each parameter that has one to compute; zeros where no sample reached it."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    return gradients
 
 
-MAX_CACHED_RESULTS = 12
-"""Number of references to remember. Those of small models take a few megabytes each."""
-_cached_results: dict[tuple[str, ...], Any] = {}
-
-
-def cached_result(cache_key: tuple[str, ...], compute_result: Callable[[], Any]) -> Any:
-    """Returns the cached result for ``cache_key``, or computes it.
-
-    Many layouts of one model share a batch, and thus a result. The last :data:`MAX_CACHED_RESULTS` results
-    used are kept.
-    """
-    value = _cached_results.pop(cache_key) if cache_key in _cached_results else compute_result()
-    _cached_results[cache_key] = value
-    while len(_cached_results) > MAX_CACHED_RESULTS:
-        _cached_results.pop(next(iter(_cached_results)))
-    return value
-
-
-def to_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tensor]:
-    """Converts tensors of the Hugging Face model (weights, gradients, moments) to canonical form.
+def write_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path, weights_dir: Path) -> None:
+    """Converts tensors of the Hugging Face model (weights, gradients, moments) to Megatron weights in fp32.
 
     Args:
         hf_tensors: one tensor for each parameter, by its name in ``transformers``.
-
-    Returns:
-        fp32 host tensors by canonical name.
     """
     # The converter itself does it: the tensors are written as if they were a checkpoint's weights.
-    temporary_dir = Path(tempfile.mkdtemp(prefix="parity-gradients-"))
+    is_tied = read_spec(hf_dir).language.tied_embeddings
+    stored_tensors = {}
+    for name, tensor in hf_tensors.items():
+        if not (is_tied and name == "lm_head.weight"):
+            stored_tensors[name] = tensor.detach().float().cpu().contiguous()
+    with tempfile.TemporaryDirectory(prefix="parity-tensors-") as folder:
+        shutil.copy(Path(hf_dir) / "config.json", folder)
+        save_file(stored_tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        convert_weights(folder, weights_dir)
+
+
+# --- Adapters -----------------------------------------------------------------------------------------------
+
+
+def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapter_dir: Path) -> Any:
+    """Adds the adapter of ``adapter_dir`` to a model. If there is none yet, a random one is written there.
+
+    Returns the ``PeftModel``, in which only what is trained has gradients. Raises UserError without ``peft``.
+    """
     try:
-        hf_input_dir = temporary_dir / "hf"
-        hf_input_dir.mkdir()
-        shutil.copy(Path(hf_dir) / "config.json", hf_input_dir / "config.json")
-        is_tied = read_spec(hf_dir).language.tied_embeddings
+        import peft
+    except ImportError as error:
+        raise UserError(f"--lora compares with peft ({error}): pip install peft") from error
+    if not adapter_dir.exists():
+        lora_config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **adapter_targets(spec))
+        peft_model = peft.get_peft_model(model, lora_config)
+        generator = torch.Generator().manual_seed(0)
+        b_scale = RANDOM_B_SCALE / rank**0.5
+        for name, parameter in peft_model.named_parameters():
+            if ".lora_B." in name:
+                random_values = torch.randn(parameter.shape, generator=generator)
+                parameter.data.copy_(random_values * b_scale)
+        peft_model.save_pretrained(adapter_dir)
+        return peft_model
+    return peft.PeftModel.from_pretrained(model, adapter_dir, is_trainable=True, **SAFE_LOADING_ARGUMENTS)
 
-        stored_tensors = {}
-        for name, tensor in hf_tensors.items():
-            if not (is_tied and name == "lm_head.weight"):
-                stored_tensors[name] = tensor.detach().float().cpu().contiguous()
 
-        save_file(stored_tensors, hf_input_dir / "model.safetensors", metadata={"format": "pt"})
-        convert_weights(hf_input_dir, temporary_dir / "full")
-        weight_reader = WeightReader(temporary_dir / "full")
-        return {name: weight_reader.read_shard(name).clone() for name in weight_reader.tensor_names()}
-    finally:
-        shutil.rmtree(temporary_dir)
+def write_adapter_gradients(
+    peft_model: Any, adapter_dir: Path, hf_dir: str | Path, weights_dir: Path
+) -> None:
+    """Converts the gradients of all factors, in fp32, as if they were the adapters of a PEFT folder."""
+    from peft import get_peft_model_state_dict
+
+    gradients = {name: tensor.float().cpu() for name, tensor in gradients_by_name(peft_model).items()}
+    stored = get_peft_model_state_dict(peft_model, state_dict=gradients)
+    with tempfile.TemporaryDirectory(prefix="parity-gradients-") as folder:
+        shutil.copy(adapter_dir / ADAPTER_CONFIG_FILE, folder)
+        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
+        save_file(contiguous, Path(folder) / ADAPTER_FILE)
+        convert_adapter(folder, hf_dir, weights_dir)
+
+
+# --- Training -----------------------------------------------------------------------------------------------
+
+
+class ReferenceTrainer:
+    """A training of a Hugging Face checkpoint.
+
+    AdamW works on float32 weights and gradients, as in the trainer. A model of another type has float32
+    copies of its weights, and its own weights are rounded from them after each step.
+
+    Args:
+        optimizer_config: clipping and AdamW's settings, without the schedule.
+        dtype: type of the model.
+        batch_size: number of samples in a forward pass.
+        attention: attention implementation of transformers.
+    """
+
+    def __init__(
+        self,
+        hf_dir: str | Path,
+        optimizer_config: OptimizerConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        batch_size: int = 1,
+        attention: str = "sdpa",
+    ) -> None:
+        self.spec = read_spec(hf_dir)
+        self.pixel_norm = read_pixel_norm(hf_dir)
+        self.batch_size = batch_size
+        self.max_gradient_norm = optimizer_config.clip_grad or math.inf
+        self.model = load_hf_for_training(hf_dir, dtype, device)
+        self.model.set_attn_implementation(attention)
+
+        self.main_weights: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            self.main_weights[name] = parameter
+            if parameter.dtype != torch.float32:
+                self.main_weights[name] = parameter.detach().float()
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.main_weights[name]))
+
+        # As in the trainer, biases and norms do not decay.
+        weights, decay = self.main_weights.values(), optimizer_config.weight_decay
+        weight_groups: list[dict[str, Any]] = [
+            {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": decay},
+            {"params": [weight for weight in weights if weight.dim() == 1], "weight_decay": 0.0},
+        ]
+        self.adam_optimizer = torch.optim.AdamW(
+            weight_groups,
+            lr=optimizer_config.lr,
+            betas=(optimizer_config.beta1, optimizer_config.beta2),
+            eps=optimizer_config.eps,
+            # One kernel, where float32 copies take much memory.
+            fused=self.model.dtype != torch.float32 or None,
+        )
+
+    def train_step(self, samples: list[TokenizedSample], learning_rate: float) -> tuple[float, float]:
+        """Trains on one global batch. Returns (its mean loss over loss tokens, the gradient norm)."""
+        self.adam_optimizer.zero_grad(set_to_none=True)
+        loss = backward_mean_loss(self.model, samples, self.spec, self.pixel_norm, batch_size=self.batch_size)
+        for weight in self.main_weights.values():
+            if weight.grad is None:
+                # In a step without pictures, torch skips the vision tower, while Megatron-core's optimizer
+                # continues with its moments.
+                weight.grad = torch.zeros_like(weight)
+
+        gradient_norm = torch.nn.utils.clip_grad_norm_(self.main_weights.values(), self.max_gradient_norm)
+        for weight_group in self.adam_optimizer.param_groups:
+            weight_group["lr"] = learning_rate
+        self.adam_optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if parameter is not self.main_weights[name]:
+                    parameter.copy_(self.main_weights[name])
+        return loss, float(gradient_norm)
+
+
+def _move_gradient(main_weight: Tensor, parameter: Tensor) -> None:
+    """Adds a parameter's gradient to the one of its float32 copy, and frees it."""
+    assert parameter.grad is not None
+    if main_weight.grad is None:
+        main_weight.grad = parameter.grad.float()
+    else:
+        main_weight.grad += parameter.grad
+    parameter.grad = None

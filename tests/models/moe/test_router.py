@@ -12,6 +12,7 @@ from megatron_vl.config import ParallelConfig, TrainConfig
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.models.programs import gradients_of_cases
 from tests.support.ranks import call
 
@@ -42,7 +43,7 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict
     return {"hf": str(hf), "weights": str(weights)}
 
 
-def reference(hf: str) -> dict[str, torch.Tensor]:
+def reference(hf: str, folder: Path) -> dict[str, torch.Tensor]:
     """``transformers``: mean loss over all loss tokens, and each sample's load-balancing loss by its
     share of tokens.
 
@@ -53,7 +54,7 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
 
     from megatron_vl.data.sample.pixels import read_pixel_norm
     from toolkit.parity.random_samples import make_sample
-    from toolkit.parity.reference import hf_inputs, load_hf_for_training, to_canonical
+    from toolkit.parity.reference import hf_inputs, load_hf_for_training, write_canonical
 
     spec = read_spec(hf)
     norm = read_pixel_norm(hf)
@@ -72,7 +73,10 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
         )
         (loss + COEFFICIENT * balance * len(sample) / tokens).backward()
 
-    return to_canonical({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, hf)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    write_canonical(gradients, hf, folder)
+    weight_reader = WeightReader(folder)
+    return {name: weight_reader.read_shard(name) for name in weight_reader.tensor_names()}
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +99,12 @@ def measured(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [*LAYOUTS, "DP2"])
-def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured, layout: str) -> None:
+def test_balancing_loss_of_one_layer_is_that_of_transformers(
+    one_layer, measured, tmp_path: Path, layout: str
+) -> None:
     """Of four rows with tails, two ranks have two each, or half of each; the scale must not
     depend on that."""
-    want = reference(one_layer["hf"])
+    want = reference(one_layer["hf"], tmp_path / "gradients")
     ours = measured[layout]
     without = measured["off"]
     router = "language_model.decoder.layers.0.mlp.router.weight"
