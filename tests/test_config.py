@@ -235,7 +235,7 @@ NUMBERS_CHECKED_WITH_OTHERS = {"checkpoint.export_hf", "profile.ranks", "profile
 def test_every_number_has_a_range():
     """Without a bound, a bad number would only be noticed by whatever breaks first."""
     numbers = {name for name, hint in field_types().items() if {int, float} & {hint, *typing.get_args(hint)}}
-    assert {"steps", "optimizer.eps", "checkpoint.step", "data.video_fps"} <= numbers
+    assert {"steps", "optimizer.eps", "checkpoint.keep", "data.video_fps"} <= numbers
     for name in numbers - NUMBERS_CHECKED_WITH_OTHERS:
         section, _, leaf = name.rpartition(".")
         config = getattr(TrainConfig(), section) if section else TrainConfig()
