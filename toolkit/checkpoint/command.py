@@ -24,13 +24,13 @@ def show(options: ShowOptions) -> int:
             saved.step for saved in saved_checkpoints(folder)
         ]
     if options.json:
-        steps = {"steps": steps_by_folder.pop(""), "abandoned": steps_by_folder}
-        print(json.dumps(checkpoint_facts | steps, indent=2))
-        return 1 if checkpoint_facts["missing"] else 0
-    for folder_name, steps in steps_by_folder.items():
-        if steps:
-            print(f"{folder_name or 'checkpoints'}: step {', '.join(map(str, steps))}")
-    print("\n".join(_checkpoint_lines(checkpoint_facts)))
+        run_facts = {"steps": steps_by_folder.pop(""), "abandoned": steps_by_folder}
+        print(json.dumps(checkpoint_facts | run_facts, indent=2))
+    else:
+        for folder_name, steps in steps_by_folder.items():
+            if steps:
+                print(f"{folder_name or 'checkpoints'}: step {', '.join(map(str, steps))}")
+        print("\n".join(_checkpoint_lines(checkpoint_facts)))
     return 1 if checkpoint_facts["missing"] else 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl import host_memory
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
+from megatron_vl.config import CheckpointConfig, RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.errors import UserError
@@ -186,8 +186,7 @@ def _resolve_or_report(
             if refusal_message.startswith("model.checkpoint ") and "does not exist" in refusal_message:
                 advice = _convert_command(config)
             report.findings.append(broken_finding("model and layout", refusal_message, advice))
-            fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
-            fresh_config = dataclasses.replace(config, checkpoint=fresh_checkpoint)
+            fresh_config = dataclasses.replace(config, checkpoint=CheckpointConfig())
             try:
                 return resolve_run(fresh_config, world_size, machine, show_only=True), refusal_message
             except (ValueError, OSError, RuntimeError):
