@@ -177,7 +177,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     for name in names:
         (tmp_path / name).unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert f"missing: {', '.join(sorted(names))}; resume from another step" in capsys.readouterr().out
+    assert f"missing: {', '.join(sorted(names))}; go back to an earlier step" in capsys.readouterr().out
     assert main(["checkpoint", "show", "--json", str(tmp_path)]) == 1
     assert json.loads(capsys.readouterr().out)["missing"] == sorted(names)
 
@@ -186,7 +186,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     assert "manifest.json is not a manifest of" in capsys.readouterr().err
     (tmp_path / "weights" / MANIFEST_FILE).unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert "has no weights/manifest.json; resume from another step" in capsys.readouterr().err
+    assert "has no weights/manifest.json; go back to an earlier step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,15 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     [
         (["trian"], "unknown command: trian; did you mean train?"),
         (["data", "stat"], "unknown command: data stat; did you mean data stats?"),
-        (["checkpoint"], "checkpoint needs a command after it; valid: checkpoint show, checkpoint verify\n"),
+        (
+            ["checkpoint"],
+            "checkpoint needs a command after it; valid: checkpoint show, checkpoint verify, "
+            "checkpoint rollback, checkpoint restart-data\n",
+        ),
         (
             ["checkpoint", "zzz"],
-            "unknown command: checkpoint zzz; valid: checkpoint show, checkpoint verify\n",
+            "unknown command: checkpoint zzz; valid: checkpoint show, checkpoint verify, "
+            "checkpoint rollback, checkpoint restart-data\n",
         ),
         (["zzz"], "unknown command: zzz; valid: train, plan, convert,"),
     ],
