@@ -26,7 +26,7 @@ def parity(options: ParityOptions) -> int:
     if options.reference_device.startswith("cuda"):
         choose_platform("cuda", "--reference-device")
 
-    console = Console(highlight=False, stderr=options.json)
+    console = Console(highlight=False, stderr=options.json, width=max(130, Console().width))
     parity_report = run_parity(options, lambda line: console.print(f"[dim]{line}[/]"))
     if options.json:
         print(json.dumps(parity_report, indent=2, default=str))
