@@ -20,12 +20,12 @@ from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_
 
 
 class DemoReference:
-    """A Hugging Face folder in ``transformers``, in float32 on CPU.
-
-    Videos follow the released models' rules.
-    """
+    """A Hugging Face folder in ``transformers``, in float32 on CPU, with the released rules of videos."""
 
     def __init__(self, hf_dir: Path, *, video_fps: float, video_max_frames: int) -> None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         self.spec = read_spec(hf_dir)
         self.processor = load_hf_processor(hf_dir)
         self.model = follow_video_positions(load_hf_model(hf_dir, torch.float32), self.spec)
