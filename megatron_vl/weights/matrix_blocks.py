@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -210,27 +209,3 @@ def cut_shard(full_tensor: Tensor, tensor_info: TensorInfo, shard_index: int, sh
             [section.chunk(shard_count, split_axis)[shard_index] for section in sections], split_axis
         )
     return full_tensor.chunk(shard_count, split_axis)[shard_index]
-
-
-def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, sharding: Sharding) -> Tensor:
-    """Joins all parts, in order, to the full tensor: the inverse of :func:`cut_shard`."""
-    if tensor_info.num_experts:
-        single_expert = tensor_info.single_expert
-
-        # The parts of one expert rank hold slices of the same experts.
-        joined_experts = []
-        for first_shard in range(0, len(shard_tensors), sharding.etp):
-            rank_shards = shard_tensors[first_shard : first_shard + sharding.etp]
-            for expert_slices in zip(*rank_shards, strict=True):
-                joined_experts.append(join_shards(expert_slices, single_expert, Sharding(sharding.etp)))
-        return torch.stack(joined_experts)
-    if tensor_info.parallel_style == "replicated" or sharding.tensor_parallel_ways(tensor_info) == 1:
-        return shard_tensors[0]
-    if tensor_info.parallel_style == "row":
-        return torch.cat(list(shard_tensors), dim=1)
-
-    # Each section of the full tensor consists of that section of all parts.
-    full_rows = len(shard_tensors) * shard_tensors[0].shape[0]
-    section_sizes = [rows // sharding.tp for rows in _section_rows(tensor_info, full_rows)]
-    sections_by_shard = [shard_tensor.split(section_sizes) for shard_tensor in shard_tensors]
-    return torch.cat(list(itertools.chain.from_iterable(zip(*sections_by_shard, strict=True))))

@@ -195,7 +195,7 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     from megatron_vl.parallel.process_grid import end_distributed, init_distributed
     from megatron_vl.platform import get_platform
     from megatron_vl.spec.tensors import tensor_table
-    from megatron_vl.weights.matrix_blocks import join_shards
+    from tests.support.shards import join_shards
     from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
     from toolkit.parity.worker import complete_gradients
 

@@ -24,7 +24,7 @@ from megatron_vl.spec.tensors import (
     tensor_table,
 )
 from megatron_vl.weights.manifest import MANIFEST_FILE, write_expert_file, write_manifest, write_rank_file
-from megatron_vl.weights.matrix_blocks import MatrixBlock, cut_shard, gather_region, join_shards, shard_blocks
+from megatron_vl.weights.matrix_blocks import MatrixBlock, cut_shard, gather_region, shard_blocks
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     TensorReader,
@@ -33,6 +33,7 @@ from megatron_vl.weights.tensor_files import (
     read_safetensors_header,
 )
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.shards import join_shards
 
 TOWER = {
     "depth": 2,
