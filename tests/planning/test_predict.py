@@ -202,15 +202,13 @@ def test_an_empty_split_and_auto_are_the_planned_one() -> None:
     ).fits_memory
 
 
-def test_a_run_on_cpu_is_split_evenly_unless_rates_of_a_cpu_are_known() -> None:
+def test_a_run_on_cpu_is_split_evenly() -> None:
     spec = spec_of(B7, num_language_layers=6)
     options = "--global_batch_size 8 --parallel.pp 2 --data.seq_len 1024"
     assert run_layout(config(options), spec, 2).layers_per_chunk == (0, 6)
     on_cpu = config(f"{options} --platform cpu")
     assert run_layout(on_cpu, spec, 2).layers_per_chunk == (3, 3)
     assert run_layout(on_cpu, spec, 2, calibration=find_calibration("H100")).layers_per_chunk == (3, 3)
-    measured = dataclasses.replace(find_calibration(), gpu="cpu")
-    assert run_layout(on_cpu, spec, 2, calibration=measured).layers_per_chunk == (0, 6)
 
 
 def test_a_saved_split_stays_while_the_stages_do() -> None:

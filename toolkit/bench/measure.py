@@ -119,11 +119,10 @@ class Measure(Hook):
             wait_seconds = step_batch.loader_wait_s if trainer.grid.owns_loader else 0.0
             parts.append(step_parts.split_into_parts(spans, wait_seconds))
         flops = report.count_work(trainer, self.fed_steps)["model_flops"]
-        parts_by_rank, stages, flops_by_rank = map(
-            list, zip(*gather_to_all((parts, trainer.grid.pp_rank, flops)), strict=True)
-        )
+        gathered = gather_to_all((parts, trainer.grid.pp_rank, flops))
+        all_parts, stages, all_flops = map(list, zip(*gathered, strict=True))
         peak_tflops = self.figures["machine"]["peak_tflops"] or 0.0
-        return step_parts.summarize_parts(parts_by_rank, stages, flops_by_rank, peak_tflops)
+        return step_parts.summarize_parts(all_parts, stages, all_flops, peak_tflops)
 
 
 def memory_figures(trainer: Trainer) -> dict[str, Any]:

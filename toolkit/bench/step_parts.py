@@ -215,7 +215,8 @@ def collective_seconds(profile: torch.profiler.profile) -> list[float]:
     A collective lasts until the slowest rank has joined it, so these figures include waiting.
     """
     collectives, others = [], []
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+    kineto_events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in kineto_events:
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
         if event.name().startswith(("nccl", "gloo:")):
             collectives.append(span)
