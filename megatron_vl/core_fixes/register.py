@@ -583,6 +583,17 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/toolkit/test_bench.py::test_parts_add_up_to_the_step",
     ),
     DependencyFix(
+        fix_location="toolkit.evaluate.vlmevalkit_adapter:run_vlmevalkit",
+        touched_names=("torch.distributed.init_process_group",),
+        fix_reason="VLMEvalKit asks for NCCL, but its processes only wait for each other; gloo needs no GPU.",
+        written_for="ms-vlmeval 0.0.20",
+        removal_condition="VLMEvalKit takes the backend from its caller",
+        guarding_test=(
+            "tests/toolkit/test_evaluate.py::"
+            "test_an_examples_script_scores_original_round_trip_and_training"
+        ),
+    ),
+    DependencyFix(
         fix_location="data_tools.shards:_index_shard",
         touched_names=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
         fix_reason="Energon prepares a whole folder at once; here each shard when it is written.",

@@ -394,7 +394,7 @@ def test_states_that_do_not_fit_are_refused(dataset):
         Run(dataset, 2).after(other)
     with pytest.raises(LoaderStateError, match="set data.shuffle back"):
         Run(dataset, 2, shuffle=False).after(late)
-    other = [state | {"identity": state["identity"] | {"shuffle_block": 4}} for state in late]
+    other = late | {"identity": late["identity"] | {"shuffle_block": 4}}
     with pytest.raises(LoaderStateError, match="shuffle_block = 4, .* has 16 .* resume with the program"):
         Run(dataset, 2).after(other)
     half = Run(dataset, 2)

@@ -51,7 +51,7 @@ def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> Resolv
     """A run as ``resolve_run`` decides it; its weights and data need not exist."""
     calibration = calibration_for_platform(config.platform)
     layout = run_layout(config, spec, world_size, calibration=calibration)
-    origin = split_source(config, None, calibration)
+    origin = split_source(config, None)
     dp = validate_config(config, world_size)
     return ResolvedRun(config, spec, layout, dp, origin, find_source_checkpoint(config), {}, ())
 
