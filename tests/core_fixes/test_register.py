@@ -114,7 +114,8 @@ def test_the_test_of_an_entry_is_there(fix: DependencyFix) -> None:
 def test_an_entry_says_all(fix: DependencyFix) -> None:
     assert fix.touched_names and fix.fix_reason.strip() and fix.removal_condition.strip()
     assert re.fullmatch(
-        r"(megatron-core|megatron-energon|ms-vlmeval|torch|transformer-engine|transformers) \d+(\.\d+)+", fix.written_for
+        r"(megatron-core|megatron-energon|ms-vlmeval|torch|transformer-engine|transformers) \d+(\.\d+)+",
+        fix.written_for,
     )
 
 
