@@ -290,10 +290,13 @@ def describe_machine(run: BenchRun) -> dict[str, Any]:
     versions["transformer-engine"] = transformer_engine_version()
     versions["python"] = python_platform.python_version()
     facts = {"platform": config.platform, "dtype": getattr(torch, config.dtype)}
-    language, vision = config.model.language_attention, config.model.vision_attention
     attention = {
-        "language": choose_backend(language, head_dim=spec.language.head_dim, causal=True, **facts),
-        "vision": choose_backend(vision, head_dim=spec.vision.head_dim, causal=False, **facts),
+        "language": choose_backend(
+            config.model.attention, head_dim=spec.language.head_dim, causal=True, **facts
+        ),
+        "vision": choose_backend(
+            config.model.attention, head_dim=spec.vision.head_dim, causal=False, **facts
+        ),
     }
     driver = gpus[0].driver_version if gpus else None
     return {"versions": versions, "driver": driver, "attention": attention}

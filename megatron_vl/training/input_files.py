@@ -13,15 +13,11 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
 from megatron_vl.errors import UserError
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.weights.manifest import MANIFEST_FILE
-from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import SavedCheckpoint
-from megatron_vl.weights.weight_reader import find_weights_dir
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILES = (
@@ -34,6 +30,11 @@ DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid")
 def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> dict[str, str]:
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
+    from converters.hf_checkpoint import HfCheckpoint  # they import torch
+    from megatron_vl.weights.manifest import MANIFEST_FILE
+    from megatron_vl.weights.model_digest import model_digest
+    from megatron_vl.weights.weight_reader import find_weights_dir
+
     files = [Path(config.model.hf) / name for name in PROCESSOR_FILES]
     reads_start_weights = config.lora.rank or not source_checkpoint
     weights = [config.model.checkpoint] if reads_start_weights else []

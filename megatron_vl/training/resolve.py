@@ -35,8 +35,6 @@ from megatron_vl.training.adapters import (
 )
 from megatron_vl.training.input_files import read_loader_digests, read_model_digests
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.training.start_weights import check_start_weights, start_weights_path
-from megatron_vl.weights.model_digest import model_digest, recorded_base
 from megatron_vl.weights.run_folder import (
     SavedCheckpoint,
     find_latest_checkpoint,
@@ -140,6 +138,9 @@ def _split_note(resolved_run: ResolvedRun) -> str:
 
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
+    from megatron_vl.training.start_weights import check_start_weights  # they import torch
+    from megatron_vl.weights.model_digest import model_digest
+
     config, spec = resolved_run.config, resolved_run.spec
     source_checkpoint = resolved_run.source_checkpoint
     run_notes = [f"NOTE: {remark}" for remark in config_remarks(config, on_cpu)]
@@ -250,6 +251,8 @@ def check_own_checkpoint(
         RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
     """
     from megatron_vl.training import checkpoint
+    from megatron_vl.training.start_weights import start_weights_path
+    from megatron_vl.weights.model_digest import recorded_base
 
     with checkpoint.suggest_remedy(checkpoint_path):
         saved_metadata = checkpoint.read_run_metadata(checkpoint_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.sample_sizes import index_datasets
-from data_tools.sample_sources import SampleReader, estimate_left_out, open_encoder, read_sources
+from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig
 from megatron_vl.data import loader as loader_module
 from megatron_vl.data.source import tolerant_reader
@@ -64,14 +64,6 @@ def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, m
     assert used == {f"{i:09d}" for i in range(24) if not 6 <= i < 12}
     # Each worker waits once; the rest of the shard is refused while that read has not returned.
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(6)}
-
-
-def test_samples_that_are_not_read_in_time_count_as_left_out(stalled, monkeypatch):
-    monkeypatch.setattr(tolerant_reader, "SAMPLE_TIMEOUT_S", 0.5)
-    folder = tiny_checkpoint("qwen2_5_vl")
-    encoder = open_encoder(_config(stalled), read_spec(folder), folder)
-    (meter,) = estimate_left_out(encoder, 24).values()
-    assert (meter.used_count, meter.reason_counts) == (18, {"reading takes too long": 6})
 
 
 def test_a_decode_that_takes_too_long_hides_the_sample(pristine, monkeypatch):

@@ -185,7 +185,7 @@ def test_samples_that_do_not_fit_end_all_replicas(prepared, tmp_path, world: int
     half = ["--data.path", str(prepared["half"]), "--data.shuffle", "false"]
     words = options_of(prepared, tmp_path / "run", *layout, *half)
     message = one_message(run_apart("megatron_vl.train", words, world))
-    assert "24 of 32 samples could not be used" in message and "longer than seq_len" in message
+    assert "96 of 104 samples could not be used" in message and "longer than seq_len" in message
 
 
 @pytest.mark.ranks

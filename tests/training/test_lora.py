@@ -203,7 +203,7 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
             ["--lora.dropout", "0.1", "--vision.placement", "decoupled"],
             "lora.dropout: with vision.placement decoupled, the tower runs a second time",
         ),
-        (["--model.checkpoint", ""], "lora.rank 4 needs model.checkpoint"),
+        (["--model.checkpoint", "random"], "lora.rank 4 needs trained weights"),
         (["--model.checkpoint", str(run)], "holds LoRA adapters and no whole model"),
     ):
         refused = train(prepared, run, *LORA, *options, ranks=1, steps=8)

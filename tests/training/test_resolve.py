@@ -49,14 +49,6 @@ def fields(tmp_path: Path) -> list[str]:
     return ["--model.hf", str(tmp_path / "hf"), "--data.path", str(tmp_path / "data")]
 
 
-def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_path: Path) -> None:
-    for step in (20, 40):
-        (tmp_path / "run" / f"step_{step:08d}").mkdir(parents=True)
-    wanted = parse_config([*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.step", "7"])
-    with pytest.raises(RunConfigError, match=r"checkpoint.step 7 is not in .*run; existing steps: 20, 40$"):
-        resolve_run(wanted, 1)
-
-
 def test_a_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
     config = parse_config([*fields, "--parallel.layers", "[1,1]", "--parallel.pp", "2"])
     with pytest.raises(LayoutError, match="add up to 2"):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from converters.convert import convert_weights, export_weights
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support import ranks
-from tests.support.ranks import python_path
 from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
@@ -348,39 +344,6 @@ def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], 
     ours, theirs = WeightReader(back), WeightReader(whole)
     for name in ours.tensor_names():
         assert torch.equal(ours.read_shard(name), theirs.read_shard(name)), name
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--parallel.tp", "3"], "do not divide the world size"),
-        (["--data.path", "nowhere", *LAYOUT], "does not exist"),
-        (["--global_batch_size", "3"], "multiple of the data-parallel size"),
-    ],
-)
-def test_impossible_runs_are_refused_before_a_group_starts(
-    prepared: dict[str, Path], tmp_path: Path, options: list[str], message: str
-) -> None:
-    """It is called without a launcher, so a process group of four cannot have been formed."""
-    common = [
-        "--model.hf",
-        str(prepared["hf"]),
-        "--data.path",
-        str(prepared["data"]),
-        "--platform",
-        "cpu",
-        *options,
-    ]
-    environment = {**os.environ, "WORLD_SIZE": "4", "RANK": "0", "PYTHONPATH": python_path()}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_vl.train", *common],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 1 and message in done.stderr
 
 
 def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Path]) -> None:
