@@ -8,11 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
+from megatron_vl.config import (
+    RANDOM_WEIGHTS,
+    DataConfig,
+    LogConfig,
+    TrainConfig,
+    parse_config,
+    validate_config,
+)
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UsageError
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.training.resolve import resolve_run
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option
 from toolkit.run_adapters import with_adapter_settings
@@ -85,9 +92,10 @@ class BenchRun:
 
     def check_ranks(self, world_size: int) -> None:
         """Raises UserError, which names the option or field, if the run is impossible on so many ranks."""
-        resolve_run(self.config, world_size, spec=self.spec)
         if "data" in self.workloads:
             check_data_path(self.dataset)
+        validate_config(self.config, world_size)
+        run_layout(self.config, self.spec, world_size)
 
 
 def _schedule(options: BenchOptions) -> list[tuple[str, int]]:
