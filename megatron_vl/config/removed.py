@@ -11,7 +11,7 @@ PATTERNS = "all matrices get lora.rank and lora.alpha; lora.adapter reads PEFT f
 ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
 
 REMOVED_FIELDS = {
-    "checkpoint.attempt": "the commands that replace checkpoint.step and checkpoint.restart_data act once",
+    "checkpoint.attempt": "leave it out: `checkpoint rollback` and `checkpoint restart-data` act once",
     "checkpoint.background": "checkpoints are always written while training continues",
     "checkpoint.branch": "steps that a roll-back abandoned are moved to abandoned/ in checkpoint.dir",
     "checkpoint.restart_data": "run `megatron-vl checkpoint restart-data RUN` before the start",

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -109,9 +109,7 @@ class SyntheticRows:
             "rows": self._start_row + steps_done * self._rows_per_step,
         }
 
-    def load_state_dict(
-        self, saved_state: dict[str, Any], read_rank_state: Callable[[int], dict[str, Any]] | None = None
-    ) -> None:
+    def load_state_dict(self, saved_state: dict[str, Any]) -> None:
         """Continues after the steps of a saved state, on any number of ranks. Call it before the first row.
 
         Raises:
@@ -126,10 +124,6 @@ class SyntheticRows:
         if not isinstance(saved_state.get("rows"), int):
             raise LoaderStateError("the loader state is damaged: it has no number of rows")
         self._start_row = saved_state["rows"]
-
-    def is_same_dataset(self, saved_identity: Any) -> bool:
-        """Whether an identity of a saved state is that of these rows."""
-        return bool(saved_identity == self.dataset_identity)
 
     def close(self) -> None:
         """Frees the rows."""

@@ -1,6 +1,6 @@
 """Exports saved steps as Hugging Face folders while training continues (``checkpoint.export_hf``).
 
-The library does not import the converters. A separate process (``toolkit.weights.export_step``) reads the
+A separate process (``toolkit.weights.export_step``) reads the
 saved step from disk; it needs no GPU and is not part of the process group. It runs at low priority, streams
 tensors, gives the folder its final name when it is complete, and ends when this process ends. If a folder is
 missing at the next start, because of a kill or a full disk, it is exported then, as long as its checkpoint

@@ -3,7 +3,7 @@
 Nodes may have other files under the same path: a stale copy of weights, another image processor. Rank 0
 records a digest of each such file in the :class:`~megatron_vl.training.resolved_run.ResolvedRun`, and every
 rank compares those that it reads itself. The files of weights and shards are not read: manifests and ids of
-content hold their hashes.
+content hold their hashes. Of weights in a Hugging Face folder, a sample of values is compared.
 """
 
 from __future__ import annotations

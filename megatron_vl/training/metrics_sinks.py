@@ -45,7 +45,7 @@ class MetricsSink:
         """Writes the load of experts: layer -> tokens of each expert divided by the layer's mean, [E]."""
 
     def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        """Writes validation loss and answers."""
+        """Writes the validation loss."""
 
     def close(self, has_failed: bool = False) -> None:
         """Ends the writing.

@@ -138,8 +138,9 @@ def _split_note(resolved_run: ResolvedRun) -> str:
 
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
-    from megatron_vl.training.start_weights import check_start_weights  # they import torch
-    from megatron_vl.weights.model_digest import model_digest
+    from converters.hf_checkpoint import HfCheckpoint  # they import torch
+    from megatron_vl.training.start_weights import check_start_weights
+    from megatron_vl.weights.model_digest import RANDOM_DIGEST, model_digest
 
     config, spec = resolved_run.config, resolved_run.spec
     source_checkpoint = resolved_run.source_checkpoint
@@ -156,8 +157,10 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     base_digest = ""
     if source_checkpoint is None or config.lora.rank:
         start_weights = check_start_weights(config, spec)
-        if config.lora.rank and start_weights is not None:
-            base_digest = model_digest(start_weights)
+        if isinstance(start_weights, HfCheckpoint) and (rounding_note := start_weights.rounded_decays()):
+            run_notes.append(f"NOTE: {rounding_note}")
+        if config.lora.rank:
+            base_digest = model_digest(start_weights) if start_weights is not None else RANDOM_DIGEST
     start_adapter = read_start_adapter(config, base_digest) if source_checkpoint is None else None
     if source_checkpoint is not None:
         saved_metadata = check_own_checkpoint(

@@ -32,7 +32,7 @@ class ResolvedRun:
     """Lines to print for the user."""
     base_digest: str = ""
     """Of a run with LoRA: which model the adapters belong to
-    (:meth:`~megatron_vl.weights.weight_reader.WeightReader.model_digest`)."""
+    (:func:`~megatron_vl.weights.model_digest.model_digest`)."""
     model_digests: dict[str, str] = field(default_factory=dict)
     """What every rank reads (:func:`~megatron_vl.training.input_files.read_model_digests`)."""
     loader_digests: dict[str, str] = field(default_factory=dict)

@@ -63,5 +63,5 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeight
     assert start_weights is not None
     if isinstance(start_weights, HfCheckpoint):
         start_weights.check_tied_output()
-    check_same_model(f"model.checkpoint {weights_path}", start_weights.spec, config, spec)
+    check_same_model(f"model.checkpoint {start_weights_path(config)}", start_weights.spec, config, spec)
     return start_weights

@@ -347,6 +347,7 @@ class Trainer:
             step_batch = self.batches.next_batch()
             learning_rates = set_learning_rates(self.optimizer, self.config, self.step)
             step_result = self.train_step(step_batch)
+            step_batch.rows.clear()  # frees their memory before the next rows are loaded
 
             # A step is done whether or not its update was skipped.
             self.step += 1

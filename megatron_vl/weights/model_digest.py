@@ -22,6 +22,8 @@ from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
 
 DIGEST_SCHEME = "spread1-"
 """Begins every digest. Digests of other schemes read other values and are not compared."""
+RANDOM_DIGEST = DIGEST_SCHEME + "random"
+"""Stands for the random weights of a run that only measures: its adapters belong to no other weights."""
 DIGEST_ROWS = 16
 """Rows of a tensor, spread from the first one to the last: 40 MB of a model of 7 B parameters."""
 EXPERT_TILE = 4

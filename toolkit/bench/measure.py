@@ -84,7 +84,6 @@ class Measure(Hook):
             self.end_times, self.fed_steps = [time.perf_counter()], []
         if phase == "parts":
             self.timer.end("step")
-        step_batch.rows.clear()  # the trainer has no more use for them, and their memory is freed
         # Memory and work are counted when the clock has stopped.
         if phase == "timed" and step == self.options.timed - 1:
             figures |= self._speed_figures(trainer) | {
@@ -103,7 +102,7 @@ class Measure(Hook):
             figures["communication"] = step_parts.mean_and_max(names, seconds)
 
     def end(self, trainer: Trainer, has_failed: bool) -> None:
-        if trainer.stop_requested:
+        if trainer.stop_requested and trainer.step < trainer.last_step:
             raise UserError("a signal stopped the benchmark")
 
     def _speed_figures(self, trainer: Trainer) -> dict[str, Any]:

@@ -99,13 +99,17 @@ class BenchRun:
 
 
 def _schedule(options: BenchOptions) -> list[tuple[str, int]]:
-    """Phase and number of each step of a workload. The profiler slows its step down."""
+    """Phase and number of each step of a workload.
+
+    The profiler slows its step down, and the trainer logs the last one, so that neither is timed.
+    """
     profiled = min(1, options.part_steps)
     counts = {
         "warm-up": options.warm_up,
         "timed": options.timed,
         "parts": options.part_steps,
         "profiled": profiled,
+        "logged": 1 - profiled,
     }
     return [(phase, i) for phase, count in counts.items() for i in range(count)]
 

@@ -98,6 +98,8 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
     from data_tools.statistics import count_statistics, describe_pass
 
     config = resolved_run.config
+    if config.data.is_synthetic:
+        return "random rows have no end"
     encoder = open_encoder(config.data, resolved_run.spec, config.model.hf)
     try:
         data_statistics = count_statistics(encoder, config.model.hf)
