@@ -137,7 +137,8 @@ def to_command_line(options: CommandOptions, leave_out: tuple[str, ...] = ()) ->
     line: list[str] = []
     for field in shown_options(type(options)):
         value = getattr(options, field.name)
-        if field.name in leave_out or value in (None, False, field.default):
+        is_left_out = field.name in leave_out or value is None or value is False  # 0 equals False
+        if is_left_out or value == field.default:
             continue
         line += [option_flag(field.name)] if value is True else [option_flag(field.name), str(value)]
     return line

@@ -174,3 +174,11 @@ def test_a_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("MEGATRON_VL_TRACEBACK", "1")
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_number_of_zero_reaches_the_ranks() -> None:
+    """0 equals False in Python, and a switch that is off is left out."""
+    from toolkit.bench.options import BenchOptions
+
+    words = to_command_line(BenchOptions(fields=[], part_steps=0, gpus=1), leave_out=("gpus",))
+    assert words == ["--part-steps", "0"]
