@@ -27,6 +27,11 @@ TOKENIZER_FILES = (
 DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid")
 
 
+def hf_weights_name(config: TrainConfig) -> str:
+    """The name of the weights in ``model.hf`` among the digests, which are by path otherwise."""
+    return f"{config.model.hf} (weights)"
+
+
 def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> dict[str, str]:
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
@@ -46,7 +51,7 @@ def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint |
     digests = _digests([*files, *(find_weights_dir(folder) / MANIFEST_FILE for folder in folders)])
     # No file of a Hugging Face folder holds the hashes of its weights.
     if reads_start_weights and not config.model.checkpoint:
-        digests[f"{config.model.hf} (weights)"] = model_digest(HfCheckpoint(config.model.hf))
+        digests[hf_weights_name(config)] = model_digest(HfCheckpoint(config.model.hf))
     return digests
 
 

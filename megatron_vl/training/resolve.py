@@ -33,7 +33,7 @@ from megatron_vl.training.adapters import (
     read_start_adapter,
     with_start_adapter,
 )
-from megatron_vl.training.input_files import read_loader_digests, read_model_digests
+from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import (
     SavedCheckpoint,
@@ -154,21 +154,20 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     if not is_synthetic and (serving_note := check_tokenizer(config, spec)):
         run_notes.append(f"NOTE: {serving_note}")
 
-    base_digest = ""
+    start_weights = None
     if source_checkpoint is None or config.lora.rank:
         start_weights = check_start_weights(config, spec)
         if isinstance(start_weights, HfCheckpoint) and (rounding_note := start_weights.rounded_decays()):
             run_notes.append(f"NOTE: {rounding_note}")
-        if config.lora.rank:
-            base_digest = model_digest(start_weights) if start_weights is not None else RANDOM_DIGEST
+    model_digests = read_model_digests(config, source_checkpoint)
+    base_digest = ""
+    if config.lora.rank:
+        base_digest = RANDOM_DIGEST
+        if start_weights is not None:  # the digest of a Hugging Face folder is known already
+            base_digest = model_digests.get(hf_weights_name(config)) or model_digest(start_weights)
     start_adapter = read_start_adapter(config, base_digest) if source_checkpoint is None else None
     if source_checkpoint is not None:
-        saved_metadata = check_own_checkpoint(
-            config,
-            spec,
-            source_checkpoint.path,
-            base_digest,
-        )
+        saved_metadata = check_own_checkpoint(config, spec, source_checkpoint.path, base_digest)
         start_adapter = saved_metadata.get(START_ADAPTER_KEY)
 
     if is_synthetic:
@@ -183,7 +182,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     return dataclasses.replace(
         resolved_run,
         facts_by_split=facts_by_split,
-        model_digests=read_model_digests(config, source_checkpoint),
+        model_digests=model_digests,
         loader_digests=loader_digests,
         run_notes=tuple(run_notes),
         base_digest=base_digest,

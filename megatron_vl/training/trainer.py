@@ -126,7 +126,7 @@ class Trainer:
         """Skipped steps of the whole run, by reason."""
         self.consecutive_skips: list[str] = []
         self.stop_requested = False
-        """Whether a signal asked any rank to stop, as all ranks learnt with the last step."""
+        """Whether a signal asked any rank to stop. Each step reports it to all ranks."""
         self.bad_samples: dict[str, Any] | None = None
         """Counts of bad samples over all ranks, from the checkpoint that the run resumes from."""
         self.source_counts: dict[str, Any] = {}
@@ -199,11 +199,12 @@ class Trainer:
         """Reads all further rows from the start of this data, which need not be the run's."""
         # One rank of each replica reads the rows, and sends them to the others.
         if self.grid.owns_loader:
-            if self.data_loader is not None:
+            is_first_loader = self.data_loader is None
+            if not is_first_loader:
                 self.data_loader.close()
-            self.data_loader = self._on_close.enter_context(
-                contextlib.closing(self._open_loader(data_config))
-            )
+            self.data_loader = self._open_loader(data_config)
+            if is_first_loader:
+                self._on_close.callback(lambda: self.data_loader.close())
         self.batches = BatchBroadcast(
             self.grid,
             self.platform,
@@ -377,7 +378,7 @@ class Trainer:
         if self.config.lora.dropout:
             seed_dropout(self.config.seed, self.step)
 
-        # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
+        # The loss reports to every rank whether any rank failed to save, or was asked to stop.
         saver = self.checkpoint_saver
         return train_step(
             self.model_chunks,

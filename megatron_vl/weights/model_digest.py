@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from megatron_vl.config import LoraConfig
 from megatron_vl.spec.adapters import trained_table
-from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import TensorInfo
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
 
 DIGEST_SCHEME = "spread1-"
@@ -28,17 +26,6 @@ DIGEST_ROWS = 16
 """Rows of a tensor, spread from the first one to the last: 40 MB of a model of 7 B parameters."""
 EXPERT_TILE = 4
 """Rows and columns that are read of each expert: four pages, also of stacks that are stored transposed."""
-
-
-class CanonicalTensors(Protocol):
-    """Megatron weights, or a Hugging Face folder that is read as such."""
-
-    spec: ModelSpec
-    lora: LoraConfig
-
-    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
-
-    def expect_scattered_reads(self, is_scattered: bool) -> None: ...
 
 
 class AdapterBase(NamedTuple):
@@ -74,7 +61,7 @@ def recorded_base(facts: Mapping[str, Any] | None) -> AdapterBase:
     return AdapterBase(str(base.get("digest", "")), str(base.get("path", "")))
 
 
-def model_digest(source: CanonicalTensors) -> str:
+def model_digest(source: CanonicalWeights) -> str:
     """A digest of values from all over every tensor; a model of 400 B parameters takes seconds."""
     digest = hashlib.sha256()
     source.expect_scattered_reads(True)
