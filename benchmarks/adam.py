@@ -17,7 +17,7 @@ import torch
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from benchmarks.timing import milliseconds
-from megatron_vl.kernels.adam import (
+from megatron_vl.kernels.optimizer.adam import (
     AdamCoefficients,
     LaunchTables,
     ParameterSlice,

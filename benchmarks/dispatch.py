@@ -196,7 +196,7 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
 def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
     """Times one rank's copies: tokens to ranks, received rows to experts, and tokens to experts if one rank
     has all of them."""
-    from megatron_vl.kernels.token_copies import make_row_ids, scatter_rows, sum_rows
+    from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_rows, sum_rows
 
     x, _, chosen, _ = draw(platform, tokens, options)
     x = x.detach()[:, 0]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
 from torch import Tensor
 
-from megatron_vl.kernels.grouped_gemm import (
+from megatron_vl.kernels.experts.grouped_gemm import (
     ROW_TILE_CONFIG,
     WEIGHT_TILE_CONFIG,
     AddressTable,

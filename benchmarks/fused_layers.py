@@ -33,13 +33,13 @@ from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
-from megatron_vl.kernels import biased_activation as activation_kernels
-from megatron_vl.kernels import biased_sum as sum_kernels
-from megatron_vl.kernels import residual_norm as norm_kernels
-from megatron_vl.kernels.biased_activation import biased_activation
-from megatron_vl.kernels.biased_sum import biased_sum, column_sums
-from megatron_vl.kernels.residual_norm import residual_norm
-from megatron_vl.kernels.swiglu import swiglu
+from megatron_vl.kernels.layers import biased_activation as activation_kernels
+from megatron_vl.kernels.layers import biased_sum as sum_kernels
+from megatron_vl.kernels.layers import residual_norm as norm_kernels
+from megatron_vl.kernels.layers.biased_activation import biased_activation
+from megatron_vl.kernels.layers.biased_sum import biased_sum, column_sums
+from megatron_vl.kernels.layers.residual_norm import residual_norm
+from megatron_vl.kernels.layers.swiglu import swiglu
 from megatron_vl.models.fused_layers import gelu_tanh
 
 PATCHES = 17_724

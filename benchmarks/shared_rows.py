@@ -22,9 +22,15 @@ import torch.nn.functional as F
 from timing import milliseconds
 from torch import Tensor
 
-from megatron_vl.kernels import causal_conv_triton, gated_delta_rule_triton
-from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, make_segment_ids
-from megatron_vl.kernels.shard_exchange import ShardExchange, shard_route
+from megatron_vl.kernels.linear_attention import causal_conv_triton
+from megatron_vl.kernels.linear_attention.delta_rule_backward import run_backward
+from megatron_vl.kernels.linear_attention.delta_rule_forward import run_forward
+from megatron_vl.kernels.linear_attention.gated_delta_rule import (
+    causal_conv,
+    gated_delta_rule,
+    make_segment_ids,
+)
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange, shard_route
 
 ROWS = {"one sequence": [8192], "eleven": [1, 63, 64, 65, 700, 129, 1500, 900, 2000, 1770, 1000]}
 """Rows whose errors are measured, by name: lengths of their sequences."""
@@ -114,11 +120,9 @@ def kernel_results(
         exchange.add_halo_gradients(dhalo, dqkv)
 
     q, k, v = sizes.heads(qkv)
-    out, _, saved = gated_delta_rule_triton.run_forward(q, k, v, g, beta, segments, exchange=exchange)
+    out, _, saved = run_forward(q, k, v, g, beta, segments, exchange=exchange)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    dg, dbeta, _ = gated_delta_rule_triton.run_backward(
-        q, k, v, g, beta, segments, saved, dout, None, grads, exchange=exchange
-    )
+    dg, dbeta, _ = run_backward(q, k, v, g, beta, segments, saved, dout, None, grads, exchange=exchange)
     names = ("conv", "conv dx", "out", "dq", "dk", "dv", "dg", "dbeta")
     return dict(zip(names, (convolved, dqkv, out, *grads, dg, dbeta), strict=True)) | {"conv dw": dweight}
 

@@ -26,9 +26,11 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from megatron_vl.kernels import tower_attention as kernels
-from megatron_vl.kernels.tower_attention import DEFAULT_TILES, KernelTile
-from megatron_vl.kernels.window_attention import window_attention
+from megatron_vl.kernels.attention.tower_attention import segment_attention, tower_attention
+from megatron_vl.kernels.attention.tower_backward import launch_key_grad, launch_query_grad
+from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
+from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, KernelTile
+from megatron_vl.kernels.attention.window_attention import window_attention
 
 LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 1296, 1000, 952]
 FORWARD = [DEFAULT_TILES.forward_tile, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 4, 2)]
@@ -88,8 +90,8 @@ class Case:
 
     def ours(self, qkv: Tensor, rotated: bool) -> Tensor:
         if rotated:
-            return kernels.tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
-        return kernels.segment_attention(*self.split(qkv, False), self.cu).flatten(1)
+            return tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
+        return segment_attention(*self.split(qkv, False), self.cu).flatten(1)
 
     def windows(self, qkv: Tensor) -> Tensor:
         return window_attention(qkv, self.cos, self.sin, self.cu, self.longest, self.dim)
@@ -154,20 +156,20 @@ def transformer_engine(case: Case) -> Callable[[Tensor], Tensor]:
 def single_kernels(case: Case) -> list[tuple[str, list[KernelTile], Callable[[KernelTile], object], int]]:
     """(name, tiles, function that runs a kernel, its useful operations per pair and element of a head)."""
     angles = case.cos, case.sin
-    packed = kernels._pack_with_rope(case.qkv, *angles, case.dim)
-    out, lse = kernels._attention_forward(packed, case.cu, DEFAULT_TILES.forward_tile)
+    packed = pack_with_rope(case.qkv, *angles, case.dim)
+    out, lse = attention_forward(packed, case.cu, DEFAULT_TILES.forward_tile)
     dout = case.grad.view_as(out)
     delta = torch.empty_like(lse)
     dqkv = torch.empty_like(case.qkv)
 
     def forward(tile: KernelTile) -> object:
-        return kernels._attention_forward(packed, case.cu, tile)
+        return attention_forward(packed, case.cu, tile)
 
     def query(tile: KernelTile) -> object:
-        return kernels._launch_query_grad(packed, out, dout, lse, case.cu, angles, tile, delta, dqkv)
+        return launch_query_grad(packed, out, dout, lse, case.cu, angles, tile, delta, dqkv)
 
     def key(tile: KernelTile) -> object:
-        return kernels._launch_key_grad(packed, dout, lse, case.cu, angles, tile, delta, dqkv)
+        return launch_key_grad(packed, dout, lse, case.cu, angles, tile, delta, dqkv)
 
     return [("forward", FORWARD, forward, 4), ("dQ", QUERY, query, 6), ("dK and dV", KEY, key, 8)]
 
@@ -199,7 +201,7 @@ def sweep(case: Case) -> None:
                 f"{label:52s} {failure or case.rate(milliseconds(partial(run, tile)), operations)}",
                 flush=True,
             )
-    packing = milliseconds(lambda: kernels._pack_with_rope(case.qkv, case.cos, case.sin, case.dim))
+    packing = milliseconds(lambda: pack_with_rope(case.qkv, case.cos, case.sin, case.dim))
     print(f"  {'pack and rotate':50s} {packing:6.3f} ms")
 
 

@@ -6,8 +6,9 @@ without its fused kernel, reads the lengths of sequences on the host in each lay
 with a batch of one, applies RoPE from the given position ids, and calls :class:`PackedAttention`.
 
 The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), ``torch_varlen``
-(FlashAttention-2 in torch), ``flash_attn`` (FlashAttention-4, :mod:`megatron_vl.kernels.flash_attention`, for
-language models) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for towers).
+(FlashAttention-2 in torch), ``flash_attn`` (FlashAttention-4,
+:mod:`megatron_vl.kernels.attention.flash_attention`, for language models) and ``triton``
+(:mod:`megatron_vl.kernels.attention.tower_attention`, for towers).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vl.kernels.flash_attention import (
+from megatron_vl.kernels.attention.flash_attention import (
     has_flash_attention,
     largest_gradient_error,
     packed_causal_attention,
 )
+from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS
-from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
 
@@ -247,7 +248,7 @@ def _attend_with_flash_attn(
 def _attend_with_triton(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
-    from megatron_vl.kernels.tower_attention import segment_attention
+    from megatron_vl.kernels.attention.tower_attention import segment_attention
 
     assert not causal, "for towers only"
     return segment_attention(query, key, value, segments.cu_seqlens)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vl.kernels.shard_exchange import ShardRoute
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardRoute
 from megatron_vl.models.context_parallel import FeatureRoute
 
 

@@ -42,8 +42,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class TowerSelfAttention(SelfAttention):
     """Core's SelfAttention with our kernels where they apply.
 
-    With ``fused_windows``, layers with small windows use :mod:`megatron_vl.kernels.window_attention`.
-    Layers with full attention use :mod:`megatron_vl.kernels.tower_attention` if the backend is ``triton``.
+    With ``fused_windows``, layers with small windows use
+    :mod:`megatron_vl.kernels.attention.window_attention`. Layers with full attention use
+    :mod:`megatron_vl.kernels.attention.tower_attention` if the backend is ``triton``.
     """
 
     def __init__(self, *args: Any, fused_windows: bool, **kwargs: Any) -> None:
@@ -68,8 +69,8 @@ class TowerSelfAttention(SelfAttention):
 
         It takes the fused QKV output [P, heads * 3 * d] and returns [P, heads * d].
         """
-        from megatron_vl.kernels.tower_attention import tower_attention
-        from megatron_vl.kernels.window_attention import supports_windows, window_attention
+        from megatron_vl.kernels.attention.tower_attention import tower_attention
+        from megatron_vl.kernels.attention.window_attention import supports_windows, window_attention
 
         assert packed_row.cos_sin is not None
         cos, sin = packed_row.cos_sin
@@ -122,7 +123,7 @@ class FusedMLP(MLP):
         is_gated = self.config.gated_linear_unit
         if bias is not None:
             if runs_on_kernels(intermediate_states):
-                from megatron_vl.kernels.biased_activation import biased_activation
+                from megatron_vl.kernels.layers.biased_activation import biased_activation
 
                 return biased_activation(intermediate_states, bias, self.activation_name, is_gated=is_gated)
             intermediate_states = intermediate_states + bias
@@ -130,7 +131,7 @@ class FusedMLP(MLP):
         if not is_gated:
             return self.activation_func(intermediate_states)
         if intermediate_states.is_cuda:
-            from megatron_vl.kernels.swiglu import swiglu
+            from megatron_vl.kernels.layers.swiglu import swiglu
 
             return swiglu(intermediate_states)
         gate_states, up_states = intermediate_states.chunk(2, -1)
@@ -146,7 +147,7 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
         if bias is None:
             return residual + output.to(residual.dtype)
 
-        from megatron_vl.kernels.biased_sum import biased_sum
+        from megatron_vl.kernels.layers.biased_sum import biased_sum
 
         return biased_sum(residual, output, bias)
 
@@ -192,7 +193,7 @@ class ResidualNorm(nn.Module):
     """The norm of ``config.normalization`` before a block, whose input is also added to the block's output.
 
     It returns that input too, which core then adds. So both gradients of the input reach one kernel
-    (:mod:`megatron_vl.kernels.residual_norm`).
+    (:mod:`megatron_vl.kernels.layers.residual_norm`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
@@ -215,7 +216,7 @@ class ResidualNorm(nn.Module):
 
     def forward(self, x: Tensor | PendingSum) -> Tensor | tuple[Tensor, Tensor]:
         """[S, 1, H] -> [S, 1, H], and ``x`` (or the sum that it stands for) if it returns its input"""
-        from megatron_vl.kernels.residual_norm import residual_norm
+        from megatron_vl.kernels.layers.residual_norm import residual_norm
 
         if isinstance(x, PendingSum):
             residual, added, added_bias = x.take()

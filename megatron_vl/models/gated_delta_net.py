@@ -7,7 +7,8 @@ its norm's gradients over tensor-parallel ranks. Reference: ``Qwen3_5GatedDeltaN
 
 The heads are divided among tensor-parallel ranks: each rank has some key heads and the value heads that they
 serve. Context-parallel ranks each hold a shard of the row's tokens. They exchange the states of sequences
-that cross an edge, and the last inputs of the convolution (:mod:`megatron_vl.kernels.shard_exchange`).
+that cross an edge, and the last inputs of the convolution
+(:mod:`megatron_vl.kernels.linear_attention.shard_exchange`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracke
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vl.kernels.gated_delta_rule import (
+from megatron_vl.kernels.linear_attention.gated_delta_rule import (
     causal_conv,
     gated_delta_rule,
     gated_norm,
     make_segment_ids,
 )
-from megatron_vl.kernels.shard_exchange import ShardExchange
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.spec.families import LinearAttentionSpec
 

@@ -39,13 +39,13 @@ import math
 from dataclasses import dataclass
 
 from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, LoraConfig, ModelConfig, TrainConfig
+from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.sizes import (
     DELTA_CHUNK,
     LOSS_CHUNK_TOKENS,
     STATE_CHUNK_BYTES,
     STATE_CHUNKS_ON_GPU,
 )
-from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.planning.layer_kinds import (
     LayerKind,

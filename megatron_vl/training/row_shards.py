@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.packing.training_row import TrainingRow, loss_index
-from megatron_vl.kernels.shard_exchange import shard_route
+from megatron_vl.kernels.linear_attention.shard_exchange import shard_route
 from megatron_vl.models.batch import DeviceRow, KeySegments, RowShard, Segments, VisionInput
 from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_vl.kernels.flash_attention import has_flash_attention
+from megatron_vl.kernels.attention.flash_attention import has_flash_attention
 from megatron_vl.models.attention import choose_backend, make_backend
 from megatron_vl.models.batch import KeySegments, Segments
 

@@ -25,7 +25,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_vl.kernels import gated_delta_rule_triton, grouped_gemm, tower_attention, window_attention
+from megatron_vl.kernels.attention import tower_attention, window_attention
+from megatron_vl.kernels.experts import grouped_gemm
+from megatron_vl.kernels.linear_attention import gated_delta_rule_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}

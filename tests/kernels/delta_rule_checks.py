@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, gated_norm
+from megatron_vl.kernels.linear_attention.gated_delta_rule import causal_conv, gated_delta_rule, gated_norm
 from tests.kernels.triton_checks import fix_interpreter
 
 RATES = {"as initialised": (0.01, 16.0), "slow": (0.001, 0.02), "mixed": (0.001, 4.0)}

@@ -9,8 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, make_segment_ids
-from megatron_vl.kernels.shard_exchange import ShardExchange, shard_route
+from megatron_vl.kernels.linear_attention.gated_delta_rule import (
+    causal_conv,
+    gated_delta_rule,
+    make_segment_ids,
+)
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange, shard_route
 from tests.kernels.triton_checks import fix_interpreter
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 1, 2, 16, 32

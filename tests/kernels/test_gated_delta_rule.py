@@ -11,7 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from megatron_vl.kernels.gated_delta_rule import (
+from megatron_vl.kernels.linear_attention.gated_delta_rule import (
     causal_conv,
     gated_delta_rule,
     make_segment_ids,

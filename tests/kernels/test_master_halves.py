@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves import join_master, split_master
+from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
 
 TIE, ODD_TIE = 0x3F808000, 0x3F818000
 """Halfway between two bf16 numbers: rounded down to an even one, and up to an even one."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.moments import random_bits, round_moments
+from megatron_vl.kernels.optimizer.moments import random_bits, round_moments
 
 HALF_AND_QUARTERS = (0x4000, 0x8000, 0xC000)
 """Low halves of numbers a quarter, half and three quarters of the way to the next bf16 number."""

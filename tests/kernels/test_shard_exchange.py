@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_vl.kernels.shard_exchange import ShardRoute, shard_route
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardRoute, shard_route
 from tests.kernels.shard_checks import NAMES, ROWS, changed_bits, errors_of_ranks
 from tests.support.ranks import call
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_vl.kernels.flash_attention import packed_causal_mask
-from megatron_vl.kernels.tower_attention import tower_attention
+from megatron_vl.kernels.attention.flash_attention import packed_causal_mask
+from megatron_vl.kernels.attention.tower_attention import tower_attention
 from megatron_vl.models.attention import choose_backend, flash_attention_is_right, make_backend
 from megatron_vl.models.batch import KeySegments, Segments
 from tests.models.programs import step_with_and_without_kernels

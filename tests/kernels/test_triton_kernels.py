@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatron_vl
-from megatron_vl.kernels.biased_activation import SIGMOID_COEFFICIENTS
+from megatron_vl.kernels.layers.biased_activation import SIGMOID_COEFFICIENTS
 from megatron_vl.models.fused_layers import ACTIVATIONS
 from tests.models.programs import steps_with_fused_layers
 from tests.support.ranks import call, run_module

@@ -23,11 +23,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
-from megatron_vl.kernels import adam, master_halves, master_halves_triton
-from megatron_vl.kernels import tower_attention as kernels
-from megatron_vl.kernels.biased_activation import biased_activation
-from megatron_vl.kernels.biased_sum import biased_sum, column_sums
-from megatron_vl.kernels.grouped_gemm import (
+from megatron_vl.kernels.attention import tower_tiles
+from megatron_vl.kernels.attention.tower_attention import segment_attention, tower_attention
+from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
+from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, AttentionTiles, KernelTile
+from megatron_vl.kernels.attention.window_attention import window_attention
+from megatron_vl.kernels.experts.grouped_gemm import (
     ROW_TILE_CONFIG,
     WEIGHT_TILE_CONFIG,
     AddressTable,
@@ -36,11 +37,12 @@ from megatron_vl.kernels.grouped_gemm import (
     row_product,
     weight_product,
 )
-from megatron_vl.kernels.residual_norm import residual_norm
-from megatron_vl.kernels.swiglu import swiglu
-from megatron_vl.kernels.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
-from megatron_vl.kernels.tower_attention import AttentionTiles, KernelTile, segment_attention, tower_attention
-from megatron_vl.kernels.window_attention import window_attention
+from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
+from megatron_vl.kernels.layers.biased_activation import biased_activation
+from megatron_vl.kernels.layers.biased_sum import biased_sum, column_sums
+from megatron_vl.kernels.layers.residual_norm import residual_norm
+from megatron_vl.kernels.layers.swiglu import swiglu
+from megatron_vl.kernels.optimizer import adam, master_halves, master_halves_triton
 from megatron_vl.models.fused_layers import ACTIVATIONS
 
 
@@ -170,12 +172,12 @@ def unaligned_error(device: str = "cpu", tiles: AttentionTiles = SMALL) -> float
 
 
 def many_segments_error() -> float:
-    before = kernels.SEARCH_BLOCK
-    kernels.SEARCH_BLOCK = tl.constexpr(4)
+    before = tower_tiles.SEARCH_BLOCK
+    tower_tiles.SEARCH_BLOCK = tl.constexpr(4)
     try:
         return plain_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
     finally:
-        kernels.SEARCH_BLOCK = before
+        tower_tiles.SEARCH_BLOCK = before
 
 
 def on_gpu() -> dict[str, float]:
@@ -183,7 +185,7 @@ def on_gpu() -> dict[str, float]:
     between two outputs."""
     lengths = [129, 1, 0, 700, 64, 1000]
     errors = {
-        f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.DEFAULT_TILES)
+        f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", DEFAULT_TILES)
         for d in (16, 40, 64, 72, 80, 96, 128)
     }
     errors |= {
@@ -198,12 +200,10 @@ def on_gpu() -> dict[str, float]:
     first, second = (
         torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2)
     )
-    packed = kernels._pack_with_rope(qkv.detach(), angles.cos(), angles.sin(), 72)
+    packed = pack_with_rope(qkv.detach(), angles.cos(), angles.sin(), 72)
 
     with ThreadPoolExecutor(1) as pool:  # a loaded kernel is the first thing that this thread runs
-        other = pool.submit(
-            kernels._attention_forward, packed, cu, kernels.DEFAULT_TILES.forward_tile
-        ).result()[0]
+        other = pool.submit(attention_forward, packed, cu, DEFAULT_TILES.forward_tile).result()[0]
     experts = partial(experts_error, device="cuda", dtype=torch.bfloat16)
     errors |= {
         "experts": experts([0, 700, 129, 0, 1, 1000, 128], 2048, 768, ROW_TILE_CONFIG, WEIGHT_TILE_CONFIG),
@@ -221,7 +221,7 @@ def on_gpu() -> dict[str, float]:
         "each row to 4 others": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
         "rows wider than a block, to 32 others": rows([0.06] * 31 + [0.0], 3000, 4096),
         "each row to 128 others": rows([0.06] * 128, 1000, 2560),
-        "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.DEFAULT_TILES),
+        "tower, patches that 4 does not divide": unaligned_error("cuda", DEFAULT_TILES),
         "halves of master weights": halves_error(5_000_001, "cuda"),
         "update with moments in bf16": adam_error(5_000_001, "cuda"),
     }

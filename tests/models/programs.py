@@ -9,8 +9,8 @@ import torch
 
 from megatron_vl.config import DataConfig, LoraConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import pack_row
-from megatron_vl.kernels import biased_activation as activation_kernels
-from megatron_vl.kernels import tower_attention
+from megatron_vl.kernels.attention import tower_attention
+from megatron_vl.kernels.layers import biased_activation as activation_kernels
 from megatron_vl.models import build, head, layer_specs
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
 from megatron_vl.models.fused_layers import PendingSum, ResidualNorm, add_to_residual, postpone_addition
@@ -114,13 +114,13 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
     fix_interpreter()
     trainer = tiny_trainer(hf)
     calls: list[int] = []
-    attend = tower_attention._attention_forward
+    attend = tower_attention.attention_forward
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return attend(*arguments)
 
-    tower_attention._attention_forward = counted
+    tower_attention.attention_forward = counted
     step_batch = trainer.batches.next_batch()
 
     def step(trainer: TinyTrainer) -> list[float]:
@@ -275,7 +275,7 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
 
     import torch.distributed as dist
 
-    from megatron_vl.kernels.shard_exchange import shard_route
+    from megatron_vl.kernels.linear_attention.shard_exchange import shard_route
     from megatron_vl.models.attention import PackedRow
     from megatron_vl.models.batch import RowShard, Segments
     from megatron_vl.parallel.process_grid import init_distributed

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vl.kernels.shard_exchange import ShardExchange, shard_route
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange, shard_route
 from megatron_vl.models.gated_delta_net import GatedDeltaNet, GatedNorm
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.utils import get_pg_size
 from torch import Tensor
 
-from megatron_vl.kernels.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
+from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
 
 NOT_CHOSEN = -1.0
 """The value that is sent as the probability of an expert to which the token does not go. Zero would not do,

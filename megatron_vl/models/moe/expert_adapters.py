@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron_vl.kernels.grouped_gemm import TilePlan
+from megatron_vl.kernels.experts.grouped_gemm import TilePlan
 from megatron_vl.models.moe.experts import PlannedLinear
 
 MIN_RANK_MULTIPLE = 8

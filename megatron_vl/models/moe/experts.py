@@ -2,8 +2,8 @@
 
 Transformer Engine needs one launch per product and expert. The parameters are those of Megatron-core's
 ``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so that nothing changes for checkpoints, optimizer and
-FP8. Only the products are ours (:mod:`megatron_vl.kernels.grouped_gemm`). They read each expert's token count
-on the device, so the host waits for no counts unless ranks exchange tokens.
+FP8. Only the products are ours (:mod:`megatron_vl.kernels.experts.grouped_gemm`). They read each expert's
+token count on the device, so the host waits for no counts unless ranks exchange tokens.
 
 A model has many experts, so the host avoids work per expert: the kernel adds weight gradients to
 ``main_grad``, and DDP is notified that they are ready without an autograd node for each weight
@@ -19,8 +19,14 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
-from megatron_vl.kernels.grouped_gemm import AddressTable, TilePlan, plan_tiles, row_product, weight_product
-from megatron_vl.kernels.swiglu import swiglu
+from megatron_vl.kernels.experts.grouped_gemm import (
+    AddressTable,
+    TilePlan,
+    plan_tiles,
+    row_product,
+    weight_product,
+)
+from megatron_vl.kernels.layers.swiglu import swiglu
 from megatron_vl.parallel.ddp import ReplicaDDP
 
 _placeholder_gradients: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
@@ -117,7 +123,7 @@ class _GroupedLinear(torch.autograd.Function):
 class PlannedLinear:
     """A mixin for Transformer Engine's grouped linears.
 
-    They then also take a :class:`~megatron_vl.kernels.grouped_gemm.TilePlan` instead of row counts.
+    They then also take a :class:`~megatron_vl.kernels.experts.grouped_gemm.TilePlan` instead of row counts.
     """
 
     takes_tile_plan = False

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.adam import (
+from megatron_vl.kernels.optimizer.adam import (
     AdamCoefficients,
     LaunchTables,
     ParameterSlice,
     StepCoefficients,
     adam_step,
 )
-from megatron_vl.kernels.master_halves import join_master, split_master
+from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
 from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
 from megatron_vl.training.offload.state_chunks import AdamStateViews, ChunkedParameter, ChunkSlice, StateChunk
@@ -26,7 +26,7 @@ class ChunkedStep:
     """Replaces ``step`` of one optimizer some of whose parameters have their state in chunks.
 
     Chunks with moments in fp32 are updated by the optimizer's own step, so that all bits are those of a run
-    without chunks. Chunks with moments in bf16 are updated by :mod:`megatron_vl.kernels.adam`.
+    without chunks. Chunks with moments in bf16 are updated by :mod:`megatron_vl.kernels.optimizer.adam`.
 
     Args:
         adam_optimizer: Transformer Engine's FusedAdam, or torch's AdamW.
@@ -54,7 +54,7 @@ class ChunkedStep:
         self.runs_own_kernel = (
             bool(first_slices) and first_slices[0].state_chunk.moments_dtype != torch.float32
         )
-        """Whether moments are bf16, so that :mod:`megatron_vl.kernels.adam` updates all parameters."""
+        """Whether moments are bf16: :mod:`megatron_vl.kernels.optimizer.adam` then updates all parameters."""
         self.gradient_scale = 1.0
         """Factor by which our kernel multiplies the gradients of the next update as it reads them."""
         self._tables_by_chunk: dict[int, LaunchTables] = {}

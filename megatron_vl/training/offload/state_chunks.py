@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves import join_master, split_master
+from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
 
 SLICE_ALIGNMENT = 64
 """Each slice begins at a multiple of this number of elements in its chunk."""
@@ -105,7 +105,7 @@ class AdamStateViews:
     """fp32 or bf16 [N]."""
     exp_avg_sq: Tensor
     """fp32 or bf16 [N]. Its sign bit belongs to the master weight
-    (see :mod:`megatron_vl.kernels.master_halves`)."""
+    (see :mod:`megatron_vl.kernels.optimizer.master_halves`)."""
     low_bits: Tensor
     """Lower half of the master weights, int16 [N]; empty if the model's weights are fp32."""
 

@@ -27,7 +27,7 @@ PLATFORM = get_platform("cuda" if "--gpu" in sys.argv else "cpu")
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_vl.kernels.token_copies import make_row_ids  # noqa: E402
+from megatron_vl.kernels.experts.token_copies import make_row_ids  # noqa: E402
 from megatron_vl.models.moe.dispatch import OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
 from megatron_vl.parallel.process_grid import init_distributed  # noqa: E402
 from tests.kernels.triton_checks import fix_interpreter  # noqa: E402

@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`megatron_vl.kernels.master_halves`.
+"""The Triton kernels of :mod:`megatron_vl.kernels.optimizer.master_halves`.
 
 They work on bits only, so that modes for rounding and denormal numbers do not matter.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`megatron_vl.kernels.token_copies`.
+"""The Triton kernels of :mod:`megatron_vl.kernels.experts.token_copies`.
 
 A program handles one row, or 2,048 columns of it. It goes from copy to copy by looking for the smallest
 row_id above the previous one. So missing copies cost neither memory traffic nor a step, and sums are always

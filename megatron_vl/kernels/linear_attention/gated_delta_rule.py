@@ -7,9 +7,9 @@ the token's key:
 
 State and convolution start again at each sequence of a row. If context-parallel ranks share the row, they
 pass on the state and the last inputs of a sequence that crosses an edge
-(:mod:`megatron_vl.kernels.shard_exchange`). The host reads nothing from the device, and shapes depend only on
-the length of the row. The reference is ``torch_chunk_gated_delta_rule`` of transformers, called for each
-sequence alone, because it does not support packed rows.
+(:mod:`megatron_vl.kernels.linear_attention.shard_exchange`). The host reads nothing from the device, and
+shapes depend only on the length of the row. The reference is ``torch_chunk_gated_delta_rule`` of
+transformers, called for each sequence alone, because it does not support packed rows.
 
 Triton kernels run on a GPU and in Triton's interpreter, torch code elsewhere. Float64 inputs always use the
 torch code. On a GPU, float32 inputs of the rule use it too, because the rule's kernels multiply in half
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vl.kernels.shard_exchange import ShardExchange
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 from megatron_vl.kernels.sizes import DELTA_CHUNK
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
@@ -62,7 +62,7 @@ def causal_conv(
         [S, C].
     """
     if _uses_kernels(x):
-        from megatron_vl.kernels import causal_conv_triton
+        from megatron_vl.kernels.linear_attention import causal_conv_triton
 
         if causal_conv_triton.is_supported(x, weight):
             return causal_conv_triton.causal_conv(x, weight, segment_ids, exchange)
@@ -134,7 +134,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         [S, heads, V] in the type of ``x``.
     """
     if _uses_kernels(x):
-        from megatron_vl.kernels import gated_norm_triton
+        from megatron_vl.kernels.linear_attention import gated_norm_triton
 
         if gated_norm_triton.is_supported(x):
             return gated_norm_triton.gated_norm(x, gate, weight, eps)
@@ -181,7 +181,7 @@ def gated_delta_rule(
     """
     assert initial_state is None or exchange is None, "the exchange supplies the initial state"
     if _uses_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
-        from megatron_vl.kernels import gated_delta_rule_triton
+        from megatron_vl.kernels.linear_attention import gated_delta_rule_triton
 
         if gated_delta_rule_triton.is_supported(query, key, value):
             return gated_delta_rule_triton.gated_delta_rule(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def has_kernels(head_dim: int) -> bool:
-    """Whether :mod:`megatron_vl.kernels.tower_attention` supports heads of this size.
+    """Whether :mod:`megatron_vl.kernels.attention.tower_attention` supports heads of this size.
 
     ``auto`` then chooses it on CUDA in bfloat16. With RoPE and packing, FlashAttention-2 takes 1.3 to 1.5
     times as long, also for heads of 64 (docs/log/speed.md).

@@ -75,7 +75,7 @@ def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
 def _triton_kernels(x: Tensor) -> ModuleType | None:
     if not runs_on_kernels(x):
         return None
-    from megatron_vl.kernels import token_copies_triton as row_kernels
+    from megatron_vl.kernels.experts import token_copies_triton as row_kernels
 
     return row_kernels
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of :mod:`megatron_vl.kernels.adam`.
+"""The Triton kernel of :mod:`megatron_vl.kernels.optimizer.adam`.
 
 One launch updates all stretches of a chunk: a program takes a block of elements, and a table says whose they
 are. Products and sums are not fused, and divisions and roots are rounded to the nearest number, so that the
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves_triton import join_bits, split_bits
+from megatron_vl.kernels.optimizer.master_halves_triton import join_bits, split_bits
 
 BLOCK_ELEMENTS = 2048
 """Elements of a program."""
 _SIGN = tl.constexpr(-0x80000000)
-# The factors of the hash in :mod:`megatron_vl.kernels.moments`.
+# The factors of the hash in :mod:`megatron_vl.kernels.optimizer.moments`.
 _SECOND = tl.constexpr(0x9E3779B1 - (1 << 32))
 _MIX_0, _MIX_1 = tl.constexpr(0x85EBCA6B - (1 << 32)), tl.constexpr(0xC2B2AE35 - (1 << 32))
 
@@ -124,11 +124,11 @@ def adam_step(
     """Updates some stretches of a chunk of less than 2^31 elements.
 
     Args:
-        slice_table: int64 [N, 6], as :class:`megatron_vl.kernels.adam.LaunchTables` says.
+        slice_table: int64 [N, 6], as :class:`megatron_vl.kernels.optimizer.adam.LaunchTables` says.
         slice_of_block: int32 [blocks].
-        coefficient_table: fp32 [rates, 11], as :class:`megatron_vl.kernels.adam.StepCoefficients` says.
-        has_split_master: whether weights are bf16.
-        is_aligned: whether addresses are multiples of 16 bytes and sizes of 8 elements, which is faster.
+        coefficient_table: fp32 [rates, 11], as :class:`megatron_vl.kernels.optimizer.adam.StepCoefficients`
+        says. has_split_master: whether weights are bf16. is_aligned: whether addresses are multiples of 16
+        bytes and sizes of 8 elements, which is faster.
     """
     _adam_step_kernel[(len(slice_of_block),)](
         slice_table,

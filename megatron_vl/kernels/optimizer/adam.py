@@ -6,8 +6,9 @@ is fused. So a GPU and a CPU compute the same bits, in every layout, whatever sh
 memory.
 
 The master weight is joined from the model's bf16 weight and its lower half
-(:mod:`megatron_vl.kernels.master_halves`), and split again. The moments are rounded as
-:mod:`megatron_vl.kernels.moments` says. A parameter takes 20 bytes of traffic: 12 are read, 8 are written.
+(:mod:`megatron_vl.kernels.optimizer.master_halves`), and split again. The moments are rounded as
+:mod:`megatron_vl.kernels.optimizer.moments` says. A parameter takes 20 bytes of traffic: 12 are read, 8 are
+written.
 
 A Triton kernel runs on a GPU (and in Triton's interpreter), with one launch for all slices of a chunk. Torch
 code runs elsewhere.
@@ -22,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves import join_master, split_master
-from megatron_vl.kernels.moments import round_moments, step_hash
+from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
+from megatron_vl.kernels.optimizer.moments import round_moments, step_hash
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
 
@@ -178,7 +179,7 @@ def adam_step(
             _step_slice_in_torch(parameter_slice, step_coefficients, exp_avg, exp_avg_sq, low_bits)
         return
 
-    from megatron_vl.kernels import adam_triton
+    from megatron_vl.kernels.optimizer import adam_triton
 
     launch_tables.update_tables(parameter_slices, adam_triton.BLOCK_ELEMENTS, exp_avg.device)
     has_split_master = bool(parameter_slices) and parameter_slices[0].weight.dtype == torch.bfloat16

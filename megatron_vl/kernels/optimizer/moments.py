@@ -8,7 +8,8 @@ The random bits are a hash of both unrounded moments and of the step. So they ne
 no index of the element. A step gives the same bits in every layout, after every resume, and for every
 division of the state into chunks.
 
-This is the code for a CPU. On a GPU, :mod:`megatron_vl.kernels.adam_triton` does the same within the update.
+This is the code for a CPU. On a GPU, :mod:`megatron_vl.kernels.optimizer.adam_triton` does the same within
+the update.
 """
 
 from __future__ import annotations

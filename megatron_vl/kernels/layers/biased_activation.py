@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.biased_sum import (
+from megatron_vl.kernels.layers.biased_sum import (
     BLOCK_COLUMNS,
     NUM_STAGES,
     NUM_WARPS,

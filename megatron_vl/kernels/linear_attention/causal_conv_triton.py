@@ -1,5 +1,5 @@
 """Depthwise causal convolution with SiLU over packed rows, in Triton; see
-:func:`megatron_vl.kernels.gated_delta_rule.causal_conv`.
+:func:`megatron_vl.kernels.linear_attention.gated_delta_rule.causal_conv`.
 
 A program walks over a few tokens of a block of channels and keeps the last inputs in registers, so each input
 is read once, except near the borders of blocks. The arithmetic is in float32, and results are rounded once.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.shard_exchange import ShardExchange
+from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 
 _BLOCK_CHANNELS = 256
 """Channels of one program."""

@@ -1,5 +1,5 @@
 """RMSNorm of each head times the SiLU of its gate, in Triton; see
-:func:`megatron_vl.kernels.gated_delta_rule.gated_norm`.
+:func:`megatron_vl.kernels.linear_attention.gated_delta_rule.gated_norm`.
 
 The gradient of the weight is summed over a program's rows, then over the programs, in a fixed order.
 """
