@@ -35,7 +35,7 @@ import psutil
 from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel import joining
-from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s
+from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes
 from megatron_vl.parallel.open_file_limit import raise_open_file_limit
 from megatron_vl.processes import list_children
 from megatron_vl.signals import (
@@ -92,8 +92,11 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(logger_name).setLevel(logging.CRITICAL)
 
     try:
-        if torchrun_args.rdzv_backend == "c10d" and torchrun_args.rdzv_endpoint:
-            _meet_nodes(torchrun_args, join_limit_s(run_config.failures.timeout_s if run_config else 0))
+        limit_s = join_limit_s(run_config.failures.timeout_s if run_config else 0)
+        if torchrun_args.rdzv_backend == "static" and torchrun_args.nnodes != "1":
+            _nodes_store = _meet_numbered_nodes(torchrun_args, limit_s)  # kept while the ranks run
+        elif torchrun_args.rdzv_backend == "c10d" and torchrun_args.rdzv_endpoint:
+            _meet_nodes(torchrun_args, limit_s)
         run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
         return 0
     except (JoinError, RendezvousError) as error:
@@ -109,6 +112,19 @@ def main(argv: list[str] | None = None) -> int:
         )
     except SignalException as error:
         return 128 + error.sigval.value
+
+
+def _meet_numbered_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> object:
+    """Waits for all nodes of ``--node-rank``: torch would do so in native code, silent and deaf to signals.
+
+    Returns the store of the meeting, which torch then finds by its port. Raises JoinError.
+    """
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    address = f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
+    torchrun_args.rdzv_endpoint = torchrun_args.rdzv_endpoint or address
+    host, port = parse_rendezvous_endpoint(torchrun_args.rdzv_endpoint, default_port=29500)
+    return join_nodes(host, port, torchrun_args.node_rank, int(torchrun_args.nnodes), limit_s)
 
 
 def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> None:

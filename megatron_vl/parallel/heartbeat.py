@@ -628,10 +628,10 @@ def _other_ranks_text(affected_ranks: list[int]) -> str:
     return f"; the same holds for {list_ranks(affected_ranks[1:])}" if affected_ranks[1:] else ""
 
 
-def list_ranks(ranks: list[int]) -> str:
-    """Names ranks, for instance ``rank 4, 5 and 6 more``."""
+def list_ranks(ranks: list[int], kind: str = "rank") -> str:
+    """Names ranks, or nodes, for instance ``rank 4, 5 and 6 more``."""
     more_text = f" and {len(ranks) - _MAX_NAMED_RANKS} more" if len(ranks) > _MAX_NAMED_RANKS else ""
-    return f"rank {', '.join(map(str, ranks[:_MAX_NAMED_RANKS]))}{more_text}"
+    return f"{kind} {', '.join(map(str, ranks[:_MAX_NAMED_RANKS]))}{more_text}"
 
 
 def is_in_debugger() -> bool:

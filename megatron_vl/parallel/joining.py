@@ -89,28 +89,41 @@ def join_store(rank: int, world_size: int, limit_s: float) -> Any:
 
     Raises JoinError or SystemExit, as :meth:`JoinWait.pause` does.
     """
-    import torch.distributed as dist
-
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    join_wait = JoinWait(limit_s)
+    # torchrun's store outlives a restart of the ranks.
+    key = f"megatron_vl/joined/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return _join(host, port, is_server, key, "rank", rank, world_size, JoinWait(limit_s))
+
+
+def join_nodes(host: str, port: int, node: int, num_nodes: int, limit_s: float) -> Any:
+    """Opens the store that the launcher of node 0 serves while it is kept, and waits for the other launchers.
+
+    Raises JoinError, as :meth:`JoinWait.pause` does.
+    """
+    return _join(host, port, node == 0, "megatron_vl/nodes", "node", node, num_nodes, JoinWait(limit_s))
+
+
+def _join(
+    host: str, port: int, is_server: bool, key: str, kind: str, index: int, count: int, join_wait: JoinWait
+) -> Any:
+    import torch.distributed as dist
+
     join_wait.reach_address(host, port, is_server)
     store: Any = dist.TCPStore(
         host, port, None, is_server, timedelta(seconds=20), wait_for_workers=False, multi_tenant=True
     )
 
-    # torchrun's store outlives a restart of the ranks.
-    prefix = f"megatron_vl/joined/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    store.append(f"{prefix}/ranks", f"{rank} ")
-    is_first = store.add(f"{prefix}/count", 1) == 1
+    store.append(f"{key}/{kind}s", f"{index} ")
+    is_first = store.add(f"{key}/count", 1) == 1
 
     def describe_missing() -> str:
-        missing_ranks = set(range(world_size)) - set(map(int, store.get(f"{prefix}/ranks").split()))
+        missing = sorted(set(range(count)) - set(map(int, store.get(f"{key}/{kind}s").split())))
         return (
-            f"{world_size - len(missing_ranks)} of {world_size} ranks have come to {host}:{port}; missing:"
-            f" {list_ranks(sorted(missing_ranks))}. Start them, or look at their nodes"
+            f"{count - len(missing)} of {count} {kind}s have come to {host}:{port}; missing:"
+            f" {list_ranks(missing, kind)}. Start them, or look at their nodes"
         )
 
-    while store.add(f"{prefix}/count", 0) < world_size:
+    while store.add(f"{key}/count", 0) < count:
         join_wait.pause(describe_missing, is_first)
     return store

@@ -48,6 +48,11 @@ def start_node(limit_s: float, endpoint: str) -> subprocess.Popen[str]:
     return start(NODE, limit_s, *meeting, "-m", "megatron_vl.train", "--platform", "cpu")
 
 
+def start_static_node(node: int, port: int, *program: str) -> subprocess.Popen[str]:
+    meeting = ["--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
+    return start(NODE, 60, *meeting, *program)
+
+
 def note_of(process: subprocess.Popen[str]) -> str:
     return next(line for line in process.stderr if line.startswith("NOTE: "))
 
@@ -92,3 +97,19 @@ def test_a_node_that_waits_in_vain_fails_with_a_line() -> None:
     for process, said in ((alone, "not all 2 nodes came in time"), (lost, f"does not reach {NO_NAME}:1,")):
         _, err = process.communicate(timeout=120)
         assert process.returncode == 1 and said in err and "Traceback" not in err
+
+
+def test_a_missing_node_with_a_given_rank_is_named_and_may_come_late() -> None:
+    port = free_port()
+    alone = start_static_node(0, port, "--no-python", "true")
+    assert note_of(alone).startswith(
+        f"NOTE: 1 of 2 nodes have come to 127.0.0.1:{port}; missing: node 1. Start"
+    )
+    assert start_static_node(1, port, "--no-python", "true").wait(timeout=120) == alone.wait(timeout=120) == 0
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_wait_for_a_node_with_a_given_rank_ends_at_a_signal(node: int) -> None:
+    alone = start_static_node(node, free_port(), "-m", "megatron_vl.train", "--platform", "cpu")
+    assert note_of(alone)
+    assert ends_at_sigterm(alone)
