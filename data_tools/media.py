@@ -29,7 +29,6 @@ from megatron_vl.data.sample.pixels import (
 )
 from megatron_vl.errors import is_machine_fault, retry_machine_faults
 
-from .embedded_media import StoredMedium, is_embedded
 from .formats import RecordError
 from .formats.frame_sequence import VIDEO_SUFFIXES, FrameSequence, may_be_frame_folder
 
@@ -142,6 +141,13 @@ def _outside_message(reference: str, media_root: Path) -> str:
     return f"{reference} is not inside the media root"
 
 
+def is_embedded(reference: Any) -> bool:
+    """Whether a reference holds the medium itself, or an image of it."""
+    if isinstance(reference, FrameSequence):
+        return not isinstance(reference.pictures, str) and any(map(is_embedded, reference.pictures))
+    return isinstance(reference, bytes) or (isinstance(reference, str) and reference[:5].lower() == "data:")
+
+
 def check_reference(media_kind: str, reference: Any, media_root: Path | None) -> None:
     """Raises :class:`RecordError` if a file of a medium is missing, or lies outside ``media_root``."""
     if isinstance(reference, FrameSequence) and not isinstance(reference.pictures, str):
@@ -158,16 +164,13 @@ def read_media(media_kind: str, reference: Any, media_root: Path | None) -> byte
     """Reads the bytes of a medium. A video that is given as pictures becomes a file of frames.
 
     Args:
-        reference: a path inside ``media_root``, a base64 ``data:`` URI, the bytes themselves, or a medium
-            that was stored on the disk meanwhile.
+        reference: a path inside ``media_root``, a base64 ``data:`` URI, or the bytes themselves.
 
     Raises:
         RecordError: the medium cannot be read.
     """
     if isinstance(reference, bytes):
         return reference
-    if isinstance(reference, StoredMedium):
-        return reference.read_bytes()
     if isinstance(reference, FrameSequence):
         return _read_frames(reference, media_root)
 

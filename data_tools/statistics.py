@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -146,7 +146,6 @@ def count_statistics(
     encoder: RowEncoder,
     hf_dir: str | Path,
     split: str = "train",
-    show_progress: Callable[[str], None] | None = None,
 ) -> DatasetStatistics:
     """Counts a split.
 
@@ -169,7 +168,7 @@ def count_statistics(
 
     source_sizes = []
     for source in drawn_sources:
-        source_sizes.append(_source_sizes(source, sizes_name, sample_sizes, data_config, show_progress))
+        source_sizes.append(_source_sizes(source, sizes_name, sample_sizes, data_config))
     return DatasetStatistics(data_config, source_sizes)
 
 
@@ -178,7 +177,6 @@ def _source_sizes(
     sizes_name: str,
     sample_sizes: SampleSizeCounter,
     data_config: DataConfig,
-    show_progress: Callable[[str], None] | None,
 ) -> SourceSizes:
     stored_sizes = open_stored_sizes(drawn_source.dataset.path / METADATA_DIR, sizes_name)
     shard_bounds = list(pairwise(drawn_source.shard_starts))
@@ -187,12 +185,10 @@ def _source_sizes(
 
     columns: list[tuple[IntegerArray, ...]] = [(np.zeros(0, np.int64),) * len(SAMPLE_QUANTITIES)]
     end_index = drawn_source.first_index + drawn_source.num_samples
-    for number, (begin, (start, end)) in enumerate(zip(begins.tolist(), shard_bounds, strict=True), start=1):
+    for begin, (start, end) in zip(begins.tolist(), shard_bounds, strict=True):
         sample_indices = np.arange(max(start, drawn_source.first_index), min(end, end_index), dtype=np.int64)
         if len(sample_indices):
             columns.append(_shard_quantities(sample_sizes, stored_sizes, sample_indices - start + begin))
-        if show_progress and number % 1000 == 0:
-            show_progress(f"{drawn_source.name}: {number} of {len(shard_bounds)} shards")
     sizes = dict(zip(SAMPLE_QUANTITIES, map(np.concatenate, zip(*columns, strict=True)), strict=True))
 
     is_whole = drawn_source.num_samples == drawn_source.shard_starts[-1]
