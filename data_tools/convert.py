@@ -39,7 +39,7 @@ from .input_files import InputError, InputFile, find_input_files, input_names
 from .media import MediaInfo, inspect_medium, is_embedded, read_media
 from .record_ids import RecordIds
 from .records import UnreadableRecord, read_records
-from .shards import CONVERSION_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
+from .shards import CONVERSION_FILE, MEDIA_NAMES_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
 
 RECORDS_PER_BATCH = 16
 RECORDS_PER_BLOCK = 256
@@ -257,6 +257,7 @@ def _convert_records(
     with (
         WorkerPool(options.workers) as pool,
         (dataset_dir / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine_file,
+        (dataset_dir / MEDIA_NAMES_FILE).open("w", encoding="utf-8") as names_file,
         progress(total_bytes, "bytes", "converting") as show_progress,
     ):
         shard_writer = ShardWriter(dataset_dir, pool.submit, options)
@@ -269,13 +270,15 @@ def _convert_records(
                     if isinstance(outcome, StoredSample):
                         report.count_sample(outcome)
                         shard_writer.add_sample(outcome, spool_file)
+                        if any(outcome.media_names):
+                            names_file.write(json.dumps([outcome.key, outcome.media_names]) + "\n")
                     else:
                         report.count_refusal(outcome)
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
             spool_path.unlink()
+            num_refused = report.records - sum(shard_writer.num_samples.values())
             show_progress(
-                bytes_read - bytes_shown,
-                f"{report.records:,} records, {sum(map(_total, report.refused.values())):,} quarantined",
+                bytes_read - bytes_shown, f"{report.records:,} records, {num_refused:,} quarantined"
             )
             bytes_shown = bytes_read
         shards = shard_writer.finish()
@@ -283,10 +286,6 @@ def _convert_records(
     report.train, report.val = shard_writer.num_samples["train"], shard_writer.num_samples["val"]
     report.shards, report.bytes = len(shards), sum(shard.size_bytes for shard in shards)
     return report, {shard.name: shard.record() for shard in shards}
-
-
-def _total(counts: dict[str, int]) -> int:
-    return sum(counts.values())
 
 
 def _numbered_records(

@@ -29,8 +29,10 @@ from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.errors import UserError
 
 from .formats import Conversation
-from .media import MediaInfo
+from .media import MediaInfo, is_embedded
 
+MEDIA_NAMES_FILE = "media_names.jsonl"
+"""For each sample with files of media, a line with its key and their names in the record. Sorted by key."""
 CONVERSION_FILE = "convert.json"
 """A file in ``.nv-meta``: what the data set was made of, and its shards."""
 
@@ -48,6 +50,8 @@ class StoredSample:
     record_identity: str
     ignored_keys: list[tuple[str, str]]
     answer_media: int
+    media_names: list[str]
+    """The media's names in the record; empty for media in the record itself."""
 
     @property
     def media_bytes(self) -> int:
@@ -97,6 +101,7 @@ def store_sample(
         conversation.record_identity,
         conversation.ignored_keys,
         conversation.answer_media,
+        ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
 
 

@@ -41,7 +41,7 @@ MAX_PACKED_SAMPLES = 10_000
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 PASS_COUNTS = (1, 2, 3)
 """Numbers of passes whose steps are shown."""
-SAMPLE_QUANTITIES = ("tokens", "patches", "pictures", "videos")
+SAMPLE_QUANTITIES = ("tokens", "patches", "images", "videos")
 """What is known of each sample."""
 NOT_ENCODED = "excluded, or not encoded"
 """Reason of samples without tokens for which the index has none."""
