@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sqlite3
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -179,7 +180,8 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
             report, shard_records = _convert_records(input_files, options, partial_dir)
             if options.output_facts(input_files)["inputs"] != output_facts["inputs"]:
                 raise ConvertError(
-                    "an input changed its size meanwhile: wait until it is complete, and start again"
+                    "an input has changed its size: something writes to it. Wait until it is complete, and"
+                    " start again"
                 )
             if not report.records:
                 part_text = f" in part {options.part[0]}/{options.part[1]}" if options.part[1] > 1 else ""
@@ -190,8 +192,10 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
                 (partial_dir / METADATA_DIR / CONVERSION_FILE, conversion),
             ):
                 path.write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ConvertError(f"{error}. Fix this and start again with the same arguments") from error
+    except (OSError, sqlite3.Error) as error:  # Energon's index is a database
+        is_taken = isinstance(error, FileExistsError) and not error.errno  # a message of open_new_folder
+        advice = "" if is_taken else ". Fix this and start again with the same arguments"
+        raise ConvertError(f"{error}{advice}") from error
     return report
 
 
@@ -373,7 +377,7 @@ def read_record(
     ):
         try:
             media_bytes = read_media(media_kind, reference, options.root)
-            media.append((_inspect_once(media_kind, reference, media_bytes, options.max_pixels), media_bytes))
+            media.append((_inspect_once(media_kind, reference, media_bytes, options), media_bytes))
         except RecordError as error:
             error.field_path = field_path
             raise
@@ -384,14 +388,16 @@ _inspected_files: dict[Any, MediaInfo] = {}
 """Files that this process has decoded, by reference and checksum: many records may share one."""
 
 
-def _inspect_once(media_kind: str, reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
+def _inspect_once(
+    media_kind: str, reference: Any, media_bytes: bytes, options: ConversionOptions
+) -> MediaInfo:
     if is_embedded(reference):
-        return inspect_medium(media_kind, reference, media_bytes, max_pixels)
-    file_key = (media_kind, reference, max_pixels, len(media_bytes), zlib.crc32(media_bytes))
+        return inspect_medium(media_kind, reference, media_bytes, options.max_pixels)
+    file_key = (options, media_kind, reference, len(media_bytes), zlib.crc32(media_bytes))
     if file_key not in _inspected_files:
         if len(_inspected_files) == 4096:
             _inspected_files.clear()
-        _inspected_files[file_key] = inspect_medium(media_kind, reference, media_bytes, max_pixels)
+        _inspected_files[file_key] = inspect_medium(media_kind, reference, media_bytes, options.max_pixels)
     return _inspected_files[file_key]
 
 

@@ -279,9 +279,7 @@ def inspect_medium(media_kind: str, reference: Any, media_bytes: bytes, max_pixe
         else:
             media_info = _inspect_video(reference, media_bytes, max_pixels)
     except PictureTooLargeError as error:
-        raise RecordError(
-            f"{media_kind} too large", f"{shown_reference}: {error}; --max-megapixels sets the limit"
-        ) from error
+        raise RecordError(f"{media_kind} too large", f"{shown_reference}: {error}; shrink it") from error
     except PixelError as error:
         # A library names its source in memory as an object, which means nothing to a reader and differs in
         # every run.

@@ -98,7 +98,7 @@ def test_each_sample_counts_as_in_the_loaders_rows(out):
     assert found.left_out_reasons() == {"longer than seq_len": 1}
     assert dropped.keys() == {"longer than seq_len"}
     # Of five records, three have pictures, one of them two; two have a video; one has two turns.
-    assert one.sizes["pictures"][:5].tolist() == [1, 0, 2, 0, 1] and one.sizes["pictures"].sum() == 24
+    assert one.sizes["images"][:5].tolist() == [1, 0, 2, 0, 1] and one.sizes["images"].sum() == 24
     assert one.sizes["videos"][:5].tolist() == [0, 0, 0, 1, 1] and one.sizes["videos"].sum() == 12
     assert one.assistant_turns == 24 + 2 * 6 + 1
 
