@@ -31,6 +31,7 @@ from typing import Any, Literal
 from megatron_vl import durable_files
 from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
 from megatron_vl.errors import UserError, is_machine_fault
+from megatron_vl.partial_folder import open_partial_folder
 from megatron_vl.processes import end_with_parent
 from megatron_vl.progress_bar import progress
 
@@ -176,7 +177,7 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
         output_facts = options.output_facts(input_files)
         if options.part[1] > 1:
             _check_other_parts(options, output_facts)
-        with durable_files.open_new_folder(options.dataset_dir) as partial_dir:
+        with open_partial_folder(options.dataset_dir) as partial_dir:
             report, shard_records = _convert_records(input_files, options, partial_dir)
             if options.output_facts(input_files)["inputs"] != output_facts["inputs"]:
                 raise ConvertError(
@@ -193,7 +194,7 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
             ):
                 path.write_text(json.dumps(content, indent=2) + "\n")
     except (OSError, sqlite3.Error) as error:  # Energon's index is a database
-        is_taken = isinstance(error, FileExistsError) and not error.errno  # a message of open_new_folder
+        is_taken = isinstance(error, FileExistsError) and not error.errno  # a message of open_partial_folder
         advice = "" if is_taken else ". Fix this and start again with the same arguments"
         raise ConvertError(f"{error}{advice}") from error
     return report
@@ -204,7 +205,7 @@ def _check_other_parts(options: ConversionOptions, output_facts: dict[str, Any])
     advice = "remove it, or give another --out"
     for path in sorted(options.out.iterdir()) if options.out.is_dir() else []:
         name_match = PART_NAME.fullmatch(path.name)
-        if path.name.startswith(".") or path.name.endswith(durable_files.PARTIAL_SUFFIX):
+        if path.name.endswith(durable_files.PARTIAL_SUFFIX):
             continue
         if name_match is None or int(name_match[2]) != options.part[1]:
             raise ConvertError(

@@ -24,6 +24,9 @@ def verify_dataset(dataset_dir: Path) -> tuple[int, list[str]]:
     Raises:
         VerifyError: the folder is not a complete data set of ``megatron-vl data convert``.
     """
+    if part_dirs := sorted(dataset_dir.glob("part-*-of-*")):
+        results = [verify_dataset(part_dir) for part_dir in part_dirs]
+        return sum(shards for shards, _ in results), [line for _, lines in results for line in lines]
     record_path = dataset_dir / METADATA_DIR / CONVERSION_FILE
     try:
         shard_records = json.loads(record_path.read_text())["shards"]

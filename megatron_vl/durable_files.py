@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,52 +125,3 @@ def make_dirs(dir_path: Path) -> None:
     make_dirs(dir_path.parent)
     dir_path.mkdir(exist_ok=True)
     fsync_path(dir_path.parent)
-
-
-@contextlib.contextmanager
-def open_new_folder(final_dir: Path) -> Iterator[Path]:
-    """A context with the empty folder ``NAME.partial``, which gets its final name ``NAME`` at the end.
-
-    What a killed process left in it is removed first. If the context ends with an error, it is removed too.
-    ``.NAME.lock`` keeps other processes out meanwhile (on a file system that has locks).
-
-    Raises:
-        FileExistsError: ``final_dir`` is not an empty folder, or another process is writing to it.
-    """
-    final_dir = Path(os.path.abspath(final_dir))
-    partial_dir = final_dir.with_name(final_dir.name + PARTIAL_SUFFIX)
-    make_dirs(final_dir.parent)
-    with _exclusive_lock(final_dir):
-        if final_dir.exists() and not (final_dir.is_dir() and not any(final_dir.iterdir())):
-            raise FileExistsError(f"--out {final_dir} exists; remove it, or give another --out")
-        try:
-            if partial_dir.exists():
-                shutil.rmtree(partial_dir)
-            partial_dir.mkdir()
-            yield partial_dir
-            fsync_tree(partial_dir)
-            rename_path(partial_dir, final_dir)
-        except BaseException:
-            shutil.rmtree(partial_dir, ignore_errors=True)
-            raise
-
-
-@contextlib.contextmanager
-def _exclusive_lock(locked_dir: Path) -> Iterator[None]:
-    """Raises FileExistsError if another process is in this context. The lock ends with the process."""
-    lock_path = locked_dir.with_name(f".{locked_dir.name}.lock")
-    with lock_path.open("a+b") as lock_file:
-        try:
-            # Not flock: forked children would hold it on.
-            fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # of any other number: the file system has no locks
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise FileExistsError(
-                    f"another process is writing to --out {locked_dir}; wait for it, or give another --out"
-                ) from None
-        if not lock_path.exists() or not os.path.samestat(os.fstat(lock_file.fileno()), lock_path.stat()):
-            raise FileExistsError(f"another process has just finished writing to --out {locked_dir}")
-        try:
-            yield
-        finally:
-            lock_path.unlink(missing_ok=True)

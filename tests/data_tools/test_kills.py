@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from data_tools.convert import ConversionOptions, ConvertError, WorkerPool, convert_dataset
-from megatron_vl import durable_files
+from megatron_vl.partial_folder import open_partial_folder
 from tests.data.datasets import mixed_records
 from tests.disk import Disk
 
@@ -91,9 +91,9 @@ def test_a_killed_conversion_starts_again_and_gives_the_same_bytes(
 
 
 def test_what_a_killed_conversion_left_is_removed(source, tmp_path, undisturbed):
-    (tmp_path / "out.partial/spool").mkdir(parents=True)
-    (tmp_path / "out.partial/train-000099.tar").write_bytes(b"old")
-    (tmp_path / ".out.lock").touch()
+    (tmp_path / "out.partial/new/spool").mkdir(parents=True)
+    (tmp_path / "out.partial/new/train-000099.tar").write_bytes(b"old")
+    (tmp_path / "out.partial/owner").write_text("a-host 4194304")
     (tmp_path / "out").mkdir()  # an empty folder is taken
     convert(source, tmp_path / "out")
     assert digests(tmp_path / "out") == undisturbed
@@ -104,7 +104,7 @@ def test_two_conversions_into_one_folder(source, tmp_path, undisturbed):
     out = tmp_path / "out"
 
     def hold(ready: Any) -> None:
-        with durable_files.open_new_folder(out):
+        with open_partial_folder(out):
             ready.set()
             time.sleep(30)
 
@@ -112,7 +112,7 @@ def test_two_conversions_into_one_folder(source, tmp_path, undisturbed):
     other = FORK.Process(target=hold, args=(ready,))
     other.start()
     assert ready.wait(10)
-    with pytest.raises(ConvertError, match="another process is writing to --out"):
+    with pytest.raises(ConvertError, match="out.partial is being written by process .* give another --out"):
         convert(source, out)
     other.kill()
     other.join(10)
@@ -225,7 +225,7 @@ def kill_many(num_kills: int, show: Callable[[str], None]) -> None:
             seconds = random.uniform(0, duration)
             was_killed = killed_after(seconds, source, out, workers=2)
             left = sorted(
-                path.name for path in Path(folder).iterdir() if path.name.startswith((f"{number}", "."))
+                path.name for path in Path(folder).iterdir() if path.name.startswith(f"{number}")
             )
             if not out.exists():
                 convert(source, out, workers=2)

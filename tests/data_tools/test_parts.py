@@ -88,8 +88,12 @@ def test_the_commands_of_an_array_of_jobs(tmp_path, inputs, capsys):
     for part in ("0/2", "1/2"):
         assert main([*command, "--part", part]) == 0
     capsys.readouterr()
-    assert main(["data", "verify", str(out / "part-00001-of-00002")]) == 0
-    for wrong in ("2/2", "1", "a/b", "-1/2"):
+    assert main(["data", "verify", str(out)]) == 0
+    assert "shards of" in capsys.readouterr().out
+    (out / "part-00001-of-00002/train-000000.tar").unlink()
+    assert main(["data", "verify", str(out)]) == 1
+    assert "part-00001-of-00002/train-000000.tar cannot be read" in capsys.readouterr().out
+    for wrong in ("2/2", "1", "a/b", "1/x"):
         assert main([*command, "--part", wrong]) == 2
         assert "must be I/N" in capsys.readouterr().err
 
