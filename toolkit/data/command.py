@@ -34,6 +34,9 @@ TOO_MANY_QUARANTINED = 3
 
 def convert(command_options: DataConvertOptions) -> int:
     """Converts conversations into a data set. Returns the exit code."""
+    for path in command_options.input:  # before torch is imported
+        if not path.exists() and not path.name.startswith("dataset_info.json:"):
+            raise FileNotFoundError(f"--input {path} does not exist")
     from data_tools.convert import ConversionOptions, ConvertError, convert_dataset, default_workers
 
     conversion_options = ConversionOptions(
