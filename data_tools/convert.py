@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_vl import durable_files
+from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium
 from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
 from megatron_vl.errors import UserError, is_machine_fault
 from megatron_vl.partial_folder import open_partial_folder
@@ -38,7 +39,7 @@ from megatron_vl.progress_bar import progress
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
 from .input_files import InputError, InputFile, find_input_files, input_names
-from .media import MediaInfo, inspect_medium, is_embedded, read_media
+from .media import is_embedded, read_media
 from .record_ids import RecordIds
 from .records import UnreadableRecord, read_records
 from .shards import CONVERSION_FILE, MEDIA_NAMES_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
@@ -265,7 +266,14 @@ def _convert_records(
         (dataset_dir / MEDIA_NAMES_FILE).open("w", encoding="utf-8") as names_file,
         progress(total_bytes, "bytes", "converting") as show_progress,
     ):
-        shard_writer = ShardWriter(dataset_dir, pool.submit, options)
+        shard_writer = ShardWriter(
+            dataset_dir,
+            pool.submit,
+            options.val_fraction,
+            options.samples_per_shard,
+            options.bytes_per_shard,
+            max_pending=2 * options.workers,
+        )
         for spool_path, outcomes in pool.results_in_order(_store_batch, tasks()):
             with spool_path.open("rb") as spool_file:
                 for outcome in outcomes:
@@ -379,9 +387,8 @@ def read_record(
         try:
             media_bytes = read_media(media_kind, reference, options.root)
             media.append((_inspect_once(media_kind, reference, media_bytes, options), media_bytes))
-        except RecordError as error:
-            error.field_path = field_path
-            raise
+        except UnusableError as error:
+            raise RecordError(error.reason, str(error), field_path) from error
     return conversation, media
 
 
@@ -392,13 +399,14 @@ _inspected_files: dict[Any, MediaInfo] = {}
 def _inspect_once(
     media_kind: str, reference: Any, media_bytes: bytes, options: ConversionOptions
 ) -> MediaInfo:
+    arguments = (media_kind, reference, media_bytes, options.max_pixels)
     if is_embedded(reference):
-        return inspect_medium(media_kind, reference, media_bytes, options.max_pixels)
+        return inspect_medium(*arguments)
     file_key = (options, media_kind, reference, len(media_bytes), zlib.crc32(media_bytes))
     if file_key not in _inspected_files:
         if len(_inspected_files) == 4096:
             _inspected_files.clear()
-        _inspected_files[file_key] = inspect_medium(media_kind, reference, media_bytes, options.max_pixels)
+        _inspected_files[file_key] = inspect_medium(*arguments)
     return _inspected_files[file_key]
 
 

@@ -19,17 +19,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import yaml
 
 from megatron_vl import durable_files
+from megatron_vl.data.sample.medium import MediaInfo
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.errors import UserError
 
 from .formats import Conversation
-from .media import MediaInfo, is_embedded
+from .media import is_embedded
 
 MEDIA_NAMES_FILE = "media_names.jsonl"
 """For each sample with files of media, a line with its key and their names in the record. Sorted by key."""
@@ -145,15 +146,6 @@ def _sample_json(
     return append_crc32(json.dumps(sample_fields, ensure_ascii=False).encode())
 
 
-class ShardLimits(Protocol):
-    """The options of a conversion that divide samples into shards."""
-
-    val_fraction: float
-    samples_per_shard: int
-    bytes_per_shard: int
-    workers: int
-
-
 class _OpenShard:
     """A shard to which samples are appended."""
 
@@ -188,8 +180,18 @@ class ShardWriter:
         submit: runs a function with arguments, perhaps in another process.
     """
 
-    def __init__(self, dataset_dir: Path, submit: Callable[..., Future[Any]], limits: ShardLimits) -> None:
-        self.dataset_dir, self.submit, self.limits = dataset_dir, submit, limits
+    def __init__(
+        self,
+        dataset_dir: Path,
+        submit: Callable[..., Future[Any]],
+        val_fraction: float,
+        samples_per_shard: int,
+        bytes_per_shard: int,
+        max_pending: int,
+    ) -> None:
+        self.dataset_dir, self.submit = dataset_dir, submit
+        self.val_fraction, self.max_pending = val_fraction, max_pending
+        self.samples_per_shard, self.bytes_per_shard = samples_per_shard, bytes_per_shard
         self.index_writer = IndexWriter(dataset_dir / METADATA_DIR)
         self.open_shards: dict[str, _OpenShard | None] = {"train": None, "val": None}
         self.num_samples = {"train": 0, "val": 0}
@@ -200,16 +202,16 @@ class ShardWriter:
         """Puts the next sample of the input into its split."""
         # A sample goes to val when the number of val samples that are due passes the next integer.
         samples_seen = sum(self.num_samples.values())
-        val_before = int(samples_seen * self.limits.val_fraction + 1e-9)
-        val_after = int((samples_seen + 1) * self.limits.val_fraction + 1e-9)
+        val_before = int(samples_seen * self.val_fraction + 1e-9)
+        val_after = int((samples_seen + 1) * self.val_fraction + 1e-9)
         self._append(sample, "val" if val_after > val_before else "train", spool_file, sample.byte_offset)
 
     def _append(self, sample: StoredSample, split_name: str, source_file: BinaryIO, byte_offset: int) -> None:
         # A full shard is closed when the next sample arrives; the last one stays open until the end.
         shard = self.open_shards[split_name]
         if shard is not None and (
-            len(shard.samples) >= self.limits.samples_per_shard
-            or shard.media_bytes + sample.media_bytes > self.limits.bytes_per_shard
+            len(shard.samples) >= self.samples_per_shard
+            or shard.media_bytes + sample.media_bytes > self.bytes_per_shard
         ):
             self._close_shard(split_name)
             shard = None
@@ -231,7 +233,7 @@ class ShardWriter:
         self.pending_shards.append(
             self.submit(index_shard, shard.name, shard_number, keyed_infos, self.dataset_dir)
         )
-        while len(self.pending_shards) > 2 * self.limits.workers:
+        while len(self.pending_shards) > self.max_pending:
             self.index_writer.add_shard(self.pending_shards.popleft().result())
 
     def _move_last_to_val(self) -> None:
@@ -251,7 +253,7 @@ class ShardWriter:
 
     def finish(self) -> list[WrittenShard]:
         """Writes the last shards of both splits, and the index. Returns all shards."""
-        if self.limits.val_fraction > 0 and not self.num_samples["val"] and self.num_samples["train"] > 1:
+        if self.val_fraction > 0 and not self.num_samples["val"] and self.num_samples["train"] > 1:
             self._move_last_to_val()
         for split_name in self.open_shards:
             self._close_shard(split_name)

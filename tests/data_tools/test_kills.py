@@ -224,9 +224,7 @@ def kill_many(num_kills: int, show: Callable[[str], None]) -> None:
             out = Path(folder, str(number))
             seconds = random.uniform(0, duration)
             was_killed = killed_after(seconds, source, out, workers=2)
-            left = sorted(
-                path.name for path in Path(folder).iterdir() if path.name.startswith(f"{number}")
-            )
+            left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(f"{number}"))
             if not out.exists():
                 convert(source, out, workers=2)
             assert digests(out) == expected, f"killed after {seconds:.3f} s"

@@ -23,7 +23,7 @@ from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 from toolkit.data.page import histogram_bars
 from toolkit.data.sample_view import planes_to_pixels
-from toolkit.data.statistics import read_quarantine
+from toolkit.data.statistics import escape_unprintable, read_quarantine
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 """HTML, a colour of the terminal, and a mark that turns the direction of writing."""
@@ -196,7 +196,7 @@ def test_a_sample_that_is_left_out_is_explained(out, capsys):
     assert "longer than seq_len" in capsys.readouterr().out
     for wrong in ("nothing", "train-000000.tar[10]"):
         assert main(_words(out, "--sample", wrong)) == 1
-        assert f"has no sample {wrong}" in capsys.readouterr().err
+        assert f"has no single sample {wrong}, but none" in capsys.readouterr().err
     assert main(["data", "show", "--data", str(out)]) == 2
     assert "give --processor (or model.hf of a run)" in capsys.readouterr().err
 

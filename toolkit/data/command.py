@@ -170,13 +170,13 @@ def show(options: DataShowOptions) -> int:
     from .page import write_page
     from .prepared_dataset import open_prepared
     from .sample_view import find_sample, print_sample, sample_as_json, view_sample
-    from .statistics import count_splits, print_statistics, statistics_as_json
+    from .statistics import count_splits, dataset_facts, print_facts
 
     prepared = open_prepared(options)
     if options.sample is not None:
         sample = view_sample(prepared, *find_sample(prepared, options.sample))
         if options.json:
-            print(json.dumps(sample_as_json(sample), indent=2))
+            print(json.dumps(sample_as_json(sample)))
         else:
             print_sample(sample)
         if options.html:
@@ -184,10 +184,11 @@ def show(options: DataShowOptions) -> int:
         return 1 if sample.problem else 0
 
     statistics = count_splits(prepared)
+    facts = dataset_facts(prepared, statistics)
     if options.json:
-        print(json.dumps(statistics_as_json(prepared, statistics), indent=2))
+        print(json.dumps(facts))
     else:
-        print_statistics(prepared, statistics)
+        print_facts(facts)
     if options.html:
         write_page(prepared, options.html, statistics, [])
     return 0

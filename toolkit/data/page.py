@@ -24,11 +24,12 @@ from .statistics import (
     ReasonExamples,
     SplitStatistics,
     escape_unprintable,
+    facts_sentences,
+    facts_tables,
     format_number,
     quarantined_records,
     read_quarantine,
-    statistics_sentences,
-    statistics_tables,
+    split_facts,
 )
 
 SAMPLES_SHOWN = 12
@@ -55,9 +56,10 @@ def write_page(
     """
     splits = {}
     for split, counted in statistics.items():
+        facts = split_facts(prepared, counted)
         splits[split] = {
-            "tables": statistics_tables(counted),
-            "sentences": statistics_sentences(prepared, counted),
+            "tables": facts_tables(facts),
+            "sentences": facts_sentences(facts),
             "charts": _charts(counted),
             "left_out": _left_out_examples(prepared, counted),
         }
@@ -106,14 +108,11 @@ def _printable(value: object) -> str:
 
 def _charts(counted: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
     """The histograms by their titles, without those of nothing."""
-    charts = {
-        f"{name} of a sample": histogram_bars(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES
-    }
-    for name, values in counted.row_quantities.items():
-        title, values = ("fill in %", 100 * values + 1e-9) if name == "fill" else (name, values)
-        weights = np.full(len(values), 1 / len(values))
-        charts[f"{title} of a row"] = histogram_bars(values.astype(int), weights)
-    return {title: bars for title, bars in charts.items() if bars}
+    charts = {}
+    for name in SAMPLE_QUANTITIES:
+        if bars := histogram_bars(*counted.sample_quantity(name)):
+            charts[f"{name} of a sample"] = bars
+    return charts
 
 
 def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]) -> list[tuple[float, str]]:
@@ -135,31 +134,23 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
 
 
 def choose_samples(counted: DatasetStatistics) -> list[tuple[str, SampleSource, int]]:
-    """Chooses usable samples to show: the largest ones, then some at equal distances.
+    """Chooses usable samples to show: of each source the largest ones, then some at equal distances.
 
     Returns:
         Why each is shown, its source, and its index there.
     """
     usable = [each for each in counted.sources if each.usable_mask.any()]
     chosen: dict[tuple[str, int], tuple[str, SampleSource, int]] = {}
-
-    def choose(why: str, source: SampleSource, sample_number: int) -> None:
-        chosen.setdefault((source.name, sample_number), (why, source, source.indices[sample_number]))
-
-    for name in SAMPLE_QUANTITIES:
-        # The sample with the most of a quantity, over all sources; the first one of equal samples.
-        masked_sizes = [np.where(each.usable_mask, each.sizes[name], -1) for each in usable]
-        largest_sizes = [int(sizes.max()) for sizes in masked_sizes]
-        if max(largest_sizes, default=0) > 0:
-            largest = int(np.argmax(largest_sizes))
-            choose(f"the most {name}", usable[largest].source, int(masked_sizes[largest].argmax()))
-    for source_sizes in usable:
-        usable_numbers = np.flatnonzero(source_sizes.usable_mask)
-        num_chosen = min(-(-SAMPLES_SHOWN // len(usable)), len(usable_numbers))
-        positions = np.linspace(0, len(usable_numbers) - 1, num_chosen).astype(int)
-        for sample_number in usable_numbers[positions].tolist():
-            choose("one of all", source_sizes.source, sample_number)
-    return list(chosen.values())[:SAMPLES_SHOWN]
+    for sizes in usable:
+        numbers = np.flatnonzero(sizes.usable_mask)
+        positions = np.linspace(0, len(numbers) - 1, -(-SAMPLES_SHOWN // len(usable))).astype(int)
+        reasons = dict.fromkeys(numbers[positions].tolist(), "one of all")
+        for name in SAMPLE_QUANTITIES:
+            largest = int(np.where(sizes.usable_mask, sizes.sizes[name], -1).argmax())
+            reasons = {largest: f"the most {name}"} | reasons if sizes.sizes[name][largest] else reasons
+        for number, why in reasons.items():
+            chosen[sizes.source.name, number] = (why, sizes.source, sizes.source.indices[number])
+    return list(chosen.values())[: max(SAMPLES_SHOWN, len(usable))]
 
 
 def _frame_images(pixels: Tensor | None) -> list[str]:

@@ -89,19 +89,15 @@ def find_sample(prepared: PreparedDataset, sample_key: str) -> tuple[SampleSourc
     Raises:
         SourceError: there is no such sample, or several sources have it.
     """
-    found: dict[tuple[str, int], tuple[SampleSource, int]] = {}
+    found = {}
     for split in list_splits(prepared.dataset_location):
         for source in read_sources(prepared.dataset_location, split):
             if (sample_index := source.find_sample(sample_key)) is not None:
-                shard_position = source.shard_position(sample_index)
-                found[f"{source.dataset.path}/{shard_position[0]}", shard_position[1]] = source, sample_index
-    if not found:
-        raise SourceError(f"{prepared.dataset_location} has no sample {sample_key}")
-    if len(found) > 1:
-        names = ", ".join(f"{shard}[{position}]" for shard, position in found)
-        raise SourceError(
-            f"several samples have the key {sample_key}; give one of them, with its --data: {names}"
-        )
+                shard_name, position = source.shard_position(sample_index)
+                found[f"{source.dataset.path}/{shard_name}[{position}]"] = source, sample_index
+    if len(found) != 1:
+        several = f"several: {', '.join(found)}; name one, with its --data" if found else "none"
+        raise SourceError(f"{prepared.dataset_location} has no single sample {sample_key}, but {several}")
     return next(iter(found.values()))
 
 
@@ -196,22 +192,11 @@ def sample_as_json(sample: SampleView) -> dict[str, Any]:
     media = []
     for medium in sample.media:
         grid = medium.grid_thw
-        media.append(
-            {
-                **medium.media_item,
-                "name": medium.original_name,
-                "resized": list(medium.resized_size),
-                "grid_thw": [grid.t, grid.h, grid.w],
-                "timestamps": list(grid.timestamps),
-                "tokens": medium.num_tokens,
-            }
-        )
-    return {
-        "key": sample.key,
-        "shard": sample.shard,
-        "record": sample.record,
-        "problem": dict(zip(("reason", "detail"), sample.problem, strict=True)) if sample.problem else None,
-        "turns": [{"role": turn.role, "pieces": turn.pieces} for turn in sample.turns],
+        facts = {"name": medium.original_name, "resized": medium.resized_size, "tokens": medium.num_tokens}
+        facts |= {"grid_thw": [grid.t, grid.h, grid.w], "timestamps": grid.timestamps}
+        media.append(medium.media_item | facts)
+    return vars(sample) | {
+        "turns": [vars(turn) for turn in sample.turns],
         "media": media,
         "token_ids": sample.token_ids.tolist(),
         "loss_mask": sample.loss_mask.int().tolist(),

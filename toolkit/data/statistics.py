@@ -14,7 +14,6 @@ from data_tools.sample_sources import list_splits
 from data_tools.statistics import (
     SAMPLE_QUANTITIES,
     DatasetStatistics,
-    SourceSizes,
     count_statistics,
     describe_pass,
     describe_values,
@@ -43,94 +42,88 @@ def count_splits(prepared: PreparedDataset) -> SplitStatistics:
     return statistics
 
 
-def _distributions(statistics: DatasetStatistics) -> dict[str, dict[str, float]]:
-    """Distributions of the usable samples, each counted as often as training draws it, and of packed rows."""
-    described = {
-        f"{name} of a sample": describe_values(*statistics.sample_quantity(name))
-        for name in SAMPLE_QUANTITIES
-    }
-    for name, values in statistics.row_quantities.items():
-        described[f"{name} of a row"] = describe_values(values)
-    return described
-
-
-def _source_facts(source_sizes: SourceSizes) -> dict[str, Any]:
-    """What a source holds. Sums are those of its usable samples."""
-    sums = {name: int(source_sizes.sizes[name][source_sizes.usable_mask].sum()) for name in SAMPLE_QUANTITIES}
-    return {
-        "share": round(source_sizes.source.share, 6),
-        "samples": len(source_sizes.source),
-        "usable": source_sizes.meter.used_count,
-        **sums,
-        "turns": source_sizes.assistant_turns,
-    }
-
-
-def statistics_as_json(prepared: PreparedDataset, statistics: SplitStatistics) -> dict[str, Any]:
-    """The output of ``--json``."""
-    splits = {}
-    for split, counted in statistics.items():
-        splits[split] = {
-            "samples": counted.num_samples,
-            "usable": counted.num_usable,
-            "sources": {each.source.name: _source_facts(each) for each in counted.sources},
-            "distributions": _distributions(counted),
-            "pass": counted.pass_facts(prepared.config.global_batch_size),
-            "left_out": dict(counted.left_out_reasons()),
+def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[str, Any]:
+    """What a split holds, as JSON values. Sums are those of usable samples. In the distributions, a sample of a
+    mixture counts as often as training draws it."""
+    sources = {}
+    for each in counted.sources:
+        sums = {name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES}
+        sources[each.source.name] = {
+            "share": round(each.source.share, 6),
+            "samples": len(each.source),
+            "usable": each.meter.used_count,
+            **sums,
+            "turns": each.assistant_turns,
         }
+    distributions = {}
+    for name in SAMPLE_QUANTITIES:
+        distributions[f"{name} of a sample"] = describe_values(*counted.sample_quantity(name))
+    for name, values in counted.row_quantities.items():
+        distributions[f"{name} of a row"] = describe_values(values)
+    return {
+        "samples": counted.num_samples,
+        "usable": counted.num_usable,
+        "sources": sources,
+        "distributions": distributions,
+        "pass": counted.pass_facts(prepared.config.global_batch_size),
+        "left_out": dict(counted.left_out_reasons()),
+    }
+
+
+def facts_tables(facts: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
+    """The tables of a split's facts: name of a line -> head of a column -> cell."""
+    tables = []
+    for lines in (facts["sources"], facts["distributions"]):
+        table = {}
+        for name, values in lines.items():
+            percent_heads = set(values) if name.startswith("fill") else {"share"}
+            cells = {}
+            for head, value in values.items():
+                cells[head] = f"{value:.2%}" if head in percent_heads else format_number(value)
+            table[name] = cells
+        tables.append(table)
+    return tables
+
+
+def facts_sentences(facts: dict[str, Any]) -> list[str]:
+    """What tables cannot say: how long a pass is, and what is missing."""
+    left_out = facts["left_out"].items()
+    shares = [f"left out: {count:,} ({count / facts['samples']:.2%}) {reason}" for reason, count in left_out]
+    return [describe_pass(facts["pass"]), *shares]
+
+
+def dataset_facts(prepared: PreparedDataset, statistics: SplitStatistics) -> dict[str, Any]:
+    """The output of ``--json``."""
     quarantined = {}
     for name, reasons in quarantined_records(statistics).items():
         quarantined[name] = {reason: count for reason, (count, _) in reasons.items()}
     return {
         "data": str(prepared.dataset_location),
         "seq_len": prepared.config.data.seq_len,
-        "splits": splits,
+        "splits": {split: split_facts(prepared, counted) for split, counted in statistics.items()},
         "quarantined": quarantined,
     }
 
 
-def statistics_tables(counted: DatasetStatistics) -> list[dict[str, dict[str, str]]]:
-    """The tables: name of a line -> head of a column -> cell."""
-    sources = {}
-    for source_sizes in counted.sources:
-        facts = _source_facts(source_sizes)
-        cells = {key: "unknown" if value is None else format_number(value) for key, value in facts.items()}
-        sources[source_sizes.source.name] = cells | {"share": f"{facts['share']:.2%}"}
-    distributions = {}
-    for name, values in _distributions(counted).items():
-        format_value = "{:.2%}".format if name.startswith("fill") else format_number
-        distributions[name] = {key: format_value(value) for key, value in values.items()}
-    return [sources, distributions]
-
-
-def statistics_sentences(prepared: PreparedDataset, counted: DatasetStatistics) -> list[str]:
-    """What tables cannot say: how long a pass is, and what is missing."""
-    sentences = [describe_pass(counted.pass_facts(prepared.config.global_batch_size))]
-    for reason, count in counted.left_out_reasons().most_common():
-        sentences.append(f"left out: {count:,} ({count / counted.num_samples:.2%}) {reason}")
-    return sentences
-
-
-def print_statistics(prepared: PreparedDataset, statistics: SplitStatistics) -> None:
+def print_facts(facts: dict[str, Any]) -> None:
+    """Prints :func:`dataset_facts`."""
     console = Console(highlight=False, width=max(100, Console().width))
 
     def print_line(line_text: str) -> None:
         console.print(escape_unprintable(line_text), markup=False, soft_wrap=True)
 
-    for split, counted in statistics.items():
-        print_line(
-            f"{prepared.dataset_location}: {counted.num_samples:,} samples of {split},"
-            f" {counted.num_usable:,} usable"
-        )
-        for lines in statistics_tables(counted):
+    for split, split_of_facts in facts["splits"].items():
+        samples, usable = split_of_facts["samples"], split_of_facts["usable"]
+        print_line(f"{facts['data']}: {samples:,} samples of {split}, {usable:,} usable")
+        for lines in facts_tables(split_of_facts):
             table = Table("", *next(iter(lines.values())))
             for name, cells in lines.items():
                 table.add_row(escape_unprintable(name), *cells.values())
             console.print(table)
-        for sentence in statistics_sentences(prepared, counted):
+        for sentence in facts_sentences(split_of_facts):
             print_line(sentence)
-    for name, reasons in quarantined_records(statistics).items():
-        for reason, (count, _) in reasons.items():
+    for name, reasons in facts["quarantined"].items():
+        for reason, count in reasons.items():
             print_line(f"quarantined by the conversion of {name}: {count:,} {reason}")
 
 
@@ -169,8 +162,10 @@ def read_quarantine(quarantine_dir: Location) -> ReasonExamples:
     return dict(sorted(reason_examples.items(), key=lambda item: -item[1][0]))
 
 
-def format_number(value: float) -> str:
+def format_number(value: float | None) -> str:
     """Formats a number with at most four significant digits below 1,000, and as a whole number above."""
+    if value is None:
+        return "unknown"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
