@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -220,15 +221,19 @@ def kill_many(num_kills: int, show: Callable[[str], None]) -> None:
         convert(source, Path(folder, "undisturbed"), workers=2)
         duration = time.monotonic() - start_time
         expected = digests(Path(folder, "undisturbed"))
-        for number in range(num_kills):
-            out = Path(folder, str(number))
+        kills = 0
+        while kills < num_kills:
+            out = Path(folder, f"out{kills}")
             seconds = random.uniform(0, duration)
-            was_killed = killed_after(seconds, source, out, workers=2)
-            left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(f"{number}"))
+            if not killed_after(seconds, source, out, workers=2):
+                shutil.rmtree(out)
+                continue
+            left = sorted(path.name for path in Path(folder).glob(f"{out.name}*"))
             if not out.exists():
                 convert(source, out, workers=2)
             assert digests(out) == expected, f"killed after {seconds:.3f} s"
-            show(f"{number}: killed {was_killed} after {seconds:.3f} s, left {left}: equal")
+            kills += 1
+            show(f"kill {kills} after {seconds:.3f} s left {left}; converted again: equal")
 
 
 if __name__ == "__main__":

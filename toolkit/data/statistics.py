@@ -43,8 +43,8 @@ def count_splits(prepared: PreparedDataset) -> SplitStatistics:
 
 
 def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[str, Any]:
-    """What a split holds, as JSON values. Sums are those of usable samples. In the distributions, a sample of a
-    mixture counts as often as training draws it."""
+    """What a split holds, as JSON values. Sums are those of usable samples. A sample of a mixture counts
+    in the distributions as often as training draws it."""
     sources = {}
     for each in counted.sources:
         sums = {name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES}
