@@ -448,9 +448,14 @@ class WorkerPool:
             )
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, *_: object) -> None:
         if self.executor is not None:
             self.executor.shutdown(wait=True, cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise ConvertError(
+                f"{self._dead_worker()} died (out of memory, or a media file crashed its decoder);"
+                " try --workers 1"
+            ) from error
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self.executor is not None:
@@ -466,18 +471,12 @@ class WorkerPool:
     ) -> Iterator[Any]:
         """Yields the results in the order of the tasks. At most four tasks for each worker are pending."""
         pending_futures: deque[Future[Any]] = deque()
-        try:
-            for arguments in task_arguments:
-                pending_futures.append(self.submit(function, *arguments))
-                if len(pending_futures) >= 4 * self.num_workers:
-                    yield pending_futures.popleft().result()
-            while pending_futures:
+        for arguments in task_arguments:
+            pending_futures.append(self.submit(function, *arguments))
+            if len(pending_futures) >= 4 * self.num_workers:
                 yield pending_futures.popleft().result()
-        except BrokenProcessPool as error:
-            raise ConvertError(
-                f"{self._dead_worker()} died (out of memory, or a media file crashed its decoder);"
-                " try --workers 1"
-            ) from error
+        while pending_futures:
+            yield pending_futures.popleft().result()
 
     def _dead_worker(self) -> str:
         """The process that died first: the pool ends the others by SIGTERM."""

@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from megatron.energon.errors import FatalSampleError
@@ -215,39 +215,25 @@ def _measure_shards(
     tasks = _shard_tasks(dataset, encoder)
     _current_tasks[:] = tasks
     shards: dict[str, dict[str, Any]] = {}
-    sample_count = media_count = 0
+    sample_arrays, media_arrays = [np.zeros(0, SAMPLE_DTYPE)], [np.zeros(0, MEDIUM_DTYPE)]
+    media_count = 0
     try:
-        with (
-            (partial_dir / "samples").open("w+b") as samples_file,
-            (partial_dir / "media").open("w+b") as media_file,
-            progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress,
-        ):
+        with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
             for task, (samples, media, facts) in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
-                samples["media_end"] += media_count
-                sample_count, media_count = sample_count + len(samples), media_count + len(media)
-                samples_file.write(samples.tobytes())
-                media_file.write(media.tobytes())
+                samples["media_end"] += media_count  # counted on from shard to shard
+                media_count += len(media)
+                sample_arrays.append(samples)
+                media_arrays.append(media)
                 shards[task.name] = facts
                 show_progress(1)
-            _write_array(partial_dir / "samples.npy", samples_file, SAMPLE_DTYPE, sample_count)
-            _write_array(partial_dir / "media.npy", media_file, MEDIUM_DTYPE, media_count)
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
         _split_readers.clear()
         _current_tasks.clear()
-    for name in ("samples", "media"):
-        (partial_dir / name).unlink()
+    np.save(partial_dir / "samples.npy", np.concatenate(sample_arrays))
+    np.save(partial_dir / "media.npy", np.concatenate(media_arrays))
     (partial_dir / SHARDS_FILE).write_text(json.dumps({"content": dataset.content_id, "shards": shards}))
-
-
-def _write_array(array_path: Path, items_file: BinaryIO, dtype: np.dtype[Any], count: int) -> None:
-    """Writes an array whose items are in a file, without reading all of them into memory."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-    items_file.seek(0)
-    with array_path.open("wb") as array_file:
-        np.lib.format.write_array_header_1_0(array_file, header)
-        shutil.copyfileobj(items_file, array_file, 1 << 20)
 
 
 def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.packing.fill_row import choose_row_samples
-from megatron_vl.data.source.bad_samples import LIMIT_BY_REASON, TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
+from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import (
@@ -61,13 +61,17 @@ class SourceSizes:
     """The assistant's turns in all samples; None if the source is a part of a data set's split."""
     left_out_masks: dict[str, NDArray[np.bool_]]
     """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
-    meter: BadSampleMeter
-    """Counts the usable samples, and the others by reason."""
+    left_out: Counter[str]
+    """Number of samples that a run leaves out, by reason."""
 
     @cached_property
     def usable_mask(self) -> NDArray[np.bool_]:
         """bool [n]: the samples that a run reads."""
         return ~np.logical_or.reduce(list(self.left_out_masks.values()))
+
+    @property
+    def num_usable(self) -> int:
+        return int(self.usable_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,11 @@ class DatasetStatistics:
 
     @property
     def num_usable(self) -> int:
-        return sum(source_sizes.meter.used_count for source_sizes in self.sources)
+        return sum(source_sizes.num_usable for source_sizes in self.sources)
 
     def left_out_reasons(self) -> Counter[str]:
         """How many samples a run leaves out, by reason."""
-        return sum((source_sizes.meter.reason_counts for source_sizes in self.sources), Counter())
+        return sum((source_sizes.left_out for source_sizes in self.sources), Counter())
 
     def sample_quantity(self, quantity_name: str) -> tuple[IntegerArray, NDArray[np.float64]]:
         """One of :data:`SAMPLE_QUANTITIES` of the usable samples.
@@ -199,24 +203,9 @@ def _source_sizes(
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
-    meter = _left_out_meter(drawn_source.num_samples, reasons, sizes, left_out_masks)
-    return SourceSizes(drawn_source, sizes, assistant_turns, left_out_masks, meter)
-
-
-def _left_out_meter(
-    num_samples: int, reasons: Counter[str], sizes: dict[str, Any], left_out_masks: dict[str, Any]
-) -> BadSampleMeter:
-    """Counts the samples that are left out: those not encoded, for ``reasons``, and too large ones."""
     reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
-    details = {}
-    for reason, (unit, _) in LIMIT_BY_REASON.items():
-        if left_out_count := int(left_out_masks[reason].sum()):
-            reasons[reason] = left_out_count
-            details[reason] = {"size": int(sizes[unit][left_out_masks[reason]].max()), "data_sets": []}
-
-    meter = BadSampleMeter(1.0, minimum_samples=1)
-    meter.add_counts(num_samples - reasons.total(), +reasons, details)
-    return meter
+    reasons += Counter({reason: int(left_out_masks[reason].sum()) for reason in (TOO_LONG, TOO_MANY_PATCHES)})
+    return SourceSizes(drawn_source, sizes, assistant_turns, left_out_masks, reasons)
 
 
 def _shard_quantities(

@@ -51,7 +51,7 @@ def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[s
         sources[each.source.name] = {
             "share": round(each.source.share, 6),
             "samples": len(each.source),
-            "usable": each.meter.used_count,
+            "usable": each.num_usable,
             **sums,
             "turns": each.assistant_turns,
         }
