@@ -143,13 +143,31 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
     for blend_source, (dataset, split_name) in zip(sized_sources, split_datasets, strict=True):
         if share := blend_source.sample_share:
             drawn_range = blend_source.first_sample, blend_source.sample_count
-            drawn_sources.append(
-                SampleSource(blend_source.source_name, dataset, split_name, share, *drawn_range)
-            )
+            source = SampleSource(blend_source.source_name, dataset, split_name, share, *drawn_range)
+            drawn_sources += _sources_of_parts(source)
 
     if not sum(source.shard_starts[-1] for source in drawn_sources):
         raise LoaderError(f"{dataset_location}: the split {split!r} is empty")
     return drawn_sources
+
+
+def _sources_of_parts(source: SampleSource) -> list[SampleSource]:
+    """A source for each data set of a folder of parts; the source itself if it is one data set."""
+    parts = getattr(source.dataset, "parts", ())
+    part_sources = []
+    part_start = 0
+    for part in parts:
+        whole_part = (
+            SampleSource.whole_split(part, source.split) if part.shards_by_split.get(source.split) else ()
+        )
+        first = max(source.indices.start - part_start, 0)
+        count = min(source.indices.stop - part_start, len(whole_part)) - first
+        part_start += len(whole_part)
+        if count > 0:
+            name = f"{source.name}/{part.path.name}"
+            share = source.share * count / len(source)
+            part_sources.append(SampleSource(name, part, source.split, share, first, count))
+    return part_sources if parts else [source]
 
 
 def list_splits(dataset_location: Location) -> list[str]:
