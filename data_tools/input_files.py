@@ -7,6 +7,7 @@ refused with what to do: nothing is downloaded.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,10 +70,6 @@ class InputFile:
     """Our field for each field that the index names; the others have no effect. Empty: no index."""
     role_tags: dict[str, str] = field(default_factory=dict)
 
-    def index_plan(self) -> dict[str, Any]:
-        """What the index says, for comparison with another run."""
-        return {"format": self.format_name, "columns": self.field_by_column, "tags": self.role_tags}
-
     def rename_fields(self, record: Any) -> Any:
         """A record with our names of fields, keys and roles."""
         if not isinstance(record, dict):
@@ -127,42 +124,39 @@ KNOWN_FIELDS = {
 }
 
 
-def find_input_files(input_paths: list[Path], dataset_names: list[str] | None = None) -> list[InputFile]:
-    """The files of all inputs, in order.
-
-    Args:
-        dataset_names: names in an index; None: all of them.
+def find_input_files(input_paths: list[Path]) -> list[InputFile]:
+    """The files of all inputs, in order. ``dataset_info.json:a,b`` means two data sets of an index.
 
     Raises:
         InputError: an input does not exist, or holds what cannot be read here.
     """
     input_files: list[InputFile] = []
-    used_names: set[str] = set()
-    known_names: set[str] = set()
-
     for path in input_paths:
-        if path.is_dir():
+        index_name, colon, dataset_names = path.name.partition(":")
+        if colon and index_name == INDEX_FILE:
+            input_files += _index_files(path.with_name(INDEX_FILE), dataset_names.split(","))
+        elif path.is_dir():
             input_files += [InputFile(file) for file in _folder_files(path)]
-        elif not path.is_file():
+        elif not path.exists():
             raise InputError(f"--input {path} is not a file or folder")
         elif path.suffix.lower() in (".csv", ".tsv"):
             raise InputError(f"--input {path}: tables of text are not read; write JSON lines or Parquet")
-        elif (index := _read_index(path)) is not None:
-            chosen_names = [name for name in index if dataset_names is None or name in dataset_names]
-            used_names.update(chosen_names)
-            known_names.update(index)
-            input_files += _index_files(path, {name: index[name] for name in chosen_names})
+        elif path.name == INDEX_FILE:
+            input_files += _index_files(path, None)
         else:
             input_files.append(InputFile(path))
-
-    if unknown_names := [name for name in dataset_names or [] if name not in used_names]:
-        known_text = f"; it has {', '.join(sorted(known_names))}" if known_names else ""
-        raise InputError(
-            f"--dataset {', '.join(unknown_names)}: no {INDEX_FILE} among the inputs has it{known_text}"
-        )
     if not input_files:
         raise InputError("the inputs name no file")
     return input_files
+
+
+def input_names(input_paths: list[Path]) -> list[str]:
+    """The names of the input files in messages: the file name, or the path if two files share a name."""
+    file_names = [path.name for path in input_paths]
+    if len(set(file_names)) == len(file_names):
+        return file_names
+    common_dir = os.path.commonpath([path.resolve().parent for path in input_paths])
+    return [str(path.resolve().relative_to(common_dir)) for path in input_paths]
 
 
 def _folder_files(input_dir: Path) -> list[Path]:
@@ -229,7 +223,7 @@ def _refuse_several_splits(input_dir: Path, record_files: list[Path]) -> None:
 def _read_json(json_path: Path) -> Any:
     try:
         return json.loads(json_path.read_text(), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{json_path} is not JSON, or not clear: {error}") from error
 
 
@@ -250,20 +244,25 @@ def record_suffix(file_path: Path) -> str:
     return suffix if suffix in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) else ""
 
 
-def _read_index(index_path: Path) -> dict[str, dict[str, Any]] | None:
-    """The data sets of LLaMA-Factory's index; None if the file is something else."""
-    if index_path.name != INDEX_FILE:
-        return None
+def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[InputFile]:
+    """The files of data sets of LLaMA-Factory's index, in order.
+
+    Args:
+        dataset_names: None: all of them.
+
+    Raises:
+        InputError: the file is no index, does not have one of the names, or one of them is on a hub.
+    """
     index = _read_json(index_path)
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
         raise InputError(
             f"{index_path} is not an index: a name and a description of each data set are required"
         )
-    return index
-
-
-def _index_files(index_path: Path, index: dict[str, dict[str, Any]]) -> list[InputFile]:
-    """The files of an index's data sets, in order. Raises InputError if one of them is on a hub."""
+    if unknown_names := [name for name in dataset_names or [] if name not in index]:
+        raise InputError(
+            f"{index_path} does not have {', '.join(unknown_names)}; it has {', '.join(sorted(index))}"
+        )
+    index = {name: entry for name, entry in index.items() if dataset_names is None or name in dataset_names}
     location_by_remote: dict[str, Any] = {}
     for name, entry in index.items():
         hub_locations = [entry[key] for key in REMOTE_KEYS if entry.get(key)]
@@ -276,7 +275,7 @@ def _index_files(index_path: Path, index: dict[str, dict[str, Any]]) -> list[Inp
         local_names = [name for name in index if name not in location_by_remote]
         advice = "no other is local"
         if local_names:
-            advice = f"choose the local ones with --dataset {' '.join(local_names)}"
+            advice = f"choose the local ones: --input {index_path}:{','.join(local_names)}"
         raise InputError(
             f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} "
             "on a hub, and nothing is downloaded here. Download it (hf download --repo-type "

@@ -1,4 +1,4 @@
-"""Finds the media of a conversation inside the media root, decodes them once and measures them."""
+"""Finds the media of a conversation inside the media root, and reads them."""
 
 from __future__ import annotations
 
@@ -7,76 +7,22 @@ import binascii
 import itertools
 import re
 import stat
-import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from megatron_vl.data.sample.frame_archive import (
-    FrameArchiveInfo,
-    Sampling,
-    is_frame_archive,
-    pack_frames,
-)
-from megatron_vl.data.sample.pixels import (
-    MAX_ASPECT_RATIO,
-    PictureTooLargeError,
-    PixelError,
-    decode_image,
-    open_image,
-    probe_video,
-)
+from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, Sampling, pack_frames
 from megatron_vl.errors import is_machine_fault, retry_machine_faults
 
-from .embedded_media import StoredMedium, is_embedded
 from .formats import RecordError
-from .formats.frame_sequence import VIDEO_SUFFIXES, FrameSequence, may_be_frame_folder
+from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 
-SAFE_SUFFIX = re.compile(r"[a-z0-9]{1,8}")
 PICTURE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
 """Suffixes of the pictures in a folder of frames. Other files are ignored."""
 ASSUMED_FPS = 2.0
 """Frames a second of a video that is given as pictures, if its record does not say: as in qwen-vl-utils and
 LLaMA-Factory."""
-
-
-class MediaInfo(NamedTuple):
-    """A verified medium. Sizes are upright (EXIF applied), as the loader decodes them."""
-
-    kind: str
-    suffix: str
-    size_bytes: int
-    height: int
-    width: int
-    stored_height: int
-    """Height in the file, before EXIF orientation."""
-    stored_width: int
-    image_format: str = ""
-    image_mode: str = ""
-    num_frames: int = 0
-    fps: float = 0.0
-    crc32: int = 0
-    """Checksum of the file's bytes, by which a change after the verification is noticed."""
-    sampling: str = ""
-    """Of a video given as pictures: how frames are taken of it."""
-    assumed_fps: bool = False
-    """Whether neither the record nor the file of a video gives a frame rate."""
-    has_more_images: bool = False
-    """Whether an image file is an animation or has several pages. The first image is used."""
-
-    def loader_record(self, key: str) -> dict[str, object]:
-        """The fields that the loader needs to count tokens without decoding."""
-        record_fields: dict[str, object] = {
-            "key": key,
-            "kind": self.kind,
-            "height": self.height,
-            "width": self.width,
-            "crc32": self.crc32,
-        }
-        if self.kind == "video":
-            record_fields |= {"frames": self.num_frames, "fps": self.fps}
-        return record_fields | {"sampling": self.sampling} if self.sampling else record_fields
 
 
 def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: bool = False) -> Path:
@@ -142,32 +88,24 @@ def _outside_message(reference: str, media_root: Path) -> str:
     return f"{reference} is not inside the media root"
 
 
-def check_reference(media_kind: str, reference: Any, media_root: Path | None) -> None:
-    """Raises :class:`RecordError` if a file of a medium is missing, or lies outside ``media_root``."""
-    if isinstance(reference, FrameSequence) and not isinstance(reference.pictures, str):
-        for picture_reference in reference.pictures:
-            check_reference("image", picture_reference, media_root)
-    elif isinstance(reference, FrameSequence) or not is_embedded(reference):
-        path = reference.pictures if isinstance(reference, FrameSequence) else reference
-        resolve_reference(
-            str(path), media_root, allow_folder=media_kind == "video" and may_be_frame_folder(path)
-        )
+def is_embedded(reference: Any) -> bool:
+    """Whether a reference holds the medium itself, or an image of it."""
+    if isinstance(reference, FrameSequence):
+        return not isinstance(reference.pictures, str) and any(map(is_embedded, reference.pictures))
+    return isinstance(reference, bytes) or (isinstance(reference, str) and reference[:5].lower() == "data:")
 
 
 def read_media(media_kind: str, reference: Any, media_root: Path | None) -> bytes:
     """Reads the bytes of a medium. A video that is given as pictures becomes a file of frames.
 
     Args:
-        reference: a path inside ``media_root``, a base64 ``data:`` URI, the bytes themselves, or a medium
-            that was stored on the disk meanwhile.
+        reference: a path inside ``media_root``, a base64 ``data:`` URI, or the bytes themselves.
 
     Raises:
         RecordError: the medium cannot be read.
     """
     if isinstance(reference, bytes):
         return reference
-    if isinstance(reference, StoredMedium):
-        return reference.read_bytes()
     if isinstance(reference, FrameSequence):
         return _read_frames(reference, media_root)
 
@@ -248,89 +186,3 @@ def natural_order(file_name: str) -> list[tuple[int, str]]:
     """A key that sorts names without suffixes by the numbers in them: frame_2 comes before frame_10."""
     name_pieces = re.split(r"([0-9]+)", file_name.rpartition(".")[0])
     return [(int(piece), "") if i % 2 else (0, piece) for i, piece in enumerate(name_pieces)]
-
-
-def describe_reference(reference: Any) -> str:
-    """A reference in a message."""
-    if isinstance(reference, bytes):
-        return "bytes in the record"
-    text = str(reference)
-    if text[:5].lower() == "data:":
-        return "data: URI"
-    return text if len(text) <= 200 else text[:60] + "..."
-
-
-def inspect_medium(media_kind: str, reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
-    """Decodes a medium completely and measures it.
-
-    Args:
-        reference: the medium's name in messages, and the suffix of a video.
-
-    Raises:
-        RecordError: the medium does not decode, or is too large or too narrow.
-    """
-    shown_reference = describe_reference(reference)
-    try:
-        if media_kind == "image":
-            media_info = _inspect_image(media_bytes, max_pixels)
-        else:
-            media_info = _inspect_video(reference, media_bytes, max_pixels)
-    except PictureTooLargeError as error:
-        raise RecordError(
-            f"{media_kind} too large", f"{shown_reference}: {error}; --max-megapixels sets the limit"
-        ) from error
-    except PixelError as error:
-        # A library names its source in memory as an object, which means nothing to a reader and differs in
-        # every run.
-        plain_message = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
-        raise RecordError(f"{media_kind} does not decode", f"{shown_reference}: {plain_message}") from error
-
-    if max(media_info.height, media_info.width) > MAX_ASPECT_RATIO * min(media_info.height, media_info.width):
-        raise RecordError(
-            f"{media_kind} too narrow",
-            f"{shown_reference}: {media_info.height} x "
-            f"{media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
-        )
-
-    return media_info
-
-
-def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:
-    pixels = decode_image(media_bytes, max_pixels)
-    with open_image(media_bytes, max_pixels) as image:
-        width, height = image.size
-        image_format = image.format or ""
-        mode = image.mode
-        # The other images of an MPO are previews of the first.
-        has_more_images = image_format != "MPO" and getattr(image, "is_animated", False)
-    suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(
-        image_format, image_format.lower()
-    )
-    suffix = suffix if SAFE_SUFFIX.fullmatch(suffix) else "img"
-    size = (pixels.shape[1], pixels.shape[2], height, width)
-    return MediaInfo(
-        *("image", suffix, len(media_bytes), *size, image_format, mode),
-        crc32=zlib.crc32(media_bytes),
-        has_more_images=has_more_images,
-    )
-
-
-def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
-    video_info = probe_video(media_bytes, max_pixels)
-    written_suffix = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
-    suffix = written_suffix if written_suffix in VIDEO_SUFFIXES else "mp4"
-    sampling = ""
-    if is_frame_archive(media_bytes):
-        suffix, sampling = "zip", video_info.sampling
-
-    return MediaInfo(
-        "video",
-        suffix,
-        len(media_bytes),
-        *(video_info.height, video_info.width, video_info.height, video_info.width),
-        num_frames=video_info.frame_count,
-        fps=video_info.fps,
-        crc32=zlib.crc32(media_bytes),
-        sampling=sampling,
-        assumed_fps=video_info.assumed_fps,
-    )

@@ -6,8 +6,10 @@ No file is in memory as a whole.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from . import tables
 from .exact_json import EXACT_DECODER, DuplicateKeyError
 
 CHUNK_BYTES = 1 << 20
+WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 MAX_RECORD_BYTES = 1 << 30
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
 """Finds the end of a record that is refused for its keys, or for an integer that Python does not read."""
@@ -82,12 +85,15 @@ def read_records(
             raise ReadError(f"{records_path} cannot be read: {error}") from error
         return
 
-    holds_array = is_json_array(records_path)
     with _open_content(records_path) as (raw_file, content_file):
+        # Only looked at, because a pipe cannot be read twice.
+        first_bytes = content_file.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+        if not first_bytes:
+            raise ReadError(f"{records_path} is empty")
         count_bytes = on_bytes
         if content_file is not raw_file:
             count_bytes = _compressed_byte_counter(raw_file, on_bytes)
-        if holds_array:
+        if first_bytes.startswith(b"["):
             yield from _read_array(records_path, content_file, count_bytes)
         else:
             yield from _read_json_lines(records_path, content_file, count_bytes, is_wanted)
@@ -109,7 +115,10 @@ def _compressed_byte_counter(raw_file: IO[bytes], on_bytes: Callable[[int], None
 def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
     """A file and its content, which may be compressed. Raises ReadError if that is damaged."""
     try:
-        with records_path.open("rb") as raw_file, _decompressed(records_path, raw_file) as content_file:
+        with (
+            records_path.open("rb", CHUNK_BYTES) as raw_file,
+            _decompressed(records_path, raw_file) as content_file,
+        ):
             yield raw_file, content_file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ReadError(f"{records_path} is damaged: {error}") from error
@@ -131,17 +140,6 @@ def _decompressed(records_path: Path, raw_file: IO[bytes]) -> Any:
 
         return io.BufferedReader(pa.CompressedInputStream(raw_file, "zstd"), CHUNK_BYTES)
     return raw_file
-
-
-def is_json_array(records_path: Path) -> bool:
-    """Whether a file is a JSON array rather than JSON lines. Raises ReadError if it is empty."""
-    if records_path.suffix in tables.TABLE_SUFFIXES:
-        return False
-    with _open_content(records_path) as (_, content_file):
-        first_bytes = content_file.read(CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not first_bytes:
-        raise ReadError(f"{records_path} is empty")
-    return first_bytes.startswith(b"[")
 
 
 def _read_json_lines(
@@ -232,98 +230,73 @@ def _check_nesting(json_value: Any, num_brackets: int) -> Any:
 def _read_array(
     records_path: Path, content_file: IO[bytes], on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:
-    array_buffer = _JsonArrayBuffer(content_file, on_bytes, records_path)
-    array_buffer.skip_character("[")
-    record_number = 0
-    while array_buffer.peek_character(record_number) != "]":
-        if record_number:
-            if array_buffer.peek_character(record_number) != ",":
-                raise ReadError(f"{records_path}: no comma after record {record_number}")
-            array_buffer.skip_character(",")
-        record_number += 1
-        yield record_number, array_buffer.read_record(record_number)
-
-    array_buffer.check_end()
-
-
-class _JsonArrayBuffer:
-    """The text of a file from the current position on. It grows until it contains a whole record."""
-
-    def __init__(self, content_file: IO[bytes], on_bytes: Callable[[int], None], records_path: Path) -> None:
-        import codecs
-
-        self.content_file = content_file
-        self.on_bytes = on_bytes
-        self.path = records_path
-        self.decode_utf8 = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self.buffered_text = ""
-        self.position = 0
-        self.is_at_end = False
-        self.reported_position = 0
-        """The position in the text up to which ``on_bytes`` has been informed."""
-        self.last_record_number = 0
-        """Number of the record that was read last."""
-
-    def read_chunk(self, chunk_bytes: int) -> None:
-        data = self.content_file.read(chunk_bytes)
-        self.report_progress()
-        self.is_at_end = len(data) < chunk_bytes
-        try:
-            self.buffered_text = self.buffered_text[self.position :] + self.decode_utf8(data, self.is_at_end)
-        except UnicodeDecodeError as error:
-            raise ReadError(
-                f"{self.path}: not UTF-8 after record {self.last_record_number}: {error}"
-            ) from error
-        self.position = self.reported_position = 0
-
-    def report_progress(self) -> None:
-        """Reports the bytes consumed since the last call, without those that were only read ahead."""
-        self.on_bytes(len(self.buffered_text[self.reported_position : self.position].encode()))
-        self.reported_position = self.position
-
-    def peek_character(self, record_number: int) -> str:
-        """The next character that is not white space."""
-        while True:
-            while self.position < len(self.buffered_text) and self.buffered_text[self.position] in " \t\r\n":
-                self.position += 1
-            if self.position < len(self.buffered_text):
-                return self.buffered_text[self.position]
-            if self.is_at_end:
-                raise ReadError(f"{self.path} ends within its array, after record {record_number}")
-            self.read_chunk(CHUNK_BYTES)
-
-    def skip_character(self, expected_character: str) -> None:
-        if self.peek_character(0) == expected_character:
-            self.position += 1
-
-    def check_end(self) -> None:
-        """Checks that nothing follows the end of the array."""
-        self.skip_character("]")
-        while not self.buffered_text[self.position :].strip(" \t\r\n"):
-            if self.is_at_end:
-                return
-            self.position = len(self.buffered_text)
-            self.read_chunk(CHUNK_BYTES)
+    array_text = _ArrayText(content_file, on_bytes, records_path)
+    array_text.skip_character("[")
+    while array_text.next_character() != "]":
+        if array_text.num_records:
+            if array_text.next_character() != ",":
+                raise ReadError(f"{records_path}: no comma after record {array_text.num_records}")
+            array_text.skip_character(",")
+        yield array_text.num_records + 1, array_text.read_record()
+    array_text.skip_character("]")
+    if array_text.next_character():
         raise ReadError(
-            f"{self.path}: something follows the end of the array, after record {self.last_record_number}; "
-            "is it two files in one?"
+            f"{records_path}: something follows the end of the array, after record {array_text.num_records};"
+            " is it two files in one?"
         )
 
-    def read_record(self, record_number: int) -> Any:
+
+class _ArrayText:
+    """The text of a JSON array from the current position on. It grows until it contains a whole record."""
+
+    def __init__(self, content_file: IO[bytes], on_bytes: Callable[[int], None], records_path: Path) -> None:
+        self.content_file, self.on_bytes, self.path = content_file, on_bytes, records_path
+        self.decode_utf8 = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self.text, self.position = "", 0
+        self.is_at_end = self.has_ended = False
+        self.num_records = 0
+
+    def read_chunk(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        data = self.content_file.read(chunk_bytes)
+        self.on_bytes(len(data))
+        self.is_at_end = len(data) < chunk_bytes
+        try:
+            self.text = self.text[self.position :] + self.decode_utf8(data, self.is_at_end)
+        except UnicodeDecodeError as error:
+            raise ReadError(f"{self.path}: not UTF-8 after record {self.num_records}: {error}") from error
+        self.position = 0
+
+    def next_character(self) -> str:
+        """The next character that is not white space; empty after the end of the array."""
+        while True:
+            self.position = WHITE_SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if self.is_at_end and not self.has_ended:
+                raise ReadError(f"{self.path} ends within its array, after record {self.num_records}")
+            if self.is_at_end:
+                return ""
+            self.read_chunk()
+
+    def skip_character(self, character: str) -> None:
+        if self.next_character() == character:
+            self.position += 1
+        self.has_ended = character == "]"
+
+    def read_record(self) -> Any:
         """Reads the record at the current position, and moves to its end."""
-        self.peek_character(record_number - 1)
-        chunk_bytes = CHUNK_BYTES
+        self.next_character()
+        record_number, chunk_bytes = self.num_records + 1, CHUNK_BYTES
         json_decoder, refused_record = EXACT_DECODER, None
         while True:
             try:
-                json_value, end_position = json_decoder.raw_decode(self.buffered_text, self.position)
+                json_value, end_position = json_decoder.raw_decode(self.text, self.position)
                 # A number at the end of the buffer may continue in the next chunk.
-                if end_position < len(self.buffered_text) or self.is_at_end:
-                    num_brackets = self.buffered_text.count("[", self.position, end_position)
-                    num_brackets += self.buffered_text.count("{", self.position, end_position)
+                if end_position < len(self.text) or self.is_at_end:
+                    num_brackets = self.text.count("[", self.position, end_position)
+                    num_brackets += self.text.count("{", self.position, end_position)
                     self.position = end_position
-                    self.last_record_number = record_number
-                    self.report_progress()
+                    self.num_records = record_number
                     return refused_record or _check_nesting(json_value, num_brackets)
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {record_number} is nested too deeply") from error
@@ -337,7 +310,7 @@ class _JsonArrayBuffer:
                 json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _long_integer_error()
                 continue
 
-            if len(self.buffered_text) - self.position > MAX_RECORD_BYTES:
+            if len(self.text) - self.position > MAX_RECORD_BYTES:
                 raise ReadError(
                     f"{self.path}: record {record_number} does not end within {MAX_RECORD_BYTES >> 20} MiB; "
                     "is a quote missing?"
@@ -352,11 +325,11 @@ class _JsonArrayBuffer:
 
         A cut leaves an open string, or fails within the last characters.
         """
-        is_near_end = error.pos >= len(self.buffered_text) - 12
+        is_near_end = error.pos >= len(self.text) - 12
         is_cut_off = error.msg.startswith("Unterminated string") or is_near_end
         if self.is_at_end or not is_cut_off:
             error_text = error.msg.removesuffix(" starting at")
-            nearby_text = self.buffered_text[error.pos : error.pos + 40]
+            nearby_text = self.text[error.pos : error.pos + 40]
             raise ReadError(
                 f"{self.path}: record {record_number} is not valid JSON: {error_text}, at {nearby_text!r}"
             ) from error

@@ -6,6 +6,8 @@ A sample's text can be read alone. It comes with the sizes of the sample's media
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import sqlite3
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
+
+from .shards import MEDIA_NAMES_FILE
 
 TEXT_MEMBER = "json"
 """Part of a sample that is read; of the others only the names are."""
@@ -96,19 +100,15 @@ class SampleSource:
         ):
             return self._index_in_source(shard_name, int(sample_position[:-1]))
 
-        if not isinstance(self.dataset.path, Path):
-            raise SourceError(
-                f"{self.dataset.path} is not on a disk of this machine; give the sample's --index"
-            )
         index_path = self.dataset.path / METADATA_DIR / "index.sqlite"
         try:
-            with sqlite3.connect(f"file:{index_path.resolve()}?mode=ro", uri=True) as index_database:
+            with sqlite3.connect(f"file:{Path(index_path).resolve()}?mode=ro", uri=True) as index_database:
                 sample_rows = index_database.execute(
                     "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?", (sample_key,)
                 ).fetchall()
         except sqlite3.Error as error:
             raise SourceError(
-                f"{index_path} cannot be read ({error}); give the sample's --index instead"
+                f"{index_path} cannot be read ({error}); give the sample as SHARD[N]"
             ) from error
 
         # A key may occur in several shards, of which this split or subset may have only one.
@@ -143,13 +143,65 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
     for blend_source, (dataset, split_name) in zip(sized_sources, split_datasets, strict=True):
         if share := blend_source.sample_share:
             drawn_range = blend_source.first_sample, blend_source.sample_count
-            drawn_sources.append(
-                SampleSource(blend_source.source_name, dataset, split_name, share, *drawn_range)
-            )
+            source = SampleSource(blend_source.source_name, dataset, split_name, share, *drawn_range)
+            drawn_sources += _sources_of_parts(source)
 
     if not sum(source.shard_starts[-1] for source in drawn_sources):
         raise LoaderError(f"{dataset_location}: the split {split!r} is empty")
     return drawn_sources
+
+
+def _sources_of_parts(source: SampleSource) -> list[SampleSource]:
+    """A source for each data set of a folder of parts; the source itself if it is one data set."""
+    parts = getattr(source.dataset, "parts", ())
+    part_sources = []
+    part_start = 0
+    for part in parts:
+        whole_part = (
+            SampleSource.whole_split(part, source.split) if part.shards_by_split.get(source.split) else ()
+        )
+        first = max(source.indices.start - part_start, 0)
+        count = min(source.indices.stop - part_start, len(whole_part)) - first
+        part_start += len(whole_part)
+        if count > 0:
+            name = f"{source.name}/{part.path.name}"
+            share = source.share * count / len(source)
+            part_sources.append(SampleSource(name, part, source.split, share, first, count))
+    return part_sources if parts else [source]
+
+
+def list_splits(dataset_location: Location) -> list[str]:
+    """The splits of a data set that have shards, or those of a metadataset."""
+    description = read_description(dataset_location)
+    if isinstance(description, DatasetDescription):
+        return [name for name, shards in description.shards_by_split.items() if shards]
+    return list(description.split_fields)
+
+
+def original_media_names(dataset_dir: Location, sample_key: str) -> list[str]:
+    """The names of a sample's media before the conversion; empty if they are not recorded.
+
+    Lines are in the order of the keys, so one is found by bisection.
+    """
+    try:
+        names_file = (dataset_dir / MEDIA_NAMES_FILE).open("rb")
+    except OSError:
+        return []
+    with names_file:
+        low, high = 0, names_file.seek(0, os.SEEK_END)
+        while low < high:
+            middle = (low + high) // 2
+            names_file.seek(max(middle - 1, 0))
+            if middle:
+                names_file.readline()  # to the first line that begins at or after the middle
+            line = names_file.readline()
+            if line and json.loads(line)[0] < sample_key:
+                low = names_file.tell()
+            else:
+                high = middle
+        names_file.seek(low)
+        key, names = json.loads(names_file.readline() or '["", []]')
+    return names if key == sample_key else []
 
 
 class SampleReader:

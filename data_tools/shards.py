@@ -1,7 +1,7 @@
 """Writes tar shards and Energon's own files about them (``.nv-meta``).
 
-A shard gets its name only when it is complete and on the disk. Then it gets a manifest in the work folder,
-which tells a continued conversion what need not be written again.
+Workers store samples as members of a tar in files of their own (:func:`store_sample`), and the main process
+copies them, in order, to the end of a shard (:class:`ShardWriter`).
 
 The index is written with Energon's index classes, in the order of the shards, so that the same input gives
 the same files whatever the number of processes. The splits are lists of shards (Energon's ratios may leave a
@@ -11,39 +11,48 @@ split empty).
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import os
 import tarfile
 import uuid
-import zlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
 from megatron_vl import durable_files
-from megatron_vl.data.source.dataset_description import MAX_SHARDS
+from megatron_vl.data.sample.medium import MediaInfo
+from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.errors import UserError
 
 from .formats import Conversation
-from .media import MediaInfo, describe_reference, read_media
+from .media import is_embedded
 
-WORK_FOLDER = ".convert"
-"""Folder within the data set's folder that holds what an unfinished conversion needs to continue."""
+MEDIA_NAMES_FILE = "media_names.jsonl"
+"""For each sample with files of media, a line with its key and their names in the record. Sorted by key."""
+CONVERSION_FILE = "convert.json"
+"""A file in ``.nv-meta``: what the data set was made of, and its shards."""
 
 
 @dataclass
-class ConvertedSample:
-    """One sample on its way into a shard."""
+class StoredSample:
+    """One sample in the file of its batch, on its way into a shard."""
 
     key: str
-    conversation: Conversation
-    """Media that are written in the record are on the disk by now, and references lead there."""
+    byte_offset: int
+    byte_length: int
+    """Of its members, headers included."""
     media_infos: list[MediaInfo]
     record_source: dict[str, Any]
+    record_identity: str
+    ignored_keys: list[tuple[str, str]]
+    answer_media: int
+    media_names: list[str]
+    """The media's names in the record; empty for media in the record itself."""
 
     @property
     def media_bytes(self) -> int:
@@ -60,114 +69,217 @@ class WrittenShard:
     sha256: str
     index_rows: list[Any] = field(default_factory=list, repr=False)
 
+    def record(self) -> dict[str, Any]:
+        return {"samples": self.num_samples, "bytes": self.size_bytes, "sha256": self.sha256}
+
 
 class ShardError(UserError, ValueError):
     """A shard could not be written as planned; the message names the file."""
 
 
-def finish_shard(
-    shard_name: str,
-    shard_index: int,
-    shard_samples: list[ConvertedSample],
-    media_root: Path | None,
-    dataset_dir: Path,
+def store_sample(
+    key: str,
+    conversation: Conversation,
+    media: list[tuple[MediaInfo, bytes]],
+    record_source: dict[str, Any],
+    spool_file: BinaryIO,
+) -> StoredSample:
+    """Appends a sample to a file as members of a tar: its JSON, and the original bytes of its media."""
+    media_infos = [info for info, _ in media]
+    suffixed_keys = [f"{i}.{info.suffix}" for i, info in enumerate(media_infos)]
+    byte_offset = spool_file.tell()
+    _add_member(
+        spool_file, f"{key}.json", _sample_json(conversation, media_infos, suffixed_keys, record_source)
+    )
+    for suffixed_key, (_, media_bytes) in zip(suffixed_keys, media, strict=True):
+        _add_member(spool_file, f"{key}.{suffixed_key}", media_bytes)
+    return StoredSample(
+        key,
+        byte_offset,
+        spool_file.tell() - byte_offset,
+        media_infos,
+        record_source,
+        conversation.record_identity,
+        conversation.ignored_keys,
+        conversation.answer_media,
+        ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
+    )
+
+
+def _add_member(tar_file: BinaryIO, member_name: str, member_bytes: bytes) -> None:
+    """Writes a member without times or owners."""
+    member_info = tarfile.TarInfo(member_name)
+    member_info.size = len(member_bytes)
+    tar_file.write(member_info.tobuf(tarfile.USTAR_FORMAT))
+    tar_file.write(member_bytes)
+    tar_file.write(bytes(-len(member_bytes) % tarfile.BLOCKSIZE))
+
+
+def _sample_json(
+    conversation: Conversation,
+    media_infos: list[MediaInfo],
+    suffixed_keys: list[str],
+    record_source: dict[str, Any],
+) -> bytes:
+    """The JSON of a sample: its messages, and the sizes of its media, so that packing decodes nothing.
+
+    Args:
+        suffixed_keys: names of the tar members of the media. Media parts of the messages refer to them.
+    """
+    member_iterator = iter(suffixed_keys)
+
+    def named_part(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
+            return part
+        return {"type": part["type"], part["type"]: next(member_iterator)}
+
+    messages = []
+    for message in conversation.messages:
+        if not isinstance(message["content"], str):
+            message = {**message, "content": [named_part(part) for part in message["content"]]}
+        messages.append(message)
+
+    media_records = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
+    tool_definitions = conversation.tool_definitions
+    tools_field = {"tools": tool_definitions} if tool_definitions else {}
+    sample_fields = {"messages": messages, **tools_field, "media": media_records, "source": record_source}
+    return append_crc32(json.dumps(sample_fields, ensure_ascii=False).encode())
+
+
+class _OpenShard:
+    """A shard to which samples are appended."""
+
+    def __init__(self, tar_path: Path) -> None:
+        self.tar_file = tar_path.open("w+b")
+        self.name = tar_path.name
+        self.samples: list[StoredSample] = []
+        self.media_bytes = 0
+
+    def append(self, sample: StoredSample, source_file: BinaryIO, byte_offset: int) -> None:
+        source_file.seek(byte_offset)
+        bytes_left = sample.byte_length
+        while bytes_left:
+            bytes_left -= self.tar_file.write(source_file.read(min(bytes_left, 1 << 20)))
+        self.samples.append(sample)
+        self.media_bytes += sample.media_bytes
+
+    def close(self) -> None:
+        """Ends the tar as :mod:`tarfile` does."""
+        self.tar_file.write(bytes(2 * tarfile.BLOCKSIZE))
+        self.tar_file.write(bytes(-self.tar_file.tell() % tarfile.RECORDSIZE))
+        self.tar_file.close()
+
+
+class ShardWriter:
+    """Distributes samples over train and val and writes their shards, in order.
+
+    Every ``1 / val_fraction``-th sample goes to val. With two or more samples, both splits get at least one:
+    the first sample never goes to val, and the last train sample moves to val if val would stay empty.
+
+    Args:
+        submit: runs a function with arguments, perhaps in another process.
+    """
+
+    def __init__(
+        self,
+        dataset_dir: Path,
+        submit: Callable[..., Future[Any]],
+        val_fraction: float,
+        samples_per_shard: int,
+        bytes_per_shard: int,
+        max_pending: int,
+    ) -> None:
+        self.dataset_dir, self.submit = dataset_dir, submit
+        self.val_fraction, self.max_pending = val_fraction, max_pending
+        self.samples_per_shard, self.bytes_per_shard = samples_per_shard, bytes_per_shard
+        self.index_writer = IndexWriter(dataset_dir / METADATA_DIR)
+        self.open_shards: dict[str, _OpenShard | None] = {"train": None, "val": None}
+        self.num_samples = {"train": 0, "val": 0}
+        self.num_shards = {"train": 0, "val": 0}
+        self.pending_shards: deque[Future[WrittenShard]] = deque()
+
+    def add_sample(self, sample: StoredSample, spool_file: BinaryIO) -> None:
+        """Puts the next sample of the input into its split."""
+        # A sample goes to val when the number of val samples that are due passes the next integer.
+        samples_seen = sum(self.num_samples.values())
+        val_before = int(samples_seen * self.val_fraction + 1e-9)
+        val_after = int((samples_seen + 1) * self.val_fraction + 1e-9)
+        self._append(sample, "val" if val_after > val_before else "train", spool_file, sample.byte_offset)
+
+    def _append(self, sample: StoredSample, split_name: str, source_file: BinaryIO, byte_offset: int) -> None:
+        # A full shard is closed when the next sample arrives; the last one stays open until the end.
+        shard = self.open_shards[split_name]
+        if shard is not None and (
+            len(shard.samples) >= self.samples_per_shard
+            or shard.media_bytes + sample.media_bytes > self.bytes_per_shard
+        ):
+            self._close_shard(split_name)
+            shard = None
+        if shard is None:
+            shard_name = f"{split_name}-{self.num_shards[split_name]:06d}.tar"
+            shard = self.open_shards[split_name] = _OpenShard(self.dataset_dir / shard_name)
+        shard.append(sample, source_file, byte_offset)
+        self.num_samples[split_name] += 1
+
+    def _close_shard(self, split_name: str) -> None:
+        shard = self.open_shards[split_name]
+        self.open_shards[split_name] = None
+        if shard is None:
+            return
+        shard.close()
+        keyed_infos = [(sample.key, sample.media_infos) for sample in shard.samples]
+        shard_number = sum(self.num_shards.values())
+        self.num_shards[split_name] += 1
+        self.pending_shards.append(
+            self.submit(index_shard, shard.name, shard_number, keyed_infos, self.dataset_dir)
+        )
+        while len(self.pending_shards) > self.max_pending:
+            self.index_writer.add_shard(self.pending_shards.popleft().result())
+
+    def _move_last_to_val(self) -> None:
+        """Moves the last train sample to val, from the end of the open shard."""
+        shard = self.open_shards["train"]
+        assert shard is not None
+        sample = shard.samples.pop()
+        byte_offset = shard.tar_file.tell() - sample.byte_length
+        self.num_samples["train"] -= 1
+        self._append(sample, "val", shard.tar_file, byte_offset)
+        shard.tar_file.seek(byte_offset)
+        shard.tar_file.truncate()
+        if not shard.samples:
+            shard.tar_file.close()
+            (self.dataset_dir / shard.name).unlink()
+            self.open_shards["train"] = None
+
+    def finish(self) -> list[WrittenShard]:
+        """Writes the last shards of both splits, and the index. Returns all shards."""
+        if self.val_fraction > 0 and not self.num_samples["val"] and self.num_samples["train"] > 1:
+            self._move_last_to_val()
+        for split_name in self.open_shards:
+            self._close_shard(split_name)
+        for shard_future in self.pending_shards:
+            self.index_writer.add_shard(shard_future.result())
+        self.index_writer.finish()
+        return self.index_writer.written_shards
+
+
+def index_shard(
+    shard_name: str, shard_number: int, keyed_infos: list[tuple[str, list[MediaInfo]]], dataset_dir: Path
 ) -> WrittenShard:
-    """Returns the shard of an earlier run if it is intact and has the same samples; otherwise writes it.
+    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index.
+
+    Args:
+        keyed_infos: key and media of each sample.
 
     Raises:
-        ShardError: a medium changed after it was verified, or Energon does not find all samples.
-        OSError: the shard cannot be written.
+        ShardError: Energon does not find all samples.
     """
-    manifest_path = dataset_dir / WORK_FOLDER / f"{shard_name}.json"
-    content_digest = _content_digest(shard_samples)
-    if _is_finished(manifest_path, content_digest, dataset_dir / shard_name):
-        shard = _index_shard(shard_name, shard_index, shard_samples, dataset_dir)
-        durable_files.fsync_path(_offsets_path(dataset_dir / shard_name))
-        return shard
-
-    work_dir = dataset_dir / WORK_FOLDER / f"tmp.{os.getpid()}"
-    work_dir.mkdir(exist_ok=True)
-    _write_tar(work_dir / shard_name, shard_samples, media_root)
-    shard = _index_shard(shard_name, shard_index, shard_samples, work_dir)
-
-    durable_files.publish_file(_offsets_path(work_dir / shard_name), _offsets_path(dataset_dir / shard_name))
-    durable_files.publish_file(work_dir / shard_name, dataset_dir / shard_name)
-    durable_files.write_file(
-        manifest_path,
-        json.dumps({"plan": content_digest, "bytes": shard.size_bytes, "sha256": shard.sha256}).encode(),
-    )
-    return shard
-
-
-def _content_digest(shard_samples: list[ConvertedSample]) -> str:
-    """Checksums stand for the media, so that an intact shard is recognised without reading them again."""
-    sample_contents = []
-    for sample in shard_samples:
-        media_checksums = [media_info.crc32 for media_info in sample.media_infos]
-        conversation = sample.conversation
-        sample_contents.append(
-            [sample.key, conversation.messages, conversation.tool_definitions, media_checksums]
-        )
-    return hashlib.sha256(json.dumps(sample_contents).encode()).hexdigest()
-
-
-def _offsets_path(tar_path: Path) -> Path:
-    """The path of Energon's file of offsets in a tar."""
-    return tar_path.with_suffix(".tar.idx")
-
-
-def _is_finished(manifest_path: Path, content_digest: str, tar_path: Path) -> bool:
-    """Whether the shard exists, has these samples, and has the bytes that were written."""
-    try:
-        manifest_fields = json.loads(manifest_path.read_text())
-        is_same = (
-            manifest_fields["plan"] == content_digest and tar_path.stat().st_size == manifest_fields["bytes"]
-        )
-        return is_same and file_sha256(tar_path) == manifest_fields["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _write_tar(tar_path: Path, shard_samples: list[ConvertedSample], media_root: Path | None) -> None:
-    """Writes the media's original bytes, without times or owners in the headers."""
-    with tarfile.open(tar_path, "w", format=tarfile.USTAR_FORMAT) as tar_file:
-        for sample in shard_samples:
-            keys = [f"{i}.{media_info.suffix}" for i, media_info in enumerate(sample.media_infos)]
-            _add_member(tar_file, f"{sample.key}.json", _sample_json(sample, keys))
-            for key, media_info, (media_kind, reference) in zip(
-                keys, sample.media_infos, sample.conversation.media_references, strict=True
-            ):
-                try:
-                    media_bytes = read_media(media_kind, reference, media_root)
-                except ValueError as error:
-                    raise ShardError(
-                        f"{_sample_origin(sample)}: {error}, but was "
-                        f"there when it was verified; {RESTART_ADVICE}"
-                    ) from error
-                if zlib.crc32(media_bytes) != media_info.crc32:
-                    raise ShardError(
-                        f"{_sample_origin(sample)}: {describe_reference(reference)} "
-                        f"changed after it was verified; {RESTART_ADVICE}"
-                    )
-                _add_member(tar_file, f"{sample.key}.{key}", media_bytes)
-
-
-RESTART_ADVICE = "start again with --force, or with another --out"
-
-
-def _sample_origin(sample: ConvertedSample) -> str:
-    return f"{sample.record_source['file']}: record {sample.record_source['record']}"
-
-
-def _index_shard(
-    shard_name: str, shard_index: int, shard_samples: list[ConvertedSample], shard_dir: Path
-) -> WrittenShard:
-    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 
+    tar_path = dataset_dir / shard_name
     energon_rows = WebdatasetPreparator._preprocess_tar(
-        shard_name, {shard_name: shard_index}, EPath(shard_dir), max_parts=0
+        shard_name, {shard_name: shard_number}, EPath(dataset_dir), max_parts=0
     )
     index_rows = []
     energon_sample_count = 0
@@ -176,65 +288,27 @@ def _index_shard(
             energon_sample_count = row.shard_info.count
         else:
             index_rows.append(row)
+    if energon_sample_count != len(keyed_infos):
+        raise ShardError(f"{tar_path}: Energon finds {energon_sample_count} of {len(keyed_infos)} samples")
 
-    if energon_sample_count != len(shard_samples):
-        raise ShardError(
-            f"{shard_dir / shard_name}: Energon finds {energon_sample_count} of {len(shard_samples)} samples"
-        )
+    durable_files.fsync_path(tar_path)  # here, so that the end need not wait for all of them
     return WrittenShard(
         shard_name,
-        len(shard_samples),
-        (shard_dir / shard_name).stat().st_size,
-        file_sha256(shard_dir / shard_name),
-        index_rows + _media_rows(shard_samples),
+        len(keyed_infos),
+        tar_path.stat().st_size,
+        file_sha256(tar_path),
+        index_rows + _media_rows(keyed_infos),
     )
 
 
-def _sample_json(sample: ConvertedSample, keys: list[str]) -> bytes:
-    """The JSON of a sample: its messages, and the sizes of its media, so that packing decodes nothing.
-
-    Args:
-        keys: names of the tar members of the media. Media parts of the messages refer to them.
-    """
-    member_iterator = iter(keys)
-
-    def named_part(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "text":
-            return part
-        return {"type": part["type"], part["type"]: next(member_iterator)}
-
-    messages = []
-    for message in sample.conversation.messages:
-        if not isinstance(message["content"], str):
-            message = {**message, "content": [named_part(part) for part in message["content"]]}
-        messages.append(message)
-
-    media_records = [info.loader_record(key) for key, info in zip(keys, sample.media_infos, strict=True)]
-    tool_definitions = sample.conversation.tool_definitions
-    tools_field = {"tools": tool_definitions} if tool_definitions else {}
-    sample_fields = {
-        "messages": messages,
-        **tools_field,
-        "media": media_records,
-        "source": sample.record_source,
-    }
-    return append_crc32(json.dumps(sample_fields, ensure_ascii=False).encode())
-
-
-def _add_member(tar_file: tarfile.TarFile, member_name: str, member_bytes: bytes) -> None:
-    member_info = tarfile.TarInfo(member_name)
-    member_info.size = len(member_bytes)
-    tar_file.addfile(member_info, io.BytesIO(member_bytes))
-
-
-def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
+def _media_rows(keyed_infos: list[tuple[str, list[MediaInfo]]]) -> list[Any]:
     """The rows of the media's sizes that Energon's own ``prepare`` would store: before EXIF orientation."""
     from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
     from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
 
     metadata_rows = []
-    for sample in shard_samples:
-        for i, media_info in enumerate(sample.media_infos):
+    for sample_key, media_infos in keyed_infos:
+        for i, media_info in enumerate(media_infos):
             if media_info.kind == "image":
                 media_metadata: Any = ImageMetadata(
                     width=media_info.stored_width,
@@ -254,7 +328,7 @@ def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
             metadata_type, metadata_json = serialize_media_metadata(media_metadata)
             metadata_rows.append(
                 IndexMediaMetadata(
-                    entry_key=f"{sample.key}.{i}.{media_info.suffix}",
+                    entry_key=f"{sample_key}.{i}.{media_info.suffix}",
                     metadata_type=metadata_type.value,
                     metadata_json=metadata_json,
                 )
@@ -287,9 +361,8 @@ class IndexWriter:
         """Adds a shard to the index. Raises :class:`ShardError` at a shard that no loader would read."""
         if len(self.written_shards) == MAX_SHARDS:
             raise ShardError(
-                f"{shard.name} is one more than the {MAX_SHARDS} shards that the loader reads of a data "
-                "set; start again with --force and larger shards (--samples-per-shard, --shard-mb), or "
-                "convert the input as several data sets"
+                f"{shard.name} is one more than the {MAX_SHARDS} shards that the loader reads of a data set;"
+                " convert the input in parts (--part)"
             )
         from megatron.energon.flavors.webdataset.prepare import (
             IndexMediaMetadata,

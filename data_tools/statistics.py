@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.packing.fill_row import choose_row_samples
-from megatron_vl.data.source.bad_samples import LIMIT_BY_REASON, TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
+from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import (
@@ -41,7 +41,7 @@ MAX_PACKED_SAMPLES = 10_000
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 PASS_COUNTS = (1, 2, 3)
 """Numbers of passes whose steps are shown."""
-SAMPLE_QUANTITIES = ("tokens", "patches", "pictures", "videos")
+SAMPLE_QUANTITIES = ("tokens", "patches", "images", "videos")
 """What is known of each sample."""
 NOT_ENCODED = "excluded, or not encoded"
 """Reason of samples without tokens for which the index has none."""
@@ -61,13 +61,17 @@ class SourceSizes:
     """The assistant's turns in all samples; None if the source is a part of a data set's split."""
     left_out_masks: dict[str, NDArray[np.bool_]]
     """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
-    meter: BadSampleMeter
-    """Counts the usable samples, and the others by reason."""
+    left_out: Counter[str]
+    """Number of samples that a run leaves out, by reason."""
 
     @cached_property
     def usable_mask(self) -> NDArray[np.bool_]:
         """bool [n]: the samples that a run reads."""
         return ~np.logical_or.reduce(list(self.left_out_masks.values()))
+
+    @property
+    def num_usable(self) -> int:
+        return int(self.usable_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,11 @@ class DatasetStatistics:
 
     @property
     def num_usable(self) -> int:
-        return sum(source_sizes.meter.used_count for source_sizes in self.sources)
+        return sum(source_sizes.num_usable for source_sizes in self.sources)
 
     def left_out_reasons(self) -> Counter[str]:
         """How many samples a run leaves out, by reason."""
-        return sum((source_sizes.meter.reason_counts for source_sizes in self.sources), Counter())
+        return sum((source_sizes.left_out for source_sizes in self.sources), Counter())
 
     def sample_quantity(self, quantity_name: str) -> tuple[IntegerArray, NDArray[np.float64]]:
         """One of :data:`SAMPLE_QUANTITIES` of the usable samples.
@@ -146,7 +150,6 @@ def count_statistics(
     encoder: RowEncoder,
     hf_dir: str | Path,
     split: str = "train",
-    show_progress: Callable[[str], None] | None = None,
 ) -> DatasetStatistics:
     """Counts a split.
 
@@ -169,7 +172,7 @@ def count_statistics(
 
     source_sizes = []
     for source in drawn_sources:
-        source_sizes.append(_source_sizes(source, sizes_name, sample_sizes, data_config, show_progress))
+        source_sizes.append(_source_sizes(source, sizes_name, sample_sizes, data_config))
     return DatasetStatistics(data_config, source_sizes)
 
 
@@ -178,7 +181,6 @@ def _source_sizes(
     sizes_name: str,
     sample_sizes: SampleSizeCounter,
     data_config: DataConfig,
-    show_progress: Callable[[str], None] | None,
 ) -> SourceSizes:
     stored_sizes = open_stored_sizes(drawn_source.dataset.path / METADATA_DIR, sizes_name)
     shard_bounds = list(pairwise(drawn_source.shard_starts))
@@ -187,12 +189,10 @@ def _source_sizes(
 
     columns: list[tuple[IntegerArray, ...]] = [(np.zeros(0, np.int64),) * len(SAMPLE_QUANTITIES)]
     end_index = drawn_source.first_index + drawn_source.num_samples
-    for number, (begin, (start, end)) in enumerate(zip(begins.tolist(), shard_bounds, strict=True), start=1):
+    for begin, (start, end) in zip(begins.tolist(), shard_bounds, strict=True):
         sample_indices = np.arange(max(start, drawn_source.first_index), min(end, end_index), dtype=np.int64)
         if len(sample_indices):
             columns.append(_shard_quantities(sample_sizes, stored_sizes, sample_indices - start + begin))
-        if show_progress and number % 1000 == 0:
-            show_progress(f"{drawn_source.name}: {number} of {len(shard_bounds)} shards")
     sizes = dict(zip(SAMPLE_QUANTITIES, map(np.concatenate, zip(*columns, strict=True)), strict=True))
 
     is_whole = drawn_source.num_samples == drawn_source.shard_starts[-1]
@@ -203,24 +203,9 @@ def _source_sizes(
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
-    meter = _left_out_meter(drawn_source.num_samples, reasons, sizes, left_out_masks)
-    return SourceSizes(drawn_source, sizes, assistant_turns, left_out_masks, meter)
-
-
-def _left_out_meter(
-    num_samples: int, reasons: Counter[str], sizes: dict[str, Any], left_out_masks: dict[str, Any]
-) -> BadSampleMeter:
-    """Counts the samples that are left out: those not encoded, for ``reasons``, and too large ones."""
     reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
-    details = {}
-    for reason, (unit, _) in LIMIT_BY_REASON.items():
-        if left_out_count := int(left_out_masks[reason].sum()):
-            reasons[reason] = left_out_count
-            details[reason] = {"size": int(sizes[unit][left_out_masks[reason]].max()), "data_sets": []}
-
-    meter = BadSampleMeter(1.0, minimum_samples=1)
-    meter.add_counts(num_samples - reasons.total(), +reasons, details)
-    return meter
+    reasons += Counter({reason: int(left_out_masks[reason].sum()) for reason in (TOO_LONG, TOO_MANY_PATCHES)})
+    return SourceSizes(drawn_source, sizes, assistant_turns, left_out_masks, reasons)
 
 
 def _shard_quantities(

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_vl.errors import UserError
+from megatron_vl.progress_bar import progress
 
-from .resume import CONVERSION_FILE
-from .shards import file_sha256
+from .shards import CONVERSION_FILE, METADATA_DIR, file_sha256
 
 
 class VerifyError(UserError, ValueError):
     """A folder that cannot be checked; the message says why."""
 
 
-def verify_dataset(
-    dataset_dir: Path, show_progress: Callable[[str], None] | None = None
-) -> tuple[int, list[str]]:
+def verify_dataset(dataset_dir: Path) -> tuple[int, list[str]]:
     """Reads all shards of a data set and compares them with the record.
 
     Returns:
@@ -28,7 +24,10 @@ def verify_dataset(
     Raises:
         VerifyError: the folder is not a complete data set of ``megatron-vl data convert``.
     """
-    record_path = dataset_dir / ".nv-meta" / CONVERSION_FILE
+    if part_dirs := sorted(dataset_dir.glob("part-*-of-*")):
+        results = [verify_dataset(part_dir) for part_dir in part_dirs]
+        return sum(shards for shards, _ in results), [line for _, lines in results for line in lines]
+    record_path = dataset_dir / METADATA_DIR / CONVERSION_FILE
     try:
         shard_records = json.loads(record_path.read_text())["shards"]
     except FileNotFoundError as error:
@@ -40,18 +39,10 @@ def verify_dataset(
         raise VerifyError(f"{record_path} is damaged ({error}); convert the data again") from error
     problems = []
     total_bytes = sum(shard_record["bytes"] for shard_record in shard_records.values())
-    bytes_done = 0
-    start_time = time.monotonic()
-    for shard_name, shard_record in shard_records.items():
-        problems += _shard_problems(dataset_dir / shard_name, shard_record["bytes"], shard_record["sha256"])
-        bytes_done += shard_record["bytes"]
-        bytes_per_second = bytes_done / max(time.monotonic() - start_time, 1e-9)
-        if show_progress:
-            show_progress(
-                f"{bytes_done / max(total_bytes, 1):4.0%}  {bytes_per_second / 1e6:.0f} MB/s, "
-                f"{(total_bytes - bytes_done) / max(bytes_per_second, 1):.0f} s left"
-            )
-
+    with progress(total_bytes, "bytes", "verifying") as show_progress:
+        for name, shard_record in shard_records.items():
+            problems += _shard_problems(dataset_dir / name, shard_record["bytes"], shard_record["sha256"])
+            show_progress(shard_record["bytes"])
     return len(shard_records), problems
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_tools.media import inspect_medium
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import decode_media_planes, stored_media_grid
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS, read_pixel_settings
+from megatron_vl.data.sample.medium import inspect_medium
+from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
 from megatron_vl.spec.families import read_spec
 
@@ -51,7 +51,7 @@ class SampleEncoder:
             media: (kind, name for messages, file content).
 
         Raises:
-            RecordError: a medium does not decode.
+            UnusableError: a medium does not decode.
             ChatError: the text and its media disagree.
         """
         media_items = []
@@ -86,7 +86,7 @@ class SampleEncoder:
         )
 
     def _encode_medium(self, media_kind: str, media_name: str, file_content: bytes) -> MediaItem:
-        media_info = inspect_medium(media_kind, media_name, file_content, DEFAULT_MAX_PIXELS)
+        media_info = inspect_medium(media_kind, media_name, file_content)
         media_record = media_info.loader_record(media_name)
         media_grid = stored_media_grid(media_record, self.pixel_settings)
         media_planes = decode_media_planes(media_record, file_content, media_grid, self.pixel_settings)

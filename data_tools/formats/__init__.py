@@ -96,7 +96,6 @@ def read_conversation(record: Any, format_name: str = "") -> Conversation:
         record_identity(record.get("id")),
         reader.ignored_keys,
         tools,
-        record_format.name,
     )
 
 

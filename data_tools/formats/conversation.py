@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
-from megatron_vl.errors import UserError
+from megatron_vl.data.sample.medium import UnusableError
 
 from .. import audio
 
@@ -21,17 +21,15 @@ Message = dict[str, Any]
 MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 
 
-class RecordError(UserError, ValueError):
-    """An unusable record. The message gives details.
+class RecordError(UnusableError):
+    """An unusable record.
 
     Attributes:
-        reason: the heading under which it is counted.
         field_path: the location of the fault in the record.
     """
 
     def __init__(self, reason: str, detail: str = "", field_path: str = "") -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
+        super().__init__(reason, detail)
         self.field_path = field_path
 
 
@@ -52,8 +50,6 @@ class Conversation:
     ``content parts``, ``listed media`` or ``tool calls``."""
     tool_definitions: list[dict[str, Any]] = field(default_factory=list)
     """The functions that the assistant may call, as the chat template takes them."""
-    format_name: str = ""
-    """Name of the format that the record was read as."""
 
     @property
     def answer_media(self) -> int:
@@ -61,11 +57,6 @@ class Conversation:
         them."""
         answers = [message for message in self.messages if message["role"] == "assistant"]
         return sum(map(count_media, answers))
-
-    @property
-    def has_loss_weights(self) -> bool:
-        """Whether a turn has another loss weight than 1."""
-        return any("loss_weight" in message for message in self.messages)
 
 
 def count_media(message: Message) -> int:

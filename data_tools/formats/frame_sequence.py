@@ -8,10 +8,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megatron_vl.data.sample.frame_archive import MAX_FRAME_RATE, MIN_FRAME_RATE, is_frame_rate
+from megatron_vl.data.sample.medium import VIDEO_SUFFIXES
 
 from .conversation import RecordError, shorten_value
 
-VIDEO_SUFFIXES = set("mp4 mov mkv webm avi mpg mpeg m4v flv wmv ts gif ogv 3gp".split())
 FRAME_RATE_KEYS = ("sample_fps", "fps", "raw_fps")
 """Keys of a frame rate, in pictures a second. The first that has a value counts. The last one is the rate of
 the video that a folder was made of."""

@@ -49,10 +49,25 @@ REMOVED_FIELDS = {
 RATES = "times are predicted with the rates of the package, measured on H200"
 DRY_RUN = "`megatron-vl train --dry-run --config RUN.yaml` makes every check of a start"
 EXPORTED = "give the run or the adapters as --trained; they are exported first"
+SHARDS = "shards have at most 1,000 samples and 256 MiB of media"
+LOOK = "convert the first records (`--input <(head -200 FILE)`), and look at them with `data show`"
 REMOVED_OPTIONS = {
     "bench --calibrate": RATES,
     "bench --calibration": RATES,
     "bench --distinct-rows": "at most 64 random rows are drawn, in turn",
+    "data convert --dataset": "name the data sets of an index as `--input dataset_info.json:NAME,NAME`",
+    "data convert --dry-run": LOOK,
+    "data convert --force": "remove the folder --out",
+    "data convert --json": "OUT/report.json has the counts",
+    "data convert --max-megapixels": "images and frames have at most 128 megapixels; shrink larger ones",
+    "data convert --processor": "run `megatron-vl data index` after the conversion",
+    "data convert --samples-per-shard": SHARDS,
+    "data convert --shard": "`--part I/N` writes a data set of its own; OUT with all parts is one data set",
+    "data convert --shard-mb": SHARDS,
+    "data index --json": "`megatron-vl data show --json` has the numbers",
+    "data index --shard": "convert the data with --part, and index each part",
+    "data index --split": "all splits are indexed",
+    "data verify --json": "the exit code is 1 if a shard differs, and each one is named on a line",
     "doctor --checkpoint": "`megatron-vl verify DIR` compares weights with their hashes",
     "doctor --config": DRY_RUN,
     "doctor --data": DRY_RUN,
@@ -63,5 +78,10 @@ REMOVED_OPTIONS = {
 }
 """Command and option -> what to do instead."""
 
-REMOVED_COMMANDS = {"card": "run `python -m benchmarks.card` in a checkout"}
+REMOVED_COMMANDS = {
+    "card": "run `python -m benchmarks.card` in a checkout",
+    "data inspect": "`megatron-vl data show --sample KEY` shows one sample",
+    "data merge": "`data convert --part I/N` writes data sets; give the folder of all of them as data.path",
+    "data stats": "`megatron-vl data show` counts all samples",
+}
 """Words of the command line -> what to do instead."""

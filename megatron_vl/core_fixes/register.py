@@ -593,7 +593,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         ),
     ),
     DependencyFix(
-        fix_location="data_tools.shards:_index_shard",
+        fix_location="data_tools.shards:index_shard",
         touched_names=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
         fix_reason="Energon prepares a whole folder at once; here each shard when it is written.",
         written_for=_ENERGON,

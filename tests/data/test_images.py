@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from data_tools.formats import RecordError
-from data_tools.media import inspect_medium
+from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixels import PixelError, decode_image, image_size
 
 from .media import encoded, picture
@@ -185,7 +184,7 @@ def test_twelve_bits():
 def test_values_without_a_range_are_refused_by_name(data, reason):
     with pytest.raises(PixelError, match=reason):
         decode_image(data)
-    with pytest.raises(RecordError, match=f"x.tif: .*{reason}"):
+    with pytest.raises(UnusableError, match=f"x.tif: .*{reason}"):
         inspect_medium("image", "x.tif", data, 1 << 20)
 
 
@@ -274,7 +273,7 @@ DAMAGED |= {
 def test_damage_is_refused(name):
     with pytest.raises(PixelError, match="not a readable image"):
         decode_image(DAMAGED[name])
-    with pytest.raises(RecordError, match=r"x\.jpg: not a readable image") as caught:
+    with pytest.raises(UnusableError, match=r"x\.jpg: not a readable image") as caught:
         inspect_medium("image", "x.jpg", DAMAGED[name], 1 << 20)
     assert caught.value.reason == "image does not decode"
 

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-from data_tools.formats import RecordError
-from data_tools.media import inspect_medium
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.sample import video_decoding
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixels import (
     PixelError,
     PixelSettings,
@@ -423,5 +422,5 @@ def test_a_decode_ends_at_its_deadline():
 
 def test_what_is_no_video_is_refused_by_the_data_tool():
     for data in (b"", b"\0" * 5000, b"#EXTM3U\nfile:///etc/passwd\n", written("gif", "gif", "rgb8", 3)[:30]):
-        with pytest.raises(RecordError, match="clip"):
+        with pytest.raises(UnusableError, match="clip"):
             inspect_medium("video", "clip.mp4", data, 1 << 20)

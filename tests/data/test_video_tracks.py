@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from av.stream import Disposition
 
-from data_tools.formats import RecordError
-from data_tools.media import inspect_medium
+from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixels import (
     PixelError,
     PixelSettings,
@@ -144,7 +143,7 @@ def test_a_cover_is_no_video(form):
     only_sound = tracks(form, {}, audio=1.2, cover=True)
     with pytest.raises(PixelError, match="no video track" + " but a cover" * (form != "mov")):
         probe_video(only_sound)
-    with pytest.raises(RecordError, match=r"a\.mp4: the file has no video track"):
+    with pytest.raises(UnusableError, match=r"a\.mp4: the file has no video track"):
         inspect_medium("video", "a.mp4", tracks(form, {}, audio=1.2), 1 << 20)
 
 
@@ -228,7 +227,7 @@ CUT += [("matroska with sound", 0.5)]
 def test_a_file_that_was_cut_is_refused(name, share):
     with pytest.raises(PixelError, match="cut short|not a readable video|does not decode"):
         probe_video(cut(WHOLE[name], share))
-    with pytest.raises(RecordError, match=r"x\.mp4: ") as caught:
+    with pytest.raises(UnusableError, match=r"x\.mp4: ") as caught:
         inspect_medium("video", "x.mp4", cut(WHOLE[name], share), 1 << 20)
     assert caught.value.reason == "video does not decode"
 

@@ -143,7 +143,7 @@ def test_one_conversation_in_every_format_has_the_same_canonical_messages(name):
     assert conversation.media_references == MEDIA
     assert conversation.ignored_keys == []
     assert conversation.tool_definitions == []
-    assert not conversation.has_loss_weights
+    assert not any("loss_weight" in message for message in conversation.messages)
 
 
 def test_formats_are_recognised_by_their_fields_or_given():
@@ -163,7 +163,7 @@ def test_formats_are_recognised_by_their_fields_or_given():
     assert {*found.values(), "qwen"} == set(FORMATS)
 
     both = {"instruction": "Hi", "output": "Hello", "messages": [ASK, SAY]}
-    assert read_conversation(both).format_name == "openai"
+    assert detect_format(both).name == "openai"
     assert read_conversation(both, "alpaca").messages == [ASK, SAY]
 
 
@@ -377,7 +377,7 @@ def test_the_weight_of_a_turn_as_peers_spell_it(spelling, weight):
     conversation = read_conversation({"messages": [ASK, {**SAY, **spelling}, ASK, SAY]})
     assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored_keys == []
     assert "loss_weight" not in conversation.messages[3]
-    assert conversation.has_loss_weights == (weight is not None)
+    assert any("loss_weight" in message for message in conversation.messages) == (weight is not None)
 
 
 def test_the_weight_of_a_record_multiplies_those_of_its_turns():

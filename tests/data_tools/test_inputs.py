@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +18,6 @@ from data_tools.input_files import InputError, find_input_files
 from data_tools.records import ReadError, read_records
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import refused, shards
-from toolkit.cli import main
 
 PICTURE = encoded(40, 60)
 SAY = {"role": "assistant", "content": "A cat."}
@@ -59,8 +59,9 @@ def test_tables_give_the_samples_of_the_same_records_in_json(tmp_path):
 
     found = {}
     for name in ("x.json", "x.parquet", "disk"):
-        out = out_of(tmp_path, tmp_path / name, force=True, samples_per_shard=4, val_fraction=0.1)
-        assert not list((out / ".convert").glob("*")) and refused(out) == {}
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        out = out_of(tmp_path, tmp_path / name, samples_per_shard=4, val_fraction=0.1)
+        assert not list(tmp_path.glob("*.partial")) and refused(out) == {}
         members = shards(out)
         samples = [json.loads(data) for member, data in members.items() if member.endswith(".json")]
         for sample in samples:
@@ -164,10 +165,8 @@ def test_an_index_names_files_columns_and_tags(tmp_path):
     assert read[1].media_references == [("image", "a.png")] and read[1].ignored_keys == []
 
     write(tmp_path / "media/a.png", PICTURE)
-    out = out_of(tmp_path, index, datasets=["second"])
+    out = out_of(tmp_path, Path(f"{index}:second"))
     assert len([name for name in shards(out) if name.endswith(".json")]) == 1
-    with pytest.raises(ConvertError, match="other arguments or input: "):
-        out_of(tmp_path, index)
 
 
 def test_markers_may_be_text_where_an_index_names_the_columns(tmp_path):
@@ -187,7 +186,7 @@ def test_markers_may_be_text_where_an_index_names_the_columns(tmp_path):
     [
         (
             {"hf_hub_url": "a/b"},
-            "hf download --repo-type dataset a/b .* choose the local ones with --dataset ok",
+            "hf download --repo-type dataset a/b .* choose the local ones: --input .*:ok",
         ),
         ({"script_url": "x"}, "is on a hub"),
         ({"file_name": "in.json", "ranking": True}, "preferences"),
@@ -205,8 +204,8 @@ def test_what_an_index_cannot_mean_here_is_refused(tmp_path, entry, message):
     index = index_of(tmp_path, {"ok": {"file_name": "in.json"}, "bad": entry})
     with pytest.raises(ConvertError, match=message):
         out_of(tmp_path, index)
-    with pytest.raises(ConvertError, match="--dataset none"):
-        out_of(tmp_path, index, datasets=["ok", "none"])
+    with pytest.raises(ConvertError, match="does not have none; it has bad, ok"):
+        out_of(tmp_path, Path(f"{index}:ok,none"))
 
 
 def test_files_outside_an_input_folder_or_an_index_are_not_read(tmp_path):
@@ -268,9 +267,6 @@ def test_a_folder_with_several_splits_or_kinds_is_refused(tmp_path):
         out_of(tmp_path, tmp_path)
 
 
-# --- Looking before converting ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name,key", [("state.json", "_data_files"), ("dataset_dict.json", "splits")])
 def test_damaged_files_of_a_saved_data_set_are_named(tmp_path, name, key):
     folder = tmp_path / "saved"
@@ -289,91 +285,7 @@ def test_damaged_files_of_a_saved_data_set_are_named(tmp_path, name, key):
                 find_input_files([given])
 
 
-def test_a_dry_run_names_columns_that_no_record_has(tmp_path, capsys):
-    write(tmp_path / "in.json", json.dumps([{"instruction": "Say hi.", "output": "Hi."}]).encode())
-    index = {"mine": {"file_name": "in.json", "columns": {"prompt": "instruction", "response": "outputs"}}}
-    write(tmp_path / "dataset_info.json", json.dumps(index).encode())
-    base = ["--input", str(tmp_path / "dataset_info.json"), "--media-root", str(tmp_path)]
-    command = ["data", "convert", *base, "--out", str(tmp_path / "out"), "--dry-run"]
-    assert main(command) == 1
-    said = capsys.readouterr().out
-    assert (
-        "NOTE: columns of the index name outputs, which no record has; they have instruction, output" in said
-    )
-
-    assert main([*command, "--dataset", "mien"]) == 1
-    assert "has it; it has mine" in capsys.readouterr().err
-
-
 def test_tables_of_text_are_refused(tmp_path):
     write(tmp_path / "in.csv", b"query,response\nHi,Hello\n")
     with pytest.raises(InputError, match="tables of text are not read; write JSON lines or Parquet"):
         find_input_files([tmp_path / "in.csv"])
-
-
-def test_a_dry_run_ends_like_the_conversion_of_its_records(tmp_path, capsys):
-    """Ids count across files; a validation split needs a second sample."""
-
-    def exit_codes(*files: list[str], options: tuple[str, ...] = ()) -> list[int]:
-        turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-        command = ["data", "convert", "--out", str(tmp_path / "out"), *options, "--input"]
-        for number, ids in enumerate(files):
-            path = tmp_path / f"{number}.json"
-            path.write_text(json.dumps([{"id": name, "conversations": turns} for name in ids]))
-            command.append(str(path))
-        return [main([*command, "--dry-run"]), main([*command, "--force"])]
-
-    assert exit_codes(["a", "b"], ["c"]) == [0, 0]
-    capsys.readouterr()
-    assert exit_codes(["a", "b"], ["a"]) == [3, 3]
-    assert capsys.readouterr().out.count("str: a is also the id of record 1 of 0.json") == 1
-    assert exit_codes(["a", "a"], options=("--duplicate-ids", "keep")) == [0, 0]
-
-    half = ("--val-fraction", "0.5")
-    assert exit_codes(["a", "b"], options=half) == [0, 0]
-    capsys.readouterr()
-    assert exit_codes(["a", "a"], options=half) == [1, 1]
-    assert capsys.readouterr().err.count("1 sample is too few for a validation split") == 2
-
-
-def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys):
-    write(tmp_path / "media/a.png", encoded(280, 280))
-    good = {
-        "image": "a.png",
-        "licence": "CC0",
-        "conversations": [
-            {"from": "human", "value": "<image>What is this?"},
-            {"from": "gpt", "value": "<think>x</think>A cat.", "weight": 0.5},
-        ],
-    }
-    bad = {**good, "image": "none.png"}
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, [good, bad, {**good, "objects": [1]}])))
-    base = ["--input", str(tmp_path / "in.jsonl"), "--media-root", str(tmp_path / "media")]
-    command = ["data", "convert", *base, "--out", str(tmp_path / "out"), "--dry-run"]
-    assert main(command) == 3
-    said = capsys.readouterr().out
-    for line in (
-        "in.jsonl: 1 of the first 3 records can be used",
-        "  format   sharegpt 1",
-        "  turns    user 1, assistant 1",
-        "  media    image 1",
-        "  with     reasoning 1, loss weights 1",
-        "  ignored  licence (records) 1",
-        "  would be quarantined: medium missing 1, not supervised text 1",
-        "    record 2, field image: medium missing: none.png does not exist in the media root",
-        "    user: <image>What is this?",
-        "    assistant (weight 0.5): <think>x</think>A cat.",
-        f"  NOTE: media were looked for in {tmp_path / 'media'} (--media-root)",
-    ):
-        assert f"{line}\n" in said
-    assert "2 of these records cannot be used, more than --max-quarantined 0.01 allows: exit code 3" in said
-    # 280 x 280 pixels are 100 tokens; 13 and 22 characters are 3 and 5, and each turn has 5 around it.
-    assert "  tokens   about 118 a sample\n" in said
-    assert not (tmp_path / "out").exists()
-    assert main([*command, "--max-quarantined", "0.7"]) == 0
-    assert "exit code" not in capsys.readouterr().out
-    assert main([*command, "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)[0]["refused"] == {
-        "medium missing": 1,
-        "not supervised text": 1,
-    }

@@ -98,7 +98,7 @@ def test_each_sample_counts_as_in_the_loaders_rows(out):
     assert found.left_out_reasons() == {"longer than seq_len": 1}
     assert dropped.keys() == {"longer than seq_len"}
     # Of five records, three have pictures, one of them two; two have a video; one has two turns.
-    assert one.sizes["pictures"][:5].tolist() == [1, 0, 2, 0, 1] and one.sizes["pictures"].sum() == 24
+    assert one.sizes["images"][:5].tolist() == [1, 0, 2, 0, 1] and one.sizes["images"].sum() == 24
     assert one.sizes["videos"][:5].tolist() == [0, 0, 0, 1, 1] and one.sizes["videos"].sum() == 12
     assert one.assistant_turns == 24 + 2 * 6 + 1
 
@@ -132,10 +132,9 @@ def test_limits_are_those_of_the_run(out):
     (one,) = _statistics(out).sources
     patches, tokens = one.sizes["patches"], one.sizes["tokens"]
     found = _statistics(out, max_patches=100)
-    meter = found.sources[0].meter
-    assert meter.reason_counts == {"longer than seq_len": 1, "more than max_patches": (patches > 100).sum()}
-    assert meter.used_count == found.num_usable and "raise data.seq_len to 4" in meter.advice_text()
-    assert f"data.max_patches to {patches.max()}" in meter.advice_text()
+    left_out = {"longer than seq_len": 1, "more than max_patches": (patches > 100).sum()}
+    assert found.sources[0].left_out == left_out
+    assert found.num_usable == found.num_samples - sum(left_out.values())
     none = _statistics(out, seq_len=int(tokens.min()) - 1)
     with pytest.raises(SizesError, match=r"no sample can be used: .*'longer than seq_len': 31"):
         none.pass_facts(1)

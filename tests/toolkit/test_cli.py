@@ -22,8 +22,8 @@ WRONG = [
     "data convert --input nowhere.json --media-root . --out out",
     "data convert --input pyproject.toml --media-root nowhere --out out",
     "data verify nowhere",
-    "data stats --data nowhere --processor .",
-    "data inspect --data . --processor nowhere",
+    "data index --data nowhere --processor .",
+    "data show --data . --processor nowhere",
     "convert --hf nowhere --out out",
     "split --checkpoint nowhere --tp 2 --out out",
     "merge --checkpoint nowhere --out out",
@@ -190,7 +190,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     ("words", "message"),
     [
         (["trian"], "unknown command: trian; did you mean train?"),
-        (["data", "stat"], "unknown command: data stat; did you mean data stats?"),
+        (["data", "shw"], "unknown command: data shw; did you mean data show?"),
         (
             ["checkpoint"],
             "checkpoint needs a command after it; valid: checkpoint show, checkpoint verify, "

@@ -1,4 +1,4 @@
-"""``megatron-vl data stats | inspect`` on records that try to get into the page."""
+"""``megatron-vl data show`` on records that try to get into the page."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from PIL import Image
 
 from megatron_vl.data.sample.pixels import image_grid, image_planes, read_pixel_settings
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.positions import GridTHW
 from tests.data.datasets import converted, mixed_records
-from tests.data.helpers import positions_one_by_one
 from tests.data.media import encoded
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 from toolkit.data.page import histogram_bars
-from toolkit.data.sample_view import TokenRun, planes_to_pixels, runs_text, visible_text, whole_characters
-from toolkit.data.stats import read_quarantine_reasons
+from toolkit.data.sample_view import planes_to_pixels
+from toolkit.data.statistics import escape_unprintable, read_quarantine
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 """HTML, a colour of the terminal, and a mark that turns the direction of writing."""
@@ -41,16 +39,14 @@ def out(tmp_path_factory) -> Path:
     records[0]["conversations"][1]["value"] = ATTACK
     records[1]["conversations"][1]["value"] = CHINESE
     missing = {"id": 7, "image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
-    out = converted(folder, [*records, missing])[0]
-    assert main(["data", "index", "--data", str(out), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]) == 0
-    return out
+    return converted(folder, [*records, missing])[0]
 
 
-def _words(out: Path, command: str, *more: str) -> list[str]:
+def _words(out: Path, *more: str) -> list[str]:
     pixels = ["--data.min_pixels", "3136", "--data.max_pixels", str(28 * 28 * 24)]
     folder = str(tiny_checkpoint("qwen2_5_vl"))
     named = ["--data", str(out), "--processor", folder, "--data.seq_len", "512", *pixels]
-    return ["data", command, *named, *more]
+    return ["data", "show", *named, *more]
 
 
 class Tags(HTMLParser):
@@ -81,7 +77,7 @@ class Tags(HTMLParser):
 
 def test_the_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     page = tmp_path / "page.html"
-    assert main(_words(out, "stats", "--html", str(page))) == 0
+    assert main(_words(out, "--html", str(page))) == 0
     capsys.readouterr()
     text = page.read_text()
     tags = Tags(text)
@@ -98,106 +94,65 @@ def test_the_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     assert policy.startswith("default-src 'none'")
     assert "\x1b" not in text and "\u202e" not in text
 
-    # The attack is there to be read: in the tokens of a sample and in the reason of the missing picture.
+    # The attack is there to be read: in the text of a sample and in the reason of the missing image.
     assert "alert(1)" in tags.text and "<script>alert(1)</script>" in tags.text
-    assert "medium missing" in tags.text and "are made of all samples" in tags.text
-    learnt = [a["title"] for tag, a in tags.tags if tag == "span" and a.get("class") == "l" and "title" in a]
-    assert learnt and all(title.startswith("id ") for title in learnt)
+    assert "medium missing" in tags.text and CHINESE in tags.text
+    # Who speaks, what is trained on, original names and sizes.
+    assert {"b", "mark", "svg"} <= {tag for tag, _ in tags.tags}
+    assert "assistant" in tags.text and "images/2.img: 94 x 62 in the file, 84 x 56 as seen" in tags.text
+    assert re.search("<mark>[^<]*Answer number 2.", text)
 
 
 def test_tables_are_never_wider_than_the_window(out, tmp_path):
-    """Each can be scrolled by itself. In a narrow window, the cells of a table of numbers stand one below the
-    other, and each says what it is."""
     page = tmp_path / "page.html"
-    assert main(_words(out, "stats", "--html", str(page))) == 0
-    text = page.read_text()
-    tags = Tags(text)
+    assert main(_words(out, "--html", str(page))) == 0
+    tags = Tags(page.read_text())
     around_tables = [
         around[-1] for (tag, _), around in zip(tags.tags, tags.around, strict=True) if tag == "table"
     ]
     assert len(around_tables) >= 4 and set(map(str, around_tables)) == {"('div', {'class': 'wide'})"}
 
-    tables = re.findall(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)
-    assert len(tables) == 3
-    for table in tables:
-        title, first, *lines = table.split("<tr>")
-        heads = re.findall("<th>([^<]+)", first)
-        assert len(heads) >= 7 and "<caption>" in title
-        assert all(re.findall('<td data-head="(.+?)">', line) == heads for line in lines)
-        numbers = re.findall(r"<td[^>]*>([^<]*)", table)
-        assert len(numbers) == len(heads) * len(lines)
-        assert all(re.fullmatch(r"[\d.,%]+", each) for each in numbers)
+
+def test_show_writes_the_sizes_that_are_missing(out, tmp_path, capsys):
+    bare = shutil.copytree(out, tmp_path / "bare", ignore=shutil.ignore_patterns("sizes"))
+    assert main(_words(bare, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["splits"]["train"]["samples"] == 10
+    assert list((bare / ".nv-meta/sizes").iterdir())
 
 
-def test_characters_of_several_tokens_are_shown_whole(out, tmp_path, capsys):
-    page, sample = tmp_path / "page.html", tmp_path / "sample.html"
-    assert main(_words(out, "stats", "--html", str(page))) == 0
-    capsys.readouterr()
-    assert main(_words(out, "inspect", "--index", "1", "--html", str(sample))) == 0
-    for text in (page.read_text(), sample.read_text()):
-        assert CHINESE in Tags(text).text and "\\x" not in text
-        assert re.search(r'class="l" title="id \d+ \d+ \d+, place \d+, position[^"]*">猫<', text)
-    printed = capsys.readouterr().out
-    assert "猫" in printed and "\\x" not in printed
-
-
-def test_bytes_of_no_character_are_spelled_out():
-    cat = "猫".encode()
-    texts = [
-        b"a",
-        cat[:1],
-        cat[1:],
-        cat[:2],
-        b"b",
-        cat[2:],
-        b" " + cat[:1],
-        cat[1:2],
-        cat[2:] + b"c",
-        cat[:1],
-    ]
-    runs = [TokenRun(at, 1, 100 + at, True, text) for at, text in enumerate(texts)]
-    groups = whole_characters(runs)
-    assert [runs_text(group) for group in groups] == ["a", "猫", "\\xe7\\x8c", "b", "\\xab", " 猫c", "\\xe7"]
-    assert [run for group in groups for run in group] == runs
-
-
-def test_stats_as_json_and_as_a_table(out, capsys):
-    assert main(_words(out, "stats", "--json", "--global_batch_size", "1")) == 0
-    found = json.loads(capsys.readouterr().out)
-    (source,) = found["sources"]
-    assert found["quarantined"] == {source["name"]: {"medium missing": 1}}
-    # Ten records: of each five, one has a picture, one text, one two pictures, one a video, one both.
-    assert (found["samples"], source["usable"], source["pictures"], source["videos"]) == (10, 10, 8, 4)
-    assert found["per_sample"]["pictures"]["mean"] == 0.8 and found["per_sample"]["videos"]["p95"] == 1
+def test_all_samples_as_json_and_as_a_table(out, capsys):
+    assert main(_words(out, "--json", "--global_batch_size", "1")) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["quarantined"] == {str(out): {"medium missing": 1}} and list(whole["splits"]) == ["train"]
+    found = whole["splits"]["train"]
+    (source,) = found["sources"].values()
+    # Ten records: of each five, one has an image, one text, one two images, one a video, one both.
+    assert (found["samples"], source["usable"], source["images"], source["videos"]) == (10, 10, 8, 4)
+    described = found["distributions"]
+    assert described["images of a sample"]["mean"] == 0.8 and described["videos of a sample"]["p95"] == 1
     assert source["turns"] == 12 and found["left_out"] == {}
-    assert found["per_sample"]["tokens"]["mean"] == source["tokens"] / 10
+    assert described["tokens of a sample"]["mean"] == source["tokens"] / 10
     rows = -(-source["tokens"] // 512)
     assert found["pass"]["rows"] == found["pass"]["steps"]["1"] == rows
-    assert found["per_row"]["samples"]["mean"] == pytest.approx(10 / rows)
+    assert described["samples of a row"]["mean"] == pytest.approx(10 / rows)
 
-    assert main(_words(out, "stats", "--data.seq_len", "80")) == 0
+    assert main(_words(out, "--data.seq_len", "80")) == 0
     printed = capsys.readouterr().out
-    longer = sum(one > 80 for one in _lengths(out, capsys))
-    assert f"10 samples of train, {10 - longer} usable" in printed
+    longer = 0
+    for index in range(10):
+        assert main(_words(out, "--sample", f"{index:09d}", "--json")) == 0
+        longer += len(json.loads(capsys.readouterr().out)["token_ids"]) > 80
+    assert longer and f"10 samples of train, {10 - longer} usable" in printed
     assert f"left out: {longer} ({longer}0.00%) longer than seq_len" in printed
     rows = int(re.search(r"one pass over the data is about (\d+) rows;", printed)[1])
     assert f"; a step of 8 rows reads the data about {8 / rows:.1f} times" in printed
 
 
-def _lengths(out: Path, capsys) -> list[int]:
-    """Tokens of each sample, as inspect counts them."""
-    found = []
-    for index in range(10):
-        assert main(_words(out, "inspect", "--index", str(index), "--json")) == 0
-        found.append(json.loads(capsys.readouterr().out)["tokens"])
-    return found
-
-
 def test_a_page_that_cannot_be_written_is_refused(out, tmp_path, capsys):
-    assert main(_words(out, "inspect", "--index", "1", "--html", str(tmp_path / "page.txt"))) == 2
+    assert main(_words(out, "--sample", "000000001", "--html", str(tmp_path / "page.txt"))) == 2
     assert "must end in .html" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(_words(out, "inspect", "--index", "1", "--html", str(tmp_path / "file/page.html"))) == 1
+    assert main(_words(out, "--sample", "000000001", "--html", str(tmp_path / "file/page.html"))) == 1
     assert "page.html cannot be written" in capsys.readouterr().err
 
 
@@ -217,37 +172,32 @@ def test_a_dry_run_says_how_many_steps_a_pass_takes(out, tmp_path, capsys):
     assert "megatron-vl data index" in printed
 
 
-def test_inspect_shows_what_the_model_gets(out, capsys):
-    assert main(_words(out, "inspect", "--key", "000000002", "--json")) == 0
+def test_a_sample_is_what_the_model_gets(out, capsys):
+    assert main(_words(out, "--sample", "000000002", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert [item["grid_thw"] for item in found["media"]] == [[1, 4, 6], [1, 4, 6]]
     # Files 2.img (62 x 94, rounded to 56 x 84) and 0.img (40 x 60, grown to the least area).
-    assert [item["stored"] for item in found["media"]] == [[62, 94], [40, 60]]
+    assert [(item["height"], item["width"]) for item in found["media"]] == [(62, 94), (40, 60)]
     assert [item["resized"] for item in found["media"]] == [[56, 84], [56, 84]]
+    assert [item["name"] for item in found["media"]] == ["images/2.img", "images/0.img"]
+    assert found["token_ids"].count(read_spec(tiny_checkpoint("qwen2_5_vl")).image_token_id) == 12
+    pieces = [piece for turn in found["turns"] for piece in turn["pieces"]]
+    assert "".join(text for text, on in pieces if on) == "Answer number 2.<|im_end|>" * 2
+    assert [text for text, on in pieces if text.startswith("[")] == ["[image: 6 tokens]"] * 2
+    assert [turn["role"] for turn in found["turns"]] == ["system", *["user", "assistant"] * 2]
 
-    ids = torch.tensor(found["token_ids"])
-    spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
-    assert (ids == spec.image_token_id).sum() == 12
-    positions = positions_one_by_one(ids, [GridTHW(1, 4, 6)] * 2, spec)
-    assert torch.tensor(found["position_ids"]).T.tolist() == positions
-    learnt = [text for text, on in zip(found["token_texts"], found["loss_mask"], strict=True) if on]
-    assert "".join(learnt) == "Answer number 2.<|im_end|>" * 2
-
-    assert main(_words(out, "inspect", "--index", "0")) == 0
+    assert main(_words(out, "--sample", "train-000000.tar[0]")) == 0
     printed = capsys.readouterr().out
-    assert "\x1b[31m" not in printed and "\u202e" not in printed and "grid_thw" in printed
+    assert "\x1b[31m" not in printed and "\u202e" not in printed and "images/0.img: 60 x 40" in printed
 
 
-def test_inspect_says_why_a_sample_is_left_out(out, capsys):
-    assert main([*_words(out, "inspect", "--index", "1"), "--data.seq_len", "16"]) == 1
+def test_a_sample_that_is_left_out_is_explained(out, capsys):
+    assert main(_words(out, "--sample", "000000001", "--data.seq_len", "16")) == 1
     assert "longer than seq_len" in capsys.readouterr().out
-    assert main(_words(out, "inspect", "--index", "10")) == 1
-    assert "--index is from 0 to 9" in capsys.readouterr().err
-    assert main(_words(out, "inspect", "--key", "nothing")) == 1
-    assert "has no sample nothing in train" in capsys.readouterr().err
-    assert main(_words(out, "stats", "--split", "val")) == 1
-    assert "splits with samples: train" in capsys.readouterr().err
-    assert main(["data", "stats", "--data", str(out)]) == 2
+    for wrong in ("nothing", "train-000000.tar[10]"):
+        assert main(_words(out, "--sample", wrong)) == 1
+        assert f"has no single sample {wrong}, but none" in capsys.readouterr().err
+    assert main(["data", "show", "--data", str(out)]) == 2
     assert "give --processor (or model.hf of a run)" in capsys.readouterr().err
 
 
@@ -255,7 +205,7 @@ def test_a_run_gives_data_set_and_processor(out, tmp_path, capsys):
     run = tmp_path / "run.yaml"
     folder = tiny_checkpoint("qwen2_5_vl")
     run.write_text(f"model: {{hf: {folder}}}\ndata: {{path: {out}, seq_len: 700}}\n")
-    assert main(["data", "stats", "--config", str(run), "--json"]) == 0
+    assert main(["data", "show", "--config", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seq_len"] == 700
 
 
@@ -297,14 +247,14 @@ def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_pa
         "detail": "d",
     }
     run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
-    assert read_quarantine_reasons(tmp_path) == {
+    assert read_quarantine(tmp_path) == {
         "r": (1, [("key k, shard s.tar, source in.json record 1, step 3", "d")])
     }
-    assert read_quarantine_reasons(tmp_path / "nowhere") == {}
+    assert read_quarantine(tmp_path / "nowhere") == {}
 
-    ((reason, (count, examples)),) = read_quarantine_reasons(out).items()
+    ((reason, (count, examples)),) = read_quarantine(out).items()
     assert (reason, count) == ("medium missing", 1) and "record 11, id 7" in examples[0][0]
 
 
 def test_what_cannot_be_seen_is_spelled_out():
-    assert visible_text("a\n\x1b\u202e") == "a⏎\\u001b\\u202e"
+    assert escape_unprintable("a\x1b\u202e") == "a\\u001b\\u202e"

@@ -1,97 +1,81 @@
-"""Writes the pages of ``megatron-vl data stats`` and ``inspect``: one HTML file with embedded pictures, no
-scripts."""
+"""Writes the page of ``megatron-vl data show``: one HTML file with embedded images, no scripts."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from data_tools.sample_sources import SourceError
-from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, SourceSizes, describe_values
+from data_tools.sample_sources import SampleSource, SourceError
+from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_values
 from megatron_vl import durable_files
 from megatron_vl.errors import UserError
 from toolkit.html_templates import jpeg_base64, template_environment
 
 from .prepared_dataset import PreparedDataset
-from .sample_view import SampleView, runs_text, view_sample, visible_text, whole_characters
-from .stats import (
+from .sample_view import SampleView, view_sample
+from .statistics import (
     MAX_DETAIL_CHARACTERS,
     MAX_EXAMPLES,
     ReasonExamples,
+    SplitStatistics,
     escape_unprintable,
+    facts_sentences,
+    facts_tables,
     format_number,
-    format_percent,
-    read_quarantine_reasons,
-    stats_sentences,
-    stats_tables,
+    quarantined_records,
+    read_quarantine,
+    split_facts,
 )
 
+SAMPLES_SHOWN = 12
+"""Samples of each split."""
 MAX_MEDIA_SHOWN = 8
-"""Largest number of a sample's pictures and videos on the page."""
-MAX_FRAMES_SHOWN = 8
-"""Largest number of a video's frames on the page."""
-MAX_PICTURE_SIDE = 360
-"""Largest side in pixels of a picture on the page."""
-TOKENS_SHOWN = (700, 200)
-"""Numbers of tokens that are shown at the start and at the end of a long sample."""
+"""Images and videos of a sample, and frames of a video."""
+MAX_IMAGE_SIDE = 360
+"""Pixels on the page."""
+MAX_PIECE_CHARACTERS = 4000
+"""Of a longer text, the middle is left out."""
 MAX_BARS = 30
-"""Largest number of bars in a histogram."""
 
 
-def write_stats(
-    prepared: PreparedDataset, statistics: DatasetStatistics, num_shown: int, html_path: Path
+def write_page(
+    prepared: PreparedDataset,
+    html_path: Path,
+    statistics: SplitStatistics,
+    samples: list[tuple[str, SampleView]],
 ) -> None:
-    """Writes the page of a data set, with ``num_shown`` of its samples."""
-    cards = []
-    for why, source_sizes, sample_number in choose_samples(statistics, num_shown):
-        source = source_sizes.source
-        cards.append(_sample_card(why, view_sample(prepared, source, source.indices[sample_number])))
+    """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out.
 
-    quarantine_reasons = {}
-    for source_sizes in statistics.sources:
-        source = source_sizes.source
-        quarantine_reasons[source.name] = read_quarantine_reasons(source.dataset.path)
-
+    Args:
+        samples: (why it is shown, sample); those of ``statistics`` are added.
+    """
+    splits = {}
+    for split, counted in statistics.items():
+        facts = split_facts(prepared, counted)
+        splits[split] = {
+            "tables": facts_tables(facts),
+            "sentences": facts_sentences(facts),
+            "charts": _charts(counted),
+            "left_out": _left_out_examples(prepared, counted),
+        }
+        for why, source, sample_index in choose_samples(counted):
+            samples.append((f"{split}, {why}", view_sample(prepared, source, sample_index)))
     run_dir = prepared.config.checkpoint.dir
-    page_facts = {
-        "tables": stats_tables(statistics),
-        "charts": _quantity_charts(statistics),
-        "sentences": stats_sentences(prepared, statistics),
-        "left_out": _left_out_examples(prepared, statistics),
-        "quarantined": quarantine_reasons,
-        "run_skipped": read_quarantine_reasons(Path(run_dir)) if run_dir else {},
-    }
-    _write_page(html_path, prepared, cards, page_facts)
-
-
-def write_sample(prepared: PreparedDataset, sample: SampleView, html_path: Path) -> None:
-    """Writes the page of one sample."""
-    _write_page(html_path, prepared, [_sample_card("", sample)], None)
-
-
-def _write_page(
-    html_path: Path, prepared: PreparedDataset, cards: list[dict[str, Any]], stats: dict[str, Any] | None
-) -> None:
-    """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out."""
     environment = template_environment(Path(__file__).parent)
-    environment.filters |= {
-        "printable": escape_unprintable,
-        "visible": visible_text,
-        "text": runs_text,
-        "number": format_number,
-    }
+    environment.filters |= {"printable": _printable, "number": format_number, "images": _frame_images}
     page = environment.get_template("page.html.jinja").render(
         path=prepared.dataset_location,
-        split=prepared.split,
-        settings=_page_settings(prepared),
-        cards=cards,
-        stats=stats,
+        settings=_settings(prepared),
+        splits=splits,
+        samples=samples,
+        max_media=MAX_MEDIA_SHOWN,
+        quarantined=quarantined_records(statistics),
+        run_skipped=read_quarantine(Path(run_dir)) if run_dir and statistics else {},
     )
     try:
         html_path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,32 +87,32 @@ def _write_page(
         ) from error
 
 
-def _page_settings(prepared: PreparedDataset) -> dict[str, str]:
+def _settings(prepared: PreparedDataset) -> dict[str, str]:
     data = prepared.config.data
     names = ("max_patches", "min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_pixels")
     return {
-        "data set": f"{prepared.dataset_location}, {prepared.split}",
+        "data set": str(prepared.dataset_location),
         "processor": f"{prepared.processor_dir}, {prepared.spec.family}",
         "rows": f"seq_len {data.seq_len:,}, " + ("packed" if data.pack else "one sample each"),
         "limits": ", ".join(f"{name} {value:g}" for name in names if (value := getattr(data, name))),
     }
 
 
-# --- Distributions ------------------------------------------------------------------------------------------
+def _printable(value: object) -> str:
+    text = str(value)
+    if len(text) > MAX_PIECE_CHARACTERS:
+        half = MAX_PIECE_CHARACTERS // 2
+        text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    return "\n".join(map(escape_unprintable, text.split("\n")))
 
 
-def _quantity_charts(statistics: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
+def _charts(counted: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
     """The histograms by their titles, without those of nothing."""
-    bars_by_title = {}
+    charts = {}
     for name in SAMPLE_QUANTITIES:
-        bars_by_title[f"{name} of a sample"] = histogram_bars(*statistics.sample_quantity(name))
-
-    for name, values in statistics.row_quantities.items():
-        chart_title, chart_values = ("fill in %", 100 * values + 1e-9) if name == "fill" else (name, values)
-        bars_by_title[f"{chart_title} of a row"] = histogram_bars(
-            chart_values.astype(int), np.full(len(values), 1 / len(values))
-        )
-    return {chart_title: bars for chart_title, bars in bars_by_title.items() if bars}
+        if bars := histogram_bars(*counted.sample_quantity(name)):
+            charts[f"{name} of a sample"] = bars
+    return charts
 
 
 def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]) -> list[tuple[float, str]]:
@@ -141,106 +125,58 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
     upper_quantile = int(describe_values(values, value_weights)["p99"])
     bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, MAX_BARS + 1).astype(int))
     shares, _ = np.histogram(np.minimum(values, upper_quantile), bin_edges, weights=value_weights)
-
-    labels = []
-    for left_edge, right_edge in pairwise(bin_edges.tolist()):
-        label = format_number(left_edge)
-        if right_edge > left_edge + 1:
-            label += f" to {format_number(right_edge - 1)}"
-        labels.append(label)
-    if values.max() > upper_quantile:
-        labels[-1] += " or more"
-
     bars: list[tuple[float, str]] = []
-    for share, label in zip(shares.tolist(), labels, strict=True):
-        bars.append((share, f"{label}: {format_percent(share)}"))
+    for share, (left, right) in zip(shares.tolist(), pairwise(bin_edges.tolist()), strict=True):
+        range_text = f" to {format_number(right - 1)}" if right > left + 1 else ""
+        more_text = " or more" if right == bin_edges[-1] and values.max() > upper_quantile else ""
+        bars.append((share, f"{format_number(left)}{range_text}{more_text}: {share:.2%}"))
     return bars
 
 
-# --- Samples ------------------------------------------------------------------------------------------------
-
-
-def _sample_card(why: str, sample: SampleView) -> dict[str, Any]:
-    """What the page shows of a sample: of a long one, the first and the last tokens."""
-    num_first, num_last = TOKENS_SHOWN
-    groups = whole_characters(sample.token_runs)
-    shown_parts = (
-        [groups] if len(groups) <= num_first + num_last else [groups[:num_first], groups[-num_last:]]
-    )
-    num_shown = sum(run.count for part in shown_parts for group in part for run in group)
-    return {
-        "why": why,
-        "sample": sample,
-        "media": [(medium, _frame_pictures(medium.pixels)) for medium in sample.media[:MAX_MEDIA_SHOWN]],
-        "unshown_media": max(0, len(sample.media) - MAX_MEDIA_SHOWN),
-        "tokens": shown_parts,
-        "unshown_tokens": len(sample.token_ids) - num_shown,
-    }
-
-
-def choose_samples(statistics: DatasetStatistics, num_shown: int) -> list[tuple[str, SourceSizes, int]]:
-    """Chooses usable samples to show: the largest ones, then some at equal distances.
+def choose_samples(counted: DatasetStatistics) -> list[tuple[str, SampleSource, int]]:
+    """Chooses usable samples to show: of each source the largest ones, then some at equal distances.
 
     Returns:
-        Why each is shown, its source, and its number there.
+        Why each is shown, its source, and its index there.
     """
-    usable_sources = [source_sizes for source_sizes in statistics.sources if source_sizes.usable_mask.any()]
-    chosen_samples: dict[tuple[str, int], tuple[str, SourceSizes, int]] = {}
-    for name in SAMPLE_QUANTITIES:
-        # The sample with the most of a quantity, over all sources; the first one of equal samples.
-        largest_size = 0
-        for source_sizes in usable_sources:
-            usable_sizes = np.where(source_sizes.usable_mask, source_sizes.sizes[name], -1)
-            if usable_sizes.max() > largest_size:
-                largest_size = usable_sizes.max()
-                largest_sample = (f"the most {name}", source_sizes, int(usable_sizes.argmax()))
-        if largest_size:
-            _, source_sizes, sample_number = largest_sample
-            chosen_samples.setdefault((source_sizes.source.name, sample_number), largest_sample)
-
-    for source_sizes in usable_sources:
-        usable_numbers = np.flatnonzero(source_sizes.usable_mask)
-        num_per_source = min(-(-num_shown // len(usable_sources)), len(usable_numbers))
-        chosen_positions = np.linspace(0, len(usable_numbers) - 1, num_per_source).astype(int)
-        for sample_number in usable_numbers[chosen_positions].tolist():
-            chosen_samples.setdefault(
-                (source_sizes.source.name, sample_number), ("one of all", source_sizes, sample_number)
-            )
-    return list(chosen_samples.values())[:num_shown]
+    usable = [each for each in counted.sources if each.usable_mask.any()]
+    chosen: dict[tuple[str, int], tuple[str, SampleSource, int]] = {}
+    for sizes in usable:
+        numbers = np.flatnonzero(sizes.usable_mask)
+        positions = np.linspace(0, len(numbers) - 1, -(-SAMPLES_SHOWN // len(usable))).astype(int)
+        reasons = dict.fromkeys(numbers[positions].tolist(), "one of all")
+        for name in SAMPLE_QUANTITIES:
+            largest = int(np.where(sizes.usable_mask, sizes.sizes[name], -1).argmax())
+            reasons = {largest: f"the most {name}"} | reasons if sizes.sizes[name][largest] else reasons
+        for number, why in reasons.items():
+            chosen[sizes.source.name, number] = (why, sizes.source, sizes.source.indices[number])
+    return list(chosen.values())[: max(SAMPLES_SHOWN, len(usable))]
 
 
-def _frame_pictures(pixels: Tensor | None) -> list[str]:
+def _frame_images(pixels: Tensor | None) -> list[str]:
     """Frames as JPEG in base64. If there are many, they are chosen at equal distances."""
     if pixels is None:
         return []
-    frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_FRAMES_SHOWN)).round().astype(int)
-    picture_side = MAX_PICTURE_SIDE if len(frames) == 1 else MAX_PICTURE_SIDE // 2
-
-    frame_pictures: list[str] = []
-    for frame_index in frames:
-        frame = pixels[int(frame_index)].permute(1, 2, 0).numpy()
-        frame_pictures.append(jpeg_base64(Image.fromarray(frame), (picture_side, picture_side)))
-    return frame_pictures
+    frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_MEDIA_SHOWN)).round().astype(int)
+    side = MAX_IMAGE_SIDE if len(frames) == 1 else MAX_IMAGE_SIDE // 2
+    images = [Image.fromarray(pixels[int(frame)].permute(1, 2, 0).numpy()) for frame in frames]
+    return [jpeg_base64(image, (side, side)) for image in images]
 
 
-def _left_out_examples(prepared: PreparedDataset, statistics: DatasetStatistics) -> ReasonExamples:
+def _left_out_examples(prepared: PreparedDataset, counted: DatasetStatistics) -> ReasonExamples:
     """Why a run leaves out samples. Examples are read, to say what is wrong with them."""
-    left_out_reasons: ReasonExamples = {}
-    for reason, count in statistics.left_out_reasons().most_common():
-        left_out_reasons[reason] = (count, [])
-
-    for source_sizes in statistics.sources:
+    reasons: ReasonExamples = {}
+    for reason, count in counted.left_out_reasons().most_common():
+        reasons[reason] = (count, [])
+    for source_sizes in counted.sources:
+        source = source_sizes.source
         for left_out_mask in source_sizes.left_out_masks.values():
             for sample_number in np.flatnonzero(left_out_mask)[:MAX_EXAMPLES].tolist():
                 try:
-                    sample = view_sample(
-                        prepared, source_sizes.source, source_sizes.source.indices[sample_number]
-                    )
+                    sample = view_sample(prepared, source, source.indices[sample_number])
                 except SourceError:  # its description excludes it
                     continue
-                if sample.problem and sample.problem[0] in left_out_reasons:
-                    sample_origin = f"{sample.key} of {sample.shard} ({sample.record})"
-                    left_out_reasons[sample.problem[0]][1].append(
-                        (sample_origin, sample.problem[1][:MAX_DETAIL_CHARACTERS])
-                    )
-    return left_out_reasons
+                if sample.problem and sample.problem[0] in reasons:
+                    origin = f"{sample.key} of {sample.shard} ({sample.record})"
+                    reasons[sample.problem[0]][1].append((origin, sample.problem[1][:MAX_DETAIL_CHARACTERS]))
+    return reasons

@@ -1,4 +1,4 @@
-"""The input of ``megatron-vl data index | stats | inspect``: a prepared data set and a run's settings."""
+"""The input of ``megatron-vl data index | show``: a prepared data set and a run's settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from data_tools.sample_sources import open_encoder
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import RowEncoder
-from megatron_vl.data.source.location import Location, resolve_location
+from megatron_vl.data.source.location import Location, check_data_path, resolve_location
 from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
 
@@ -22,7 +22,6 @@ class PreparedDataset:
 
     config: TrainConfig
     spec: ModelSpec
-    split: str
 
     @property
     def dataset_location(self) -> Location:
@@ -45,8 +44,6 @@ def open_prepared(options: PreparedOptions) -> PreparedDataset:
         RunConfigError: ``data.path`` is not a data set.
         ConfigError: the processor's ``config.json`` cannot be used.
     """
-    from megatron_vl.data.source.location import check_data_path
-
     config_arguments = [*options.fields]
     config_arguments += ["--data.path", str(options.data)] if options.data else []
     config_arguments += ["--model.hf", str(options.processor)] if options.processor else []
@@ -55,17 +52,9 @@ def open_prepared(options: PreparedOptions) -> PreparedDataset:
     except RunConfigError as error:
         raise UsageError(str(error)) from error
 
-    missing_options = [
-        f"{name} (or {field} of a run)"
-        for name, field, value in (
-            ("--data", "data.path", config.data.path),
-            ("--processor", "model.hf", config.model.hf),
-        )
-        if not value
-    ]
-
+    missing_options = [] if config.data.path else ["--data (or data.path of a run)"]
+    missing_options += [] if config.model.hf else ["--processor (or model.hf of a run)"]
     if missing_options:
         raise UsageError(f"give {' and '.join(missing_options)}")
-
     check_data_path(config.data.path)
-    return PreparedDataset(config, read_spec(config.model.hf), options.split)
+    return PreparedDataset(config, read_spec(config.model.hf))

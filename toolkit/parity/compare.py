@@ -133,7 +133,7 @@ def prepare_samples(
 ) -> list[TokenizedSample]:
     """Makes at least ``least_samples`` samples of the pictures or the demo's photographs.
 
-    Writes their ``conversations.json`` to ``work_dir``. Raises RecordError if a picture is unusable.
+    Writes their ``conversations.json`` to ``work_dir``. Raises UnusableError if a picture is unusable.
     """
     if image_paths:
         media_root = Path("/")

@@ -1,0 +1,159 @@
+"""Checks a medium once: decodes it completely and measures it, so that nothing is decoded to count tokens."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from megatron_vl.data.sample.frame_archive import is_frame_archive
+from megatron_vl.data.sample.pixels import (
+    DEFAULT_MAX_PIXELS,
+    MAX_ASPECT_RATIO,
+    PictureTooLargeError,
+    PixelError,
+    decode_image,
+    open_image,
+    probe_video,
+)
+from megatron_vl.errors import UserError
+
+SAFE_SUFFIX = re.compile(r"[a-z0-9]{1,8}")
+VIDEO_SUFFIXES = set("mp4 mov mkv webm avi mpg mpeg m4v flv wmv ts gif ogv 3gp".split())
+
+
+class UnusableError(UserError, ValueError):
+    """Something that cannot be trained on. The message gives details.
+
+    Attributes:
+        reason: the heading under which it is counted.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+
+
+class MediaInfo(NamedTuple):
+    """A verified medium. Sizes are upright (EXIF applied), as the loader decodes them."""
+
+    kind: str
+    suffix: str
+    size_bytes: int
+    height: int
+    width: int
+    stored_height: int
+    """Height in the file, before EXIF orientation."""
+    stored_width: int
+    image_format: str = ""
+    image_mode: str = ""
+    num_frames: int = 0
+    fps: float = 0.0
+    crc32: int = 0
+    """Checksum of the file's bytes, by which a change after the verification is noticed."""
+    sampling: str = ""
+    """Of a video given as pictures: how frames are taken of it."""
+    assumed_fps: bool = False
+    """Whether neither the record nor the file of a video gives a frame rate."""
+    has_more_images: bool = False
+    """Whether an image file is an animation or has several pages. The first image is used."""
+
+    def loader_record(self, key: str) -> dict[str, object]:
+        """The fields that the loader needs to count tokens without decoding."""
+        record_fields: dict[str, object] = {
+            "key": key,
+            "kind": self.kind,
+            "height": self.height,
+            "width": self.width,
+            "crc32": self.crc32,
+        }
+        if self.kind == "video":
+            record_fields |= {"frames": self.num_frames, "fps": self.fps}
+        return record_fields | {"sampling": self.sampling} if self.sampling else record_fields
+
+
+def describe_reference(reference: Any) -> str:
+    """A reference in a message."""
+    if isinstance(reference, bytes):
+        return "bytes in the record"
+    text = str(reference)
+    if text[:5].lower() == "data:":
+        return "data: URI"
+    return text if len(text) <= 200 else text[:60] + "..."
+
+
+def inspect_medium(
+    media_kind: str, reference: Any, media_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS
+) -> MediaInfo:
+    """Decodes a medium completely and measures it.
+
+    Args:
+        reference: the medium's name in messages, and the suffix of a video.
+
+    Raises:
+        UnusableError: the medium does not decode, or is too large or too narrow.
+    """
+    shown_reference = describe_reference(reference)
+    try:
+        if media_kind == "image":
+            media_info = _inspect_image(media_bytes, max_pixels)
+        else:
+            media_info = _inspect_video(reference, media_bytes, max_pixels)
+    except PictureTooLargeError as error:
+        raise UnusableError(f"{media_kind} too large", f"{shown_reference}: {error}; shrink it") from error
+    except PixelError as error:
+        # A library names its source in memory as an object, which means nothing to a reader and differs in
+        # every run.
+        plain_message = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
+        raise UnusableError(f"{media_kind} does not decode", f"{shown_reference}: {plain_message}") from error
+
+    if max(media_info.height, media_info.width) > MAX_ASPECT_RATIO * min(media_info.height, media_info.width):
+        raise UnusableError(
+            f"{media_kind} too narrow",
+            f"{shown_reference}: {media_info.height} x "
+            f"{media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
+        )
+
+    return media_info
+
+
+def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:
+    pixels = decode_image(media_bytes, max_pixels)
+    with open_image(media_bytes, max_pixels) as image:
+        width, height = image.size
+        image_format = image.format or ""
+        mode = image.mode
+        # The other images of an MPO are previews of the first.
+        has_more_images = image_format != "MPO" and getattr(image, "is_animated", False)
+    suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(
+        image_format, image_format.lower()
+    )
+    suffix = suffix if SAFE_SUFFIX.fullmatch(suffix) else "img"
+    size = (pixels.shape[1], pixels.shape[2], height, width)
+    return MediaInfo(
+        *("image", suffix, len(media_bytes), *size, image_format, mode),
+        crc32=zlib.crc32(media_bytes),
+        has_more_images=has_more_images,
+    )
+
+
+def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
+    video_info = probe_video(media_bytes, max_pixels)
+    written_suffix = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
+    suffix = written_suffix if written_suffix in VIDEO_SUFFIXES else "mp4"
+    sampling = ""
+    if is_frame_archive(media_bytes):
+        suffix, sampling = "zip", video_info.sampling
+
+    return MediaInfo(
+        "video",
+        suffix,
+        len(media_bytes),
+        *(video_info.height, video_info.width, video_info.height, video_info.width),
+        num_frames=video_info.frame_count,
+        fps=video_info.fps,
+        crc32=zlib.crc32(media_bytes),
+        sampling=sampling,
+        assumed_fps=video_info.assumed_fps,
+    )

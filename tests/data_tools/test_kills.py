@@ -1,0 +1,240 @@
+"""A conversion that is killed, or ends with an error, leaves no data set; the next one is an undisturbed one.
+
+As a program, ``python -m tests.data_tools.test_kills N`` kills N conversions at random times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from data_tools.convert import ConversionOptions, ConvertError, WorkerPool, convert_dataset
+from megatron_vl.partial_folder import open_partial_folder
+from tests.data.datasets import mixed_records
+from tests.disk import Disk
+
+FORK = multiprocessing.get_context("fork")
+
+
+def make_source(folder: Path) -> Path:
+    """Input and media: 60 records in two files, some of them bad, with equal ids."""
+    records: list[Any] = [record | {"extra": 1} for record in mixed_records(folder / "media", 50)]
+    for i in range(0, 50, 5):
+        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "y"}]
+        records.insert(i, {"image": "none.png", "conversations": turns} if i % 2 else {"bad": i})
+    for i in (3, 58):
+        records[i] |= {"id": "same"}
+    (folder / "a.json").write_text(json.dumps(records[:35]))
+    (folder / "b.jsonl").write_text("\n".join(map(json.dumps, records[35:])) + "\n{broken\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return make_source(tmp_path_factory.mktemp("source"))
+
+
+def convert(source: Path, out: Path, **changes: Any) -> Any:
+    settings = {"val_fraction": 0.2, "samples_per_shard": 7, **changes}
+    options = ConversionOptions(source / "media", out, **settings)
+    return convert_dataset([source / "a.json", source / "b.jsonl"], options)
+
+
+def digests(out: Path) -> dict[str, str]:
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source, tmp_path_factory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    report = convert(source, out)
+    assert report.samples == 49 and report.records == 61 and report.shards > 6
+    assert report.refused["b.jsonl"]["duplicate id"] == 1
+    return digests(out)
+
+
+def killed_after(seconds: float, source: Path, out: Path, workers: int) -> bool:
+    """Whether SIGKILL found the conversion at work."""
+    process = FORK.Process(target=convert, args=(source, out), kwargs={"workers": workers})
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join(10)
+    return process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("seconds,workers", [(0.05, 1), (0.2, 2), (0.5, 2)])
+def test_a_killed_conversion_starts_again_and_gives_the_same_bytes(
+    source, tmp_path, undisturbed, seconds, workers
+):
+    out = tmp_path / "out"
+    if killed_after(seconds, source, out, workers):
+        assert not out.exists()
+        convert(source, out, workers=3)
+    assert digests(out) == undisturbed
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_conversion_left_is_removed(source, tmp_path, undisturbed):
+    (tmp_path / "out.partial/new/spool").mkdir(parents=True)
+    (tmp_path / "out.partial/new/train-000099.tar").write_bytes(b"old")
+    (tmp_path / "out.partial/owner").write_text("a-host 4194304")
+    (tmp_path / "out").mkdir()  # an empty folder is taken
+    convert(source, tmp_path / "out")
+    assert digests(tmp_path / "out") == undisturbed
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_conversions_into_one_folder(source, tmp_path, undisturbed):
+    out = tmp_path / "out"
+
+    def hold(ready: Any) -> None:
+        with open_partial_folder(out):
+            ready.set()
+            time.sleep(30)
+
+    ready = FORK.Event()
+    other = FORK.Process(target=hold, args=(ready,))
+    other.start()
+    assert ready.wait(10)
+    with pytest.raises(ConvertError, match="out.partial is being written by process .* give another --out"):
+        convert(source, out)
+    other.kill()
+    other.join(10)
+    convert(source, out)
+    with pytest.raises(ConvertError, match="out exists; remove it, or give another --out"):
+        convert(source, out)
+    assert digests(out) == undisturbed
+
+
+def test_a_killed_worker_is_named(source, tmp_path):
+    def kill_one() -> None:
+        children: list[psutil.Process] = []
+        while not children:
+            time.sleep(0.01)
+            children = psutil.Process().children()
+        pids.append(children[0].pid)
+        children[0].kill()
+
+    pids: list[int] = []
+    killer = threading.Thread(target=kill_one)
+    with pytest.raises(ConvertError) as caught, WorkerPool(2) as pool:
+        killer.start()
+        list(pool.results_in_order(time.sleep, iter([(0.5,)] * 20)))
+    killer.join()
+    assert f"worker process {pids[0]} (SIGKILL) died" in str(caught.value)
+
+
+def test_ctrl_c_leaves_nothing(source, tmp_path, monkeypatch):
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data_tools.shards.IndexWriter.finish", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [30_000, 100_000])
+def test_a_full_disk_is_explained_and_leaves_nothing(source, tmp_path, undisturbed, limit):
+    """A limit on file size stands in for the disk; it causes the same error in the same place."""
+    import resource
+
+    def target() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            convert(source, tmp_path / "out")
+        except ConvertError as error:
+            is_explained = "File too large" in str(error) or "disk I/O error" in str(error)
+            os._exit(3 if is_explained and "start again" in str(error) else 4)
+        os._exit(0)
+
+    process = FORK.Process(target=target)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 3 and list(tmp_path.iterdir()) == []
+    convert(source, tmp_path / "out")
+    assert digests(tmp_path / "out") == undisturbed
+
+
+def test_everything_is_on_the_disk_before_the_data_set_gets_its_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = []
+
+    def before_rename(old: Path, new: Path) -> None:
+        if new.name == "out":
+            renamed.append(disk.lost(old))
+
+    disk = Disk(monkeypatch, before_rename)
+    convert(source, tmp_path / "new/out")
+    assert renamed == [[]] and disk.lost(tmp_path / "new") == []
+
+
+def test_workers_end_with_their_parent():
+    """A worker without a parent would wait for its next task indefinitely."""
+
+    def target() -> None:
+        with WorkerPool(2) as pool:
+            list(pool.results_in_order(time.sleep, iter([(60,)] * 4)))
+
+    process = FORK.Process(target=target)
+    process.start()
+    children: list[psutil.Process] = []
+    until = time.monotonic() + 20
+    while len(children) < 2 and time.monotonic() < until:
+        children = psutil.Process(process.pid).children()
+    time.sleep(0.3)  # they have asked to go with their parent
+    process.kill()
+    process.join(10)
+    while any(map(is_alive, children)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(children) == 2 and not any(map(is_alive, children))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def kill_many(num_kills: int, show: Callable[[str], None]) -> None:
+    """Raises AssertionError if the conversion after a kill gives other bytes than an undisturbed one."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = make_source(Path(folder, "source"))
+        start_time = time.monotonic()
+        convert(source, Path(folder, "undisturbed"), workers=2)
+        duration = time.monotonic() - start_time
+        expected = digests(Path(folder, "undisturbed"))
+        kills = 0
+        while kills < num_kills:
+            out = Path(folder, f"out{kills}")
+            seconds = random.uniform(0, duration)
+            if not killed_after(seconds, source, out, workers=2):
+                shutil.rmtree(out)
+                continue
+            left = sorted(path.name for path in Path(folder).glob(f"{out.name}*"))
+            if not out.exists():
+                convert(source, out, workers=2)
+            assert digests(out) == expected, f"killed after {seconds:.3f} s"
+            kills += 1
+            show(f"kill {kills} after {seconds:.3f} s left {left}; converted again: equal")
+
+
+if __name__ == "__main__":
+    kill_many(int(sys.argv[1]), print)

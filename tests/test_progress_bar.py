@@ -1,0 +1,46 @@
+"""The progress meter on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+
+import pytest
+
+from megatron_vl import progress_bar
+
+
+class Stream(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_share_rate_and_time_left_are_shown(monkeypatch, is_terminal):
+    stream = Stream(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    clock = itertools.count(0, 3)  # three seconds a look
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with progress_bar.progress(4_000_000, "bytes", "converting") as advance:
+        for number in range(4):
+            advance(1_000_000, f"{number} records")
+    said = stream.getvalue()
+    if not is_terminal:
+        line, *_ = said.splitlines()
+        assert line.startswith("converting: ") and " of 4.0 MB (" in line and "\x1b" not in said
+        assert "/s" in line and "records" in line
+    else:
+        assert "converting: 4.0 MB of 4.0 MB (100 %)" in said and "\n\n" not in said
+
+
+def test_short_work_and_an_unknown_total_print_nothing(capsys):
+    with progress_bar.progress(0, "shards", "measuring") as advance:
+        advance(1)
+    assert capsys.readouterr() == ("", "")

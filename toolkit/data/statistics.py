@@ -1,0 +1,177 @@
+"""What a data set holds, as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from data_tools.convert import default_workers
+from data_tools.sample_sizes import index_datasets
+from data_tools.sample_sources import list_splits
+from data_tools.statistics import (
+    SAMPLE_QUANTITIES,
+    DatasetStatistics,
+    count_statistics,
+    describe_pass,
+    describe_values,
+)
+from megatron_vl.data.source.location import Location
+
+from .prepared_dataset import PreparedDataset
+
+MAX_EXAMPLES = 3
+"""Largest number of examples for each reason."""
+QUARANTINE_READ_BYTES = 64 << 20
+"""Number of bytes of a quarantine.jsonl that are read."""
+MAX_DETAIL_CHARACTERS = 400
+
+type SplitStatistics = dict[str, DatasetStatistics]
+type ReasonExamples = dict[str, tuple[int, list[tuple[str, str]]]]
+"""Why samples or records are missing: how many, and examples with their details."""
+
+
+def count_splits(prepared: PreparedDataset) -> SplitStatistics:
+    """Counts all samples of each split. Sizes that are missing are written first."""
+    index_datasets(prepared.config.data, prepared.spec, prepared.processor_dir, default_workers())
+    statistics = {}
+    for split in list_splits(prepared.dataset_location):
+        statistics[split] = count_statistics(prepared.row_encoder, prepared.processor_dir, split)
+    return statistics
+
+
+def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[str, Any]:
+    """What a split holds, as JSON values. Sums are those of usable samples. A sample of a mixture counts
+    in the distributions as often as training draws it."""
+    sources = {}
+    for each in counted.sources:
+        sums = {name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES}
+        sources[each.source.name] = {
+            "share": round(each.source.share, 6),
+            "samples": len(each.source),
+            "usable": each.num_usable,
+            **sums,
+            "turns": each.assistant_turns,
+        }
+    distributions = {}
+    for name in SAMPLE_QUANTITIES:
+        distributions[f"{name} of a sample"] = describe_values(*counted.sample_quantity(name))
+    for name, values in counted.row_quantities.items():
+        distributions[f"{name} of a row"] = describe_values(values)
+    return {
+        "samples": counted.num_samples,
+        "usable": counted.num_usable,
+        "sources": sources,
+        "distributions": distributions,
+        "pass": counted.pass_facts(prepared.config.global_batch_size),
+        "left_out": dict(counted.left_out_reasons()),
+    }
+
+
+def facts_tables(facts: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
+    """The tables of a split's facts: name of a line -> head of a column -> cell."""
+    tables = []
+    for lines in (facts["sources"], facts["distributions"]):
+        table = {}
+        for name, values in lines.items():
+            percent_heads = set(values) if name.startswith("fill") else {"share"}
+            cells = {}
+            for head, value in values.items():
+                cells[head] = f"{value:.2%}" if head in percent_heads else format_number(value)
+            table[name] = cells
+        tables.append(table)
+    return tables
+
+
+def facts_sentences(facts: dict[str, Any]) -> list[str]:
+    """What tables cannot say: how long a pass is, and what is missing."""
+    left_out = facts["left_out"].items()
+    shares = [f"left out: {count:,} ({count / facts['samples']:.2%}) {reason}" for reason, count in left_out]
+    return [describe_pass(facts["pass"]), *shares]
+
+
+def dataset_facts(prepared: PreparedDataset, statistics: SplitStatistics) -> dict[str, Any]:
+    """The output of ``--json``."""
+    quarantined = {}
+    for name, reasons in quarantined_records(statistics).items():
+        quarantined[name] = {reason: count for reason, (count, _) in reasons.items()}
+    return {
+        "data": str(prepared.dataset_location),
+        "seq_len": prepared.config.data.seq_len,
+        "splits": {split: split_facts(prepared, counted) for split, counted in statistics.items()},
+        "quarantined": quarantined,
+    }
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """Prints :func:`dataset_facts`."""
+    console = Console(highlight=False, width=max(100, Console().width))
+
+    def print_line(line_text: str) -> None:
+        console.print(escape_unprintable(line_text), markup=False, soft_wrap=True)
+
+    for split, split_of_facts in facts["splits"].items():
+        samples, usable = split_of_facts["samples"], split_of_facts["usable"]
+        print_line(f"{facts['data']}: {samples:,} samples of {split}, {usable:,} usable")
+        for lines in facts_tables(split_of_facts):
+            table = Table("", *next(iter(lines.values())))
+            for name, cells in lines.items():
+                table.add_row(escape_unprintable(name), *cells.values())
+            console.print(table)
+        for sentence in facts_sentences(split_of_facts):
+            print_line(sentence)
+    for name, reasons in facts["quarantined"].items():
+        for reason, count in reasons.items():
+            print_line(f"quarantined by the conversion of {name}: {count:,} {reason}")
+
+
+def quarantined_records(statistics: SplitStatistics) -> dict[str, ReasonExamples]:
+    """The records that conversions left out, by data set."""
+    datasets = {
+        str(each.source.dataset.path): each.source.dataset.path
+        for counted in statistics.values()
+        for each in counted.sources
+    }
+    return {name: reasons for name, path in datasets.items() if (reasons := read_quarantine(path))}
+
+
+def read_quarantine(quarantine_dir: Location) -> ReasonExamples:
+    """Why the quarantine.jsonl of a data set or of a run lists what it lists, the most frequent first."""
+    reason_examples: ReasonExamples = {}
+    try:
+        with (quarantine_dir / "quarantine.jsonl").open("rb") as quarantine_file:
+            lines = quarantine_file.read(QUARANTINE_READ_BYTES).splitlines()
+    except OSError:
+        return reason_examples
+
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            reason, detail = str(entry["reason"]), str(entry["detail"])
+        except (ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
+            continue
+        # A record of an input file, or a sample of a shard.
+        names = ("file", "record", "id", "field") if "file" in entry else ("key", "shard", "source", "step")
+        origin = ", ".join(f"{name} {entry[name]}" for name in names if entry.get(name) not in (None, ""))
+        count, examples = reason_examples.get(reason, (0, []))
+        if count < MAX_EXAMPLES:
+            examples.append((origin[:MAX_DETAIL_CHARACTERS], detail[:MAX_DETAIL_CHARACTERS]))
+        reason_examples[reason] = (count + 1, examples)
+    return dict(sorted(reason_examples.items(), key=lambda item: -item[1][0]))
+
+
+def format_number(value: float | None) -> str:
+    """Formats a number with at most four significant digits below 1,000, and as a whole number above."""
+    if value is None:
+        return "unknown"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def escape_unprintable(text: str) -> str:
+    """Spells out characters that a terminal or a page would act on or hide.
+
+    These are control characters, and marks that change the direction of writing.
+    """
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
