@@ -37,20 +37,15 @@ class CheckpointModel:
     """A Hugging Face folder that answers VLMEvalKit's prompts.
 
     Args:
-        settings: ``dtype``, ``min_pixels`` and ``max_pixels`` of an image (None: the checkpoint's
-            own), ``max_new_tokens`` of an answer without and with thinking, ``thinking`` (``on``, ``off``;
-            None or left out: as the chat template does), ``video_max_frames`` of a video without a number.
+        settings: ``dtype``, ``max_new_tokens`` of an answer without and with thinking, ``thinking`` (``on``,
+            ``off``; None or left out: as the chat template does).
         allowed_roots: folders from which images and videos may be read.
     """
 
     def __init__(self, hf_dir: Path, settings: Mapping[str, Any], allowed_roots: Sequence[Path]) -> None:
         self.allowed_roots = [root.resolve() for root in allowed_roots]
         self.think = {"on": True, "off": False, None: None}[settings.get("thinking")]
-        data_config = DataConfig(
-            min_pixels=settings["min_pixels"] or 0,
-            max_pixels=settings["max_pixels"] or 0,
-            video_max_frames=settings.get("video_max_frames") or 768,  # as in the released processors
-        )
+        data_config = DataConfig(video_max_frames=768)  # as in the released processors
         limits = tuple(settings["max_new_tokens"])
         self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
 

@@ -113,13 +113,12 @@ def folder_hash(hf_dir: Path) -> str:
 
 
 def _check_options(options: EvaluateOptions) -> None:
-    judge_host = urlsplit(options.judge_base_url or "//localhost").hostname
-    if judge_host not in ("localhost", "127.0.0.1", "::1"):
-        raise UsageError(f"--judge-base-url {options.judge_base_url}: the judge must be on this machine")
-    if bool(options.judge_base_url) != (options.judge != NO_JUDGE):
-        raise UsageError(
-            "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
-        )
+    if options.judge:
+        _, _, judge_url = options.judge.partition("@")
+        if not judge_url:
+            raise UsageError(f"--judge {options.judge}: give the address of its server too, NAME@URL")
+        if urlsplit(judge_url).hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise UsageError(f"--judge {options.judge}: the judge must be on this machine")
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / MARKER_FILE).exists():
         raise UsageError(
             f"--out {options.out} is not empty and of no earlier evaluation; give another folder"
@@ -150,16 +149,15 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     tensor_folder = check_hf_folder(options.original)
     code_counts = Counter(tensor_folder.dtype_code(name) for name in tensor_folder.file_by_tensor)
     weights_dtype = DTYPE_BY_CODE.get(code_counts.most_common(1)[0][0], torch.bfloat16)
-
-    num_gpus = torch.cuda.device_count()
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
-    processes = options.processes or max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES))
-    if num_gpus and processes > num_gpus:
-        raise UsageError(f"--processes {processes}: this machine has {num_gpus} GPUs")
-    given = "min_pixels max_pixels video_max_frames thinking judge limit".split()
-    return {name: getattr(options, name) for name in given} | {
-        "dtype": options.dtype or dtype_name(weights_dtype),
-        "processes": processes,
+    num_gpus = torch.cuda.device_count()
+    return {
+        "thinking": options.thinking,
+        "judge": options.judge.partition("@")[0] or NO_JUDGE,
+        "limit": options.limit,
+        # Other types than float32 are slow on CPU.
+        "dtype": dtype_name(weights_dtype) if num_gpus else "float32",
+        "processes": max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES)),
         "max_new_tokens": [options.max_new_tokens or limit for limit in DEFAULT_LIMITS],
         "versions": _package_versions(),
     }
@@ -216,7 +214,7 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
         "checkpoints": folder_by_model,
         "settings": result.settings,
         "roots": [str(work_dir), str(lmu_data), constants.HF_HUB_CACHE],
-        "judge_url": options.judge_base_url,
+        "judge_url": options.judge.partition("@")[2],
     }
     (work_dir / "job.json").write_text(json.dumps(job, indent=1))
 
@@ -230,7 +228,7 @@ def _run_vlmevalkit(
         UsageError: it cannot use the data set.
         UserError: it failed.
     """
-    sandbox_words, isolation = choose_sandbox(work_dir, with_network=bool(options.judge_base_url))
+    sandbox_words, isolation = choose_sandbox(work_dir, with_network=bool(options.judge))
     result.settings["isolation"] = isolation
     log_path = work_dir / "vlmevalkit.log"
     show_line(f"VLMEvalKit runs {isolation}; its imports take up to half a minute. Its log: {log_path}")

@@ -103,8 +103,8 @@ def _refuse(job: dict[str, Any], why: str) -> NoReturn:
 
 def _no_judge(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        "a language model scores this data set: run one on this machine and give --judge NAME "
-        "--judge-base-url http://localhost:PORT/v1"
+        "a language model scores this data set: run one on this machine and give --judge "
+        "NAME@http://localhost:PORT/v1"
     )
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any
-
-from megatron_vl.errors import UserError
-from toolkit.platform_choice import choose_platform
 
 from .options import ParityOptions
 
@@ -18,20 +13,9 @@ def parity(options: ParityOptions) -> int:
 
     from .compare import run_parity
 
-    options = dataclasses.replace(options, platform=choose_platform(options.platform))
-    if options.reference_device.partition(":")[0] not in ("", "cpu", "cuda"):
-        raise UserError(
-            f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
-        )
-    if options.reference_device.startswith("cuda"):
-        choose_platform("cuda", "--reference-device")
-
-    console = Console(highlight=False, stderr=options.json, width=max(130, Console().width))
+    console = Console(highlight=False, width=max(130, Console().width))
     parity_report = run_parity(options, lambda line: console.print(f"[dim]{line}[/]"))
-    if options.json:
-        print(json.dumps(parity_report, indent=2, default=str))
-    else:
-        print_parity_report(parity_report, console)
+    print_parity_report(parity_report, console)
     return 0 if parity_report["ok"] else 1
 
 

@@ -39,7 +39,7 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, options.json)
+        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, as_json=False)
         return 0
 
     run_words = options.fields
@@ -129,11 +129,12 @@ def _rendezvous_arguments(
     """The launcher's options that bring the nodes together."""
     if nnodes == 1:
         return ["--standalone"]
-    rendezvous_host = options.master_addr or launch_environment.master_addr
+    rendezvous_host, _, given_port = options.master_addr.partition(":")
+    rendezvous_host = rendezvous_host or launch_environment.master_addr
     if not rendezvous_host:
         raise UsageError(
             f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"
         )
-    rendezvous_port = options.master_port or launch_environment.master_port
+    rendezvous_port = given_port or launch_environment.master_port
     endpoint_arguments = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{rendezvous_host}:{rendezvous_port}"]
-    return [*endpoint_arguments, "--rdzv-id", options.job_id or launch_environment.job_id]
+    return [*endpoint_arguments, "--rdzv-id", launch_environment.job_id]
