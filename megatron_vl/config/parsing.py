@@ -11,9 +11,9 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
@@ -24,12 +24,8 @@ from megatron_vl.config.run_file import read_run_file
 PROGRAM_NAME = "python -m megatron_vl.train"
 
 
-class GivenValue(NamedTuple):
-    """The value of a field before it is read by its type."""
-
-    value: Any
-    place: str
-    """The file and line, followed by a colon; empty on the command line."""
+type GivenValue = tuple[str, Any, str]
+"""Dotted name, value before it is read by its type, and its place: file, line and a colon, or nothing."""
 
 
 @functools.cache
@@ -66,16 +62,14 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     if "-h" in argv or "--help" in argv:
         print(build_parser().format_help(), end="")
         raise SystemExit(0)
-    given: dict[str, GivenValue] = {}
-    for name, value in _words_of_run(argv):
-        given |= _file_values(Path(value)) if name == "config" else {name: GivenValue(value, "")}
     parser = build_parser(help_texts=False)
-    values = {name: _checked_value(parser, name, *each) for name, each in given.items()}
+    # What a later word overrides is read too: the file is wrong all the same.
+    values = {name: _read_value(parser, name, value, place) for name, value, place in _given_values(argv)}
 
     # The parser's namespace also has --config, which is no field of a run.
     config = parser.instantiate_classes(parser.parse_object(_nested(values)))
     if config.lora.adapter:
-        stated = frozenset(name.removeprefix("lora.") for name in given if name.startswith("lora."))
+        stated = frozenset(name.removeprefix("lora.") for name in values if name.startswith("lora."))
         object.__setattr__(config.lora, "stated_fields", stated)
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
 
@@ -90,23 +84,23 @@ def parse_or_exit(argv: list[str] | None = None) -> TrainConfig:
         raise SystemExit(2) from error
 
 
-def _words_of_run(argv: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """The name and value of each option, in order."""
+def _given_values(argv: Sequence[str]) -> Iterator[GivenValue]:
+    """All values of the files and the command line, in order."""
     words = iter(argv)
     for word in words:
-        name, equals_sign, value = word.partition("=")
-        if not name.startswith("--"):
-            raise RunConfigError(explain_unknown(word, field_names()))
-        name = name.removeprefix("--")
-        _check_name(name)
+        flag, equals_sign, value = word.partition("=")
+        name = flag.removeprefix("--")
+        _check_name(name if flag.startswith("--") else word)
         if not equals_sign and (value := next(words, "--")).startswith("--"):
             raise RunConfigError(f"--{name} needs a value after it (switches too: true or false)")
-        yield name, value
+        if name == "config":
+            yield from _file_values(Path(value))
+        else:
+            yield name, value, ""
 
 
-def _file_values(path: Path) -> dict[str, GivenValue]:
+def _file_values(path: Path) -> Iterator[GivenValue]:
     values, lines = read_run_file(path)
-    given: dict[str, GivenValue] = {}
     for name, value in values.items():
         is_section = name not in field_types() and isinstance(value, dict)
         leaves = {f"{name}.{leaf}": each for leaf, each in value.items()} if is_section else {name: value}
@@ -114,16 +108,14 @@ def _file_values(path: Path) -> dict[str, GivenValue]:
             # What YAML merges from elsewhere has the line of its section.
             place = f"{path}, line {lines.get(field, lines.get(str(name), 1))}: "
             _check_name(str(field), place)
-            given[field] = GivenValue(each, place)
-    return given
+            yield field, each, place
 
 
-def _checked_value(parser: ArgumentParser, name: str, value: Any, place: str) -> Any:
+def _read_value(parser: ArgumentParser, name: str, value: Any, place: str) -> Any:
     """The value, with a list written as ``a,b`` made one. Raises RunConfigError if its type is wrong."""
     if name in section_names():
-        raise RunConfigError(
-            f"{place}field {name!r} is a section; give its fields, as in --{name}.FIELD value"
-        )
+        advice = f"give its fields, as in --{name}.FIELD value"
+        raise RunConfigError(f"{place}field {name!r} is a section; {advice}")
     for form in [value, value.split(",")] if isinstance(value, str) and value else [value]:
         try:
             parser.parse_object(_nested({name: form}), defaults=False)

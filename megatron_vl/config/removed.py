@@ -20,7 +20,7 @@ EXPORTED = "give the run or the adapters as --trained; they are exported first"
 TEXT_ONLY = "the result is text, and the exit code says whether all is well"
 THREADS = "one thread a core is used, at most 8"
 CONSTANT_STEPS = "2 steps warm up, and the parts of 2 more are timed"
-DEMO = "the demo has 4 ranks, TP2 x PP2 and 60 steps"
+DEMO = "the demo has 4 ranks, TP2 x PP2"
 PIXELS = "the checkpoint's image and video processors decide, as in the released evaluation"
 
 EPOCHS = "set steps: one pass over the data takes samples / (samples a row x global_batch_size) of them"
@@ -85,7 +85,6 @@ REMOVED = {
     "convert --workers": THREADS,
     "demo --pp": DEMO,
     "demo --ranks": DEMO,
-    "demo --steps": DEMO,
     "demo --tp": DEMO,
     "doctor --checkpoint": "`megatron-vl verify DIR` compares weights with their hashes",
     "doctor --config": DRY_RUN,

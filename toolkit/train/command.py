@@ -9,7 +9,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, parse_config, valida
 from megatron_vl.config.checks import check_inputs
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UsageError, UserError
-from toolkit.launch import single_rank_variables
+from toolkit.launch import single_rank_variables, usable_gpus
 from toolkit.run_adapters import with_megatron_adapter
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
@@ -77,7 +77,7 @@ def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnviron
     """The launcher's options that start this node's ranks; None if this process is the only rank."""
     config = _read_config(options.fields)
     nnodes = options.nnodes or launch_environment.nnodes
-    ranks_per_node = options.nproc_per_node or _local_gpu_count()
+    ranks_per_node = options.nproc_per_node or usable_gpus()
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
@@ -110,17 +110,6 @@ def _with_converted_adapter(run_words: list[str]) -> list[str]:
     if converted_config == config:
         return run_words
     return [*run_words, "--lora.adapter", converted_config.lora.adapter]
-
-
-def _local_gpu_count() -> int:
-    import torch
-
-    gpu_count = torch.cuda.device_count()
-    if not gpu_count:
-        raise UsageError(
-            "torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU"
-        )
-    return gpu_count
 
 
 def _rendezvous_arguments(
