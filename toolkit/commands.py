@@ -55,4 +55,3 @@ COMMANDS = {
     "demo": Command("demo", "DemoOptions", "demo"),
 }
 """Maps the words of the command line to the command."""
-

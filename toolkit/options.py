@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from docstring_parser import parse_from_object
 
-from megatron_vl.config.fields import field_types, section_names
+from megatron_vl.config.fields import field_types
 from megatron_vl.config.options import MISSING, valid_range
 from megatron_vl.config.options import option as option
 from megatron_vl.config.removed import explain_unknown
@@ -71,15 +71,25 @@ def parse_command_line[Options: CommandOptions](
 
         print(parser.format_help() + "\nfields of a run, as in its YAML:\n" + run_fields_help(), end="")
         raise SystemExit(0)
-    parsed, unknown_words = parser.parse_known_args(argv)
+    # Before argparse misses what a misspelled option would have given.
+    unknown_words = [word for word in argv if not _is_known(parser, word)]
+    parsed, unknown_words = (None, unknown_words) if unknown_words else parser.parse_known_args(argv)
     if unknown_words:
         name = unknown_words[0].partition("=")[0]
-        known_names = [word for action in parser._actions for word in action.option_strings if word != "-h"]
-        parser.error(explain_unknown(name, known_names, program_name.removeprefix("megatron-vl ")))
+        items = [item for item in shown_options(options_class) if not item.metadata.get("positional")]
+        fields = [*field_types(), "config"] if options_class.run_fields else []
+        known_names = [*(option_flag(item.name) for item in items), *(f"--{field}" for field in fields)]
+        command = program_name.removeprefix("megatron-vl ")
+        parser.error(explain_unknown(name, [*known_names, "--help"], command))
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     parsed_options = options_class(**given)
     parsed_options.check()
     return parsed_options
+
+
+def _is_known(parser: argparse.ArgumentParser, word: str) -> bool:
+    """False for the name of an option that there is not."""
+    return not word.startswith("--") or word.partition("=")[0] in parser._option_string_actions
 
 
 def check_paths(options: CommandOptions) -> None:
@@ -144,11 +154,8 @@ def build_parser(options_class: type[CommandOptions], program_name: str) -> argp
     for item in shown_options(options_class):
         name, settings = _parser_argument(item, type_hints[item.name])
         parser.add_argument(name, help=_option_help(item, help_texts[item.name]), **settings)
-    for name in [*field_types(), *section_names(), "config"] if options_class.run_fields else []:
-        if f"--{name}" not in parser._option_string_actions:  # plan --data, beside the section
-            parser.add_argument(
-                f"--{name}", action=_RunField, dest="fields", nargs="?", help=argparse.SUPPRESS
-            )
+    for name in [*field_types(), "config"] if options_class.run_fields else []:
+        parser.add_argument(f"--{name}", action=_RunField, dest="fields", nargs="?", help=argparse.SUPPRESS)
     return parser
 
 

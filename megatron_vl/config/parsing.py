@@ -134,14 +134,10 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def field_names() -> list[str]:
-    """What a run's YAML and command line may name: fields, sections and --config."""
-    return [*field_types(), *section_names(), "config"]
-
-
 def _check_name(name: str, place: str = "") -> None:
-    if name not in field_names():
-        raise RunConfigError(f"{place}{explain_unknown(name, field_names())}")
+    fields = [*field_types(), "config"]
+    if name not in (*fields, *section_names()):
+        raise RunConfigError(f"{place}{explain_unknown(name, fields)}")
 
 
 def run_fields_help() -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from os.path import commonprefix
 
 ANSWERS = "the loss is still evaluated; answer a split with `megatron-vl generate --eval.split val`"
 VIDEOS = "videos are always presented as to the released models"
@@ -95,7 +96,6 @@ REMOVED = {
     "evaluate --judge-base-url": "write it behind the judge: --judge NAME@http://localhost:8000/v1",
     "evaluate --json": "read report.json in --out",
     "evaluate --lmu-data": "set the variable LMUData, or give the path of a table",
-    "evaluate --max-new-tokens": "256 tokens are generated at most, 32768 by models that think",
     "evaluate --max-pixels": PIXELS,
     "evaluate --min-pixels": PIXELS,
     "evaluate --no-scores": "`megatron-vl verify` compares tensors, `megatron-vl parity` losses and layers",
@@ -173,13 +173,13 @@ def explain_unknown(name: str, known_names: Sequence[str], command: str = "") ->
         return f"there is no {name}: {advice}"
     if name.endswith((".yaml", ".yml")):
         return f"unexpected word {name}; did you mean --config {name}?"
-    # The last part of a name alone may be what was meant: lr for optimizer.lr.
+    # A name may be cut short (nproc), or lack its section (lr for optimizer.lr).
+    near = [known for known in known_names if len(commonprefix([name, known])) >= max(4, len(name) - 1)]
+    near = near or get_close_matches(name, known_names, 3)
     by_leaf = {known.rpartition(".")[2]: known for known in known_names}
     leaf = name.removeprefix("--").rpartition(".")[2]
-    near = get_close_matches(name, known_names, 3) or [
-        by_leaf[each] for each in get_close_matches(leaf, by_leaf, 3)
-    ]
+    near = near or [by_leaf[each] for each in get_close_matches(leaf, by_leaf, 3)]
     if near:
-        return f"{name} is unknown; did you mean {' or '.join(near)}?"
+        return f"{name} is unknown; did you mean {' or '.join(near[:3])}?"
     in_section = [known for known in known_names if known.startswith(f"{name.partition('.')[0]}.")]
     return f"{name} is unknown; valid: {', '.join(in_section or known_names)}"

@@ -24,6 +24,7 @@ from toolkit.cli import main
 
 from .helpers import assert_same_folder
 
+SPLIT = "--parallel.tp 2 --parallel.pp 2 --parallel.vpp 2"
 OPERATIONS = ("pwrite", "replace", "unlink", "ftruncate", "fsync")
 """Calls of :mod:`os` before which a process may be killed."""
 
@@ -33,7 +34,7 @@ def commands(hf: Path, folder: Path) -> dict[str, list[str]]:
     full, shards = str(folder / "whole_convert"), str(folder / "whole_split")
     return {
         "convert": ["convert", "--hf", str(hf)],
-        "split": ["split", "--checkpoint", full, "--tp", "2", "--pp", "2", "--vpp", "2"],
+        "split": ["split", "--checkpoint", full, *SPLIT.split()],
         "merge": ["merge", "--checkpoint", shards],
         "export": ["export", "--checkpoint", shards, "--hf", str(hf)],
     }
@@ -55,7 +56,7 @@ def attempt(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         count_operations(kill_before, log.with_suffix(".count"))
-        code = main([*words, "--out", str(out), "--workers", "2", "--json"])
+        code = main([*words, "--out", str(out)])
         sys.stdout.flush()
         os._exit(code)
     if kill_after is not None:

@@ -118,8 +118,9 @@ def _rendezvous_arguments(
     """The launcher's options that bring the nodes together."""
     if nnodes == 1:
         return ["--standalone"]
-    rendezvous_host, _, given_port = options.master_addr.partition(":")
-    rendezvous_host = rendezvous_host or launch_environment.master_addr
+    rendezvous_host, given_port = options.master_addr or launch_environment.master_addr, ""
+    if rendezvous_host.count(":") == 1:  # an IPv6 address has more
+        rendezvous_host, given_port = rendezvous_host.split(":")
     if not rendezvous_host:
         raise UsageError(
             f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"
