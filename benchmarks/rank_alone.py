@@ -1,6 +1,6 @@
 """One rank's share of a run, alone on one GPU: its memory and its time without messages, beside the estimate.
 
-    python benchmarks/rank_alone.py --ranks 8 --model.hf HF --data.seq_len 262144 --parallel.cp 8 [fields of a run]
+    python benchmarks/rank_alone.py --ranks 8 --model.hf HF --data.seq_len 262144 --parallel.cp 8 ...
 
 The process is rank 0 of ``--ranks`` in torch's fake process group, and runs the trainer as ``megatron-vl
 bench`` does. It owns the loader, and its tensors have the sizes that they have in the whole run. A message

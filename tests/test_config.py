@@ -131,7 +131,7 @@ def test_a_list_is_written_with_and_without_brackets(words: list[str], tmp_path:
         ("parallel: {tp: 2\nsteps: 3", 2, r"column 6: broken YAML: expected ',' or '}'.*from line 1"),
         ("steps: 3\n\tseed: 3", 2, r"column 1: broken YAML"),
         ("model: &a {hf: *a}", 1, r"field 'model.hf': expected text, got "),
-        ("seed: 3\nmodel: {hf: !!python/name:os.system ''}", 2, r"column 13: broken YAML: .* tag .*os.system"),
+        ("seed: 3\nmodel: {hf: !!python/name:os.system ''}", 2, r"column 13: broken YAML: .*os.system"),
         ("- steps", None, r"the file has no fields"),
         ("# steps: 3", None, r"the file has no fields"),
         ("steps: \udcff", None, r"not UTF-8 text"),
