@@ -194,8 +194,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
         ),
         (
             ["checkpoint", "zzz"],
-            "checkpoint zzz is unknown; valid: checkpoint show, checkpoint verify, "
-            "checkpoint rollback, checkpoint restart-data\n",
+            "checkpoint zzz is unknown; did you mean checkpoint show or checkpoint verify",
         ),
         (["zzz"], "zzz is unknown; valid: train, plan, convert,"),
     ],

@@ -118,7 +118,7 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
         config,
         model=dataclasses.replace(config.model, checkpoint=RANDOM_WEIGHTS),
         lora=dataclasses.replace(config.lora, adapter=""),
-        data=dataclasses.replace(config.data, path=f"synthetic:{RANDOM_WORKLOADS[0]}"),
+        data=dataclasses.replace(config.data, path=f"synthetic:{'images' if dataset else workloads[0]}"),
         log=LogConfig(interval=step_count + 1, peak_tflops=config.log.peak_tflops),
         failures=dataclasses.replace(config.failures, check_memory=False),  # memory is measured here
         **{name: getattr(TrainConfig(), name) for name in UNMEASURED_SECTIONS},
