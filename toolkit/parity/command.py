@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from toolkit.options import check_path
 
 from .options import ParityOptions
 
 
 def parity(options: ParityOptions) -> int:
     """Compares the layouts and prints the table. Returns exit code 1 if a layout departs."""
+    if not options.family:
+        check_path(Path(options.hf), is_model=True)
     from rich.console import Console
 
     from .compare import run_parity

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import FAMILIES
 from toolkit.layouts import LAYOUT_GRAMMAR, LayoutSpec, LayoutTextError, parse_layouts
-from toolkit.options import CommandOptions, check_path, option
+from toolkit.options import CommandOptions, option
 
 MEMORY_NOTES = """
 Memory. transformers runs first and alone, in float32, on a GPU that holds it and otherwise on CPU. It needs
@@ -60,8 +60,6 @@ class ParityOptions(CommandOptions):
         return parse_layouts(self.layouts)
 
     def check(self) -> None:
-        if not self.family:
-            check_path(Path(self.hf), is_model=True)
         try:
             parse_layouts(self.layouts)
         except LayoutTextError as error:
