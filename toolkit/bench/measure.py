@@ -56,14 +56,16 @@ class Measure(Hook):
             for router in iterate_routers(trainer.model_chunks):
                 router.config.moe_router_force_load_balancing = True
         self.figures |= report.describe_run(self.bench_run, trainer)
+        self.timer = step_parts.PartTimer(trainer)
 
     def before_step(self, trainer: Trainer) -> None:
         workload, phase, step = self.bench_run.place_of(trainer.step)
         if phase == "warm-up" and step == 0:
             trainer.read_rows_of(self.bench_run.data_config(workload))
+            self.timer.time_method(trainer.batches, "next_batch", "feed")
         if phase == "parts":
             if step == 0:
-                self.timer, self.fed_steps = step_parts.PartTimer(trainer), []
+                self.fed_steps = []
             self.timer.begin_step()
         if phase == "profiled":
             on_cuda, kinds = trainer.platform.name == "cuda", torch.profiler.ProfilerActivity
@@ -81,13 +83,12 @@ class Measure(Hook):
                 torch.cuda.reset_peak_memory_stats()
             self.end_times, self.fed_steps = [time.perf_counter()], []
         if phase == "parts":
-            self.timer.end("step")
+            self.timer.end_step()
         # Memory and work are counted when the clock has stopped.
         if phase == "timed" and step == self.options.timed - 1:
             figures |= self._speed_figures(trainer)
             figures |= {"loss": step_result.loss, "memory": memory_figures(trainer)}
         elif phase == "parts" and step == self.options.part_steps - 1:
-            self.timer.attached.close()
             trainer.platform.synchronize()
             figures |= self._part_figures(trainer)
         elif phase == "profiled":
@@ -110,7 +111,7 @@ class Measure(Hook):
 
     def _part_figures(self, trainer: Trainer) -> dict[str, Any]:
         waits = [step.loader_wait_s if trainer.grid.owns_loader else 0.0 for step in self.fed_steps]
-        spans_by_step = self.timer.seconds_by_step()
+        spans_by_step = self.timer.take_seconds()
         parts = [step_parts.split_into_parts(*step) for step in zip(spans_by_step, waits, strict=True)]
         work = report.add_work(gather_to_all(report.count_work(trainer, self.fed_steps)))
         spans_by_rank = gather_to_all(report.add_work(spans_by_step))

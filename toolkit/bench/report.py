@@ -27,8 +27,7 @@ from megatron_vl.training.trainer import Trainer
 
 from .options import BenchOptions, BenchRun
 
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
-WORK_PER_ROW = ("tokens", "loss_tokens", "patches")
+# --- Figures ------------------------------------------------------------------------------------------------
 
 
 def row_work(
@@ -54,22 +53,19 @@ def row_work(
     again = recompute_flops(spec, config.model, config.recompute, *lengths, is_decoupled, config.lora)
     # Forward and backward of a matrix that is trained are three products.
     experts = 3 * language_forward_flops(spec.language, documents, 0).mlp if spec.language.moe else 0.0
-    work = {
-        "rows": 1,
-        "samples": len(documents),
-        "images": images,
-        "tokens": sum(documents),
-        "loss_tokens": loss_tokens,
-        "patches": sum(frames),
-        "language flops": needed.language,
-        "tower flops": needed.vision,
-        "all-token flops": all_tokens.total,
-        "executed flops": (all_tokens if whole_head else needed).total + again.total,
-        "output layer flops": needed.language - no_head.language,
-        "experts flops": experts,
-        "decoder flops": no_head.language - experts,
+    work: Counter[str] = Counter(rows=1, samples=len(documents), images=images, patches=sum(frames))
+    work.update(tokens=sum(documents), loss_tokens=loss_tokens)
+    flops = {
+        "language": needed.language,
+        "tower": needed.vision,
+        "all-token": all_tokens.total,
+        "executed": (all_tokens if whole_head else needed).total + again.total,
+        "output layer": needed.language - no_head.language,
+        "experts": experts,
+        "decoder": no_head.language - experts,
     }
-    return Counter(work)  # type: ignore[arg-type]
+    work.update({f"{name} flops": count for name, count in flops.items()})  # type: ignore[dict-item]
+    return work
 
 
 def add_work(works: Iterable[Counter[str]]) -> Counter[str]:
@@ -98,7 +94,7 @@ def gather_to_all(local_object: Any) -> list[Any]:
 def speed_figures(work: Counter[str], step_seconds: list[float], machine: dict[str, Any]) -> dict[str, Any]:
     """The speed of timed steps, from the work of all ranks in them and the seconds of each. Without a known
     peak, MFU is null."""
-    total_seconds, num_ranks, peak = sum(step_seconds), machine["gpus"], machine["peak_tflops"]
+    seconds, num_ranks, peak = sum(step_seconds), machine["gpus"], machine["peak_tflops"]
     flops = {
         "mfu": work["language flops"] + work["tower flops"],
         "mfu_language": work["language flops"],
@@ -106,17 +102,18 @@ def speed_figures(work: Counter[str], step_seconds: list[float], machine: dict[s
         "mfu_all_tokens": work["all-token flops"],
         "hfu": work["executed flops"],
     }
-    tflops = {name: count / total_seconds / num_ranks / 1e12 for name, count in flops.items()}
+    tflops = {name: count / seconds / num_ranks / 1e12 for name, count in flops.items()}
+    per_row = ("tokens", "loss_tokens", "patches")
     return {
-        "step_s": total_seconds / len(step_seconds),
+        "step_s": seconds / len(step_seconds),
         "step_s_min": min(step_seconds),
         "step_s_max": max(step_seconds),
-        "tokens_per_s_per_gpu": work["tokens"] / total_seconds / num_ranks,
-        "images_per_s": work["images"] / total_seconds,
+        "tokens_per_s_per_gpu": work["tokens"] / seconds / num_ranks,
+        "images_per_s": work["images"] / seconds,
         "tflops_per_gpu": tflops["mfu"],
         **{name: reached / peak if peak else None for name, reached in tflops.items()},
         "work": {name: work[name] for name in ("rows", "samples", "images")}
-        | {f"{name}_per_row": work[name] / work["rows"] for name in WORK_PER_ROW},
+        | {f"{name}_per_row": work[name] / work["rows"] for name in per_row},
     }
 
 
@@ -148,23 +145,30 @@ def describe_model(config: TrainConfig, spec: ModelSpec) -> dict[str, Any]:
 def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
     """Machine, model, layout and config of a benchmark."""
     grid, config = trainer.grid, trainer.config
-    context = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "vpp": grid.vpp, "dp": grid.dp}
     experts = f" x ep {grid.sharding.ep} (etp {grid.sharding.etp})" if trainer.spec.language.moe else ""
-    experts += ", experts chosen evenly" if bench_run.options.even_routing else ""
-    recompute = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
-    recompute += ", inputs of layers in host memory" if config.recompute.offload_inputs else ""
-    layout_note = (
-        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp {grid.dp}{experts},"
-        f" {config.global_batch_size} rows of {config.data.seq_len} tokens per step, {config.dtype},"
-        f" {recompute}"
+    layout = (
+        " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "cp" or size > 1) + experts
     )
+    recompute = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
+    notes = [
+        layout,
+        "experts chosen evenly" if bench_run.options.even_routing else "",
+        f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step",
+        config.dtype,
+        recompute,
+        "inputs of layers in host memory" if config.recompute.offload_inputs else "",
+    ]
     return {
         "system": "megatron-vl",
         "machine": describe_machine(trainer.platform.name, config.log.peak_tflops),
         "model": describe_model(config, trainer.spec),
-        "notes": [layout_note],
+        "notes": [", ".join(filter(None, notes))],
         "config": dataclasses.asdict(config),
     }
+
+
+# --- The table ----------------------------------------------------------------------------------------------
 
 
 def finish_report(options: BenchOptions, figures: dict[str, Any]) -> None:
@@ -206,22 +210,24 @@ def _workload_lines(name: str, figures: dict[str, Any]) -> list[str]:
             f" {figures['mfu_vision']:.1%}; {figures['mfu_all_tokens']:.1%} with the output layer counted for"
             f" every token), HFU {figures['hfu']:.1%}, {figures['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
-    seconds, memory = (figures[f"step_s{kind}"] * 1e3 for kind in ("", "_min", "_max")), figures["memory"]
+    mean, least, most = (figures[f"step_s{kind}"] * 1e3 for kind in ("", "_min", "_max"))
+    memory = figures["memory"]
     lines = [
         f"  {name}: {figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {figures['images_per_s']:.1f} images/s,"
-        f" {speed_text}, {{:.0f}} ms per step ({{:.0f}} to {{:.0f}}), {memory['peak_gib']:.1f} GiB, loss"
-        f" {figures['loss']:.4f}".format(*seconds)
+        f" {speed_text}, {mean:.0f} ms per step ({least:.0f} to {most:.0f}), {memory['peak_gib']:.1f} GiB,"
+        f" loss {figures['loss']:.4f}"
     ]
-    memory_texts = [f"{part} {memory[f'{part}_gib']:.1f}" for part in MEMORY_PARTS if f"{part}_gib" in memory]
-    lines += ["    memory (GiB): " + ", ".join(memory_texts)] if memory_texts else []
+    parts = ("weights", "gradients", "optimizer", "activations")
+    texts = [f"{part} {memory[f'{part}_gib']:.1f}" for part in parts if f"{part}_gib" in memory]
+    lines += ["    memory (GiB): " + ", ".join(texts)] if texts else []
     return lines + (_parts_lines(figures) if "parts" in figures else [])
 
 
 def _parts_lines(figures: dict[str, Any]) -> list[str]:
     part_texts = [f"{part} {times['mean_s'] * 1e3:.1f}" for part, times in figures["parts"].items()]
+    reached = [f"{part} {tflops:.3g}" for part, tflops in figures["tflops_by_part"].items()]
     collectives = zip(figures["communication"].values(), ("total", "with nothing else running"), strict=False)
     collective_texts = [f"{times['mean_s'] * 1e3:.1f} ms {kind}" for times, kind in collectives]
-    reached = [f"{part} {tflops:.3g}" for part, tflops in figures["tflops_by_part"].items()]
     return [
         f"    ms per step, mean over ranks: {', '.join(part_texts)}",
         f"    collectives in one profiled step, including waiting: {', '.join(collective_texts)}",

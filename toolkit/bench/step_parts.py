@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -49,16 +48,12 @@ DECOUPLED_SPANS = {
 
 
 class PartTimer:
-    """Named spans of the steps of a rank, on the device's own clock. The constructor attaches it."""
+    """Named spans of the steps of a rank, on the device's own clock. It notes them while it is running."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.on_cuda = trainer.platform.name == "cuda"
+        self.on_cuda, self.is_running = trainer.platform.name == "cuda", False
         self.spans_by_step: list[list[tuple[str, Any, Any]]] = []
         self.open_spans: dict[str, Any] = {}
-        self.attached = ExitStack()
-        """Detaches the timer when it is closed."""
-
-        self._time_method(trainer.batches, "next_batch", "feed")
         for chunk in trainer.model_chunks:
             self._time_module(chunk.module, "chunk")
             for name, module in chunk.module.named_modules():
@@ -71,22 +66,28 @@ class PartTimer:
                     self._time_module(module, "experts")
         decoupled_tower = trainer.model_chunks[0].module.decoupled
         for method, name in DECOUPLED_SPANS.items() if decoupled_tower is not None else ():
-            self._time_method(decoupled_tower, method, name)
+            self.time_method(decoupled_tower, method, name)
         core_config = trainer.model_chunks[0].module.config
-        self._time_method(core_config, "finalize_model_grads_func", "gradient finalisation")
-        self._time_method(trainer.optimizer, "prepare_grads", "optimizer", ends=False)
-        self._time_method(trainer.optimizer, "step_with_ready_grads", "optimizer", begins=False)
+        self.time_method(core_config, "finalize_model_grads_func", "gradient finalisation")
+        self.time_method(trainer.optimizer, "prepare_grads", "optimizer", ends=False)
+        self.time_method(trainer.optimizer, "step_with_ready_grads", "optimizer", begins=False)
 
     def begin_step(self) -> None:
         """Begins a step on all ranks at once. Collective."""
         dist.barrier()
+        self.is_running = True
         self.spans_by_step.append([])
-        self.begin("step")
+        self._begin("step")
 
-    def begin(self, name: str) -> None:
-        self.open_spans[name] = self._timestamp()
+    def end_step(self) -> None:
+        self._end("step")
+        self.is_running = False
 
-    def end(self, name: str) -> None:
+    def _begin(self, name: str) -> None:
+        if self.is_running:
+            self.open_spans[name] = self._timestamp()
+
+    def _end(self, name: str) -> None:
         """Ends a span. One that was not begun is not counted."""
         if (start := self.open_spans.pop(name, None)) is not None:
             self.spans_by_step[-1].append((name, start, self._timestamp()))
@@ -98,25 +99,21 @@ class PartTimer:
         cuda_event.record()
         return cuda_event
 
-    def _time_method(
+    def time_method(
         self, owner: Any, method: str, name: str, *, begins: bool = True, ends: bool = True
     ) -> None:
         """Times the calls of a method of this instance, or only begins or ends a span there."""
-        function, own_function = getattr(owner, method), vars(owner).get(method)
+        function = getattr(owner, method)
 
         def timed_call(*args: Any, **keywords: Any) -> Any:
             if begins:
-                self.begin(name)
+                self._begin(name)
             result = function(*args, **keywords)
             if ends:
-                self.end(name)
+                self._end(name)
             return result
 
         setattr(owner, method, timed_call)
-        if own_function is None:
-            self.attached.callback(delattr, owner, method)  # which shows the method of the class again
-        else:
-            self.attached.callback(setattr, owner, method, own_function)
 
     def _time_module(self, module: nn.Module, name: str, last_gradient: nn.Parameter | None = None) -> None:
         """Times both passes of a module.
@@ -124,36 +121,37 @@ class PartTimer:
         The backward pass ends with the gradient of ``last_gradient``, the module's first parameter; without
         one, with that of its input, and that of a chunk with the whole backward pass.
         """
-        backward = f"{name} backward"
+        forward, backward = f"{name} forward", f"{name} backward"
 
         def begin_backward(_: Any) -> None:
-            if backward in self.open_spans:  # another output has begun it
+            if not self.is_running or backward in self.open_spans:  # another output has begun it
                 return
-            self.begin(backward)
+            self._begin(backward)
             if name == "chunk":
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(backward))
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward))
 
         def begin_forward(_module: Any, args: tuple[Any, ...]) -> None:
-            self.begin(f"{name} forward")
-            if name != "chunk" and last_gradient is None and args and args[0].requires_grad:
-                args[0].register_hook(lambda _: self.end(backward))
+            self._begin(forward)
+            ends_with_input = self.is_running and name != "chunk" and last_gradient is None
+            if ends_with_input and args and args[0].requires_grad:
+                args[0].register_hook(lambda _: self._end(backward))
 
         def end_forward(_module: Any, _args: Any, output: Any) -> None:
-            self.end(f"{name} forward")
+            self._end(forward)
             for tensor in output if isinstance(output, (list, tuple)) else [output]:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                if self.is_running and isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(begin_backward)
 
-        self.attached.callback(module.register_forward_pre_hook(begin_forward).remove)
-        self.attached.callback(module.register_forward_hook(end_forward).remove)
+        module.register_forward_pre_hook(begin_forward)
+        module.register_forward_hook(end_forward)
         if last_gradient is not None:
-            handle = last_gradient.register_post_accumulate_grad_hook(lambda _: self.end(backward))
-            self.attached.callback(handle.remove)
+            last_gradient.register_post_accumulate_grad_hook(lambda _: self._end(backward))
 
-    def seconds_by_step(self) -> list[Counter[str]]:
-        """The total time of each name in each step. The device must have finished."""
+    def take_seconds(self) -> list[Counter[str]]:
+        """The total time of each name in each step since the last call. The device must have finished."""
         step_seconds: list[Counter[str]] = []
-        for spans in self.spans_by_step:
+        steps, self.spans_by_step = self.spans_by_step, []
+        for spans in steps:
             step_seconds.append(Counter())
             for name, start, end in spans:
                 step_seconds[-1][name] += start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
