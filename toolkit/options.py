@@ -79,7 +79,7 @@ def parse_command_line[Options: CommandOptions](
         items = [item for item in shown_options(options_class) if not item.metadata.get("positional")]
         fields = [*field_types(), "config"] if options_class.run_fields else []
         known_names = [*(option_flag(item.name) for item in items), *(f"--{field}" for field in fields)]
-        command = program_name.removeprefix("megatron-vl ")
+        command = program_name.removeprefix("megatron-vl ").removeprefix("python -m toolkit.")
         parser.error(explain_unknown(name, [*known_names, "--help"], command))
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     parsed_options = options_class(**given)
@@ -111,14 +111,6 @@ def check_path(path: Path, is_model: bool) -> None:
         raise FileNotFoundError(f"{path} does not exist{advice if is_model else ''}") from None
     except OSError:
         pass  # the command itself reports what is wrong
-
-
-def require_exactly_one(options: CommandOptions, *option_names: str) -> None:
-    """Raises UsageError unless exactly one of these options is given."""
-    given_names = [name for name in option_names if getattr(options, name)]
-    if len(given_names) != 1:
-        option_flags = " or ".join(option_flag(name) for name in option_names)
-        raise UsageError(f"give {option_flags}" + (", not both" if given_names else ""))
 
 
 def to_command_line(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from megatron_vl.config.removed import REMOVED
 from megatron_vl.errors import UsageError, UserError
 from toolkit.cli import main, read_command_line
 from toolkit.commands import COMMANDS
-from toolkit.options import CommandOptions, option, parse_command_line, require_exactly_one, to_command_line
+from toolkit.options import CommandOptions, option, parse_command_line, to_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,12 +135,6 @@ def test_options_become_words_again():
     line = to_command_line(given, leave_out=("media",))
     assert line == ["--out-dir", "a b", "--keep-all", "--share", "0.25"]
     assert example(*line) == given
-
-
-def test_one_of_two_is_asked_for():
-    both = dataclasses.replace(example("--out-dir", "a"), media=[Path("x")], data=Path("y"))
-    with pytest.raises(UsageError, match="give --media or --data, not both"):
-        require_exactly_one(both, "media", "data")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
