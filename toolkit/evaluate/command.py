@@ -67,7 +67,7 @@ def print_table(result: Evaluation, report_path: Path) -> None:
     title = escape(f"{result.data}, {result.questions} questions")
     table = Table("", *result.checkpoints, title=title, title_justify="left")
     checkpoints = list(result.checkpoints.values())
-    for name in ("tensors", "logits"):
+    for name in ("tensors", "answers"):
         table.add_row(name, *(facts[name] for facts in checkpoints))
     for name in dict.fromkeys(name for facts in checkpoints for name in facts["metrics"]):
         table.add_row(escape(name), *(_format_metric(facts["metrics"].get(name)) for facts in checkpoints))

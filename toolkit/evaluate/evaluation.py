@@ -1,4 +1,4 @@
-"""Runs one evaluation: exports, tensors, VLMEvalKit, logits, scores."""
+"""Runs one evaluation: exports, tensors, VLMEvalKit, answers, scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import torch
 from huggingface_hub import constants
-from safetensors import safe_open
 
 from converters.compare import compare_weights
 from converters.convert import export_weights
@@ -79,7 +78,7 @@ def run_evaluation(
             show_line(f"{role}: reading {folder}")
             hf_dir = exported_folder(folder, options.original, options.out / role)
             facts = {"folder": str(hf_dir.resolve()), "sha256": folder_hash(hf_dir)}
-            result.checkpoints[role] = facts | {"tensors": "", "logits": "", "metrics": {}, "unanswered": 0}
+            result.checkpoints[role] = facts | {"tensors": "", "answers": "", "metrics": {}, "unanswered": 0}
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
     comparison = compare_weights(Path(original["folder"]), Path(converted["folder"]))
     differences = [f"tensor {difference.name}: {difference.how}" for difference in comparison.differences]
@@ -182,9 +181,8 @@ def _ask_and_score(
         if problem:
             result.problems.append(f"{role}: no score; {problem}")
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
-    logits_dirs = (work_dir / "results" / facts["model"] for facts in (original, converted))
-    original["logits"], differences = compare_logits(*logits_dirs)
-    converted["logits"] = f"{len(differences)} differ" if differences else "identical"
+    answers_dirs = (work_dir / "results" / facts["model"] for facts in (original, converted))
+    original["answers"], converted["answers"], differences = compare_answers(*answers_dirs)
     result.problems += differences + compare_scores(result.checkpoints)
 
 
@@ -294,34 +292,24 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
     return metrics, "" if metrics else f"VLMEvalKit stopped at {status.get('status')!r}"
 
 
-def compare_logits(original_dir: Path, converted_dir: Path) -> tuple[str, list[str]]:
-    """Compares inputs and logits of some prompts, made by each folder's own processor and model, bit for bit.
+def compare_answers(original_dir: Path, converted_dir: Path) -> tuple[str, str, list[str]]:
+    """Compares the answers to each prompt, whose text is that of the folder's own processor.
 
     Args:
         original_dir, converted_dir: what :mod:`vlmevalkit_adapter` wrote for each.
 
     Returns:
-        What was compared, and one line for each prompt that differs.
+        The number of answers and of those that differ, in words, and one line for each that differs.
     """
-    names = sorted(path.name for path in original_dir.glob("logits_*"))
-    if not names or names != sorted(path.name for path in converted_dir.glob("logits_*")):
-        return f"{len(names)} prompts", ["logits: original and converted were not asked the same prompts"]
-    differences = []
-    num_tokens = 0
-    for number, name in enumerate(names, 1):
-        files = [safe_open(folder / name, "pt") for folder in (original_dir, converted_dir)]
-        expected, found = (json.loads(file.metadata()["digests"]) for file in files)
-        num_tokens += expected["tokens"]
-        different = sorted(key for key in expected | found if expected.get(key) != found.get(key))
-        if different == ["logits"]:
-            expected_last, found_last = (file.get_tensor("last") for file in files)
-            largest = float((expected_last - found_last).abs().max())
-            differences.append(
-                f"logits of prompt {number} differ, those of the last token by at most {largest:.3g}"
-            )
-        elif different:  # other inputs give other logits
-            differences.append(f"prompt {number}: the processors give different {', '.join(different)}")
-    return f"{len(names)} prompts, {num_tokens} tokens", differences
+    expected, found = (
+        {line["key"]: (line["answer"], line["thinking"]) for line in read_answers(folder)}
+        for folder in (original_dir, converted_dir)
+    )
+    problems = []
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            problems.append(f"answer to prompt {key}: {expected.get(key)} and {found.get(key)}")
+    return str(len(expected)), f"{len(problems)} differ" if problems else "identical", problems
 
 
 def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:

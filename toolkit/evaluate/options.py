@@ -13,7 +13,7 @@ from toolkit.options import CommandOptions, option
 class EvaluateOptions(CommandOptions):
     """Compare a converted checkpoint with its original, and score both, and a trained one, with VLMEvalKit.
 
-    Tensors and the logits of some prompts are compared bit for bit; scores are shown side by side. Nothing is
+    Tensors are compared bit for bit, and all answers; scores are shown side by side. Nothing is
     downloaded. Exit code 1 if something differs or a score is missing, 2 if the arguments are invalid.
     """
 
