@@ -11,15 +11,17 @@ import dataclasses
 import functools
 import os
 import sys
+from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from typing import TYPE_CHECKING, Any
 
 from megatron_vl.config.fields import RunConfigError, TrainConfig, describe_type, field_types, section_names
 from megatron_vl.config.removed import explain_unknown
 from megatron_vl.config.run_file import read_run_file
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 PROGRAM_NAME = "python -m megatron_vl.train"
 
@@ -36,6 +38,9 @@ def build_parser(help_texts: bool = True) -> ArgumentParser:
         help_texts: whether a field's docstring is its help. Finding them in the source takes five times as
             long as all the rest, and every rank of a run builds a parser.
     """
+    # Imported late, because commands without fields of a run start without it.
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
     # This is off by default. Without it the docstrings below the fields do not reach --help.
     set_parsing_settings(docstring_parse_attribute_docstrings=help_texts)
     parser = ArgumentParser(

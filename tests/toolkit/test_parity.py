@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_fails_and_its_layer_is_named(forked_groups, tiny_c
 
 def test_layouts_are_read_as_written():
     layout = parse_layout("tp2pp2vpp2sp:layers=0-2-1-1")
-    assert (layout.tp, layout.pp, layout.vpp, layout.dp, layout.layers) == (2, 2, 2, 1, (0, 2, 1, 1))
+    assert (layout.tp, layout.pp, layout.vpp, layout.dp, layout.layers) == (2, 2, 2, 1, [0, 2, 1, 1])
     assert layout.sequence_parallel and (layout.world_size, layout.row_multiple) == (4, 2)
     assert [each.world_size for each in parse_layouts("1, tp2,dp2pp2")] == [1, 2, 4]
     assert (parse_layout("ep4").dp, parse_layout("tp2ep4etp1").dp, parse_layout("dp8ep2etp2").dp) == (4, 2, 8)

@@ -24,6 +24,7 @@ from megatron_vl.planning.memory import count_parameters, trained_text
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
+from toolkit.layouts import layout_sizes_text
 
 from .options import BenchOptions, BenchRun
 
@@ -145,14 +146,11 @@ def describe_model(config: TrainConfig, spec: ModelSpec) -> dict[str, Any]:
 def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
     """Machine, model, layout and config of a benchmark."""
     grid, config = trainer.grid, trainer.config
-    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "vpp": grid.vpp, "dp": grid.dp}
-    experts = f" x ep {grid.sharding.ep} (etp {grid.sharding.etp})" if trainer.spec.language.moe else ""
-    layout = (
-        " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "cp" or size > 1) + experts
-    )
+    sizes = {name: getattr(grid, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
+    sizes |= {"ep": grid.sharding.ep, "etp": grid.sharding.etp}
     recompute = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
     notes = [
-        layout,
+        layout_sizes_text(sizes),
         "experts chosen evenly" if bench_run.options.even_routing else "",
         f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step",
         config.dtype,
