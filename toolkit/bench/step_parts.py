@@ -198,20 +198,17 @@ def tflops_by_part(spans: Counter[str], work: Counter[str]) -> dict[str, float]:
         spans: seconds of all ranks and steps.
         work: FLOPs of the same steps, by part.
     """
-    seconds = {
-        name: spans[f"{name} forward"] + spans[f"{name} backward"] for name in ("experts", "output layer")
-    }
-    seconds["tower"] = sum(
-        spans[f"{name} {way}"] for name in ("vision", "tower") for way in ("forward", "backward")
-    )
-    chunks = (
-        spans["chunk forward"] + spans["chunk backward"] - spans["vision forward"] - spans["vision backward"]
-    )
-    seconds["decoder"] = chunks - seconds["experts"] - seconds["output layer"]
+
+    def both(name: str) -> float:
+        return spans[f"{name} forward"] + spans[f"{name} backward"]
+
+    seconds = {"tower": both("vision") + both("tower"), "decoder": both("chunk") - both("vision")}
+    seconds |= {name: both(name) for name in ("experts", "output layer")}
+    seconds["decoder"] -= both("experts") + both("output layer")
     return {
-        name: work[f"{name} flops"] / seconds[name] / 1e12
-        for name in ("tower", "decoder", "experts", "output layer")
-        if work[f"{name} flops"] and seconds[name] > 0
+        name: work[f"{name} flops"] / part_seconds / 1e12
+        for name, part_seconds in seconds.items()
+        if work[f"{name} flops"] and part_seconds > 0
     }
 
 
