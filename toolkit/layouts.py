@@ -68,7 +68,7 @@ def parse_layout(layout_text: str) -> LayoutSpec:
         if part_names.count(name) > 1:
             raise LayoutTextError(f"layout {layout_text!r} names {name} twice")
 
-    parallel_sizes = {name: int(number) for name, number in layout_parts if number}
+    parallel_sizes: dict[str, Any] = {name: int(number) for name, number in layout_parts if number}
 
     tensor_parallel_size = parallel_sizes.get("tp", 1)
     stage_ranks = tensor_parallel_size * parallel_sizes.get("cp", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
 from megatron_vl.errors import UsageError
@@ -88,7 +88,7 @@ class BenchRun:
 
 
 def parse_bench_options(
-    argv: list[str], program_name: str = "python -m toolkit.bench", **hidden_options: int
+    argv: list[str], program_name: str = "python -m toolkit.bench", **hidden_options: Any
 ) -> BenchRun:
     """Reads and checks the options of one benchmark and the fields of its run.
 

@@ -65,7 +65,7 @@ def row_work(
         "experts": experts,
         "decoder": no_head.language - experts,
     }
-    work.update({f"{name} flops": count for name, count in flops.items()})  # type: ignore[dict-item]
+    work.update({f"{name} flops": count for name, count in flops.items()})
     return work
 
 

@@ -154,13 +154,14 @@ class PartTimer:
         for spans in steps:
             step_seconds.append(Counter())
             for name, start, end in spans:
-                step_seconds[-1][name] += start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+                seconds = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+                step_seconds[-1][name] += seconds
         return step_seconds
 
 
 def split_into_parts(spans: Counter[str], data_wait: float) -> list[float]:
     """The seconds of each of ``STEP_PARTS`` in one step of one rank. They add up to the step."""
-    parts = {name: spans[name] for name in STEP_PARTS}
+    parts: dict[str, float] = {name: spans[name] for name in STEP_PARTS}
     parts["data wait"] = min(data_wait, parts["feed"])
     parts["feed"] -= parts["data wait"]
     # A tower inside a chunk is part of the chunk's span; a tower on every rank is not.
