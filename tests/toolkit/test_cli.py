@@ -31,7 +31,6 @@ WRONG = [
     "verify . nowhere",
     "checkpoint show nowhere",
     "checkpoint verify nowhere",
-    "bench --model.hf nowhere --nproc-per-node 8",
     "generate --checkpoint nowhere --prompt Hello",
     "generate --checkpoint . --prompt Hello --image nowhere.jpg",
     f"bench --model.hf {HF} --nproc-per-node 1 --data.path nowhere",
