@@ -114,6 +114,7 @@ REMOVED = {
     "parity --json": TEXT_ONLY,
     "parity --platform": "a GPU is used if there is one; without it, CUDA_VISIBLE_DEVICES= takes the CPU",
     "parity --reference-device": "transformers runs on a GPU that holds it, else on CPU",
+    "parity --steps": "one forward and backward pass is compared; tests compare trainings",
     "plan --calibration": RATES,
     "split --json": TEXT_ONLY,
     "split --workers": THREADS,

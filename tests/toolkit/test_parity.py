@@ -89,11 +89,6 @@ def test_modules_trained_whole_agree_with_peft(monkeypatch: pytest.MonkeyPatch, 
         assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
 
 
-def test_adapters_are_compared_in_one_pass(capsys):
-    assert main(["parity", "--hf", "qwen3_vl", "--layouts", "1", "--lora", "4", "--steps", "2"]) == 2
-    assert "--lora compares one forward and backward pass" in capsys.readouterr().err
-
-
 @pytest.mark.full
 @pytest.mark.ranks
 def test_a_damaged_checkpoint_fails_and_its_layer_is_named(forked_groups, tiny_checkpoint, tmp_path: Path):

@@ -32,26 +32,23 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
     for heading in ("layout", "loss", "transformers", "errors", ""):
         table.add_column(heading, overflow="fold")
     for layout_text, result in parity_report["layouts"].items():
-        last_step = result.get("steps", [{}])[-1]
-        losses = [f"{last_step[name]:.6f}" if name in last_step else "" for name in ("loss", "reference")]
+        [step] = result.get("steps", [{}])
+        losses = [f"{step[name]:.6f}" if name in step else "" for name in ("loss", "reference")]
         verdict = "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
         table.add_row(layout_text, *losses, _errors_text(result), verdict)
     console.print(table)
     for layout_text, result in parity_report["layouts"].items():
-        departures = [step["departs"] for step in result.get("steps", []) if step.get("departs")]
         if "error" in result:
             console.print(f"[bold red]{layout_text}:[/] {result['error']}")
-        elif departures:
-            console.print(f"[bold red]{layout_text}: {departures[0]} departs first[/]")
+        elif departure := result["steps"][0]["departs"]:
+            console.print(f"[bold red]{layout_text}: {departure} departs first[/]")
 
 
 def _errors_text(result: dict[str, Any]) -> str:
-    """The largest errors of a layout: of a pass, or of the state after a training."""
-    if "state" in result:
-        return ", ".join(f"{kind} {error:.0e} ({name})" for kind, (name, error) in result["state"].items())
+    """The largest errors of a layout."""
     if "error" in result:
         return ""
-    step = result["steps"][-1]
+    [step] = result["steps"]
     worst_output = max(step["activations"], key=step["activations"].__getitem__)
     worst_gradient = next(iter(step["worst"]))
     return (

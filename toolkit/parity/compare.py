@@ -104,7 +104,6 @@ def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path, device:
         out=str(reference_dir),
         dtype=options.dtype,
         device=device,
-        steps=options.steps,
         lora_rank=options.lora,
         conversations=str(work_dir / "conversations.json"),
     )
@@ -165,18 +164,16 @@ def _case_fields(
     # All layouts get rows of one length, which each of them must be able to split.
     length_multiple = math.lcm(64, *(layout.tp * layout.cp for layout in options.layout_specs))
     step_rows = [[f"sample:{i}" for i in range(*row)] for row in itertools.pairwise(bounds)]
-    trains = options.steps > 0
     case_fields: dict[str, Any] = {
         "hf": str(hf_dir),
         "weights": str(weights_dir),
-        "steps": [step_rows] * max(options.steps, 1),
+        "steps": [step_rows],
         "seq_len": -(-longest_row // length_multiple) * length_multiple,
         "dtype": options.dtype,
-        "train": trains,
         "samples": str(work_dir / "conversations.json"),
         "reference": str(work_dir / "reference"),
-        "activations": not trains,
-        "optimizer": trains,
+        "activations": True,
+        "optimizer": False,
         # The fused kernels do not support float32.
         "attention": "reference" if options.dtype == "float32" else "auto",
     }

@@ -14,8 +14,7 @@ from toolkit.options import CommandOptions, option
 MEMORY_NOTES = """
 Memory. transformers runs first and alone, in float32, on a GPU that holds it and otherwise on CPU. It needs
 8 bytes per parameter for weights and gradients, and activations without recomputation. Then each rank of a
-layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own; --steps adds AdamW's state, 8
-or 12 bytes. A 7B model needs 66 GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go
+layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own. A 7B model needs 66 GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go
 through files in the temporary folder (TMPDIR), at most 8 bytes per parameter.
 """
 
@@ -43,9 +42,6 @@ class ParityOptions(CommandOptions):
     from float32 at most 1.5 times as far as transformers in bfloat16; use it on GPUs. (On CPU,
     Megatron-core rounds RoPE's factors to bfloat16, and transformers does not. torch's LayerNorm sums its
     gradients in bfloat16 there, here over all pictures of a row.)"""
-    steps: int = option(0, metavar="N", minimum=1)
-    """Compare N optimizer steps instead (float32 only): losses, gradient norms, final weights and Adam's
-    moments."""
     lora: int = option(0, metavar="RANK", minimum=1)
     """Give every matrix a random LoRA adapter of this rank, made by peft, and compare the gradients of the
     adapters instead."""
@@ -64,11 +60,5 @@ class ParityOptions(CommandOptions):
             parse_layouts(self.layouts)
         except LayoutTextError as error:
             raise UsageError(f"--layouts: {error}") from error
-        if self.steps and self.dtype != "float32":
-            raise UserError(
-                f"--steps {self.steps}: only float32 can be compared over steps; leave --dtype at float32"
-            )
-        if self.lora and self.steps:
-            raise UsageError("--lora compares one forward and backward pass; leave out --steps")
         if self.family and self.checkpoint:
             raise UserError("--checkpoint needs a folder as --hf: a family gets weights of its own")
