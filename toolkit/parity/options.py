@@ -14,8 +14,9 @@ from toolkit.options import CommandOptions, option
 MEMORY_NOTES = """
 Memory. transformers runs first and alone, in float32, on a GPU that holds it and otherwise on CPU. It needs
 8 bytes per parameter for weights and gradients, and activations without recomputation. Then each rank of a
-layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own. A 7B model needs 66 GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go
-through files in the temporary folder (TMPDIR), at most 8 bytes per parameter.
+layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own. A 7B model needs 66 GiB for
+transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go through files in the temporary folder
+(TMPDIR), at most 8 bytes per parameter.
 """
 
 
