@@ -18,20 +18,20 @@ ATTENTION = "set model.attention: auto takes the fastest kernels, reference none
 RATES = "times are predicted with the rates of the package, measured on H200"
 DRY_RUN = "`megatron-vl train --dry-run --config RUN.yaml` makes every check of a start"
 EXPORTED = "give the run or the adapters as --trained; they are exported first"
-TEXT_ONLY = "the result is text, and the exit code says whether all is well"
+TEXT_ONLY = "the result is printed as text, and the exit code tells success"
 THREADS = "one thread a core is used, at most 8"
 CONSTANT_STEPS = "2 steps warm up, and the parts of 2 more are timed"
 DEMO = "the demo has 4 ranks, TP2 x PP2"
 PIXELS = "the checkpoint's image and video processors decide, as in the released evaluation"
 
-EPOCHS = "set steps: one pass over the data takes samples / (samples a row x global_batch_size) of them"
-MICRO_BATCH = "set data.seq_len and global_batch_size: a micro-batch is one row of packed samples"
-BATCH = "set global_batch_size: rows of a step over all ranks"
+EPOCHS = "set steps; one pass over the data takes samples / (samples in a row x global_batch_size) of them"
+MICRO_BATCH = "set data.seq_len and global_batch_size; a micro-batch is one row of packed samples"
+BATCH = "set global_batch_size, the rows of a step over all ranks"
 ZERO = "set parallel.distributed_optimizer (ZeRO-1), parallel.tp and parallel.pp"
 RATE = "set optimizer.lr"
 FOLDER = "set checkpoint.dir"
 MODEL = "set model.hf"
-DATA = "set data.path: a folder written by `megatron-vl data convert`"
+DATA = "set data.path, a folder written by `megatron-vl data convert`"
 LENGTH = "set data.seq_len"
 RECOMPUTE = "set recompute.language and recompute.vision"
 
@@ -93,7 +93,7 @@ REMOVED = {
     "doctor --world-size": DRY_RUN,
     "evaluate --adapter": EXPORTED,
     "evaluate --dtype": "all models have the data type of the original",
-    "evaluate --judge-base-url": "write it behind the judge: --judge NAME@http://localhost:8000/v1",
+    "evaluate --judge-base-url": "write it after the judge's name, as in --judge NAME@http://localhost:8000/v1",
     "evaluate --json": "read report.json in --out",
     "evaluate --lmu-data": "set the variable LMUData, or give the path of a table",
     "evaluate --max-pixels": PIXELS,
@@ -104,7 +104,7 @@ REMOVED = {
     "export --json": TEXT_ONLY,
     "export --workers": THREADS,
     "generate --data": "give --data.path and --out",
-    "generate --samples": "all samples of the split are answered; stop it when there are enough",
+    "generate --samples": "all samples of the split are answered; the file grows line by line, so stop it at any time",
     "generate --show-thinking": "what the model thinks goes to standard error, its answer to standard output",
     "generate --split": "give --eval.split",
     "merge --json": TEXT_ONLY,
