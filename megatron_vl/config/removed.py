@@ -104,7 +104,7 @@ REMOVED = {
     "export --json": TEXT_ONLY,
     "export --workers": THREADS,
     "generate --data": "give --data.path and --out",
-    "generate --samples": "all samples of the split are answered; the file grows line by line, so stop it at any time",
+    "generate --samples": "all samples are answered, line by line; stop it when there are enough",
     "generate --show-thinking": "what the model thinks goes to standard error, its answer to standard output",
     "generate --split": "give --eval.split",
     "merge --json": TEXT_ONLY,
