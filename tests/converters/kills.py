@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_vl.weights import tensor_files
 from toolkit.cli import main
+from toolkit.weights import command as weights_command
 
 from .helpers import assert_same_folder
 
@@ -56,6 +57,7 @@ def attempt(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         count_operations(kill_before, log.with_suffix(".count"))
+        weights_command._print_report = print_counts
         code = main([*words, "--out", str(out)])
         sys.stdout.flush()
         os._exit(code)
@@ -64,6 +66,11 @@ def attempt(
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     return None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+
+
+def print_counts(report: Any, _: Path | None) -> None:
+    names = ("kept_files", "kept_tensors", "files", "tensors")
+    print(json.dumps({name: getattr(report, name) for name in names}))
 
 
 def count_operations(kill_before: int, report: Path) -> None:
