@@ -41,7 +41,6 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.bench.command import ALLOCATOR_VARIABLES
 from toolkit.bench.options import BenchRun, parse_bench_options
 from toolkit.launch import REPOSITORY_ROOT
-from toolkit.platform_choice import choose_platform
 
 TIMED_ROWS, TIMED_STEPS = 4, 8
 """Rows in a timed step, and timed steps."""
@@ -268,12 +267,12 @@ def timed_part(name: str, seconds: dict[str, float]) -> Iterator[None]:
 def bench_run_of(args: argparse.Namespace, platform_name: str) -> BenchRun:
     """The benchmark of the card. Its spec is the card's model."""
     dtype = "bfloat16" if platform_name == "cuda" else "float32"
-    words = f"--rows images --warm-up 3 --timed {TIMED_STEPS} --part-steps 0 --platform {platform_name}"
+    words = f"--data.path synthetic:images --timed {TIMED_STEPS} --platform {platform_name}"
     words += f" --dtype {dtype} --data.seq_len {args.seq_len} --global_batch_size {TIMED_ROWS}"
     words += f" --language-layers {args.language_layers} --vision-layers {args.vision_layers}"
     if read_spec(args.hf).language.moe is not None:
         words += " --even-routing"  # as predictions are
-    return parse_bench_options(["--hf", args.hf, *words.split()])
+    return parse_bench_options(["--model.hf", args.hf, *words.split()], warm_up=3, part_steps=0)
 
 
 def describe_machine(run: BenchRun) -> dict[str, Any]:
@@ -304,10 +303,12 @@ def describe_machine(run: BenchRun) -> dict[str, Any]:
 
 def make_card(args: argparse.Namespace) -> dict[str, Any]:
     """Measures everything. Times are in seconds, memory is in GiB, losses are in nats a token."""
+    import torch
+
     from megatron_vl.parallel.process_grid import end_distributed
     from toolkit.bench.measure import measure_benchmark
 
-    platform_name, seconds = choose_platform(args.platform), {}
+    platform_name, seconds = "cuda" if torch.cuda.is_available() else "cpu", {}
     run = bench_run_of(args, platform_name)
     with timed_part("the benchmark", seconds):
         figures = measure_benchmark(run)
@@ -341,7 +342,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seq-len", type=int, default=8192, help="tokens of the timed rows")
     parser.add_argument("--steps", type=int, default=300, help="steps of each training")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate of the trainings")
-    parser.add_argument("--platform", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
     os.environ.update({**ALLOCATOR_VARIABLES, **os.environ})  # before torch is imported

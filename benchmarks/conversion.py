@@ -130,7 +130,7 @@ def load_rank(checkpoint: Path, verify: bool) -> None:
         reader.read_shard(name, 0, Sharding(tp=2, ep=ep))
 
 
-def benchmark(root: Path, released: ModelSpec, gigabytes: float, workers: int) -> dict[str, Any]:
+def benchmark(root: Path, released: ModelSpec, gigabytes: float) -> dict[str, Any]:
     print(f"writing {gigabytes:g} GB to {root}", file=sys.stderr, flush=True)
     spec = write_hf(root / "hf", released, gigabytes)
     layout = EXPERTS if spec.language.moe else DENSE
@@ -140,7 +140,7 @@ def benchmark(root: Path, released: ModelSpec, gigabytes: float, workers: int) -
     copy = ["cp", "-r", paths["hf"], paths["copy"]]
 
     def command(name: str, *words: str, out: str) -> list[str]:
-        return [sys.executable, "-m", "toolkit", name, *words, "--out", out, "--workers", str(workers)]
+        return [sys.executable, "-m", "toolkit", name, *words, "--out", out]
 
     from_hf, from_shards = ["--hf", paths["hf"]], ["--checkpoint", paths["shards"]]
     from_full = ["--checkpoint", paths["full"]]
@@ -180,7 +180,6 @@ def benchmark(root: Path, released: ModelSpec, gigabytes: float, workers: int) -
     return {
         "bytes": size,
         "layers": spec.language.num_layers,
-        "workers": workers,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -198,8 +197,8 @@ def table(report: dict[str, Any]) -> str:
     size = report["bytes"]
     lines = [
         (
-            f"{size / 1e9:.2f} GB bf16, {report['layers']} decoder layers, {report['workers']} workers "
-            f"on {report['cores']} cores, Python {report['python']}, torch {report['torch']}"
+            f"{size / 1e9:.2f} GB bf16, {report['layers']} decoder layers, {report['cores']} cores, "
+            f" Python {report['python']}, torch {report['torch']}"
         ),
         f"{'':<48}{'s':>8}{'MB/s':>8}{'cp s':>8}{'x cp':>7}{'RssAnon MiB':>13}",
     ]
@@ -225,14 +224,11 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, help="folder with room for 4 times the size (default: the temporary folder)"
     )
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one per core)"
-    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        report = benchmark(Path(folder), read_spec(args.config), args.gb, args.workers)
+        report = benchmark(Path(folder), read_spec(args.config), args.gb)
 
     print(table(report))
     if args.json:

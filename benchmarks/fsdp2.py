@@ -1,6 +1,6 @@
 """Times the Hugging Face model under FSDP2, or LoRA by PEFT, on the random rows of ``megatron-vl bench``.
 
-    torchrun --nproc-per-node 8 -m benchmarks.fsdp2 --hf HF_DIR --data.seq_len 8192 \\
+    torchrun --nproc-per-node 8 -m benchmarks.fsdp2 --model.hf HF_DIR --data.seq_len 8192 \\
         --global_batch_size 32 --ours bench.json --out fsdp2.json
 
 It takes the options of ``bench`` that concern random rows. ``--gradient-sync last`` reduces gradients only
@@ -251,7 +251,7 @@ def build_with_adapters(options: BenchRun, spec: ModelSpec, device: torch.device
 
     lora = options.config.lora
     if dist.get_world_size() > 1:
-        raise UsageError("lora is timed on one GPU here: leave out --gpus, or start one process")
+        raise UsageError("lora is timed on one GPU here: start one process")
     target_names = []
     for adapter in fused_adapters(spec, lora).values():
         if adapter.kind == "experts":
@@ -368,7 +368,7 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
     given, words = own.parse_known_args(argv)
     options = parse_bench_options(words, "python -m benchmarks.fsdp2")
     if "data" in options.workloads or options.options.even_routing:
-        raise UsageError("only random rows are timed here: leave out --data and --even-routing")
+        raise UsageError("only random rows are timed here: leave out --data.path and --even-routing")
     return options, given
 
 

@@ -1,6 +1,6 @@
 """One rank's share of a run, alone on one GPU: its memory and its time without messages, beside the estimate.
 
-    python benchmarks/rank_alone.py --ranks 8 --hf HF --data.seq_len 262144 --parallel.cp 8 [fields of a run]
+    python benchmarks/rank_alone.py --ranks 8 --model.hf HF --data.seq_len 262144 --parallel.cp 8 ...
 
 The process is rank 0 of ``--ranks`` in torch's fake process group, and runs the trainer as ``megatron-vl
 bench`` does. It owns the loader, and its tensors have the sizes that they have in the whole run. A message
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the whole run")
     arguments, words = parser.parse_known_args(argv)
-    bench_run = parse_bench_options([*words, "--part-steps", "0"])
+    bench_run = parse_bench_options(words, part_steps=0)
     platform = get_platform(bench_run.config.platform)
     join_fake_group(arguments.ranks)
 

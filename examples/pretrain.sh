@@ -3,9 +3,8 @@
 #
 #   GPUS         processes on this node (default: one per GPU; required on a node without GPUs)
 #   NNODES       number of nodes (default 1; the YAML's first line says how many GPUs it needs)
-#   MASTER_ADDR  host name of one of the nodes, the same on all; required for several nodes
-#   MASTER_PORT  a free port on that host (default 29500)
-#   JOB_ID       any word that distinguishes this training from others on the same nodes (default megatron-vl)
+#   MASTER_ADDR  host name of one of the nodes, the same on all; required for several nodes. HOST:PORT for another
+#                port than 29500, which distinguishes this training from others on the same nodes
 #
 # On SIGTERM or SIGUSR1 to this process, the ranks finish the current step, save and end with exit code 0.
 set -euo pipefail
@@ -20,6 +19,4 @@ group=()
 [ -z "${GPUS:-}" ] || group+=(--nproc-per-node "$GPUS")
 [ -z "${NNODES:-}" ] || group+=(--nnodes "$NNODES")
 [ -z "${MASTER_ADDR:-}" ] || group+=(--master-addr "$MASTER_ADDR")
-[ -z "${MASTER_PORT:-}" ] || group+=(--master-port "$MASTER_PORT")
-[ -z "${JOB_ID:-}" ] || group+=(--job-id "$JOB_ID")
 exec megatron-vl train --config "$config" "${group[@]}" "$@"

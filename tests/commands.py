@@ -43,7 +43,7 @@ def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
         return "", None
     try:
         name, rest = find_command(words[1:])
-        options = read_command_line(name, from_root(rest))[1]
+        options = read_command_line(name, from_root(rest))
         if isinstance(options, BenchOptions):
             resolve_bench_run(options)
         elif options.run_fields and options.fields:
@@ -60,7 +60,7 @@ def trainer_config(line: str) -> tuple[TrainConfig, int] | None:
     if "--help" in words:
         return None
     if words[:2] == ["megatron-vl", "train"]:
-        options = read_command_line("train", from_root(words[2:]))[1]
+        options = read_command_line("train", from_root(words[2:]))
         assert isinstance(options, TrainOptions)
         return parse_config(options.fields), (options.nproc_per_node or 8) * (options.nnodes or 1)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1

@@ -90,9 +90,8 @@ def scripts(
         "pretrain.sh": (list(map(str, options)), {"GPUS": str(RANKS), "NNODES": "1"}),
     }
     if table is not None:
-        quick = ["--lmu-data", str(table.parent), "--processes", "1", "--limit", "4"]
-        quick += ["--dtype", "float32", "--max-new-tokens", "1"]
-        given["evaluate.sh"] = (quick, paths | {"DATA": table.stem, "OUT": work / "evaluation"})
+        quick = ["--limit", "4", "--max-new-tokens", "1"]
+        given["evaluate.sh"] = (quick, paths | {"DATA": table, "OUT": work / "evaluation"})
 
     return given
 

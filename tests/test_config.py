@@ -23,8 +23,8 @@ from megatron_vl.config import (
     parse_or_exit,
     validate_config,
 )
-from megatron_vl.config.options import is_in_range
-from megatron_vl.config.removed import REMOVED_FIELDS
+from megatron_vl.config.options import valid_range
+from megatron_vl.config.removed import REMOVED
 
 
 def test_yaml_and_overrides(tmp_path):
@@ -72,10 +72,10 @@ def test_help_explains_every_field(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optimizer.lrx", "3"], r"'optimizer.lrx' is unknown; did you mean optimizer.lr"),
+        (["--optimizer.lrx", "3"], r"optimizer.lrx is unknown; did you mean optimizer.lr"),
         (["--optimizer.offload_fraction", "most"], r"expected a number or 'auto', got most"),
-        (["--step", "3"], r"'step' is unknown; did you mean steps"),  # no abbreviations
-        (["--stepz", "3"], r"'stepz' is unknown; did you mean steps"),
+        (["--step", "3"], r"^step is unknown; did you mean steps"),  # no abbreviations
+        (["--stepz", "3"], r"^stepz is unknown; did you mean steps"),
         (
             ["--optimizer.schedule", "linear"],
             r"field 'optimizer.schedule': expected one of 'cosine', 'constant', got linear$",
@@ -93,10 +93,9 @@ def test_help_explains_every_field(capsys):
         (["--model.attention", "flash"], r"model.attention.*'reference'"),
         (["--optimizer.lr", "nan"], r"optimizer.lr.*nan"),
         (["--config", "no_such.yaml"], r"no_such.yaml"),
-        (["--confg", "run.yaml"], r"'confg' is unknown; did you mean config"),
-        (["run.yaml"], r"unrecognized argument: run.yaml; did you mean --config run.yaml\?$"),
+        (["--confg", "run.yaml"], r"^confg is unknown; did you mean config"),
+        (["run.yaml"], r"^unexpected word run.yaml; did you mean --config run.yaml\?$"),
         (["--model.freeze_vision"], r"--model.freeze_vision needs a value after it.*true or false"),
-        (["--recompute.language_modules", "mlp"], r"expected a list of words such as \[one,two\], got mlp$"),
     ],
 )
 def test_unknown_or_ill_typed(arguments, message):
@@ -104,36 +103,35 @@ def test_unknown_or_ill_typed(arguments, message):
         parse_config(arguments)
 
 
-@pytest.mark.parametrize("words", [["--parallel.layers", "3,1"], ["--parallel.layers=3,1"]])
-def test_a_split_is_written_with_and_without_brackets(words):
-    """``split --layers 3,1`` takes it so, too."""
+@pytest.mark.parametrize("words", [["--parallel.layers", "3,1"], ["--parallel.layers=[3,1]"]])
+def test_a_list_is_written_with_and_without_brackets(words: list[str], tmp_path: Path) -> None:
     assert parse_config(words).parallel.layers == [3, 1]
-    assert parse_config(["--parallel.layers", "[3,1]"]).parallel.layers == [3, 1]
+    assert parse_config(["--recompute.language_modules", "mlp"]).recompute.language_modules == ["mlp"]
+    run = tmp_path / "run.yaml"
+    run.write_text("parallel: {layers: '3,1'}\nprofile: {steps: 5,7}\n".replace("5,7", "[5, 7]"))
+    parsed = parse_config(["--config", str(run)])
+    assert (parsed.parallel.layers, parsed.profile.steps) == ([3, 1], [5, 7])
 
 
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("steps: 3\noptimizer:\n  offload: true", 3, r"field 'optimizer.offload' is unknown; did you mean"),
-        ("optimizer: {lrr: 3}", 1, r"field 'optimizer\.lrr' is unknown; did you mean optimizer.lr"),
-        ("seed: 3\noptimiser:\n  lr: 3", 2, r"field 'optimiser.lr' is unknown; did you mean"),
+        ("steps: 3\noptimizer:\n  offload: true", 3, r"optimizer.offload is unknown; did you mean"),
+        ("optimizer: {lrr: 3}", 1, r"optimizer\.lrr is unknown; did you mean optimizer.lr"),
+        ("seed: 3\noptimiser:\n  lr: 3", 3, r"optimiser.lr is unknown; did you mean"),
         ("seed: 3\nsteps: five", 2, r"field 'steps': expected a whole number, got five$"),
         (
             "parallel:\n  tp: 2\n  layers: [1, x]",
             3,
             r"field 'parallel.layers': expected a list of whole numbers such as \[8,20\]",
         ),
-        ("seed: 3\nparallel: 2", 2, r"'parallel' is a section"),
-        ("seed: 3\nparallel:\n# tp: 2\n", 2, r"'parallel' is a section"),
+        ("seed: 3\nparallel: 2", 2, r"field 'parallel' is a section"),
+        ("seed: 3\nparallel:\n# tp: 2\n", 2, r"field 'parallel' is a section"),
         ("steps: 3\nseed: 3\nsteps: 4", 3, r"field 'steps' is in line 1 already"),
         ("parallel: {tp: 2\nsteps: 3", 2, r"column 6: broken YAML: expected ',' or '}'.*from line 1"),
         ("steps: 3\n\tseed: 3", 2, r"column 1: broken YAML"),
-        ("model: &a {hf: *a}", 1, r"broken YAML: an alias inside the value that it stands for"),
-        (
-            "seed: 3\nmodel: {hf: !!python/name:os.system ''}",
-            2,
-            r"YAML tags such as .*os.system. are not supported",
-        ),
+        ("model: &a {hf: *a}", 1, r"field 'model.hf': expected text, got "),
+        ("seed: 3\nmodel: {hf: !!python/name:os.system ''}", 2, r"column 13: broken YAML: .*os.system"),
         ("- steps", None, r"the file has no fields"),
         ("# steps: 3", None, r"the file has no fields"),
         ("steps: \udcff", None, r"not UTF-8 text"),
@@ -257,7 +255,7 @@ def test_every_number_has_a_range():
         section, _, leaf = name.rpartition(".")
         config = getattr(TrainConfig(), section) if section else TrainConfig()
         facts = {field.name: field.metadata for field in dataclasses.fields(config)}[leaf]
-        assert facts and not is_in_range(-math.inf, facts), f"{name} has no range"
+        assert facts and valid_range(-math.inf, facts), f"{name} has no range"
 
 
 def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
@@ -272,15 +270,15 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
             validate_config(parse_config(words), 1)
 
 
-@pytest.mark.parametrize("name", REMOVED_FIELDS)
-def test_a_removed_field_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in REMOVED if " " not in name and name != "card"])
+def test_a_removed_field_and_those_of_other_programs_are_answered(name: str, tmp_path: Path) -> None:
     section, _, leaf = name.rpartition(".")
     run_file = tmp_path / "run.yaml"
     run_file.write_text(f"{section}:\n  {leaf}: 1\n" if section else f"{leaf}: 1\n")
     for words in (["--config", str(run_file)], [f"--{name}", "1"], [f"--{name}=1"]):
         with pytest.raises(RunConfigError) as refusal:
             parse_config(words)
-        assert f"field {name!r} was removed: {REMOVED_FIELDS[name]}" in str(refusal.value)
+        assert f"there is no {name}: {REMOVED[name]}" in str(refusal.value)
 
 
 def test_a_config_is_never_changed():

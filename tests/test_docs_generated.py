@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -240,7 +241,8 @@ def test_every_option_of_a_command_is_there(name: str) -> None:
     page = commands_page()
     section = page.partition(f"## megatron-vl {name}\n")[2].partition("\n## ")[0]
     parser = build_parser(COMMANDS[name].load_options_class(), f"megatron-vl {name}")
-    words = [word for action in parser._actions for word in action.option_strings]
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    words = [word for action in shown for word in action.option_strings]
     options = {word for word in words if word.startswith("--")}
     listed = set(re.findall(r"^`(--[\w-]+)", section, re.MULTILINE))
     assert listed == options - {"--help"}

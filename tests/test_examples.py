@@ -66,7 +66,7 @@ def test_split_takes_the_layout_of_the_yaml(example):
     expected = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "layers": p.layers, "ep": p.ep, "etp": p.etp}
     assert options.layout_arguments == expected
     _, other = megatron_vl_command(
-        f"megatron-vl split --checkpoint full --config {path} --tp 16 --out shards"
+        f"megatron-vl split --checkpoint full --config {path} --parallel.tp 16 --out shards"
     )
     assert isinstance(other, SplitOptions) and other.layout_arguments == expected | {"tp": 16}
 

@@ -16,7 +16,7 @@ class Command:
     package_name: str
     """The package of its modules, ``toolkit.PACKAGE.options`` and ``toolkit.PACKAGE.command``."""
     options_class_name: str
-    """The name of the dataclass in ``options_class_name``."""
+    """The name of the dataclass in ``options``."""
     function_name: str
     """The name of the function in ``command``, which takes the options and returns the exit code."""
 
@@ -53,13 +53,3 @@ COMMANDS = {
     "demo": Command("demo", "DemoOptions", "demo"),
 }
 """Maps the words of the command line to the command."""
-
-
-def command_groups() -> dict[str, list[str]]:
-    """Maps the first word of two-word commands to their second words."""
-    subcommands_by_group: dict[str, list[str]] = {}
-    for name in COMMANDS:
-        first_word, _, second_word = name.partition(" ")
-        if second_word:
-            subcommands_by_group.setdefault(first_word, []).append(second_word)
-    return subcommands_by_group

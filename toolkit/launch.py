@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from megatron_vl.errors import UsageError
+
 REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -50,6 +52,27 @@ def _rank_environment(environment: Mapping[str, str], world_size: int) -> dict[s
     rank_environment = {"OMP_NUM_THREADS": "1", **environment, **os.environ}
     rank_environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
     return rank_environment | (single_rank_variables() if world_size == 1 else {})
+
+
+def usable_gpus(ranks: int | None = None) -> int:
+    """The number of this machine's GPUs; 0 without any.
+
+    Args:
+        ranks: the ranks that are to run on them; None: as many as there are GPUs.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks, or none and ``ranks`` is not given.
+    """
+    import torch
+
+    gpu_count = torch.cuda.device_count()
+    if gpu_count and ranks and ranks > gpu_count:
+        raise UsageError(f"--nproc-per-node {ranks}: torch sees {gpu_count} GPUs here")
+    if not gpu_count and ranks is None:
+        raise UsageError(
+            "torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU"
+        )
+    return gpu_count
 
 
 def single_rank_variables() -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vl.config import ParallelConfig
 from megatron_vl.errors import UserError
 
 
@@ -27,23 +28,15 @@ _LAYOUT_PATTERN = re.compile(rf"(1|(?:{_PART_PATTERN.pattern})+)(?::layers=(\d+(
 
 
 @dataclass(frozen=True)
-class LayoutSpec:
+class LayoutSpec(ParallelConfig):
     """A layout as it was written, before it is checked against a model."""
 
-    layout_text: str
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
+    layout_text: str = ""
     dp: int = 1
-    ep: int = 1
-    etp: int = 1
-    cp: int = 1
-    sequence_parallel: bool = False
-    layers: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+        return self.replica_ranks * self.dp
 
     @property
     def row_multiple(self) -> int:
@@ -56,15 +49,7 @@ class LayoutSpec:
     @property
     def layout_arguments(self) -> dict[str, Any]:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
-        return {
-            "tp": self.tp,
-            "pp": self.pp,
-            "vpp": self.vpp,
-            "layers": list(self.layers) if self.layers is not None else None,
-            "ep": self.ep,
-            "etp": self.etp,
-            "cp": self.cp,
-        }
+        return {name: getattr(self, name) for name in ("tp", "pp", "vpp", "layers", "ep", "etp", "cp")}
 
 
 def parse_layout(layout_text: str) -> LayoutSpec:
@@ -83,7 +68,7 @@ def parse_layout(layout_text: str) -> LayoutSpec:
         if part_names.count(name) > 1:
             raise LayoutTextError(f"layout {layout_text!r} names {name} twice")
 
-    parallel_sizes = {name: int(number) for name, number in layout_parts if number}
+    parallel_sizes: dict[str, Any] = {name: int(number) for name, number in layout_parts if number}
 
     tensor_parallel_size = parallel_sizes.get("tp", 1)
     stage_ranks = tensor_parallel_size * parallel_sizes.get("cp", 1)
@@ -96,9 +81,12 @@ def parse_layout(layout_text: str) -> LayoutSpec:
 
     layers_per_chunk = None
     if ":layers=" in layout_text:
-        layers_per_chunk = tuple(map(int, layout_match[layout_match.lastindex or 0].split("-")))
+        layers_per_chunk = list(map(int, layout_match[layout_match.lastindex or 0].split("-")))
     return LayoutSpec(
-        layout_text.strip(), **parallel_sizes, sequence_parallel="sp" in part_names, layers=layers_per_chunk
+        layout_text=layout_text.strip(),
+        sequence_parallel="sp" in part_names,
+        layers=layers_per_chunk,
+        **parallel_sizes,
     )
 
 

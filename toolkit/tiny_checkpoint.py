@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -123,12 +122,9 @@ def write_tiny_checkpoint(
     family: str = "qwen2_5_vl",
     *,
     tied: bool = False,
-    released_style: bool = True,
-    memory_names: bool = False,
     seed: int = 0,
     texts: Iterable[str] = DEFAULT_TEXTS,
     dtype: torch.dtype = torch.bfloat16,
-    shards: int = 2,
     sizes: TinySizes | None = None,
     **size_overrides: Any,
 ) -> Path:
@@ -137,15 +133,7 @@ def write_tiny_checkpoint(
     Args:
         tied: whether input and output embeddings are one tensor, as in the 2B and 3B models. There is no
             ``lm_head.weight`` then.
-        released_style: whether to write the files of the released folders: a flat config, preprocessor and
-            tokenizer files, and stacks of experts with the input dimension first. Otherwise, the files are
-            those that ``save_pretrained`` of the installed transformers writes (5.x nests the config, keeps
-            the released names, and puts the experts' output dimension first).
-        memory_names: whether to name tensors ``model.visual.*`` and ``model.language_model.*``, as
-            transformers >= 4.52 does in memory and some tools do in files; otherwise, ``visual.*`` and
-            ``model.*``.
         texts: texts to train the tokenizer on.
-        shards: number of safetensors files.
         sizes, size_overrides: a :class:`TinySizes`, or its fields by name.
 
     Raises:
@@ -162,19 +150,13 @@ def write_tiny_checkpoint(
     checkpoint_dir.mkdir(parents=True, exist_ok=True)
 
     sizes = sizes or TinySizes(**size_overrides)
-    with tempfile.TemporaryDirectory() as temporary_dir:
-        processor_dir = checkpoint_dir if released_style else Path(temporary_dir)
-        config = write_small_files(processor_dir, family, texts, sizes, tied=tied, dtype=dtype)
-        model = random_model(config, seed, dtype)
-        if not released_style:
-            _save_pretrained(checkpoint_dir, model, processor_dir)
-
-    tensors = _saved_tensors(model, family, released_style, memory_names)
+    config = write_small_files(checkpoint_dir, family, texts, sizes, tied=tied, dtype=dtype)
+    tensors = _saved_tensors(random_model(config, seed, dtype), family)
     if tied:
         tensors.pop("lm_head.weight", None)
-    if released_style and family in HYBRID_FAMILIES:
+    if family in HYBRID_FAMILIES:
         tensors |= prediction_tensors(config, seed)
-    _write_shards(checkpoint_dir, tensors, shards)
+    _write_shards(checkpoint_dir, tensors)
     return checkpoint_dir
 
 
@@ -202,15 +184,13 @@ def write_small_files(
     return released_contents["config.json"]
 
 
-def _saved_tensors(
-    model: torch.nn.Module, family: str, released_style: bool, memory_names: bool
-) -> dict[str, Tensor]:
-    """The tensors of a model with the names and dimensions that they have in files."""
+def _saved_tensors(model: torch.nn.Module, family: str) -> dict[str, Tensor]:
+    """The tensors of a model with the names and dimensions that they have in released files."""
     tensors = model.state_dict()
     # Released Qwen3-VL and later families use the in-memory names.
-    if not (memory_names or family in NESTED_CONFIG_FAMILIES):
+    if family not in NESTED_CONFIG_FAMILIES:
         tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
-    if released_style and family == "qwen3_vl_moe":
+    if family == "qwen3_vl_moe":
         for name, tensor in tensors.items():
             if ".mlp.experts." in name:
                 tensors[name] = tensor.transpose(1, 2)
@@ -362,20 +342,6 @@ def chat_template() -> str:
     return files("toolkit").joinpath("resources/qwen2_vl.chat_template.jinja").read_text()
 
 
-def _save_pretrained(checkpoint_dir: Path, model: Any, released_dir: Path) -> None:
-    """Writes all but the tensors as the installed transformers does.
-
-    The config is nested, the tensors have transformers' names, and there is a ``processor_config.json``.
-    """
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(released_dir, trust_remote_code=False, local_files_only=True)
-    processor.save_pretrained(checkpoint_dir)
-    model.save_pretrained(checkpoint_dir)
-    for file in checkpoint_dir.glob("*.safetensors"):
-        file.unlink()
-
-
 def _write_tokenizer(
     checkpoint_dir: Path, vocabulary: dict[str, int], bpe_merges: list[tuple[str, str]]
 ) -> None:
@@ -423,26 +389,20 @@ def _released_name(tensor_name: str) -> str:
     return tensor_name.replace("model.language_model.", "model.", 1)
 
 
-def _write_shards(checkpoint_dir: Path, tensors: dict[str, Tensor], shard_count: int) -> None:
-    """Writes safetensors files of roughly equal size in model order, with their index."""
+def _write_shards(checkpoint_dir: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes two safetensors files of roughly equal size in model order, with their index."""
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    tensors_by_shard: list[dict[str, Tensor]] = [{} for _ in range(shard_count)]
+    halves: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     assigned_bytes = 0
-    for tensor_name, tensor in tensors.items():
-        shard_index = min(shard_count - 1, assigned_bytes * shard_count // total_bytes)
-        tensors_by_shard[shard_index][tensor_name] = tensor.contiguous()
+    for name, tensor in tensors.items():
+        halves[2 * assigned_bytes >= total_bytes][name] = tensor.contiguous()
         assigned_bytes += tensor.nbytes
 
-    if shard_count == 1:
-        save_file(tensors_by_shard[0], checkpoint_dir / "model.safetensors", metadata={"format": "pt"})
-        return
-
     weight_map: dict[str, str] = {}
-    for i, shard_tensors in enumerate(tensors_by_shard):
-        shard_name = f"model-{i + 1:05d}-of-{shard_count:05d}.safetensors"
-        save_file(shard_tensors, checkpoint_dir / shard_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard_tensors, shard_name)
-
+    for i, half in enumerate(halves, 1):
+        file_name = f"model-{i:05d}-of-00002.safetensors"
+        save_file(half, checkpoint_dir / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(half, file_name)
     weight_index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(checkpoint_dir / "model.safetensors.index.json", weight_index)
 

@@ -18,7 +18,7 @@ from megatron_vl.config.fields import (
     RunConfigError,
     TrainConfig,
 )
-from megatron_vl.config.options import is_in_range
+from megatron_vl.config.options import valid_range
 from megatron_vl.plurals import pluralize
 
 
@@ -252,16 +252,9 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
         value = getattr(config_section, config_field.name)
         if dataclasses.is_dataclass(value):
             _check_field_ranges(value, f"{name}.")
-        elif field_metadata and isinstance(value, int | float) and not is_in_range(value, field_metadata):
-            minimum, maximum = field_metadata["minimum"], field_metadata["maximum"]
-            exclusive_minimum = field_metadata["exclusive_minimum"]
-            valid_range = (
-                f"between {minimum} and {maximum}" if maximum < math.inf else f"at least {minimum:g}"
-            )
-            raise RunConfigError(
-                f"{name} {value} must be"
-                f" {f'above {exclusive_minimum:g}' if exclusive_minimum > minimum else valid_range}"
-            )
+        elif field_metadata and isinstance(value, int | float):
+            if range_text := valid_range(value, field_metadata):
+                raise RunConfigError(f"{name} {value} must be {range_text}")
 
 
 # --- Files and folders --------------------------------------------------------------------------------------

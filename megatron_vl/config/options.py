@@ -19,7 +19,6 @@ def option(
     metavar: str = "",
     shown_default: str = "",
     positional: bool = False,
-    repeat: bool = False,
     several: bool = False,
     must_exist: bool = False,
 ) -> Any:
@@ -33,31 +32,20 @@ def option(
         metavar: the name of the value in ``--help`` of a command.
         shown_default: the default as ``--help`` of a command shows it; empty: the value itself.
         positional: whether the value is a word without an option name.
-        repeat: whether to make a list, with one item each time the option is given.
-        several: whether to make a list of all words that follow the option.
+        several: whether the option takes several words, and may be repeated.
         must_exist: whether to refuse a path that does not exist.
     """
-    option_metadata: dict[str, Any] = {
-        "minimum": minimum,
-        "maximum": maximum,
-        "exclusive_minimum": exclusive_minimum,
-        "metavar": metavar,
-        "shown_default": shown_default,
-        "positional": positional,
-        "repeat": repeat,
-        "several": several,
-        "must_exist": must_exist,
-    }
-    if default is MISSING:
-        return dataclasses.field(metadata=option_metadata)
+    facts = {name: value for name, value in locals().items() if name != "default"}
     if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=option_metadata)
-    return dataclasses.field(default=default, metadata=option_metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=facts)
+    return dataclasses.field(default=default, metadata=facts)
 
 
-def is_in_range(number: float, option_metadata: Mapping[str, Any]) -> bool:
-    """Whether a number is in the range of an option, given its metadata. NaN is in none."""
-    return (
-        option_metadata["minimum"] <= number <= option_metadata["maximum"]
-        and number > option_metadata["exclusive_minimum"]
-    )
+def valid_range(number: float, facts: Mapping[str, Any]) -> str:
+    """The range of an option in words if the number is outside of it, which NaN always is; else empty."""
+    minimum, maximum, bound = facts["minimum"], facts["maximum"], facts["exclusive_minimum"]
+    if minimum <= number <= maximum and number > bound:
+        return ""
+    if bound > minimum:
+        return f"above {bound:g}"
+    return f"between {minimum} and {maximum}" if maximum < math.inf else f"at least {minimum:g}"

@@ -29,7 +29,7 @@ def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
     """The card of a model with fewer layers than its config, written by the command."""
     folder = tmp_path_factory.mktemp("card")
     words = ["--hf", str(tiny_checkpoint("qwen3_vl"))]
-    words += "--language-layers 3 --vision-layers 2 --platform cpu --seq-len 512".split()
+    words += "--language-layers 3 --vision-layers 2 --seq-len 512".split()
     words += ["--steps", str(STEPS), "--lr", str(LR)]
     words += ["--out", str(folder / "card.json")]
     assert call(main, argv=words) == 0

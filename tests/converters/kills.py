@@ -21,9 +21,11 @@ from typing import Any
 
 from megatron_vl.weights import tensor_files
 from toolkit.cli import main
+from toolkit.weights import command as weights_command
 
 from .helpers import assert_same_folder
 
+SPLIT = "--parallel.tp 2 --parallel.pp 2 --parallel.vpp 2"
 OPERATIONS = ("pwrite", "replace", "unlink", "ftruncate", "fsync")
 """Calls of :mod:`os` before which a process may be killed."""
 
@@ -33,7 +35,7 @@ def commands(hf: Path, folder: Path) -> dict[str, list[str]]:
     full, shards = str(folder / "whole_convert"), str(folder / "whole_split")
     return {
         "convert": ["convert", "--hf", str(hf)],
-        "split": ["split", "--checkpoint", full, "--tp", "2", "--pp", "2", "--vpp", "2"],
+        "split": ["split", "--checkpoint", full, *SPLIT.split()],
         "merge": ["merge", "--checkpoint", shards],
         "export": ["export", "--checkpoint", shards, "--hf", str(hf)],
     }
@@ -55,7 +57,8 @@ def attempt(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         count_operations(kill_before, log.with_suffix(".count"))
-        code = main([*words, "--out", str(out), "--workers", "2", "--json"])
+        weights_command._print_report = print_counts
+        code = main([*words, "--out", str(out)])
         sys.stdout.flush()
         os._exit(code)
     if kill_after is not None:
@@ -63,6 +66,11 @@ def attempt(
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     return None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+
+
+def print_counts(report: Any, _: Path | None) -> None:
+    names = ("kept_files", "kept_tensors", "files", "tensors")
+    print(json.dumps({name: getattr(report, name) for name in names}))
 
 
 def count_operations(kill_before: int, report: Path) -> None:

@@ -458,7 +458,10 @@ def run(*words: object) -> int:
 def test_commands(tmp_path: Path, adapters, capsys: pytest.CaptureFixture) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     weights = ("--checkpoint", tmp_path / "weights", "--hf", hf)
-    assert run("convert", "--hf", hf, "--adapter", adapter, "--tp", 2, "--out", tmp_path / "weights") == 0
+    assert (
+        run("convert", "--hf", hf, "--adapter", adapter, "--parallel.tp", 2, "--out", tmp_path / "weights")
+        == 0
+    )
     assert run("export", *weights, "--adapter", "--out", tmp_path / "peft") == 0
     assert load_file(tmp_path / "peft" / ADAPTER_FILE).keys() == load_file(adapter / ADAPTER_FILE).keys()
     assert run("export", *weights, "--adapter", "--out", tmp_path / "peft") == 1

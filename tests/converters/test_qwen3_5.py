@@ -163,7 +163,7 @@ def test_the_command_says_what_it_does_not_convert(tmp_path: Path, capsys) -> No
     """And every byte comes back, with tied embeddings too."""
     origin, full, back = (str(tmp_path / name) for name in ("hf", "full", "back"))
     released_folder(Path(origin), DENSE_3_5)
-    assert main(["convert", "--hf", origin, "--out", full, "--tp", "2"]) == 0
+    assert main(["convert", "--hf", origin, "--out", full, "--parallel.tp", "2"]) == 0
     said = capsys.readouterr().out
     assert "note: 3 tensors of multi-token prediction (mtp.*) were not converted" in said
     assert main(["export", "--checkpoint", full, "--hf", origin, "--out", back]) == 0

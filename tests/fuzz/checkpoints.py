@@ -455,7 +455,7 @@ class Bench:
         error = io.StringIO()
         shutil.rmtree(out, ignore_errors=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
-            code = command([*map(str, words), "--out", str(out), "--workers", "2"])
+            code = command([*map(str, words), "--out", str(out)])
         if code:
             if out.is_dir() and any(out.iterdir()):
                 raise AssertionError(

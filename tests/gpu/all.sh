@@ -9,8 +9,8 @@ mkdir -p "$out"
 
 bench() { # NAME, then options of toolkit.bench
   local name=$1; shift
-  timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit.bench --hf $shape \
-    --data.seq_len 8192 --timed 3 --warm-up 2 "$@" > "$out/bench_$name.log" 2>&1
+  timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit.bench --model.hf $shape \
+    --data.seq_len 8192 --timed 3 "$@" > "$out/bench_$name.log" 2>&1
   echo "== bench $name: exit $?"
   grep -q parameters "$out/bench_$name.log" && sed -n '/parameters/,$p' "$out/bench_$name.log" || grep -E "Error" "$out/bench_$name.log" | sort | uniq -c | head -5
 }
@@ -27,15 +27,15 @@ sp="--parallel.sequence_parallel true"
 case "$ranks" in
 8)
   bench dp8 --global_batch_size 32
-  bench tp2pp2dp2 --global_batch_size 16 --rows images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' $sp
-  bench tp4pp2 --global_batch_size 8 --rows images --parallel.tp 4 --parallel.pp 2 --parallel.layers '[8,20]' $sp
+  bench tp2pp2dp2 --global_batch_size 16 --data.path synthetic:images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' $sp
+  bench tp4pp2 --global_batch_size 8 --data.path synthetic:images --parallel.tp 4 --parallel.pp 2 --parallel.layers '[8,20]' $sp
   ;;
 4)
   bench dp4 --global_batch_size 16
-  bench tp2pp2 --global_batch_size 8 --rows images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' $sp
+  bench tp2pp2 --global_batch_size 8 --data.path synthetic:images --parallel.tp 2 --parallel.pp 2 --parallel.layers '[8,20]' $sp
   ;;
 *)
   bench layers4 --global_batch_size 4 --language-layers 4
-  bench layers4_offload --global_batch_size 4 --language-layers 4 --rows text --optimizer.offload_fraction 1
+  bench layers4_offload --global_batch_size 4 --language-layers 4 --data.path synthetic:text --optimizer.offload_fraction 1
   ;;
 esac

@@ -6,13 +6,13 @@ out=$1 gpus=$2 rows=${3:-4}
 shift $(($# < 3 ? $# : 3))
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=4
 config=${CONFIG:-tests/hf_configs/Qwen2.5-VL-7B-Instruct.json} python=${PYTHON:-python3}
-seq_len=${SEQ_LEN:-8192} timed=${TIMED:-5} warm_up=${WARM_UP:-2} limit=${LIMIT:-270}
+seq_len=${SEQ_LEN:-8192} timed=${TIMED:-5} limit=${LIMIT:-270}
 mkdir -p "$out"
 
 bench() { # NAME, module, then its options
   local name=$1 module=$2 start=$SECONDS; shift 2
-  timeout "$limit" "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m "$module" --hf "$config" \
-    --rows images,text --data.seq_len "$seq_len" --global_batch_size $((rows * gpus)) --timed "$timed" --warm-up "$warm_up" \
+  timeout "$limit" "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m "$module" --model.hf "$config" \
+    --data.seq_len "$seq_len" --global_batch_size $((rows * gpus)) --timed "$timed" \
     --out "$out/$name.json" "$@" > "$out/$name.log" 2>&1
   local code=$?
   echo "== $name: exit $code after $((SECONDS - start)) s"

@@ -166,9 +166,8 @@ def check_evaluate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
         return
 
     folders = ["--original", work / "hf", "--converted", work / "again", "--out", work / "evaluated"]
-    table = ["--lmu-data", work / "lmu", "--data", "colours", "--max-new-tokens", 2]
-    shared = ["--processes", ranks, "--json"]
-    checks.run("evaluate", "-m", "toolkit", "evaluate", *folders, *table, *shared)
+    table = ["--data", work / "lmu" / "colours.tsv", "--max-new-tokens", 2]
+    checks.run("evaluate", "-m", "toolkit", "evaluate", *folders, *table)
 
 
 def main() -> int:

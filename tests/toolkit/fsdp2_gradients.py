@@ -26,7 +26,7 @@ SEQ_LEN, ROWS = 700, 2
 
 def compare(hf: str, seed: int) -> dict[str, float]:
     """Relative errors of the loss and of each gradient (the largest), on every rank."""
-    options, given = read_options(["--hf", hf, "--gradient-sync", ("every", "last")[seed % 2]])
+    options, given = read_options(["--model.hf", hf, "--gradient-sync", ("every", "last")[seed % 2]])
     spec = options.spec
 
     def drawn(rank: int):

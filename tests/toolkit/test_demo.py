@@ -29,9 +29,9 @@ def run_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
-    """A demo of two ranks that ends before the model has been trained on its answers often enough."""
+    """A demo that ends before the model has been trained on its answers often enough."""
     folder = tmp_path_factory.mktemp("demo") / "here and there"
-    done = run_demo(folder, "--steps", "12", "--ranks", "2", "--tp", "1", "--pp", "2")
+    done = run_demo(folder, "--steps", "12")
     assert (folder / "report.json").is_file(), done.stdout[-6000:] + done.stderr[-3000:]
     return folder
 

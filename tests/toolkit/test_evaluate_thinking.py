@@ -28,7 +28,7 @@ def thinking(tmp_path_factory) -> Path:
     return hf
 
 
-GREEDY = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "limit": None}
+GREEDY = {"dtype": "float32", "limit": None}
 WHO = [{"type": "text", "value": "Who?"}]
 
 
@@ -89,8 +89,6 @@ def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
 
 def test_a_switch_that_a_template_does_not_have_is_refused(tmp_path):
     hf = tiny_checkpoint("qwen2_5_vl")
-    options = EvaluateOptions(
-        original=hf, converted=hf, data="set", lmu_data=tmp_path, out=tmp_path, thinking="off"
-    )
+    options = EvaluateOptions(original=hf, converted=hf, data="set", out=tmp_path, thinking="off")
     with pytest.raises(UsageError, match="--thinking off: the chat template of .* has no switch"):
         run_evaluation(options, "set", tmp_path, print)

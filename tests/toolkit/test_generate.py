@@ -61,7 +61,7 @@ def test_generate_equals_transformers_with_its_own_processor(
     (tmp_path / "data.json").write_text(json.dumps(conversations))
     convert = ["--input", tmp_path / "data.json", "--media-root", media, "--out", tmp_path / "set"]
     assert main(["data", "convert", *map(str, convert)]) == 0
-    asked = ["--data", tmp_path / "set", "--split", "train", "--out", tmp_path / "answers.jsonl"]
+    asked = ["--data.path", tmp_path / "set", "--eval.split", "train", "--out", tmp_path / "answers.jsonl"]
     limits = ["--data.video_max_frames", 8, "--max-new-tokens", TOKENS]
     assert main(["generate", "--checkpoint", str(hf), *map(str, (*asked, *limits))]) == 0
     assert "0 of 4 answers (0.0%) equal their reference" in capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_generate_thinks_as_the_template_is_asked_to(
     media, conversations = records
     image = media / conversations[0]["image"]
     asked = ["--prompt", "Who?", "--image", image, "--max-new-tokens", TOKENS, "--thinking", thinking]
-    assert main(["generate", "--checkpoint", *map(str, (hf, *asked)), "--show-thinking"]) == 0
+    assert main(["generate", "--checkpoint", *map(str, (hf, *asked))]) == 0
     printed = capsys.readouterr()
     assert f"the answer was cut after {TOKENS} tokens; raise --max-new-tokens" in printed.err
 
@@ -100,8 +100,9 @@ def test_generate_thinks_as_the_template_is_asked_to(
     }
     answer = greedy_answer(reference, record, media, enable_thinking=thinking == "on")
     # No tiny model closes the block within a few tokens.
-    wanted = f"<think>\n{answer.strip()}\n</think>\n\n\n" if thinking == "on" else f"{answer}\n"
-    assert printed.out == "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in wanted)
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in answer)
+    assert printed.out == ("\n" if thinking == "on" else f"{shown}\n")
+    assert (f"<think>\n{shown.strip()}\n</think>\n" in printed.err) == (thinking == "on")
 
 
 def folder_tensors(hf: Path) -> dict[str, bytes]:
@@ -161,11 +162,11 @@ def test_the_prompt_ends_before_the_first_answer(tiny_checkpoint: Any) -> None:
     ("options", "message"),
     [
         (["--prompt", "Hi", "--image", "nowhere.png"], "nowhere.png does not exist"),
-        (["--prompt", " "], "give either --data, or --prompt"),
-        (["--data", "tests"], "--data needs --out"),
-        (["--data", "tests", "--out", "README.md"], "--out README.md exists"),
-        (["--data", "tests", "--out", "new.jsonl", "--prompt", "Hi"], "give either --data"),
-        (["--prompt", "Hi", "--out", "new.jsonl"], "and --out needs --data"),
+        (["--prompt", " "], "give either --prompt"),
+        (["--data.path", "tests"], "or --out FILE for the answers to the data set --data.path"),
+        (["--data.path", "tests", "--out", "README.md"], "--out README.md exists"),
+        (["--out", "new.jsonl", "--prompt", "Hi"], "give either --prompt"),
+        (["--out", "new.jsonl"], "--out needs --data.path"),
         (["--prompt", "Hi", "--model.typo", "1"], "model.typo"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,18 +13,20 @@ from converters.convert import convert_weights
 from tests.converters.peft_models import SAVED, peft_folder
 from toolkit.cli import main
 from toolkit.layouts import parse_layout, parse_layouts
+from toolkit.options import parse_command_line
 from toolkit.parity import compare
+from toolkit.parity.options import ParityOptions
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
-    code = main(["parity", *map(str, arguments), "--platform", "cpu", "--json"])
-    return code, json.loads(capsys.readouterr().out)
+def run(*arguments: object) -> dict:
+    """The report that the command prints."""
+    options = parse_command_line(ParityOptions, list(map(str, arguments)), "megatron-vl parity")
+    return compare.run_parity(options, print)
 
 
 @pytest.mark.ranks
-def test_layouts_agree_with_transformers(capsys):
-    code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3,cp2")
-    assert code == 0
+def test_layouts_agree_with_transformers():
+    report = run("--hf", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3,cp2")
     assert report["ok"]
 
     for result in report["layouts"].values():
@@ -57,10 +58,10 @@ LORA_LAYOUTS = {
     "family",
     [pytest.param(name, marks=[] if name == "qwen3_vl" else pytest.mark.full) for name in LORA_LAYOUTS],
 )
-def test_adapters_agree_with_peft(capsys, family: str):
+def test_adapters_agree_with_peft(family: str):
     """Every matrix has an adapter. Gradients are those of peft."""
-    code, report = run(capsys, "--family", family, "--layouts", LORA_LAYOUTS[family], "--lora", "4")
-    assert code == 0 and report["ok"]
+    report = run("--hf", family, "--layouts", LORA_LAYOUTS[family], "--lora", "4")
+    assert report["ok"]
     for result in report["layouts"].values():
         step = result["steps"][0]
         assert 0 < max(step["activations"].values()) < 1e-5 and step["departs"] == ""
@@ -70,34 +71,27 @@ def test_adapters_agree_with_peft(capsys, family: str):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)])
-def test_modules_trained_whole_agree_with_peft(capsys, monkeypatch: pytest.MonkeyPatch, family: str):
+def test_modules_trained_whole_agree_with_peft(monkeypatch: pytest.MonkeyPatch, family: str):
     """Mergers, norms, patch embedding, embedding and output layer, beside adapters."""
     prepare_samples = compare.prepare_samples
 
-    def prepare_with_adapter(images: list[Path], hf: Path, work: Path, count: int) -> list:
+    def prepare_with_adapter(hf: Path, work: Path, count: int) -> list:
         (work / "reference").mkdir()
         peft_folder(work / "reference" / "adapter", hf, **SAVED)
-        return prepare_samples(images, hf, work, count)
+        return prepare_samples(hf, work, count)
 
     monkeypatch.setattr(compare, "prepare_samples", prepare_with_adapter)
-    code, report = run(capsys, "--family", family, "--layouts", "1,tp2sp,pp2", "--lora", "4")
-    assert code == 0 and report["ok"]
+    report = run("--hf", family, "--layouts", "1,tp2sp,pp2", "--lora", "4")
+    assert report["ok"]
     for result in report["layouts"].values():
         step = result["steps"][0]
         assert not step["unexpected"] and 0 < step["gradient_error"] < 1e-4
         assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
 
 
-def test_adapters_are_compared_in_one_pass(capsys):
-    assert main(["parity", "--family", "qwen3_vl", "--layouts", "1", "--lora", "4", "--steps", "2"]) == 2
-    assert "--lora compares one forward and backward pass" in capsys.readouterr().err
-
-
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_damaged_checkpoint_fails_and_its_layer_is_named(
-    forked_groups, capsys, tiny_checkpoint, tmp_path: Path
-):
+def test_a_damaged_checkpoint_fails_and_its_layer_is_named(forked_groups, tiny_checkpoint, tmp_path: Path):
     """With the rows of one k_proj permuted, shapes, norms and hashes are right, but the loss is not."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     shutil.copytree(hf, tmp_path / "damaged")
@@ -107,14 +101,14 @@ def test_a_damaged_checkpoint_fails_and_its_layer_is_named(
     tensors[name] = tensors[name].flip(0).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
     convert_weights(tmp_path / "damaged", tmp_path / "weights", {"tp": 2, "pp": 1})
-    code, report = run(capsys, "--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
+    report = run("--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
     result = report["layouts"]["1"]
-    assert code == 1 and result["steps"][0]["departs"] == "decoder layer 2"
+    assert not report["ok"] and result["steps"][0]["departs"] == "decoder layer 2"
 
 
 def test_layouts_are_read_as_written():
     layout = parse_layout("tp2pp2vpp2sp:layers=0-2-1-1")
-    assert (layout.tp, layout.pp, layout.vpp, layout.dp, layout.layers) == (2, 2, 2, 1, (0, 2, 1, 1))
+    assert (layout.tp, layout.pp, layout.vpp, layout.dp, layout.layers) == (2, 2, 2, 1, [0, 2, 1, 1])
     assert layout.sequence_parallel and (layout.world_size, layout.row_multiple) == (4, 2)
     assert [each.world_size for each in parse_layouts("1, tp2,dp2pp2")] == [1, 2, 4]
     assert (parse_layout("ep4").dp, parse_layout("tp2ep4etp1").dp, parse_layout("dp8ep2etp2").dp) == (4, 2, 8)
@@ -138,6 +132,6 @@ def test_layouts_are_read_as_written():
     ],
 )
 def test_an_impossible_layout_is_named(capsys, family, layouts, message):
-    assert main(["parity", "--family", family, "--layouts", layouts, "--platform", "cpu"]) == 1
+    assert main(["parity", "--hf", family, "--layouts", layouts]) == 1
     said = capsys.readouterr().err
     assert message in said and "parallel." not in said

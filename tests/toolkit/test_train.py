@@ -122,9 +122,10 @@ def test_missing_inputs_are_refused_before_anything_starts(started, inputs, caps
 def test_ranks_of_several_nodes(started, inputs, capsys):
     nodes = ["train", "--nproc-per-node", "8", "--nnodes", "2", *inputs, "--global_batch_size", "16"]
     assert main(nodes) == 2 and "give --master-addr" in capsys.readouterr().err
-    assert main([*nodes, "--master-addr", "head", "--job-id", "mine"]) == 7
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "head:29500", "--rdzv-id", "mine"]
-    assert started[0][4:10] == meeting
+    assert main([*nodes, "--master-addr", "head"]) == main([*nodes, "--master-addr", "head:5"]) == 7
+    for words, endpoint in zip(started, ("head:29500", "head:5"), strict=True):
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "megatron-vl"]
+        assert words[4:10] == meeting
 
 
 def test_ranks_of_slurm_start_no_ranks_of_their_own(started, capsys, monkeypatch):
@@ -138,7 +139,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(started, c
     assert main(["train", "--nproc-per-node", "4", "--parallel.tp", "3"]) == 1
     assert "do not divide the world size 4" in capsys.readouterr().err
     assert main(["train", "--nproc-per-node", "4", "--stepz", "3"]) == 2
-    assert "field 'stepz' is unknown; did you mean steps" in capsys.readouterr().err
+    assert "--stepz is unknown; did you mean --steps" in capsys.readouterr().err
     assert started == []
 
 

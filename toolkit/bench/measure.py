@@ -9,7 +9,6 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_vl.errors import UserError
@@ -24,7 +23,6 @@ from megatron_vl.training.trainer import Trainer
 from . import report, step_parts
 from .options import BenchRun
 from .report import gather_to_all
-from .step_parts import PartTimer
 
 GIB = 2**30
 
@@ -58,14 +56,16 @@ class Measure(Hook):
             for router in iterate_routers(trainer.model_chunks):
                 router.config.moe_router_force_load_balancing = True
         self.figures |= report.describe_run(self.bench_run, trainer)
+        self.timer = step_parts.PartTimer(trainer)
 
     def before_step(self, trainer: Trainer) -> None:
         workload, phase, step = self.bench_run.place_of(trainer.step)
         if phase == "warm-up" and step == 0:
             trainer.read_rows_of(self.bench_run.data_config(workload))
+            self.timer.time_method(trainer.batches, "next_batch", "feed")
         if phase == "parts":
             if step == 0:
-                self.timer, self.fed_steps = PartTimer(trainer), []
+                self.fed_steps = []
             self.timer.begin_step()
         if phase == "profiled":
             on_cuda, kinds = trainer.platform.name == "cuda", torch.profiler.ProfilerActivity
@@ -83,21 +83,18 @@ class Measure(Hook):
                 torch.cuda.reset_peak_memory_stats()
             self.end_times, self.fed_steps = [time.perf_counter()], []
         if phase == "parts":
-            self.timer.end("step")
+            self.timer.end_step()
         # Memory and work are counted when the clock has stopped.
         if phase == "timed" and step == self.options.timed - 1:
-            figures |= self._speed_figures(trainer) | {
-                "loss": step_result.loss,
-                "memory": memory_figures(trainer),
-            }
+            figures |= self._speed_figures(trainer)
+            figures |= {"loss": step_result.loss, "memory": memory_figures(trainer)}
         elif phase == "parts" and step == self.options.part_steps - 1:
-            self.timer.attached.close()
             trainer.platform.synchronize()
             figures |= self._part_figures(trainer)
         elif phase == "profiled":
             trainer.platform.synchronize()
             self.profile.stop()
-            seconds = np.array(gather_to_all(step_parts.collective_seconds(self.profile)))
+            seconds = gather_to_all(step_parts.collective_seconds(self.profile))
             names = ("communication_s", "communication_exposed_s")
             figures["communication"] = step_parts.mean_and_max(names, seconds)
 
@@ -113,15 +110,15 @@ class Measure(Hook):
         return speed_figures | {"data_wait_s": max(gather_to_all(wait_seconds)) / self.options.timed}
 
     def _part_figures(self, trainer: Trainer) -> dict[str, Any]:
-        parts = []
-        for spans, step_batch in zip(self.timer.seconds_by_step(), self.fed_steps, strict=True):
-            wait_seconds = step_batch.loader_wait_s if trainer.grid.owns_loader else 0.0
-            parts.append(step_parts.split_into_parts(spans, wait_seconds))
-        flops = report.count_work(trainer, self.fed_steps)["model_flops"]
-        gathered = gather_to_all((parts, trainer.grid.pp_rank, flops))
-        all_parts, stages, all_flops = map(list, zip(*gathered, strict=True))
-        peak_tflops = self.figures["machine"]["peak_tflops"] or 0.0
-        return step_parts.summarize_parts(all_parts, stages, all_flops, peak_tflops)
+        waits = [step.loader_wait_s if trainer.grid.owns_loader else 0.0 for step in self.fed_steps]
+        spans_by_step = self.timer.take_seconds()
+        parts = [step_parts.split_into_parts(*step) for step in zip(spans_by_step, waits, strict=True)]
+        work = report.add_work(gather_to_all(report.count_work(trainer, self.fed_steps)))
+        spans_by_rank = gather_to_all(report.add_work(spans_by_step))
+        by_rank = gather_to_all((parts, trainer.grid.pp_rank))
+        return step_parts.summarize_parts(*zip(*by_rank, strict=True)) | {
+            "tflops_by_part": step_parts.tflops_by_part(report.add_work(spans_by_rank), work)
+        }
 
 
 def memory_figures(trainer: Trainer) -> dict[str, Any]:

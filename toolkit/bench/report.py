@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.flops import peak_tflops, recompute_flops, row_flops
+from megatron_vl.planning.flops import language_forward_flops, peak_tflops, recompute_flops, row_flops
 from megatron_vl.planning.memory import count_parameters, trained_text
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
+from toolkit.layouts import layout_sizes_text
 
 from .options import BenchOptions, BenchRun
 
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
+# --- Figures ------------------------------------------------------------------------------------------------
 
 
 def row_work(
@@ -36,48 +38,51 @@ def row_work(
     loss_tokens: int,
     images: int = 0,
     whole_head: bool = False,
-) -> dict[str, Any]:
+) -> Counter[str]:
     """The work of a row.
 
     Args:
         lengths: lengths of its documents, frames and windows.
         whole_head: whether the system computes the output layer for every token.
     """
-    document_lengths, frame_lengths, _ = lengths
-    tokens, decoupled = sum(document_lengths), config.vision.placement == "decoupled"
-    needed_flops = row_flops(spec, config.model, *lengths, loss_tokens, config.lora)
-    all_token_flops = row_flops(spec, config.model, *lengths, tokens, config.lora)
-    recomputed_flops = recompute_flops(spec, config.model, config.recompute, *lengths, decoupled, config.lora)
-    return {
-        "rows": 1,
-        "samples": len(document_lengths),
-        "images": images,
-        "tokens": tokens,
-        "loss_tokens": loss_tokens,
-        "patches": sum(frame_lengths),
-        "model_flops": needed_flops,
-        "model_flops_all_tokens": all_token_flops,
-        "executed_flops": (all_token_flops if whole_head else needed_flops) + recomputed_flops,
+    documents, frames, _ = lengths
+    no_head, needed, all_tokens = (
+        row_flops(spec, config.model, *lengths, head_tokens, config.lora)
+        for head_tokens in (0, loss_tokens, sum(documents))
+    )
+    is_decoupled = config.vision.placement == "decoupled"
+    again = recompute_flops(spec, config.model, config.recompute, *lengths, is_decoupled, config.lora)
+    # Forward and backward of a matrix that is trained are three products.
+    experts = 3 * language_forward_flops(spec.language, documents, 0).mlp if spec.language.moe else 0.0
+    work: Counter[str] = Counter(rows=1, samples=len(documents), images=images, patches=sum(frames))
+    work.update(tokens=sum(documents), loss_tokens=loss_tokens)
+    flops = {
+        "language": needed.language,
+        "tower": needed.vision,
+        "all-token": all_tokens.total,
+        "executed": (all_tokens if whole_head else needed).total + again.total,
+        "output layer": needed.language - no_head.language,
+        "experts": experts,
+        "decoder": no_head.language - experts,
     }
+    work.update({f"{name} flops": count for name, count in flops.items()})
+    return work
 
 
-def add_work(works: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def add_work(works: Iterable[Counter[str]]) -> Counter[str]:
     """The sum of works, each number on its own."""
-    total: dict[str, Any] = {}
-    for work in works:
-        total = {name: number + total[name] if name in total else number for name, number in work.items()}
-    return total
+    return sum(works, Counter())
 
 
-def count_work(trainer: Trainer, step_batches: list[StepBatch]) -> dict[str, Any]:
-    """The work of steps of this replica; that of no rows on a rank that does not own its loader."""
-    works = [row_work(trainer.spec, trainer.config, ([], [], []), 0) | {"rows": 0}]
+def count_work(trainer: Trainer, step_batches: list[StepBatch]) -> Counter[str]:
+    """The work of steps of this replica; none on a rank that does not own its loader."""
+    work: Counter[str] = Counter()
     for step_batch in step_batches if trainer.grid.owns_loader else ():
         rows = zip(step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True)
         for documents, vision, loss_tokens in rows:
-            works.append(row_work(trainer.spec, trainer.config, (documents, *vision), loss_tokens))
-        works[-1]["images"] = step_batch.item_counts.get("images", 0)
-    return add_work(works)
+            work += row_work(trainer.spec, trainer.config, (documents, *vision), loss_tokens)
+        work["images"] += step_batch.item_counts.get("images", 0)
+    return work
 
 
 def gather_to_all(local_object: Any) -> list[Any]:
@@ -87,29 +92,29 @@ def gather_to_all(local_object: Any) -> list[Any]:
     return objects_by_rank
 
 
-def speed_figures(work: dict[str, Any], step_seconds: list[float], machine: dict[str, Any]) -> dict[str, Any]:
+def speed_figures(work: Counter[str], step_seconds: list[float], machine: dict[str, Any]) -> dict[str, Any]:
     """The speed of timed steps, from the work of all ranks in them and the seconds of each. Without a known
     peak, MFU is null."""
-    total_seconds, num_ranks, peak = sum(step_seconds), machine["gpus"], machine["peak_tflops"]
-
-    def share_of_peak(flops: float) -> float | None:
-        return flops / total_seconds / num_ranks / 1e12 / peak if peak else None
-
-    model_flops = work["model_flops"]
+    seconds, num_ranks, peak = sum(step_seconds), machine["gpus"], machine["peak_tflops"]
+    flops = {
+        "mfu": work["language flops"] + work["tower flops"],
+        "mfu_language": work["language flops"],
+        "mfu_vision": work["tower flops"],
+        "mfu_all_tokens": work["all-token flops"],
+        "hfu": work["executed flops"],
+    }
+    tflops = {name: count / seconds / num_ranks / 1e12 for name, count in flops.items()}
+    per_row = ("tokens", "loss_tokens", "patches")
     return {
-        "step_s": total_seconds / len(step_seconds),
+        "step_s": seconds / len(step_seconds),
         "step_s_min": min(step_seconds),
         "step_s_max": max(step_seconds),
-        "tokens_per_s_per_gpu": work["tokens"] / total_seconds / num_ranks,
-        "images_per_s": work["images"] / total_seconds,
-        "tflops_per_gpu": model_flops.total / total_seconds / num_ranks / 1e12,
-        "mfu": share_of_peak(model_flops.total),
-        "mfu_language": share_of_peak(model_flops.language),
-        "mfu_vision": share_of_peak(model_flops.vision),
-        "mfu_all_tokens": share_of_peak(work["model_flops_all_tokens"].total),
-        "hfu": share_of_peak(work["executed_flops"].total),
+        "tokens_per_s_per_gpu": work["tokens"] / seconds / num_ranks,
+        "images_per_s": work["images"] / seconds,
+        "tflops_per_gpu": tflops["mfu"],
+        **{name: reached / peak if peak else None for name, reached in tflops.items()},
         "work": {name: work[name] for name in ("rows", "samples", "images")}
-        | {f"{name}_per_row": work[name] / work["rows"] for name in ("tokens", "loss_tokens", "patches")},
+        | {f"{name}_per_row": work[name] / work["rows"] for name in per_row},
     }
 
 
@@ -141,23 +146,27 @@ def describe_model(config: TrainConfig, spec: ModelSpec) -> dict[str, Any]:
 def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
     """Machine, model, layout and config of a benchmark."""
     grid, config = trainer.grid, trainer.config
-    context = f" x cp {grid.cp}" if grid.cp > 1 else ""
-    experts = f" x ep {grid.sharding.ep} (etp {grid.sharding.etp})" if trainer.spec.language.moe else ""
-    experts += ", experts chosen evenly" if bench_run.options.even_routing else ""
+    sizes = {name: getattr(grid, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
+    sizes |= {"ep": grid.sharding.ep, "etp": grid.sharding.etp}
     recompute = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
-    recompute += ", inputs of layers in host memory" if config.recompute.offload_inputs else ""
-    layout_note = (
-        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp {grid.dp}{experts},"
-        f" {config.global_batch_size} rows of {config.data.seq_len} tokens per step, {config.dtype},"
-        f" {recompute}"
-    )
+    notes = [
+        layout_sizes_text(sizes),
+        "experts chosen evenly" if bench_run.options.even_routing else "",
+        f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step",
+        config.dtype,
+        recompute,
+        "inputs of layers in host memory" if config.recompute.offload_inputs else "",
+    ]
     return {
         "system": "megatron-vl",
         "machine": describe_machine(trainer.platform.name, config.log.peak_tflops),
         "model": describe_model(config, trainer.spec),
-        "notes": [layout_note],
+        "notes": [", ".join(filter(None, notes))],
         "config": dataclasses.asdict(config),
     }
+
+
+# --- The table ----------------------------------------------------------------------------------------------
 
 
 def finish_report(options: BenchOptions, figures: dict[str, Any]) -> None:
@@ -199,26 +208,28 @@ def _workload_lines(name: str, figures: dict[str, Any]) -> list[str]:
             f" {figures['mfu_vision']:.1%}; {figures['mfu_all_tokens']:.1%} with the output layer counted for"
             f" every token), HFU {figures['hfu']:.1%}, {figures['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
-    seconds, memory = (figures[f"step_s{kind}"] * 1e3 for kind in ("", "_min", "_max")), figures["memory"]
+    mean, least, most = (figures[f"step_s{kind}"] * 1e3 for kind in ("", "_min", "_max"))
+    memory = figures["memory"]
     lines = [
         f"  {name}: {figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {figures['images_per_s']:.1f} images/s,"
-        f" {speed_text}, {{:.0f}} ms per step ({{:.0f}} to {{:.0f}}), {memory['peak_gib']:.1f} GiB, loss"
-        f" {figures['loss']:.4f}".format(*seconds)
+        f" {speed_text}, {mean:.0f} ms per step ({least:.0f} to {most:.0f}), {memory['peak_gib']:.1f} GiB,"
+        f" loss {figures['loss']:.4f}"
     ]
-    memory_texts = [f"{part} {memory[f'{part}_gib']:.1f}" for part in MEMORY_PARTS if f"{part}_gib" in memory]
-    lines += ["    memory (GiB): " + ", ".join(memory_texts)] if memory_texts else []
+    parts = ("weights", "gradients", "optimizer", "activations")
+    texts = [f"{part} {memory[f'{part}_gib']:.1f}" for part in parts if f"{part}_gib" in memory]
+    lines += ["    memory (GiB): " + ", ".join(texts)] if texts else []
     return lines + (_parts_lines(figures) if "parts" in figures else [])
 
 
 def _parts_lines(figures: dict[str, Any]) -> list[str]:
     part_texts = [f"{part} {times['mean_s'] * 1e3:.1f}" for part, times in figures["parts"].items()]
+    reached = [f"{part} {tflops:.3g}" for part, tflops in figures["tflops_by_part"].items()]
     collectives = zip(figures["communication"].values(), ("total", "with nothing else running"), strict=False)
     collective_texts = [f"{times['mean_s'] * 1e3:.1f} ms {kind}" for times, kind in collectives]
-    halves = [f"{half} {share:.1%}" for half, share in figures["efficiency"].items() if share is not None]
     return [
         f"    ms per step, mean over ranks: {', '.join(part_texts)}",
         f"    collectives in one profiled step, including waiting: {', '.join(collective_texts)}",
-        *([f"    share of the peak while it runs: {', '.join(halves)}"] if halves else []),
+        f"    needed TFLOP/s while a part runs: {', '.join(reached)}",
         f"    compute of the slowest data-parallel rank {figures['slowest_over_mean']:.3f} of the mean; idle"
         f" pipeline stages {figures['pipeline_idle_share']:.1%} of the step",
     ]

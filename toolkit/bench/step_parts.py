@@ -17,15 +17,15 @@ that the host never waits for them. The parts do not overlap:
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from megatron_vl.planning.flops import ModelFlops
 from megatron_vl.training.trainer import Trainer
 
 COMPUTE_PARTS = (
@@ -48,39 +48,46 @@ DECOUPLED_SPANS = {
 
 
 class PartTimer:
-    """Named spans of the steps of a rank, on the device's own clock. The constructor attaches it."""
+    """Named spans of the steps of a rank, on the device's own clock. It notes them while it is running."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.on_cuda = trainer.platform.name == "cuda"
+        self.on_cuda, self.is_running = trainer.platform.name == "cuda", False
         self.spans_by_step: list[list[tuple[str, Any, Any]]] = []
         self.open_spans: dict[str, Any] = {}
-        self.attached = ExitStack()
-        """Detaches the timer when it is closed."""
-
-        self._time_method(trainer.batches, "next_batch", "feed")
         for chunk in trainer.model_chunks:
             self._time_module(chunk.module, "chunk")
-            if (tower := getattr(chunk.module, "vision_model", None)) is not None:
-                trained = (weight for weight in tower.parameters() if weight.requires_grad)
-                self._time_module(tower, "vision", next(trained, None))
+            for name, module in chunk.module.named_modules():
+                if name == "vision_model":
+                    trained = (weight for weight in module.parameters() if weight.requires_grad)
+                    self._time_module(module, "vision", next(trained, None))
+                elif name.endswith("output_layer"):
+                    self._time_module(module, "output layer")
+                elif hasattr(module, "router"):
+                    self._time_module(module, "experts")
         decoupled_tower = trainer.model_chunks[0].module.decoupled
         for method, name in DECOUPLED_SPANS.items() if decoupled_tower is not None else ():
-            self._time_method(decoupled_tower, method, name)
+            self.time_method(decoupled_tower, method, name)
         core_config = trainer.model_chunks[0].module.config
-        self._time_method(core_config, "finalize_model_grads_func", "gradient finalisation")
-        self._time_method(trainer.optimizer, "prepare_grads", "optimizer", ends=False)
-        self._time_method(trainer.optimizer, "step_with_ready_grads", "optimizer", begins=False)
+        self.time_method(core_config, "finalize_model_grads_func", "gradient finalisation")
+        self.time_method(trainer.optimizer, "prepare_grads", "optimizer", ends=False)
+        self.time_method(trainer.optimizer, "step_with_ready_grads", "optimizer", begins=False)
 
     def begin_step(self) -> None:
         """Begins a step on all ranks at once. Collective."""
         dist.barrier()
+        self.is_running = True
         self.spans_by_step.append([])
-        self.begin("step")
+        self._begin("step")
 
-    def begin(self, name: str) -> None:
-        self.open_spans[name] = self._timestamp()
+    def end_step(self) -> None:
+        self._end("step")
+        self.is_running = False
 
-    def end(self, name: str) -> None:
+    def _begin(self, name: str) -> None:
+        if self.is_running:
+            self.open_spans[name] = self._timestamp()
+
+    def _end(self, name: str) -> None:
         """Ends a span. One that was not begun is not counted."""
         if (start := self.open_spans.pop(name, None)) is not None:
             self.spans_by_step[-1].append((name, start, self._timestamp()))
@@ -92,120 +99,123 @@ class PartTimer:
         cuda_event.record()
         return cuda_event
 
-    def _time_method(
+    def time_method(
         self, owner: Any, method: str, name: str, *, begins: bool = True, ends: bool = True
     ) -> None:
         """Times the calls of a method of this instance, or only begins or ends a span there."""
-        function, own_function = getattr(owner, method), vars(owner).get(method)
+        function = getattr(owner, method)
 
         def timed_call(*args: Any, **keywords: Any) -> Any:
             if begins:
-                self.begin(name)
+                self._begin(name)
             result = function(*args, **keywords)
             if ends:
-                self.end(name)
+                self._end(name)
             return result
 
         setattr(owner, method, timed_call)
-        if own_function is None:
-            self.attached.callback(delattr, owner, method)  # which shows the method of the class again
-        else:
-            self.attached.callback(setattr, owner, method, own_function)
 
     def _time_module(self, module: nn.Module, name: str, last_gradient: nn.Parameter | None = None) -> None:
         """Times both passes of a module.
 
-        Args:
-            last_gradient: the module's first parameter, whose gradient comes last and ends the backward pass;
-                None: it ends with the whole backward pass.
+        The backward pass ends with the gradient of ``last_gradient``, the module's first parameter; without
+        one, with that of its input, and that of a chunk with the whole backward pass.
         """
-        backward = f"{name} backward"
+        forward, backward = f"{name} forward", f"{name} backward"
 
         def begin_backward(_: Any) -> None:
-            if backward in self.open_spans:  # another output has begun it
+            if not self.is_running or backward in self.open_spans:  # another output has begun it
                 return
-            self.begin(backward)
-            if last_gradient is None:
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(backward))
+            self._begin(backward)
+            if name == "chunk":
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward))
+
+        def begin_forward(_module: Any, args: tuple[Any, ...]) -> None:
+            self._begin(forward)
+            ends_with_input = self.is_running and name != "chunk" and last_gradient is None
+            if ends_with_input and args and args[0].requires_grad:
+                args[0].register_hook(lambda _: self._end(backward))
 
         def end_forward(_module: Any, _args: Any, output: Any) -> None:
-            self.end(f"{name} forward")
+            self._end(forward)
             for tensor in output if isinstance(output, (list, tuple)) else [output]:
-                if tensor.requires_grad:
+                if self.is_running and isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(begin_backward)
 
-        begin_forward = module.register_forward_pre_hook(lambda *_: self.begin(f"{name} forward"))
-        self.attached.callback(begin_forward.remove)
-        self.attached.callback(module.register_forward_hook(end_forward).remove)
+        module.register_forward_pre_hook(begin_forward)
+        module.register_forward_hook(end_forward)
         if last_gradient is not None:
-            handle = last_gradient.register_post_accumulate_grad_hook(lambda _: self.end(backward))
-            self.attached.callback(handle.remove)
+            last_gradient.register_post_accumulate_grad_hook(lambda _: self._end(backward))
 
-    def seconds_by_step(self) -> list[dict[str, float]]:
-        """The total time of each name in each step. The device must have finished."""
-        step_seconds: list[dict[str, float]] = []
-        for spans in self.spans_by_step:
-            step_seconds.append({})
+    def take_seconds(self) -> list[Counter[str]]:
+        """The total time of each name in each step since the last call. The device must have finished."""
+        step_seconds: list[Counter[str]] = []
+        steps, self.spans_by_step = self.spans_by_step, []
+        for spans in steps:
+            step_seconds.append(Counter())
             for name, start, end in spans:
                 seconds = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
-                step_seconds[-1][name] = step_seconds[-1].get(name, 0.0) + seconds
+                step_seconds[-1][name] += seconds
         return step_seconds
 
 
-def split_into_parts(spans: dict[str, float], data_wait: float) -> dict[str, float]:
-    """The parts of one step of one rank, in seconds, from its spans. They add up to the step."""
-    parts = dict.fromkeys(STEP_PARTS, 0.0) | {name: spans[name] for name in STEP_PARTS if name in spans}
+def split_into_parts(spans: Counter[str], data_wait: float) -> list[float]:
+    """The seconds of each of ``STEP_PARTS`` in one step of one rank. They add up to the step."""
+    parts: dict[str, float] = {name: spans[name] for name in STEP_PARTS}
     parts["data wait"] = min(data_wait, parts["feed"])
     parts["feed"] -= parts["data wait"]
     # A tower inside a chunk is part of the chunk's span; a tower on every rank is not.
     for way in ("forward", "backward"):
-        parts[f"language {way}"] = spans.get(f"chunk {way}", 0.0) - parts[f"vision {way}"]
-        parts[f"vision {way}"] += spans.get(f"tower {way}", 0.0)
+        parts[f"language {way}"] = spans[f"chunk {way}"] - parts[f"vision {way}"]
+        parts[f"vision {way}"] += spans[f"tower {way}"]
     parts["idle"] = spans["step"] - sum(parts.values())
-    return parts
+    return list(parts.values())
 
 
-def summarize_parts(
-    parts_by_rank: list[list[dict[str, float]]],
-    stages: list[int],
-    flops_by_rank: list[ModelFlops],
-    peak_tflops: float,
-) -> dict[str, Any]:
+def summarize_parts(parts_by_rank: Sequence[list[list[float]]], stages: Sequence[int]) -> dict[str, Any]:
     """Summarises the parts of each step of all ranks, whose pipeline stages are ``stages``.
 
     Straggling compares the data-parallel ranks of one stage step by step, because the slowest of them
-    determines the time of each step. Efficiency is the share of the peak that each half of the model reaches
-    in its own time.
+    determines the time of each step.
     """
-    # [rank, step, part]
-    seconds = np.array([[[step[name] for name in STEP_PARTS] for step in steps] for steps in parts_by_rank])
+    seconds = np.array(parts_by_rank)  # [rank, step, part]
     ranks_by_stage = [np.array(stages) == stage for stage in sorted(set(stages))]
     compute = seconds[:, :, [STEP_PARTS.index(name) for name in COMPUTE_PARTS]].sum(2)
-    efficiency = {}
-    for half in ("language", "vision"):
-        columns = [STEP_PARTS.index(f"{half} {way}") for way in ("forward", "backward")]
-        half_seconds = seconds[:, :, columns].sum() * peak_tflops * 1e12
-        half_flops = sum(getattr(flops, half) for flops in flops_by_rank)
-        efficiency[half] = float(half_flops / half_seconds) if half_seconds and half_flops else None
+    stragglers = [compute[ranks].max(0).sum() / compute[ranks].mean(0).sum() for ranks in ranks_by_stage]
+    idle_share = seconds[:, :, -1].sum() / seconds.sum() if len(ranks_by_stage) > 1 else 0.0
+    stage_means = [seconds[ranks].mean((0, 1)).tolist() for ranks in ranks_by_stage]
     return {
         "parts": mean_and_max(STEP_PARTS, seconds.mean(1)),
-        "parts_by_stage": [
-            dict(zip(STEP_PARTS, seconds[ranks].mean((0, 1)).tolist(), strict=True))
-            for ranks in ranks_by_stage
-        ],
-        "slowest_over_mean": max(
-            float(compute[ranks].max(0).sum() / compute[ranks].mean(0).sum()) for ranks in ranks_by_stage
-        ),
-        "pipeline_idle_share": float(seconds[:, :, -1].sum() / seconds.sum())
-        if len(ranks_by_stage) > 1
-        else 0.0,
-        "efficiency": efficiency,
+        "parts_by_stage": [dict(zip(STEP_PARTS, means, strict=True)) for means in stage_means],
+        "slowest_over_mean": float(max(stragglers)),
+        "pipeline_idle_share": float(idle_share),
     }
 
 
-def mean_and_max(names: tuple[str, ...], seconds: np.ndarray) -> dict[str, dict[str, float]]:
+def tflops_by_part(spans: Counter[str], work: Counter[str]) -> dict[str, float]:
+    """TFLOP/s that each part of the model reaches in its own time on a rank, counting what training needs.
+
+    Args:
+        spans: seconds of all ranks and steps.
+        work: FLOPs of the same steps, by part.
+    """
+
+    def both(name: str) -> float:
+        return spans[f"{name} forward"] + spans[f"{name} backward"]
+
+    seconds = {"tower": both("vision") + both("tower"), "decoder": both("chunk") - both("vision")}
+    seconds |= {name: both(name) for name in ("experts", "output layer")}
+    seconds["decoder"] -= both("experts") + both("output layer")
+    return {
+        name: work[f"{name} flops"] / part_seconds / 1e12
+        for name, part_seconds in seconds.items()
+        if work[f"{name} flops"] and part_seconds > 0
+    }
+
+
+def mean_and_max(names: Sequence[str], seconds: Any) -> dict[str, dict[str, float]]:
     """The mean and the maximum over all ranks of each time of ``seconds`` [rank, name]."""
-    columns = zip(names, seconds.mean(0).tolist(), seconds.max(0).tolist(), strict=False)
+    columns = zip(names, np.mean(seconds, 0).tolist(), np.max(seconds, 0).tolist(), strict=False)
     return {name: {"mean_s": mean, "max_s": largest} for name, mean, largest in columns}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from toolkit.layouts import layout_sizes_text
@@ -23,10 +22,6 @@ def show(options: ShowOptions) -> int:
         steps_by_folder[f"{ABANDONED_DIR}/{folder.name}"] = [
             saved.step for saved in saved_checkpoints(folder)
         ]
-    if options.json:
-        step_facts = {"steps": steps_by_folder.pop(""), "abandoned": steps_by_folder}
-        print(json.dumps(checkpoint_facts | step_facts, indent=2))
-        return 1 if checkpoint_facts["missing"] else 0
     for folder_name, steps in steps_by_folder.items():
         if steps:
             print(f"{folder_name or 'checkpoints'}: step {', '.join(map(str, steps))}")
@@ -55,11 +50,7 @@ def verify(options: CheckpointVerifyOptions) -> int:
     """Compares every file of a checkpoint with its hashes. Returns 1 if one differs."""
     step_dir = find_step_dir(options.path)
     problems = verify_checkpoint(step_dir)
-    if options.json:
-        print(
-            json.dumps({"checkpoint": str(step_dir), "whole": not problems, "problems": problems}, indent=2)
-        )
-    elif problems:
+    if problems:
         print("\n".join(problems))
         print(f"{step_dir} is damaged; {ROLLBACK_ADVICE}, or start from weights that pass verification")
     else:

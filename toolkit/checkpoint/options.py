@@ -14,8 +14,6 @@ class ShowOptions(CommandOptions):
 
     path: Path = option(metavar="PATH", positional=True, must_exist=True)
     """Describe this step_ folder, or the latest checkpoint in this folder of a run."""
-    json: bool = False
-    """Print JSON."""
 
 
 @dataclass(kw_only=True)

@@ -16,9 +16,3 @@ class DemoOptions(CommandOptions):
     """Write all files to this folder."""
     steps: int = option(60, metavar="N", minimum=12)
     """Train for N steps; fewer than 60 may not be enough to learn the answers."""
-    ranks: int = option(4, metavar="N", minimum=1)
-    """Start N processes."""
-    tp: int = option(2, metavar="T", minimum=1)
-    """Set the tensor parallel size, in ranks."""
-    pp: int = option(2, metavar="P", minimum=1)
-    """Set the pipeline parallel size, in stages."""

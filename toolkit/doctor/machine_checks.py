@@ -24,6 +24,7 @@ GIB = 2**30
 INSTALL_GPU = "pip install -e '.[gpu]' -c constraints.txt --no-build-isolation"
 TE_DISTRIBUTIONS = tuple(f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13"))
 """Distributions that together form Transformer Engine."""
+WITHOUT_TE = "training on a GPU needs it"
 WITHOUT_FLASH_ATTENTION = "attention is slower on Hopper and Blackwell, and for heads of 256 (Qwen3.5)"
 WITHOUT_TRITON = "linear attention (Qwen3.5) is slow without it"
 SHOWN_PACKAGES = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
@@ -136,9 +137,13 @@ def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: 
             torch_text = stdout_text.strip().splitlines()[-1]
     return [
         _check_torch(torch_text, error_by_module["torch"], has_gpu),
-        _check_transformer_engine(error_by_module["transformer_engine"], has_gpu),
-        _check_gpu_package("flash-attn-4", error_by_module["flash_attn"], has_gpu, WITHOUT_FLASH_ATTENTION),
-        _check_gpu_package("triton", error_by_module["triton"], has_gpu, WITHOUT_TRITON),
+        _check_gpu_package(
+            TE_DISTRIBUTIONS, error_by_module["transformer_engine"], has_gpu, WITHOUT_TE, is_needed=True
+        ),
+        _check_gpu_package(
+            ("flash-attn-4",), error_by_module["flash_attn"], has_gpu, WITHOUT_FLASH_ATTENTION
+        ),
+        _check_gpu_package(("triton",), error_by_module["triton"], has_gpu, WITHOUT_TRITON),
         _check_core(error_by_module["megatron.core"]),
     ]
 
@@ -160,33 +165,21 @@ def _check_torch(torch_text: str, error_text: str, has_gpu: bool) -> Finding:
     return Finding("torch", f"{version_text}, {gpus_text}")
 
 
-def _check_transformer_engine(error_text: str, has_gpu: bool) -> Finding:
-    name, versions = "transformer engine", list[str]()
-    for distribution in TE_DISTRIBUTIONS:
-        if version := installed_version(distribution):
-            versions.append(f"{distribution} {version}")
+def _check_gpu_package(
+    distributions: tuple[str, ...], error_text: str, has_gpu: bool, without_text: str, is_needed: bool = False
+) -> Finding:
+    """Checks a package of GPUs, which may consist of several distributions."""
+    name = distributions[0]
+    versions = [f"{each} {version}" for each in distributions if (version := installed_version(each))]
     if not error_text:
         return Finding(name, ", ".join(versions) or "found on the path")
-    if versions or "No module named 'transformer_engine'" not in error_text:
-        finding_text = f"half installed ({', '.join(versions) or 'no distribution'}): {error_text}"
+    if versions or "No module named" not in error_text:
         install_text = f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
-        advice = f"pip uninstall -y {' '.join(TE_DISTRIBUTIONS)}{install_text}"
-        return Finding(name, finding_text, "broken", f"{advice}. Until then `import megatron.core` can fail")
+        advice = f"pip uninstall -y {' '.join(distributions)}{install_text}"
+        found = f"{', '.join(versions) or 'no distribution'}, does not import: {error_text}"
+        return Finding(name, found, "broken", advice)
     if has_gpu:
-        return Finding(name, "not installed; training on a GPU needs it", "broken", INSTALL_GPU)
-    return Finding(name, "not installed; needed only on GPUs")
-
-
-def _check_gpu_package(name: str, error_text: str, has_gpu: bool, without_text: str) -> Finding:
-    """Checks a package that makes training on GPUs faster."""
-    version = installed_version(name)
-    if not error_text:
-        return Finding(name, version or "found on the path")
-    if version:
-        advice = f"pip uninstall -y {name}, then {INSTALL_GPU}"
-        return Finding(name, f"installed, but does not import: {error_text}", "broken", advice)
-    if has_gpu:
-        return Finding(name, f"not installed; {without_text}", "note", INSTALL_GPU)
+        return Finding(name, f"not installed; {without_text}", "broken" if is_needed else "note", INSTALL_GPU)
     return Finding(name, "not installed; needed only on GPUs")
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
@@ -37,20 +35,15 @@ class CheckpointModel:
     """A Hugging Face folder that answers VLMEvalKit's prompts.
 
     Args:
-        settings: ``dtype``, ``min_pixels`` and ``max_pixels`` of an image (None: the checkpoint's
-            own), ``max_new_tokens`` of an answer without and with thinking, ``thinking`` (``on``, ``off``;
-            None or left out: as the chat template does), ``video_max_frames`` of a video without a number.
+        settings: ``dtype``, ``max_new_tokens`` of an answer without and with thinking, ``thinking`` (``on``,
+            ``off``; None or left out: as the chat template does).
         allowed_roots: folders from which images and videos may be read.
     """
 
     def __init__(self, hf_dir: Path, settings: Mapping[str, Any], allowed_roots: Sequence[Path]) -> None:
         self.allowed_roots = [root.resolve() for root in allowed_roots]
         self.think = {"on": True, "off": False, None: None}[settings.get("thinking")]
-        data_config = DataConfig(
-            min_pixels=settings["min_pixels"] or 0,
-            max_pixels=settings["max_pixels"] or 0,
-            video_max_frames=settings.get("video_max_frames") or 768,  # as in the released processors
-        )
+        data_config = DataConfig(video_max_frames=768)  # as in the released processors
         limits = tuple(settings["max_new_tokens"])
         self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
 
@@ -102,19 +95,6 @@ class CheckpointModel:
         grid = video_grid(info, settings)
         return MediaItem(grid, video_planes(file_bytes, info, grid, settings))
 
-    @torch.no_grad()
-    def logit_digests(self, prompt: EvaluationPrompt) -> tuple[dict[str, Any], Tensor]:
-        """Digests of all inputs and of all logits [tokens, vocabulary].
-
-        Returns:
-            ({input or ``logits`` -> digest, ``tokens`` -> number}, float32 logits of the last token).
-        """
-        inputs = self.answerer.model_inputs(self.encode(prompt))
-        logits = self.answerer.model(**inputs, use_cache=False).logits[0]
-        digests: dict[str, Any] = {name: tensor_digest(value) for name, value in inputs.items()}
-        digests |= {"logits": tensor_digest(logits), "tokens": len(logits)}
-        return digests, logits[-1].float().cpu().contiguous()
-
     def generate_answer(self, prompt: EvaluationPrompt) -> GeneratedAnswer:
         """Generates the greedy answer to the last turn."""
         return self.answerer.answer(self.encode(prompt))[0]
@@ -130,11 +110,3 @@ def prompt_turns(prompt: EvaluationPrompt) -> list[tuple[str, Sequence[PromptPar
         parts = [{"type": "text", "value": content}] if isinstance(content, str) else content
         turns.append((turn["role"], parts))
     return turns
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's type, shape and bits."""
-    host_tensor = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{host_tensor.dtype} {list(host_tensor.shape)}".encode())
-    digest.update(memoryview(host_tensor.reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def evaluate(options: EvaluateOptions) -> int:
     """Evaluates, and writes the report. Returns the exit code."""
     try:
-        dataset_name, lmu_data = find_dataset(options.data, options.lmu_data)
+        dataset_name, lmu_data = find_dataset(options.data)
         from .evaluation import run_evaluation
 
         result = run_evaluation(
@@ -32,15 +32,12 @@ def evaluate(options: EvaluateOptions) -> int:
         return 2
     report = json.dumps({"passed": not result.problems, **dataclasses.asdict(result)}, indent=2)
     (options.out / "report.json").write_text(report + "\n")
-    if options.json:
-        print(report)
-    else:
-        print_table(result, options.out / "report.json")
+    print_table(result, options.out / "report.json")
     return 1 if result.problems else 0
 
 
-def find_dataset(data_argument: str, lmu_data_dir: Path | None) -> tuple[str, Path]:
-    """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``.
+def find_dataset(data_argument: str) -> tuple[str, Path]:
+    """Derives the name of a data set and the folder of its files from ``--data``.
 
     This imports nothing that takes long, so a mistake is reported at once.
 
@@ -49,16 +46,14 @@ def find_dataset(data_argument: str, lmu_data_dir: Path | None) -> tuple[str, Pa
     """
     path = Path(data_argument)
     if path.suffix == ".tsv" and path.is_file():
-        if lmu_data_dir is not None:
-            raise UsageError(f"--lmu-data {lmu_data_dir}: leave it out; {path} is used with its own folder")
         return path.stem, path.parent.resolve()
     if "/" in data_argument or not data_argument.strip(".") or path.suffix == ".tsv":
         raise UsageError(
             f"--data {data_argument} is not a file; give the path of a table, NAME.tsv, or a data set's name"
         )
-    lmu_data_dir = lmu_data_dir or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
+    lmu_data_dir = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     if not lmu_data_dir.is_dir():
-        raise UsageError(f"--lmu-data {lmu_data_dir} is not a folder; tables are read from there")
+        raise UsageError(f"$LMUData {lmu_data_dir} is not a folder; tables are read from there")
     return data_argument, lmu_data_dir.resolve()
 
 
@@ -72,7 +67,7 @@ def print_table(result: Evaluation, report_path: Path) -> None:
     title = escape(f"{result.data}, {result.questions} questions")
     table = Table("", *result.checkpoints, title=title, title_justify="left")
     checkpoints = list(result.checkpoints.values())
-    for name in ("tensors", "logits"):
+    for name in ("tensors", "answers"):
         table.add_row(name, *(facts[name] for facts in checkpoints))
     for name in dict.fromkeys(name for facts in checkpoints for name in facts["metrics"]):
         table.add_row(escape(name), *(_format_metric(facts["metrics"].get(name)) for facts in checkpoints))

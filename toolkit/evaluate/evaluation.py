@@ -1,4 +1,4 @@
-"""Runs one evaluation: exports, tensors, VLMEvalKit, logits, scores."""
+"""Runs one evaluation: exports, tensors, VLMEvalKit, answers, scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import torch
 from huggingface_hub import constants
-from safetensors import safe_open
 
 from converters.compare import compare_weights
 from converters.convert import export_weights
@@ -79,7 +78,7 @@ def run_evaluation(
             show_line(f"{role}: reading {folder}")
             hf_dir = exported_folder(folder, options.original, options.out / role)
             facts = {"folder": str(hf_dir.resolve()), "sha256": folder_hash(hf_dir)}
-            result.checkpoints[role] = facts | {"tensors": "", "logits": "", "metrics": {}, "unanswered": 0}
+            result.checkpoints[role] = facts | {"tensors": "", "answers": "", "metrics": {}, "unanswered": 0}
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
     comparison = compare_weights(Path(original["folder"]), Path(converted["folder"]))
     differences = [f"tensor {difference.name}: {difference.how}" for difference in comparison.differences]
@@ -113,13 +112,12 @@ def folder_hash(hf_dir: Path) -> str:
 
 
 def _check_options(options: EvaluateOptions) -> None:
-    judge_host = urlsplit(options.judge_base_url or "//localhost").hostname
-    if judge_host not in ("localhost", "127.0.0.1", "::1"):
-        raise UsageError(f"--judge-base-url {options.judge_base_url}: the judge must be on this machine")
-    if bool(options.judge_base_url) != (options.judge != NO_JUDGE):
-        raise UsageError(
-            "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
-        )
+    if options.judge:
+        _, _, judge_url = options.judge.partition("@")
+        if not judge_url:
+            raise UsageError(f"--judge {options.judge}: give the address of its server too, NAME@URL")
+        if urlsplit(judge_url).hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise UsageError(f"--judge {options.judge}: the judge must be on this machine")
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / MARKER_FILE).exists():
         raise UsageError(
             f"--out {options.out} is not empty and of no earlier evaluation; give another folder"
@@ -150,16 +148,15 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     tensor_folder = check_hf_folder(options.original)
     code_counts = Counter(tensor_folder.dtype_code(name) for name in tensor_folder.file_by_tensor)
     weights_dtype = DTYPE_BY_CODE.get(code_counts.most_common(1)[0][0], torch.bfloat16)
-
-    num_gpus = torch.cuda.device_count()
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
-    processes = options.processes or max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES))
-    if num_gpus and processes > num_gpus:
-        raise UsageError(f"--processes {processes}: this machine has {num_gpus} GPUs")
-    given = "min_pixels max_pixels video_max_frames thinking judge limit".split()
-    return {name: getattr(options, name) for name in given} | {
-        "dtype": options.dtype or dtype_name(weights_dtype),
-        "processes": processes,
+    num_gpus = torch.cuda.device_count()
+    return {
+        "thinking": options.thinking,
+        "judge": options.judge.partition("@")[0] or NO_JUDGE,
+        "limit": options.limit,
+        # Other types than float32 are slow on CPU.
+        "dtype": dtype_name(weights_dtype) if num_gpus else "float32",
+        "processes": max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES)),
         "max_new_tokens": [options.max_new_tokens or limit for limit in DEFAULT_LIMITS],
         "versions": _package_versions(),
     }
@@ -184,9 +181,8 @@ def _ask_and_score(
         if problem:
             result.problems.append(f"{role}: no score; {problem}")
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
-    logits_dirs = (work_dir / "results" / facts["model"] for facts in (original, converted))
-    original["logits"], differences = compare_logits(*logits_dirs)
-    converted["logits"] = f"{len(differences)} differ" if differences else "identical"
+    answers_dirs = (work_dir / "results" / facts["model"] for facts in (original, converted))
+    original["answers"], converted["answers"], differences = compare_answers(*answers_dirs)
     result.problems += differences + compare_scores(result.checkpoints)
 
 
@@ -216,7 +212,7 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
         "checkpoints": folder_by_model,
         "settings": result.settings,
         "roots": [str(work_dir), str(lmu_data), constants.HF_HUB_CACHE],
-        "judge_url": options.judge_base_url,
+        "judge_url": options.judge.partition("@")[2],
     }
     (work_dir / "job.json").write_text(json.dumps(job, indent=1))
 
@@ -230,7 +226,7 @@ def _run_vlmevalkit(
         UsageError: it cannot use the data set.
         UserError: it failed.
     """
-    sandbox_words, isolation = choose_sandbox(work_dir, with_network=bool(options.judge_base_url))
+    sandbox_words, isolation = choose_sandbox(work_dir, with_network=bool(options.judge))
     result.settings["isolation"] = isolation
     log_path = work_dir / "vlmevalkit.log"
     show_line(f"VLMEvalKit runs {isolation}; its imports take up to half a minute. Its log: {log_path}")
@@ -296,34 +292,24 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
     return metrics, "" if metrics else f"VLMEvalKit stopped at {status.get('status')!r}"
 
 
-def compare_logits(original_dir: Path, converted_dir: Path) -> tuple[str, list[str]]:
-    """Compares inputs and logits of some prompts, made by each folder's own processor and model, bit for bit.
+def compare_answers(original_dir: Path, converted_dir: Path) -> tuple[str, str, list[str]]:
+    """Compares the answers to each prompt, whose text is that of the folder's own processor.
 
     Args:
         original_dir, converted_dir: what :mod:`vlmevalkit_adapter` wrote for each.
 
     Returns:
-        What was compared, and one line for each prompt that differs.
+        The number of answers and of those that differ, in words, and one line for each that differs.
     """
-    names = sorted(path.name for path in original_dir.glob("logits_*"))
-    if not names or names != sorted(path.name for path in converted_dir.glob("logits_*")):
-        return f"{len(names)} prompts", ["logits: original and converted were not asked the same prompts"]
-    differences = []
-    num_tokens = 0
-    for number, name in enumerate(names, 1):
-        files = [safe_open(folder / name, "pt") for folder in (original_dir, converted_dir)]
-        expected, found = (json.loads(file.metadata()["digests"]) for file in files)
-        num_tokens += expected["tokens"]
-        different = sorted(key for key in expected | found if expected.get(key) != found.get(key))
-        if different == ["logits"]:
-            expected_last, found_last = (file.get_tensor("last") for file in files)
-            largest = float((expected_last - found_last).abs().max())
-            differences.append(
-                f"logits of prompt {number} differ, those of the last token by at most {largest:.3g}"
-            )
-        elif different:  # other inputs give other logits
-            differences.append(f"prompt {number}: the processors give different {', '.join(different)}")
-    return f"{len(names)} prompts, {num_tokens} tokens", differences
+    expected, found = (
+        {line["key"]: (line["answer"], line["thinking"]) for line in read_answers(folder)}
+        for folder in (original_dir, converted_dir)
+    )
+    problems = []
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            problems.append(f"answer to prompt {key}: {expected.get(key)} and {found.get(key)}")
+    return str(len(expected)), f"{len(problems)} differ" if problems else "identical", problems
 
 
 def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:

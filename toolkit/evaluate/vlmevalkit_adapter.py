@@ -24,12 +24,10 @@ QUESTION_COUNT_FILE = "questions.txt"
 """File in the work folder with the number of questions; each turn of a dialogue is one."""
 UNUSABLE_FILE = "unusable.txt"
 """File in the work folder with the reason why a data set cannot be used."""
-LOGIT_PROMPTS = 4
-"""Number of prompts whose logits are recorded, the first ones."""
 
 
 class VlmEvalKitModel:
-    """A checkpoint as a model of VLMEvalKit. Records its answers, and the logits of the first prompts."""
+    """A checkpoint as a model of VLMEvalKit. Records its answers."""
 
     VIDEO_LLM = True  # videos are given as videos, not as images
 
@@ -42,8 +40,7 @@ class VlmEvalKitModel:
         self.model = CheckpointModel(
             Path(job["checkpoints"][model_name]), job["settings"], [Path(root) for root in job["roots"]]
         )
-        self.rank = os.environ.get("RANK", "0")
-        answers_path = self.record_dir / f"answers_{self.rank}.jsonl"
+        answers_path = self.record_dir / f"answers_{os.environ.get('RANK', '0')}.jsonl"
         self.answers_file = answers_path.open("a", encoding="utf-8", buffering=1)
         # VLMEvalKit sets one of them to what the name of a video set says, and the other to None.
         self.nframe: int | None = 1
@@ -71,17 +68,9 @@ class VlmEvalKitModel:
         return message_part | {"fps": self.fps} if self.fps else message_part
 
     def _answer(self, prompt: list[dict[str, Any]]) -> str:
-        from safetensors.torch import save_file
-
         from toolkit.evaluate.checkpoint_model import prompt_turns
 
         key = hashlib.sha256(json.dumps(prompt, default=str, sort_keys=True).encode()).hexdigest()[:16]
-        # An interrupted evaluation begins again before VLMEvalKit has kept the first answers.
-        if self.rank == "0" and len(list(self.record_dir.glob("logits_*"))) < LOGIT_PROMPTS:
-            digests, last_logits = self.model.logit_digests(prompt)
-            logits_path = self.record_dir / f"logits_{key}.safetensors"
-            save_file({"last": last_logits}, logits_path, metadata={"digests": json.dumps(digests)})
-
         reply = self.model.generate_answer(prompt)
         parts = prompt_turns(prompt)[-1][1]
         line = {
@@ -103,8 +92,8 @@ def _refuse(job: dict[str, Any], why: str) -> NoReturn:
 
 def _no_judge(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        "a language model scores this data set: run one on this machine and give --judge NAME "
-        "--judge-base-url http://localhost:PORT/v1"
+        "a language model scores this data set: run one on this machine and give --judge "
+        "NAME@http://localhost:PORT/v1"
     )
 
 
@@ -117,7 +106,7 @@ def _read_dataset(job: dict[str, Any], build_dataset: Any) -> Any:
     except Exception as error:
         refuse(
             f"{named}: VLMEvalKit cannot use it, and nothing is downloaded (put {job['data']}.tsv, as"
-            f" published, into --lmu-data, or a set of videos into Hugging Face's cache): {error!r}"
+            f" published, into $LMUData, or a set of videos into Hugging Face's cache): {error!r}"
         )
     if dataset is None:
         refuse(f"{named}: VLMEvalKit knows no such data set, and finds no table with a column question")

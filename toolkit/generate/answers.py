@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
-from megatron_vl.config import DataConfig
+from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.chat import read_stop_tokens
 from megatron_vl.data.sample.pixels import read_pixel_norm
@@ -152,24 +151,24 @@ def encode_prompt(encoder: SampleEncoder, options: GenerateOptions) -> Tokenized
     return encoder.encode_prompt([{"role": "user", "content": content}], media, think=think)
 
 
-def answer_dataset(answerer: Answerer, options: GenerateOptions, print_line: Callable[[str], None]) -> str:
-    """Answers the samples of ``--data`` and writes a line of JSON for each.
+def answer_dataset(
+    answerer: Answerer, config: TrainConfig, out_path: Path, print_line: Callable[[str], None]
+) -> str:
+    """Answers the samples of ``data.path`` and ``eval.split``, and writes a line of JSON for each.
 
     Returns:
         A line with the share of answers that equal their reference.
     """
-    assert options.data is not None and options.out is not None
     equal = answered = 0
     left_out: dict[str, int] = {}
-    samples = _encoded_samples(answerer, options.data, options.split, left_out)
-    for key, sample in itertools.islice(samples, options.samples):
+    for key, sample in _encoded_samples(answerer, config, left_out):
         prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
         begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
         reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
         answer = answerer.answer(prompt)[0].answer_text
         line = {"key": key, "prompt": answerer.decode(prompt.token_ids)}
         line |= {"reference": reference, "answer": answer}
-        with options.out.open("a", encoding="utf-8") as out_file:
+        with out_path.open("a", encoding="utf-8") as out_file:
             print(json.dumps(line, ensure_ascii=False), file=out_file)
         answered += 1
         equal += answer.strip() == reference.strip()
@@ -177,17 +176,17 @@ def answer_dataset(answerer: Answerer, options: GenerateOptions, print_line: Cal
             print_line(f"{answered} answers")
     reasons = "".join(f"; {count} left out: {reason}" for reason, count in left_out.items())
     if not answered:
-        raise UserError(f"{options.data}: no sample of {options.split} can be answered{reasons}")
+        raise UserError(f"{config.data.path}: no sample of {config.eval.split} can be answered{reasons}")
     return f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference{reasons}"
 
 
 def _encoded_samples(
-    answerer: Answerer, dataset_dir: Path, split: str, left_out: dict[str, int]
+    answerer: Answerer, config: TrainConfig, left_out: dict[str, int]
 ) -> Iterator[tuple[str, TokenizedSample]]:
     """(key, sample) as a run trains on it. Counts the samples that a run leaves out in ``left_out``."""
-    data_config = dataclasses.replace(answerer.encoder.data_config, path=str(dataset_dir))
+    data_config = answerer.encoder.data_config
     row_encoder = open_encoder(data_config, answerer.encoder.spec, answerer.hf_dir)
-    for source in read_sources(resolve_location(data_config.path), split):
+    for source in read_sources(resolve_location(data_config.path), config.eval.split):
         with closing(SampleReader(source)) as reader:
             for index in source.indices:
                 raw_sample = reader.read_sample(index, with_media=True)

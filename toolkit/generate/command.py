@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 from megatron_vl.config import parse_config
+from megatron_vl.errors import UsageError
 
 from .options import GenerateOptions
 
@@ -26,15 +27,17 @@ def generate(options: GenerateOptions) -> int:
     hf_dir = exported_folder(options.checkpoint, config.model.hf, print_line)
     limits = (options.max_new_tokens, options.max_new_tokens) if options.max_new_tokens else DEFAULT_LIMITS
     answerer = Answerer(hf_dir, with_trained_media(config.data, hf_dir), limits)
-    if options.data is not None:
-        print(answer_dataset(answerer, options, print_line))
+    if options.out is not None:
+        if not config.data.path or config.data.is_synthetic:
+            raise UsageError("--out needs --data.path, the data set whose samples are answered")
+        print(answer_dataset(answerer, config, options.out, print_line))
         return 0
 
     answer, shortcoming = answerer.answer(encode_prompt(answerer.encoder, options))
     if shortcoming:
         print_line(shortcoming)
-    if options.show_thinking and answer.thinking_text is not None:
-        print(f"<think>\n{_without_control_characters(answer.thinking_text)}\n</think>\n")
+    if answer.thinking_text is not None:
+        print_line(f"<think>\n{_without_control_characters(answer.thinking_text)}\n</think>\n")
     print(_without_control_characters(answer.answer_text))
     return 0
 

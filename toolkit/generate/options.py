@@ -33,32 +33,27 @@ class GenerateOptions(CommandOptions):
     needs --model.hf, or --config with its YAML."""
     prompt: str = option("", metavar="TEXT")
     """What the user says after the images and videos."""
-    image: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
-    """Image for --prompt. May be repeated."""
-    video: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
-    """Video for --prompt. May be repeated."""
-    data: Path | None = option(None, metavar="DIR", must_exist=True)
-    """Prepared data set whose samples are answered, each up to its first answer that is trained on."""
-    split: str = option("val", metavar="NAME")
-    """Split of the data set."""
-    samples: int | None = option(None, metavar="N", minimum=1, shown_default="all")
-    """Answer only the first N samples."""
+    image: list[Path] = option([], metavar="FILE", several=True, must_exist=True)
+    """Images for --prompt."""
+    video: list[Path] = option([], metavar="FILE", several=True, must_exist=True)
+    """Videos for --prompt."""
     out: Path | None = option(None, metavar="FILE")
-    """JSON lines to write for --data: key, prompt, reference and answer of each sample."""
+    """Answer the data set data.path, its split eval.split, instead of a prompt: each sample up to its first
+    answer that is trained on. JSON lines are written to FILE: key, prompt, reference and answer of each."""
     max_new_tokens: int | None = option(
         None, metavar="N", minimum=1, shown_default="128; 2048 if the model thinks"
     )
     """Generate at most N tokens per answer, including what the model thinks."""
     thinking: Literal["on", "off"] | None = option(None, shown_default="what the chat template does")
-    """Whether the model thinks before it answers --prompt (enable_thinking of the chat template)."""
-    show_thinking: bool = False
-    """Also print what the model thinks."""
+    """Whether the model thinks before it answers --prompt (enable_thinking of the chat template). What it
+    thinks goes to standard error."""
 
     def check(self) -> None:
         has_prompt = bool(self.prompt.strip() or self.image or self.video)
-        if (self.data is not None) == has_prompt:
-            raise UsageError("give either --data, or --prompt with its images and videos (--image, --video)")
-        if (self.data is None) != (self.out is None):
-            raise UsageError("--data needs --out FILE, where its answers are written, and --out needs --data")
+        if (self.out is not None) == has_prompt:
+            raise UsageError(
+                "give either --prompt with its images and videos (--image, --video), or --out FILE for the"
+                " answers to the data set --data.path"
+            )
         if self.out is not None and self.out.exists():
             raise UsageError(f"--out {self.out} exists; remove it or name another file")

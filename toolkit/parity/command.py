@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+from pathlib import Path
 from typing import Any
 
-from megatron_vl.errors import UserError
-from toolkit.platform_choice import choose_platform
+from toolkit.options import check_path
 
 from .options import ParityOptions
 
 
 def parity(options: ParityOptions) -> int:
     """Compares the layouts and prints the table. Returns exit code 1 if a layout departs."""
+    if not options.family:
+        check_path(Path(options.hf), is_model=True)
     from rich.console import Console
 
     from .compare import run_parity
 
-    options = dataclasses.replace(options, platform=choose_platform(options.platform))
-    if options.reference_device.partition(":")[0] not in ("", "cpu", "cuda"):
-        raise UserError(
-            f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
-        )
-    if options.reference_device.startswith("cuda"):
-        choose_platform("cuda", "--reference-device")
-
-    console = Console(highlight=False, stderr=options.json, width=max(130, Console().width))
+    console = Console(highlight=False, width=max(130, Console().width))
     parity_report = run_parity(options, lambda line: console.print(f"[dim]{line}[/]"))
-    if options.json:
-        print(json.dumps(parity_report, indent=2, default=str))
-    else:
-        print_parity_report(parity_report, console)
+    print_parity_report(parity_report, console)
     return 0 if parity_report["ok"] else 1
 
 
@@ -43,26 +32,23 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
     for heading in ("layout", "loss", "transformers", "errors", ""):
         table.add_column(heading, overflow="fold")
     for layout_text, result in parity_report["layouts"].items():
-        last_step = result.get("steps", [{}])[-1]
-        losses = [f"{last_step[name]:.6f}" if name in last_step else "" for name in ("loss", "reference")]
+        [step] = result.get("steps", [{}])
+        losses = [f"{step[name]:.6f}" if name in step else "" for name in ("loss", "reference")]
         verdict = "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
         table.add_row(layout_text, *losses, _errors_text(result), verdict)
     console.print(table)
     for layout_text, result in parity_report["layouts"].items():
-        departures = [step["departs"] for step in result.get("steps", []) if step.get("departs")]
         if "error" in result:
             console.print(f"[bold red]{layout_text}:[/] {result['error']}")
-        elif departures:
-            console.print(f"[bold red]{layout_text}: {departures[0]} departs first[/]")
+        elif departure := result["steps"][0]["departs"]:
+            console.print(f"[bold red]{layout_text}: {departure} departs first[/]")
 
 
 def _errors_text(result: dict[str, Any]) -> str:
-    """The largest errors of a layout: of a pass, or of the state after a training."""
-    if "state" in result:
-        return ", ".join(f"{kind} {error:.0e} ({name})" for kind, (name, error) in result["state"].items())
+    """The largest errors of a layout."""
     if "error" in result:
         return ""
-    step = result["steps"][-1]
+    [step] = result["steps"]
     worst_output = max(step["activations"], key=step["activations"].__getitem__)
     worst_gradient = next(iter(step["worst"]))
     return (

@@ -22,29 +22,26 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.demo.demo_data import write_raw_data
 from toolkit.hf_loading import check_hf_folder
 from toolkit.launch import last_output_lines, run_group
 from toolkit.layouts import LayoutSpec
-from toolkit.tiny_checkpoint import TINY_FAMILIES, write_tiny_checkpoint
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 from .case import ParityCase, encode_conversations, write_cases
 from .options import ParityOptions
 from .reference_job import ReferenceJob
 
 DEMO_CONVERSATIONS = ("astronaut", "two_images", "image_between_texts", "text_only")
-"""The demo conversations that are compared if no pictures are given."""
-PICTURE_TURNS = [
-    {"from": "human", "value": "<image>\nWhat is in this picture?"},
-    {"from": "gpt", "value": "This is what one can see in the picture."},
-]
-TEXT_TURNS = [{"from": "human", "value": "Which day is it?"}, {"from": "gpt", "value": "It is Friday."}]
+"""The demo conversations that are compared."""
+BYTES_PER_PARAMETER = 9.5
+"""What ``transformers`` needs on a GPU for a parameter of a released size: 66 GiB for Qwen2.5-VL-7B."""
 
 
 def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dict[str, Any]:
     """Compares every layout with ``transformers``.
 
     Args:
-        options: with the platform that ``auto`` stands for here.
         print_line: receives a line of text before each long phase.
 
     Returns:
@@ -55,11 +52,8 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
     """
     with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as temporary_dir:
         work_dir = Path(temporary_dir)
-        hf_dir = options.hf or work_dir / "hf"
+        hf_dir = work_dir / "hf" if options.family else Path(options.hf)
         if options.family:
-            if options.family not in TINY_FAMILIES:
-                valid_names = ", ".join(TINY_FAMILIES)
-                raise UserError(f"--family {options.family!r} is unknown; valid: {valid_names}")
             write_tiny_checkpoint(hf_dir, options.family, dtype=torch.float32)
         # Everything that can be refused is refused before the models run, which takes minutes.
         check_hf_folder(hf_dir)
@@ -74,22 +68,34 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         elif WeightReader(weights_dir).spec.different_fields(spec):
             raise UserError(f"--checkpoint {weights_dir} holds another model than --hf {hf_dir}")
 
-        samples = prepare_samples(options.image, hf_dir, work_dir, _rows_per_step(options))
+        samples = prepare_samples(hf_dir, work_dir, _rows_per_step(options))
         token_count = sum(map(len, samples))
-        print_line(f"transformers on {len(samples)} conversations of {token_count} tokens, {options.dtype}")
-        _run_reference(options, hf_dir, work_dir)
+        device = reference_device(hf_dir)
+        print_line(
+            f"transformers on {len(samples)} conversations of {token_count} tokens, {options.dtype}, {device}"
+        )
+        _run_reference(options, hf_dir, work_dir, device)
         case_fields = _case_fields(options, hf_dir, weights_dir, samples, work_dir)
         results_by_layout = run_layouts(options, case_fields, print_line)
 
     return {
         "ok": all(result["ok"] for result in results_by_layout.values()),
-        "hf": str(options.hf) if options.hf else options.family,
+        "hf": options.hf,
         "dtype": options.dtype,
         "layouts": results_by_layout,
     }
 
 
-def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path) -> None:
+def reference_device(hf_dir: Path) -> str:
+    """``cuda`` if a GPU holds ``transformers`` with float32 weights and gradients, else ``cpu``."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    parameters = sum(file.stat().st_size for file in hf_dir.glob("*.safetensors")) / 2
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return "cuda" if BYTES_PER_PARAMETER * parameters <= memory else "cpu"
+
+
+def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path, device: str) -> None:
     """Runs ``transformers`` in a process of its own, so that its memory is free when the layouts run."""
     reference_dir = work_dir / "reference"
     reference_dir.mkdir(exist_ok=True)
@@ -97,8 +103,7 @@ def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path) -> None
         hf=str(hf_dir),
         out=str(reference_dir),
         dtype=options.dtype,
-        device=options.reference_device or ("cuda" if options.platform == "cuda" else "cpu"),
-        steps=options.steps,
+        device=device,
         lora_rank=options.lora,
         conversations=str(work_dir / "conversations.json"),
     )
@@ -128,24 +133,14 @@ def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
         raise UserError(f"--layouts {layout_spec.layout_text}: {error}") from error
 
 
-def prepare_samples(
-    image_paths: list[Path], hf_dir: Path, work_dir: Path, least_samples: int
-) -> list[TokenizedSample]:
-    """Makes at least ``least_samples`` samples of the pictures or the demo's photographs.
+def prepare_samples(hf_dir: Path, work_dir: Path, least_samples: int) -> list[TokenizedSample]:
+    """Makes at least ``least_samples`` samples of the demo's photographs.
 
-    Writes their ``conversations.json`` to ``work_dir``. Raises UnusableError if a picture is unusable.
+    Writes their ``conversations.json`` to ``work_dir``.
     """
-    if image_paths:
-        media_root = Path("/")
-        conversation_records: list[dict[str, Any]] = [{"conversations": TEXT_TURNS}]
-        for path in image_paths:
-            conversation_records.append({"image": str(path.resolve()), "conversations": PICTURE_TURNS})
-    else:
-        from toolkit.demo.demo_data import write_raw_data
-
-        media_root = work_dir / "raw" / "media"
-        raw_records = json.loads(write_raw_data(work_dir / "raw").read_text())
-        conversation_records = [record for record in raw_records if record["id"] in DEMO_CONVERSATIONS]
+    media_root = work_dir / "raw" / "media"
+    raw_records = json.loads(write_raw_data(work_dir / "raw").read_text())
+    conversation_records = [record for record in raw_records if record["id"] in DEMO_CONVERSATIONS]
 
     # Every row of the step needs a sample, so they are repeated if there are fewer.
     sample_count = max(len(conversation_records), least_samples)
@@ -169,18 +164,16 @@ def _case_fields(
     # All layouts get rows of one length, which each of them must be able to split.
     length_multiple = math.lcm(64, *(layout.tp * layout.cp for layout in options.layout_specs))
     step_rows = [[f"sample:{i}" for i in range(*row)] for row in itertools.pairwise(bounds)]
-    trains = options.steps > 0
     case_fields: dict[str, Any] = {
         "hf": str(hf_dir),
         "weights": str(weights_dir),
-        "steps": [step_rows] * max(options.steps, 1),
+        "steps": [step_rows],
         "seq_len": -(-longest_row // length_multiple) * length_multiple,
         "dtype": options.dtype,
-        "train": trains,
         "samples": str(work_dir / "conversations.json"),
         "reference": str(work_dir / "reference"),
-        "activations": not trains,
-        "optimizer": trains,
+        "activations": True,
+        "optimizer": False,
         # The fused kernels do not support float32.
         "attention": "reference" if options.dtype == "float32" else "auto",
     }
@@ -197,6 +190,7 @@ def run_layouts(
 ) -> dict[str, dict[str, Any]]:
     """Runs the layouts and maps each to its result; one group of processes serves each number of ranks."""
     results: dict[str, dict[str, Any]] = {}
+    platform = "cuda" if torch.cuda.is_available() else "cpu"
     layout_specs = sorted(options.layout_specs, key=lambda layout: layout.world_size)
     for world_size, layouts in itertools.groupby(layout_specs, key=lambda layout: layout.world_size):
         cases = []
@@ -209,9 +203,9 @@ def run_layouts(
         write_cases(cases, cases_path)
         completed_process = run_group(
             "toolkit.parity.worker",
-            [cases_path, results_path, options.platform],
+            [cases_path, results_path, platform],
             world_size,
-            on_cpu=options.platform == "cpu",
+            on_cpu=platform == "cpu",
         )
         # The worker writes after each case, so a crash loses only that case and later ones.
         written_results = json.loads(results_path.read_text()) if results_path.exists() else {}

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megatron_vl.errors import UsageError, UserError
+from megatron_vl.spec.families import FAMILIES
 from toolkit.layouts import LAYOUT_GRAMMAR, LayoutSpec, LayoutTextError, parse_layouts
-from toolkit.options import CommandOptions, option, require_exactly_one
+from toolkit.options import CommandOptions, option
 
 MEMORY_NOTES = """
-Memory. transformers runs first and alone, in float32. It needs 8 bytes per parameter for weights and
-gradients, and activations without recomputation; if they do not fit, give --reference-device cpu.
-Then each rank of a layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own;
---steps adds AdamW's state, 8 or 12 bytes. A 7B model needs 66 GiB for transformers, then 46 GiB /
-(tp x pp) in bfloat16. Gradients go through files in the temporary folder (TMPDIR), at most 8 bytes
-per parameter.
+Memory. transformers runs first and alone, in float32, on a GPU that holds it and otherwise on CPU. It needs
+8 bytes per parameter for weights and gradients, and activations without recomputation. Then each rank of a
+layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own. A 7B model needs 66 GiB for
+transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go through files in the temporary folder
+(TMPDIR), at most 8 bytes per parameter.
 """
 
 
@@ -29,51 +29,37 @@ class ParityOptions(CommandOptions):
 
     epilog: ClassVar[str] = f"Layouts: {LAYOUT_GRAMMAR}.\n{MEMORY_NOTES}"
 
-    hf: Path | None = option(None, metavar="HF_DIR", must_exist=True)
-    """Hugging Face checkpoint folder."""
-    family: str = option("", metavar="NAME")
-    """Compare a small model of this family with random weights, instead of --hf: qwen2_5_vl, ..."""
+    hf: str = option(metavar="HF")
+    """Hugging Face checkpoint folder; or a family such as qwen2_5_vl, of which a small model with random
+    weights is compared."""
     layouts: str = option(metavar="LIST")
     """Layouts to compare, separated by commas, such as 1,tp2sp,tp2pp2vpp2; see below."""
     checkpoint: Path | None = option(
         None, metavar="DIR", must_exist=True, shown_default="a fresh conversion of --hf"
     )
     """Compare these Megatron weights (in any layout), or those of a run, with the folder of --hf."""
-    image: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
-    """Compare on this picture. May be repeated."""
     dtype: Literal["float32", "bfloat16"] = option("float32")
     """Data type of the layouts. float32 must agree with transformers within rounding. bfloat16 may depart
     from float32 at most 1.5 times as far as transformers in bfloat16; use it on GPUs. (On CPU,
     Megatron-core rounds RoPE's factors to bfloat16, and transformers does not. torch's LayerNorm sums its
     gradients in bfloat16 there, here over all pictures of a row.)"""
-    platform: Literal["auto", "cpu", "cuda"] = option("auto", shown_default="cuda where there is a GPU")
-    """Run the ranks on this kind of device."""
-    reference_device: str = option("", metavar="DEVICE", shown_default="as --platform")
-    """Run transformers on this device: cpu, cuda, cuda:1."""
-    steps: int = option(0, metavar="N", minimum=1)
-    """Compare N optimizer steps instead (float32 only): losses, gradient norms, final weights and Adam's
-    moments."""
     lora: int = option(0, metavar="RANK", minimum=1)
     """Give every matrix a random LoRA adapter of this rank, made by peft, and compare the gradients of the
     adapters instead."""
-    json: bool = False
-    """Print the results as JSON."""
+
+    @property
+    def family(self) -> str:
+        """The family of a small model with random weights; empty for a checkpoint."""
+        return self.hf if self.hf in FAMILIES and not Path(self.hf).exists() else ""
 
     @property
     def layout_specs(self) -> list[LayoutSpec]:
         return parse_layouts(self.layouts)
 
     def check(self) -> None:
-        require_exactly_one(self, "hf", "family")
         try:
             parse_layouts(self.layouts)
         except LayoutTextError as error:
             raise UsageError(f"--layouts: {error}") from error
-        if self.steps and self.dtype != "float32":
-            raise UserError(
-                f"--steps {self.steps}: only float32 can be compared over steps; leave --dtype at float32"
-            )
-        if self.lora and self.steps:
-            raise UsageError("--lora compares one forward and backward pass; leave out --steps")
         if self.family and self.checkpoint:
-            raise UserError("--checkpoint needs --hf: --family makes its own weights for the comparison")
+            raise UserError("--checkpoint needs a folder as --hf: a family gets weights of its own")

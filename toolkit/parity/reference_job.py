@@ -67,7 +67,7 @@ class ReferenceJob:
     """Rank of an adapter of every matrix. It is written to ``adapter`` in ``out``, and its gradients are
     compared instead of the model's; 0: no adapter."""
     conversations: str = ""
-    """For the program: file of :func:`~toolkit.parity.case.encode_conversations`. All are in each step."""
+    """For the program: file of :func:`~toolkit.parity.case.encode_conversations`."""
 
 
 def main(argv: list[str]) -> int:
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution there
     samples = encode_conversations(Path(job.conversations), job.hf)
     check_processor(job, samples)
-    write_reference(job, [samples] * max(job.steps, 1))
+    write_reference(job, [samples])
     return 0
 
 

@@ -9,7 +9,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, parse_config, valida
 from megatron_vl.config.checks import check_inputs
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UsageError, UserError
-from toolkit.launch import single_rank_variables
+from toolkit.launch import single_rank_variables, usable_gpus
 from toolkit.run_adapters import with_megatron_adapter
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
@@ -39,7 +39,7 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, options.json)
+        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, as_json=False)
         return 0
 
     run_words = options.fields
@@ -77,7 +77,7 @@ def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnviron
     """The launcher's options that start this node's ranks; None if this process is the only rank."""
     config = _read_config(options.fields)
     nnodes = options.nnodes or launch_environment.nnodes
-    ranks_per_node = options.nproc_per_node or _local_gpu_count()
+    ranks_per_node = options.nproc_per_node or usable_gpus()
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
@@ -112,28 +112,19 @@ def _with_converted_adapter(run_words: list[str]) -> list[str]:
     return [*run_words, "--lora.adapter", converted_config.lora.adapter]
 
 
-def _local_gpu_count() -> int:
-    import torch
-
-    gpu_count = torch.cuda.device_count()
-    if not gpu_count:
-        raise UsageError(
-            "torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU"
-        )
-    return gpu_count
-
-
 def _rendezvous_arguments(
     options: TrainOptions, launch_environment: LaunchEnvironment, nnodes: int
 ) -> list[str]:
     """The launcher's options that bring the nodes together."""
     if nnodes == 1:
         return ["--standalone"]
-    rendezvous_host = options.master_addr or launch_environment.master_addr
+    rendezvous_host, given_port = options.master_addr or launch_environment.master_addr, ""
+    if rendezvous_host.count(":") == 1:  # an IPv6 address has more
+        rendezvous_host, given_port = rendezvous_host.split(":")
     if not rendezvous_host:
         raise UsageError(
             f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"
         )
-    rendezvous_port = options.master_port or launch_environment.master_port
+    rendezvous_port = given_port or launch_environment.master_port
     endpoint_arguments = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{rendezvous_host}:{rendezvous_port}"]
-    return [*endpoint_arguments, "--rdzv-id", options.job_id or launch_environment.job_id]
+    return [*endpoint_arguments, "--rdzv-id", launch_environment.job_id]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_vl.errors import UsageError
 from toolkit.options import CommandOptions, option
 
 
@@ -18,25 +17,15 @@ class TrainOptions(CommandOptions):
     """
 
     run_fields: ClassVar[bool] = True
+    explains_run: ClassVar[bool] = True
 
     nproc_per_node: int | None = option(None, metavar="N", minimum=1, shown_default="the GPUs of this node")
     """Start N ranks on this node, with or without GPUs."""
     nnodes: int | None = option(None, metavar="N", minimum=1, shown_default="1, or those of the Slurm step")
     """Train on N nodes; start the same command on each of them."""
-    master_addr: str = option("", metavar="HOST", shown_default="the first node of the Slurm step")
-    """Host name of one of the nodes; give the same one on all nodes."""
-    master_port: int | None = option(
-        None, metavar="PORT", minimum=1, shown_default="29500, or derived from the Slurm job's number"
-    )
-    """A free port on that host."""
-    job_id: str = option("", metavar="WORD", shown_default="megatron-vl, or the Slurm job's number")
-    """Any word that distinguishes this run from others on the same nodes."""
+    master_addr: str = option("", metavar="HOST[:PORT]", shown_default="the first node of the Slurm step")
+    """Host name of one of the nodes; give the same one on all nodes. Runs that share it need different, free
+    ports. Without PORT: 29500, or one derived from the Slurm job's number."""
     dry_run: bool = False
     """Start nothing; make every check of a start, and print layout, split, memory of each pipeline stage and
     estimated speed. Needs no GPU."""
-    json: bool = False
-    """Print JSON; needs --dry-run."""
-
-    def check(self) -> None:
-        if self.json and not self.dry_run:
-            raise UsageError("--json needs --dry-run")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,9 @@ from .options import (
     WeightOutputOptions,
 )
 
+SHOWN_DIFFERENCES = 10
+"""Number of differing tensors that `verify` names."""
+
 
 def convert(options: ConvertOptions) -> int:
     """Converts Hugging Face weights, or an adapter for them, to Megatron weights."""
@@ -28,8 +29,8 @@ def convert(options: ConvertOptions) -> int:
 
     arguments = (options.hf, options.out, options.layout_arguments)
     if options.adapter is not None:
-        return _run_conversion(options, convert_adapter, options.adapter, *arguments, workers=options.workers)
-    return _run_conversion(options, convert_weights, *arguments, workers=options.workers)
+        return _run_conversion(options, convert_adapter, options.adapter, *arguments)
+    return _run_conversion(options, convert_weights, *arguments)
 
 
 def split(options: SplitOptions) -> int:
@@ -38,7 +39,7 @@ def split(options: SplitOptions) -> int:
 
     layout = options.layout_arguments or ONE_RANK
     arguments = (options.checkpoint, options.out, layout)
-    return _run_conversion(options, reshard_weights, *arguments, workers=options.workers)
+    return _run_conversion(options, reshard_weights, *arguments)
 
 
 def merge(options: MergeOptions) -> int:
@@ -46,7 +47,7 @@ def merge(options: MergeOptions) -> int:
     from converters.convert import reshard_weights
 
     arguments = (options.checkpoint, options.out, None)
-    return _run_conversion(options, reshard_weights, *arguments, workers=options.workers)
+    return _run_conversion(options, reshard_weights, *arguments)
 
 
 def export(options: ExportOptions) -> int:
@@ -63,7 +64,6 @@ def export(options: ExportOptions) -> int:
         export_weights,
         *arguments,
         original_dir=options.hf,
-        workers=options.workers,
         merges_adapter=options.merge,
     )
 
@@ -100,16 +100,7 @@ def _run_conversion(
         from .export_step import media_note
 
         conversion_report.notes += filter(None, [media_note(options.out, options.hf)])
-    if options.json:
-        report_facts = dataclasses.asdict(conversion_report) | {
-            "out": str(conversion_report.out),
-            "layout": conversion_report.layout and conversion_report.layout.as_dict(),
-            "cast": [[*types, tensor_count] for types, tensor_count in conversion_report.cast.items()],
-        }
-        print(json.dumps(report_facts))
-    else:
-        _print_report(conversion_report, original_dir)
-
+    _print_report(conversion_report, original_dir)
     return 0
 
 
@@ -172,29 +163,27 @@ def verify(options: VerifyOptions) -> int:
     from converters.compare import compare_weights, verify_checkpoint_hashes
 
     if options.b:
-        comparison_result = compare_weights(options.a, options.b, worker_count=options.workers)
+        comparison_result = compare_weights(options.a, options.b)
     else:
-        comparison_result = verify_checkpoint_hashes(options.a, worker_count=options.workers)
+        comparison_result = verify_checkpoint_hashes(options.a)
 
-    if options.json:
-        print(json.dumps(dataclasses.asdict(comparison_result)))
-    elif not comparison_result.differences:
+    if not comparison_result.differences:
         print(
             f"identical: {comparison_result.tensors} tensors"
             + ("" if options.b else ", equal to the manifest")
         )
     else:
         print(f"different: {len(comparison_result.differences)} of {comparison_result.tensors} tensors")
-        for difference in comparison_result.differences[: options.show]:
+        for difference in comparison_result.differences[:SHOWN_DIFFERENCES]:
             print(f"  {difference.name}: {difference.how}")
-        if len(comparison_result.differences) > options.show:
-            print(f"  ... and {len(comparison_result.differences) - options.show} more")
+        if len(comparison_result.differences) > SHOWN_DIFFERENCES:
+            print(f"  ... and {len(comparison_result.differences) - SHOWN_DIFFERENCES} more")
         if len(comparison_result.differences) == comparison_result.tensors and all(
             difference.how.startswith("missing") for difference in comparison_result.differences
         ):
             print("note: the two have no name in common; they are different models")
 
-    if comparison_result.renamed and not options.json:
+    if comparison_result.renamed:
         print(
             f"note: {comparison_result.renamed} names differ only in naming "
             f"style, which transformers reads alike: {comparison_result.example}"

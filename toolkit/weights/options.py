@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_vl.errors import UsageError
 from toolkit.options import CommandOptions, option
@@ -19,54 +18,35 @@ ONE_RANK: dict[str, Any] = {**dict.fromkeys(SIZE_FIELDS, 1), "layers": None}
 
 @dataclass(kw_only=True)
 class LayoutOptions(CommandOptions):
-    """Options that say how weights are split."""
+    """Weights in the layout of a run: of its YAML, or of the fields parallel.* on the command line."""
 
-    config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
-    """Take the layout from the parallel section of this run; the options below override it."""
+    run_fields: ClassVar[bool] = True
+
     gpus: int | None = option(None, metavar="N", minimum=1)
-    """Number of GPUs of the run of --config. The planned split, which a run without parallel.layers gets,
-    depends on it."""
-    tp: int | None = option(None, metavar="T", shown_default="1")
-    """Tensor parallel size in ranks."""
-    pp: int | None = option(None, metavar="P", shown_default="1")
-    """Pipeline parallel size in stages."""
-    vpp: int | None = option(None, metavar="V", shown_default="1")
-    """Virtual pipeline chunks per stage."""
-    layers: list[int] | None = option(None, metavar="6,8,8,6", shown_default="even; with --config, planned")
-    """Decoder layers of each of the pp x vpp chunks, in model order."""
-    ep: int | None = option(None, metavar="E", shown_default="1")
-    """Expert parallel size in ranks, for models with experts."""
-    etp: int | None = option(None, metavar="R", shown_default="1")
-    """Expert tensor parallel size in ranks; each expert's matrices are split."""
+    """GPUs of the run of --config. The split of its layers is planned for them if it has no parallel.layers;
+    without --config, the split is even."""
 
     @property
     def layout_arguments(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
-        given_sizes = {}
-        for field_name in (*SIZE_FIELDS, "layers"):
-            if getattr(self, field_name) is not None:
-                given_sizes[field_name] = getattr(self, field_name)
-
-        if self.config is None:
-            return ONE_RANK | given_sizes if given_sizes else None
+        if not self.fields:
+            return None
         from megatron_vl.config import parse_config
 
-        run_config = parse_config(["--config", str(self.config)])
-        run_config = dataclasses.replace(
-            run_config, parallel=dataclasses.replace(run_config.parallel, **given_sizes)
-        )
-        run_layout_arguments = {name: getattr(run_config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
-        if not isinstance(run_config.parallel.layers, list):
-            planned_layers = self._planned_layers(run_config) if run_config.parallel.pp > 1 else None
-            run_layout_arguments["layers"] = planned_layers
-        return run_layout_arguments
+        config = parse_config(self.fields)
+        arguments = {name: getattr(config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
+        if not isinstance(config.parallel.layers, list):
+            is_planned = config.parallel.pp > 1 and ("--config" in self.fields or self.gpus)
+            arguments["layers"] = self._planned_layers(config) if is_planned else None
+        return arguments
 
     def _planned_layers(self, run_config: TrainConfig) -> list[int]:
         """The planned split, which a run without ``parallel.layers`` gets."""
-        manual_hint = "or give the split with --layers"
+        run_name = self.fields[self.fields.index("--config") + 1] if "--config" in self.fields else "the run"
+        manual_hint = "or give the split with --parallel.layers"
         if self.gpus is None:
             raise UsageError(
-                f"{self.config} has no parallel.layers, so the split is planned, and the plan depends on the"
+                f"{run_name} has no parallel.layers, so the split is planned, and the plan depends on the"
                 f" number of GPUs: give it with --gpus, {manual_hint}"
             )
 
@@ -79,7 +59,7 @@ class LayoutOptions(CommandOptions):
             spec = read_spec(hf_path)
         except OSError as error:
             raise UsageError(
-                f"{self.config} has no parallel.layers, and the split cannot be planned without the model's"
+                f"{run_name} has no parallel.layers, and the split cannot be planned without the model's"
                 f" sizes ({error}): correct model.hf, {manual_hint}"
             ) from error
         return list(
@@ -90,17 +70,7 @@ class LayoutOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class WeightCommandOptions(CommandOptions):
-    """Options of all commands about weights."""
-
-    workers: int = option(0, metavar="N", shown_default="one a core, at most 8")
-    """Read and write with N threads."""
-    json: bool = False
-    """Print the result as JSON."""
-
-
-@dataclass(kw_only=True)
-class WeightOutputOptions(WeightCommandOptions):
+class WeightOutputOptions(CommandOptions):
     """Options of all commands that write weights."""
 
     out: Path = option(metavar="DIR")
@@ -159,7 +129,7 @@ class ExportOptions(WeightOutputOptions):
 
 
 @dataclass(kw_only=True)
-class VerifyOptions(WeightCommandOptions):
+class VerifyOptions(CommandOptions):
     """Compare the tensors of two checkpoints bit for bit. Exit code 1 when they differ."""
 
     a: Path = option(metavar="A", positional=True, must_exist=True)
@@ -167,5 +137,3 @@ class VerifyOptions(WeightCommandOptions):
     b: Path | None = option(None, metavar="B", positional=True, must_exist=True)
     """Second folder. Hugging Face folders may differ in naming style (model.layers,
     model.language_model.layers). Without it, the Megatron weights A are checked against their hashes."""
-    show: int = option(10, metavar="N")
-    """Name at most N differing tensors."""

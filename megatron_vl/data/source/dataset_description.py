@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from braceexpand import braceexpand
 
-from megatron_vl.config.parsing import yaml_error_message
+from megatron_vl.config.run_file import yaml_error_message
 from megatron_vl.data.source.blend import NAME_FIELD, read_blend_sources
 from megatron_vl.data.source.location import (
     Location,
