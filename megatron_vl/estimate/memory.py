@@ -1,34 +1,16 @@
 """Estimates the GPU memory of each pipeline stage of a run before anything is allocated.
 
 Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations
-are the tensors that modules keep for their backward pass. Each token (or patch) of a layer of width ``h`` and
-FFN width ``f`` keeps these elements:
+are the tensors that modules keep for their backward pass: for a token (or patch) of a layer of width ``h`` and
+FFN width ``f``, the inputs and outputs of both norms (4 h), attention (its input after RoPE, and its output),
+and linear and activation of the MLP (3 f with a gate, 2 f without one; ``top_k`` times that for experts).
 
-- Input and output of both norms: 4 h; with ``layernorm`` recomputed, only the inputs. Tensor-parallel ranks
-  share them only under sequence parallelism, which the vision tower does not have.
-- q and k after RoPE, a copy of v, and attention: the widths of heads and key/value heads. In the tower,
-  FlashAttention-2's v is a view that keeps the whole fused QKV output. Window layers keep that and the
-  output; our kernels for full attention keep a rotated copy of it and the output.
-- With norms of queries and keys: also the fused QKV output, which they read.
-- Under context parallelism, the exchange of heads keeps the output of attention twice. Ranks that gather keys
-  keep k and v of all of them. Linear attention keeps a state and a matrix of each value head, and receives
-  those of all ranks for a moment.
-- Attention with an output gate: also the gate, its sigmoid in float32, and the gated output.
-- Linear attention: the output of its input projection, q, k and v after the convolution, the rule's output
-  and the normalised one, and of each value head the gates and a row of its chunk's matrix of 64 x 64. With
-  ``core_attn`` recomputed, the projection's output and the normalised one.
-- MLP, linear and activation: 3 f with a gate, 2 f without one; for experts ``top_k`` times that, and their
-  inputs. A shared expert: the same of its own width, and its output.
-- With LoRA, no output of an activation, a gate or the norm of linear attention that only a frozen matrix
-  without an adapter reads. Each adapter: the rank of its factors, and with dropout its input and a mask.
-
-The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
-the logits twice, because Transformer Engine's cross entropy copies them. They are counted for every token, as
-in a row that consists of answers only, up to the number that a rank computes at once. They are not counted
-beside a layer that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped
-collectives are not modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and
-memory that the allocator cannot use are not counted; :data:`RESERVE_GIB` leaves room for them.
-``docs/log/memory.md`` compares the formula with measurements.
+The number of micro-batches in flight is that of Megatron-core's schedule (1F1B or interleaved). The loss holds
+the logits twice, because Transformer Engine's cross entropy copies them. They are not counted beside a layer
+that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped collectives are not
+modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and memory that the
+allocator cannot use are not counted; :attr:`Gpu.reserve_gib` leaves room for them. ``docs/log/memory.md``
+compares the formula with measurements.
 """
 
 from __future__ import annotations
@@ -36,7 +18,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, LoraConfig, ModelConfig, TrainConfig
 from megatron_vl.kernels.sizes import (
@@ -46,15 +30,8 @@ from megatron_vl.kernels.sizes import (
     STATE_CHUNKS_ON_GPU,
 )
 from megatron_vl.kernels.tower_heads import has_kernels
-from megatron_vl.planning.calibration import DATA_SHEETS
-from megatron_vl.planning.layer_kinds import (
-    LayerKind,
-    MatrixAdapter,
-    block_adapters,
-    layer_kinds,
-    merger_adapters,
-)
-from megatron_vl.planning.schedule import in_flight_by_pass
+from megatron_vl.estimate.flops import RowSizes
+from megatron_vl.estimate.layer_kinds import LayerKind, MatrixAdapter, layer_kinds, module_adapters
 from megatron_vl.spec.adapters import (
     freeze_unadapted_parts,
     saved_modules,
@@ -67,10 +44,6 @@ from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
 GIB = 2**30
-GPU_MEMORY_GIB = {f"{kind} ({sheet.marketed_gb} GB)": sheet.memory_gib for kind, sheet in DATA_SHEETS.items()}
-"""The memory of a GPU that CUDA reports."""
-RESERVE_GIB = 8.0
-"""GPU memory that an estimate must leave free."""
 WORKSPACE_GIB = 0.5
 """Memory of workspaces (cuBLAS, Transformer Engine) and small tensors: the excess over the formula that was
 measured on one GPU."""
@@ -132,25 +105,27 @@ def stage_memories(
     spec: ModelSpec,
     layout: Layout,
     data_parallel_size: int,
-    patch_count: int | None = None,
+    fullest_row: RowSizes | None = None,
 ) -> list[StageMemory]:
     """The peak memory of each pipeline stage, first stage first.
 
     Args:
         layout: it need not be the one that ``config`` asks for.
-        patch_count: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``,
-            or as many as fill every token with a merged feature).
+        fullest_row: what the fullest row holds; None: as many patches as a row can hold (``data.max_patches``,
+            or as many as fill every token with a merged feature), and a loss of every token.
     """
-    most_patches = config.data.seq_len * spec.vision.merge_unit
-    if patch_count is None:
-        patch_count = min(most_patches, config.data.max_patches or most_patches)
+    seq_len = config.data.seq_len
+    most_patches = seq_len * spec.vision.merge_unit
+    patch_count, loss_tokens = min(most_patches, config.data.max_patches or most_patches), seq_len
+    if fullest_row is not None:
+        patch_count, loss_tokens = math.ceil(fullest_row.patches), math.ceil(fullest_row.loss_tokens)
     micro_batches = config.global_batch_size // data_parallel_size
-    estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, patch_count)
-    stages = []
-    for pipeline_stage in range(layout.pp):
-        stage_memory = _stage_memory(estimator, pipeline_stage, data_parallel_size, micro_batches)
-        stages.append(stage_memory)
-    return stages
+    frozen_config = freeze_unadapted_parts(config, spec)
+    estimator = _ActivationEstimator(frozen_config, spec, layout, patch_count, loss_tokens)
+    return [
+        _stage_memory(estimator, pipeline_stage, data_parallel_size, micro_batches)
+        for pipeline_stage in range(layout.pp)
+    ]
 
 
 def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
@@ -209,32 +184,13 @@ def _stage_memory(
 # --- Parameters ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
+class ParameterCounts(NamedTuple):
     """Numbers of parameters on one GPU."""
 
-    parameter_count: float = 0.0
-    trained_count: float = 0.0
-    owned_count: float = 0.0
+    parameter_count: float
+    trained_count: float
+    owned_count: float
     """Number of trained parameters whose optimizer state this GPU owns."""
-    trained_tensors: int = 0
-    """Number of trained tensors. Each expert's matrix is a tensor of its own."""
-
-    def __sub__(self, other: ParameterCounts) -> ParameterCounts:
-        return ParameterCounts(
-            self.parameter_count - other.parameter_count,
-            self.trained_count - other.trained_count,
-            self.owned_count - other.owned_count,
-            self.trained_tensors - other.trained_tensors,
-        )
-
-    def __add__(self, other: ParameterCounts) -> ParameterCounts:
-        return ParameterCounts(
-            self.parameter_count + other.parameter_count,
-            self.trained_count + other.trained_count,
-            self.owned_count + other.owned_count,
-            self.trained_tensors + other.trained_tensors,
-        )
 
 
 def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
@@ -243,6 +199,14 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     trained_names = trained_tensors(spec, config.lora, config.model)
     element_counts = {name: math.prod(info.shape) for name, info in all_tensors.items()}
     return sum(element_counts.values()), sum(element_counts[name] for name in trained_names)
+
+
+def count_text(parameter_count: float) -> str:
+    """A number of parameters: ``1.71 M``, ``8.29 B``."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if parameter_count >= 0.9995 * size:
+            return f"{parameter_count / size:.3g} {unit}"
+    return f"{parameter_count:.0f}"
 
 
 def trained_text(parameter_count: int, trained_count: int) -> str:
@@ -257,40 +221,33 @@ def stage_parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, data_parallel_size: int
 ) -> ParameterCounts:
     """The parameters of one GPU of a pipeline stage."""
-    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
-    is_last_stage = pipeline_stage == layout.pp - 1
-    stage_counts = ParameterCounts()
-    if pipeline_stage == 0 or layout.decoupled:
-        stage_counts += counts_by_section["vision", -1]
-    if pipeline_stage == 0:
-        stage_counts += counts_by_section["embedding", -1]
-    if is_last_stage:
-        stage_counts += counts_by_section["head", -1]
-    if is_last_stage and layout.pp > 1 and spec.language.tied_embeddings:
-        stage_counts += counts_by_section["tied", -1]
-    for chunk_index in range(layout.vpp):
-        chunk_layers = layout.chunk_layers(pipeline_stage, chunk_index)
-        stage_counts += (
-            counts_by_section["before", chunk_layers.stop] - counts_by_section["before", chunk_layers.start]
-        )
-
-    return stage_counts
-
-
-def _run_counts(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
-) -> dict[tuple[str, int], ParameterCounts]:
-    """:func:`_counts_by_section` for a run."""
-    stage_ranks = layout.tp * layout.cp * data_parallel_size
-    all_ranks = layout.replica_ranks * data_parallel_size
-    return _counts_by_section(
+    counts_by_section = _counts_by_section(
         spec,
         layout.sharding,
-        (stage_ranks, all_ranks),
+        (layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size),
         config.parallel.distributed_optimizer,
         config.lora,
         config.model,
     )
+    is_last_stage = pipeline_stage == layout.pp - 1
+    sections: list[str | LayerKind] = []
+    if pipeline_stage == 0 or layout.decoupled:
+        sections.append("vision")
+    if pipeline_stage == 0:
+        sections.append("embedding")
+    if is_last_stage:
+        sections.append("head")
+    if is_last_stage and layout.pp > 1 and spec.language.tied_embeddings:
+        sections.append("tied")
+    kinds = layer_kinds(spec, config.lora)
+    for chunk_index in range(layout.vpp):
+        layers = layout.chunk_layers(pipeline_stage, chunk_index)
+        sections += kinds[layers.start : layers.stop]
+    return _sum_counts(counts_by_section[section] for section in sections)
+
+
+def _sum_counts(counts: Iterable[ParameterCounts]) -> ParameterCounts:
+    return ParameterCounts(*map(sum, zip(ParameterCounts(0, 0, 0), *counts, strict=True)))
 
 
 @functools.cache
@@ -301,80 +258,47 @@ def _counts_by_section(
     distributed_optimizer: bool,
     lora: LoraConfig,
     model_config: ModelConfig,
-) -> dict[tuple[str, int], ParameterCounts]:
-    """The parameters of each section of the model on one GPU, by (section, layer).
+) -> dict[str | LayerKind, ParameterCounts]:
+    """The parameters on one GPU of each section of the model, and of a decoder layer of each kind.
 
-    The layer is -1 for whole sections. The section ``before`` has the decoder layers before a layer. Adapters
-    are in the sections of their matrices.
+    Adapters are in the sections of their matrices.
 
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
     """
-
     trained_names = trained_tensors(spec, lora, model_config)
 
-    def count(tensor_infos: list[TensorInfo]) -> ParameterCounts:
-        parameter_counts = ParameterCounts()
-        for tensor_info in tensor_infos:
-            # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-            optimizer_shards = replica_ranks[0] // (
-                sharding.num_shards(tensor_info) if tensor_info.num_experts else sharding.tp
-            )
-            if sharding.is_on_every_rank(tensor_info):
-                optimizer_shards = replica_ranks[1]
-            shape = tensor_info.shard_shape(sharding)
-            shard_size = math.prod(shape)
-            trained_size = shard_size if tensor_info.name in trained_names else 0
-            tensors = (shape[0] if tensor_info.num_experts else 1) * bool(trained_size)
-            parameter_counts += ParameterCounts(
-                shard_size,
-                trained_size,
-                trained_size / (optimizer_shards if distributed_optimizer else 1),
-                tensors,
-            )
-        return parameter_counts
+    def count(tensor_info: TensorInfo) -> ParameterCounts:
+        # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
+        optimizer_shards = replica_ranks[0] // (
+            sharding.num_shards(tensor_info) if tensor_info.num_experts else sharding.tp
+        )
+        if sharding.is_on_every_rank(tensor_info):
+            optimizer_shards = replica_ranks[1]
+        shard_size = math.prod(tensor_info.shard_shape(sharding))
+        trained_size = shard_size if tensor_info.name in trained_names else 0
+        owned_size = trained_size / (optimizer_shards if distributed_optimizer else 1)
+        return ParameterCounts(shard_size, trained_size, owned_size)
 
-    tensors_by_section, tensors_by_kind = _tensors_by_section(spec, lora)
-    counts_by_section = {(name, -1): count(infos) for name, infos in tensors_by_section.items()}
-    counts_by_kind = {kind: count(infos) for kind, infos in tensors_by_kind.items()}
-    cumulative_counts = ParameterCounts()
-    for layer_index, kind in enumerate(layer_kinds(spec, lora)):
-        counts_by_section["before", layer_index] = cumulative_counts
-        cumulative_counts += counts_by_kind[kind]
-    counts_by_section["before", spec.language.num_layers] = cumulative_counts
-    return counts_by_section
+    return {
+        section: _sum_counts(map(count, infos))
+        for section, infos in _tensors_by_section(spec, lora).items()
+    }
 
 
 @functools.cache
-def _tensors_by_section(
-    spec: ModelSpec, lora: LoraConfig
-) -> tuple[dict[str, list[TensorInfo]], dict[LayerKind, list[TensorInfo]]]:
+def _tensors_by_section(spec: ModelSpec, lora: LoraConfig) -> dict[str | LayerKind, list[TensorInfo]]:
     """The tensors of each section, and of one decoder layer of each kind."""
-    tensors_by_section: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
     kinds = layer_kinds(spec, lora)
-    tensors_by_kind: dict[LayerKind, list[TensorInfo]] = {kind: [] for kind in kinds}
+    tensors: dict[str | LayerKind, list[TensorInfo]] = {}
     for tensor_info in (tensor_table(spec) | trained_table(spec, lora)).values():
         if tensor_info.model_section != "layer":
-            tensors_by_section[tensor_info.model_section].append(tensor_info)
+            tensors.setdefault(tensor_info.model_section, []).append(tensor_info)
         elif kinds.index(kind := kinds[tensor_info.layer_index]) == tensor_info.layer_index:
-            tensors_by_kind[kind].append(tensor_info)
+            tensors.setdefault(kind, []).append(tensor_info)
         if tensor_info.name == EMBEDDING_TENSOR:
-            tensors_by_section["tied"].append(tensor_info)
-    return tensors_by_section, tensors_by_kind
-
-
-def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
-    """Bytes of weights, gradients and optimizer state, summed over one GPU of each stage."""
-    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
-    counts = counts_by_section["before", spec.language.num_layers]
-    for section_name in ("vision", "embedding", "head"):
-        counts += counts_by_section[section_name, -1]
-    state, _ = optimizer_state_bytes(config)
-    return (
-        bytes_per_element(config) * counts.parameter_count
-        + 4 * counts.trained_count
-        + state * counts.owned_count * (1 - offloaded_fraction(config))
-    )
+            tensors["tied"] = [tensor_info]
+    return tensors
 
 
 def optimizer_state_bytes(config: TrainConfig) -> tuple[int, int]:
@@ -439,6 +363,8 @@ class _ActivationEstimator:
     spec: ModelSpec
     layout: Layout
     patch_count: int
+    """Patches of a row."""
+    loss_tokens: int
 
     @functools.cached_property
     def seq_len(self) -> int:
@@ -460,7 +386,7 @@ class _ActivationEstimator:
         """Bytes of the logits that a stage computes at once, held twice; only the last stage has any."""
         if pipeline_stage < self.layout.pp - 1:
             return 0.0
-        logits_tokens = min(self.seq_len, LOSS_CHUNK_TOKENS)
+        logits_tokens = min(-(-self.loss_tokens // self.layout.cp), LOSS_CHUNK_TOKENS)
         return 2.0 * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
 
     @property
@@ -718,13 +644,19 @@ class _ActivationEstimator:
         """The released names of the modules that are trained whole beside adapters."""
         return set(saved_modules(self.spec, self.config.lora).values())
 
+    @functools.cached_property
+    def _merger_adapters(self) -> list[tuple[MatrixAdapter, ...]]:
+        """The adapters of the merger and of each merger of DeepStack."""
+        names = ["merger", *(f"deepstack_mergers.{i}" for i in range(len(self.spec.vision.deepstack_layers)))]
+        return [module_adapters(self.spec, self.config.lora, f"vision_model.{name}") for name in names]
+
     def _merger_elements(self) -> float:
         """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
         vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
         trains_merger = not self.config.lora.rank or "model.visual.merger" in self._whole_modules
         keeps_norm_input = trains_merger or not self.config.model.freeze_vision
         elements = 0.0
-        for adapters in merger_adapters(self.spec, self.config.lora):
+        for adapters in self._merger_adapters:
             keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
             elements += vision_spec.hidden_size * (
                 1 + keeps_norm_input + (1 + keeps_activation) / tensor_parallel_size
@@ -792,7 +724,9 @@ class _ActivationEstimator:
             kept_widths = 4.0 if takes_kernels else 6.0
             log_sum_exp = vision_spec.num_heads * 4 / self.bytes_per_element
             attention_elements = kept_widths * vision_spec.hidden_size + log_sum_exp
-        adapters = block_adapters(self.spec, self.config.lora, layer_index)
+        adapters = module_adapters(
+            self.spec, self.config.lora, f"vision_model.decoder.layers.{layer_index}"
+        )
         keeps_activation = self.config.recompute.vision != "activation" and self._keeps_input(
             adapters, "mlp.linear_fc2", self._trains_tower
         )
@@ -844,10 +778,8 @@ class _StageActivations:
         kept_bytes_by_chunk = [chunk.kept_bytes for chunk in chunks]
         kept_bytes_by_chunk[0] += tower.kept_bytes
         # The number of micro-batches in flight does not grow any more after the warm-up.
-        in_flight_states = _in_flight_states(
-            layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp)
-        )
-        peak_state = max(in_flight_states, key=lambda counts: _sum_in_flight(counts, kept_bytes_by_chunk))
+        states = in_flight_states(layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp))
+        peak_state = max(states, key=lambda counts: _sum_in_flight(counts, kept_bytes_by_chunk))
         return _StageActivations(tower, chunks, peak_state)
 
     @property
@@ -884,6 +816,20 @@ def _sum_in_flight(in_flight_counts: tuple[int, ...], bytes_by_chunk: list[float
 
 
 @functools.lru_cache(maxsize=4096)
-def _in_flight_states(*schedule_sizes: int) -> tuple[tuple[int, ...], ...]:
-    """The different states of :func:`~megatron_vl.planning.schedule.in_flight_by_pass`, in order."""
-    return tuple(dict.fromkeys(in_flight_by_pass(*schedule_sizes)))
+def in_flight_states(pp: int, vpp: int, pipeline_stage: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """The numbers of micro-batches in flight in the chunks of a stage, after forward passes of a step.
+
+    The order is Megatron-core's: warm-up forward passes, then forward and backward passes in turn. With
+    interleaving, the chunks take turns of ``pp`` micro-batches each, backward ones from the last chunk on.
+    """
+    pass_count = micro_batches * vpp
+    warmup_passes = pp - pipeline_stage - 1
+    if vpp > 1:
+        warmup_passes = 2 * warmup_passes + (vpp - 1) * pp
+    counts, states = [0] * vpp, []
+    for forward_pass in range(pass_count):
+        counts[forward_pass // pp % vpp] += 1
+        states.append(tuple(counts))
+        if (backward_pass := forward_pass - warmup_passes) >= 0:
+            counts[vpp - 1 - backward_pass // pp % vpp] -= 1
+    return tuple(dict.fromkeys(states))

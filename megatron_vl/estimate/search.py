@@ -1,0 +1,227 @@
+"""Searches the layouts of a run for the fastest ones that fit.
+
+All sizes of TP, PP, VPP, EP and ETP that the model and the number of GPUs allow, and both placements of the
+tower, are taken in the order of their step without recomputation and offload. Both only make a step longer,
+so each is tried with the cheapest of them that fits, and the search ends at sizes whose step is longer even
+without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.estimate.gpus import Gpu
+from megatron_vl.estimate.memory import GIB, offloaded_fraction, stage_memories, stage_parameters
+from megatron_vl.estimate.memory_check import with_offload_fraction
+from megatron_vl.estimate.split import planned_layout
+from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, StepTime, step_time
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import LayoutError
+
+LARGEST_TP, LARGEST_PP, LARGEST_VPP, LARGEST_EP = GPUS_PER_NODE, 64, 4, 64
+NARROWEST_EXPERT_WIDTH = 768
+"""Experts are not cut into narrower matrices, because that costs more time than it saves memory."""
+RECOMPUTE_LADDER: tuple[dict[str, Any], ...] = (
+    {"language": "none", "vision": "none"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "activation"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "full"},
+    {"language": "full", "vision": "activation"},
+    {"language": "full", "vision": "full"},
+    {"language": "full", "vision": "full", "offload_inputs": True},
+)
+"""Recompute settings, the cheapest first. Where ``offload_inputs`` is left out, it is false."""
+OFFLOAD_SHARES = 0.0, 0.5, 1.0
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """The run whose layout is searched, and the GPUs."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    world_size: int
+    gpu: Gpu
+    host_gib: float = math.inf
+    """GiB of host memory for each GPU."""
+    result_count: int = 8
+    """Number of layouts to return."""
+
+    def fits(self, prediction: RunPrediction) -> bool:
+        """Whether a run fits both the GPUs and the host memory."""
+        return prediction.fits_memory and prediction.host_gib <= self.host_gib
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    fitting_layouts: tuple[RunPrediction, ...]
+    """Layouts that fit, fastest first."""
+    smallest: RunPrediction | None
+    """If none fits, the one that exceeds the memory least."""
+
+
+def search_layouts(request: SearchRequest) -> SearchResult:
+    """Finds the fastest layouts that fit.
+
+    Raises:
+        RunConfigError: no combination of sizes is possible at all, for instance because
+            ``global_batch_size`` has no divisor in common with the number of GPUs.
+    """
+    size_groups = sorted(_size_groups(request), key=_sort_key)
+    if not size_groups:
+        raise RunConfigError(
+            f"no layout of {request.world_size} GPUs is possible with global_batch_size"
+            f" {request.config.global_batch_size}: the data-parallel size must divide it"
+        )
+    found: list[RunPrediction] = []
+    for group in size_groups:
+        if len(found) >= request.result_count and _sort_key(group) > _sort_key(found[-1].step_time):
+            break
+        if (prediction := _cheapest_fit(request, group)) is not None:
+            found = sorted([*found, prediction], key=lambda each: _sort_key(each.step_time))
+            found = found[: request.result_count]
+    if found:
+        return SearchResult(tuple(found), None)
+    smallest = [_predict(_variants(request, group.config)[-1], group) for group in size_groups]
+    return SearchResult((), min(smallest, key=lambda prediction: prediction.peak_gib))
+
+
+def _sort_key(time: StepTime) -> tuple:
+    """The order of layouts: the fastest first, and of equally fast ones the simplest."""
+    layout = time.layout
+    return round(time.step_seconds, 4), layout.pp * layout.vpp, layout.tp, layout.ep, layout.etp
+
+
+def _size_groups(request: SearchRequest) -> Iterator[StepTime]:
+    """The step of all possible sizes and placements, without recomputation and with the least offload."""
+    for parallel_config in _parallel_configs(request):
+        for placement in ("first_stage", "decoupled"):
+            vision = dataclasses.replace(request.config.vision, placement=placement)
+            sized_config = dataclasses.replace(request.config, parallel=parallel_config, vision=vision)
+            config = _variants(request, sized_config)[0]
+            if placement == "decoupled" and parallel_config.replica_ranks == 1:
+                continue  # there is nothing to share
+            try:
+                data_parallel_size = validate_config(config, request.world_size)
+                layout = planned_layout(config, request.spec)
+            except (RunConfigError, LayoutError):
+                break
+            yield step_time(config, request.spec, layout, data_parallel_size, request.gpu)
+
+
+def _variants(request: SearchRequest, config: TrainConfig) -> list[TrainConfig]:
+    """The run with each recompute and offload, the one that needs least memory last."""
+    own_share = offloaded_fraction(request.config)
+    shares = sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
+    variants = []
+    for recompute_fields, share in itertools.product(RECOMPUTE_LADDER, shares):
+        fields = {"offload_inputs": False} | recompute_fields
+        recompute = dataclasses.replace(config.recompute, **fields)
+        variants.append(with_offload_fraction(dataclasses.replace(config, recompute=recompute), share))
+    return variants
+
+
+def _cheapest_fit(request: SearchRequest, group: StepTime) -> RunPrediction | None:
+    """The fastest run with these sizes that fits."""
+    if not _could_fit(request, group):
+        return None
+    times = [_with_config(group, config) for config in _variants(request, group.config)]
+    if not request.host_gib < math.inf and not request.fits(_add_memory(times[-1])):
+        return None
+    # The sort is stable: of equally fast ones, that with less recomputation comes first.
+    for time in sorted(times, key=lambda time: round(time.step_seconds, 4)):
+        if request.fits(prediction := _add_memory(time)):
+            return prediction
+    return None
+
+
+def _could_fit(request: SearchRequest, group: StepTime) -> bool:
+    """Whether weights and gradients alone leave some memory, if the stages share them evenly."""
+    config, layout = group.config, group.layout
+    counts = [
+        stage_parameters(config, request.spec, layout, stage, group.data_parallel_size)
+        for stage in range(layout.pp)
+    ]
+    weights = sum(2 * count.parameter_count + 4 * count.trained_count for count in counts) / layout.pp
+    return weights / GIB + request.gpu.reserve_gib < request.gpu.memory_gib
+
+
+def _with_config(group: StepTime, config: TrainConfig) -> StepTime:
+    """The step of a run with the sizes of another one."""
+    layout = planned_layout(config, group.spec)
+    return step_time(config, group.spec, layout, group.data_parallel_size, group.gpu)
+
+
+def _predict(config: TrainConfig, group: StepTime) -> RunPrediction:
+    return _add_memory(_with_config(group, config))
+
+
+def _add_memory(time: StepTime) -> RunPrediction:
+    stages = stage_memories(time.config, time.spec, time.layout, time.data_parallel_size)
+    return RunPrediction(time, tuple(stages))
+
+
+def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
+    """The ``parallel`` sections to try. Some of them are impossible for other fields of the run."""
+    parallel_config, language_spec = request.config.parallel, request.spec.language
+    for tp, pp, ep in _size_combinations(request):
+        moe = language_spec.moe
+        has_wide_experts = moe is not None and moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tp
+        expert_tensor_sizes = [1, tp] if has_wide_experts and tp > 1 else [1]
+        largest_vpp = min(LARGEST_VPP, language_spec.num_layers // pp) if pp > 1 else 1
+        for vpp, etp in itertools.product(range(1, largest_vpp + 1), expert_tensor_sizes):
+            yield dataclasses.replace(
+                parallel_config,
+                **{"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "layers": None},
+                sequence_parallel=tp > 1,
+                tp_comm_overlap=parallel_config.tp_comm_overlap and tp > 1,
+            )
+
+
+def _size_combinations(request: SearchRequest) -> Iterator[tuple[int, int, int]]:
+    """The tensor-, pipeline- and expert-parallel sizes to try."""
+    language_spec, world_size = request.spec.language, request.world_size
+    largest_pp = min(LARGEST_PP, language_spec.num_layers, world_size)
+    expert_sizes = _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1]
+    for tp, pp, ep in itertools.product(
+        _powers_of_two(min(LARGEST_TP, world_size)), range(1, largest_pp + 1), expert_sizes
+    ):
+        if world_size % (tp * pp) == 0:
+            yield tp, pp, ep
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    """The powers of two up to ``largest``."""
+    return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
+
+
+def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
+    """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
+
+    def sizes_text(*names: str) -> str:
+        sizes = {name: getattr(layout, name, data_parallel_size) for name in names}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+
+    dense_text = sizes_text("tp", "cp", "pp", "vpp", "dp") or "one GPU"
+    if layout.key_ranks > 1:
+        dense_text += f", {layout.key_ranks} ranks gather keys"
+    further_parts = [sizes_text("ep", "etp")]
+    recompute, language_mode = config.recompute, config.recompute.language
+    if language_mode == "selective" and recompute.language_modules == ["activation"]:
+        language_mode = "activation"  # type: ignore[assignment]
+    if (language_mode, recompute.vision) != ("none", "none"):
+        inputs_text = " with inputs in host memory" if recompute.offload_inputs else ""
+        further_parts.append(f"recompute {language_mode}/{recompute.vision}{inputs_text}")
+    if offload_share := offloaded_fraction(config):
+        further_parts.append(f"offload {offload_share:g}")
+    if layout.decoupled:
+        further_parts.append("tower on every rank")
+    return ", ".join([dense_text, *[word for word in further_parts if word]])
