@@ -24,9 +24,8 @@ if str(ROOT) not in sys.path:
 
 from docs.card_page import card_section  # noqa: E402
 from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig  # noqa: E402
-from megatron_vl.planning.predict import RunPrediction, predict_layout  # noqa: E402
-from megatron_vl.planning.row_statistics import make_assumed_rows  # noqa: E402
-from megatron_vl.planning.run_layout import run_layout  # noqa: E402
+from megatron_vl.estimate.split import run_layout  # noqa: E402
+from megatron_vl.estimate.step import RunPrediction, predict_layout  # noqa: E402
 from megatron_vl.spec.families import ModelSpec, read_spec  # noqa: E402
 from megatron_vl.spec.tensors import LayoutError  # noqa: E402
 from tests.distributed import matrix  # noqa: E402
@@ -148,7 +147,10 @@ GPUS = (
     ("none: CPU, two cores", "all of `.ci/run`, with gloo"),
     ("H200", f"{TESTS_ON_GPUS}, on one, two and four; all published speeds"),
     ("H100", "parity, LoRA and moments, on two; FlashAttention-4"),
-    ("A100, B200", "nothing; `plan` scales the rates of H200 by their data sheets"),
+    (
+        "RTX 4090, L40S, A100, B200",
+        "nothing; `plan` assumes that they reach the same shares of their peaks as H200",
+    ),
 )
 
 
@@ -239,7 +241,7 @@ def long_row_line(spec: ModelSpec, seq_len: int) -> str:
         )
 
     recompute, fastest = max(fitting, key=lambda each: each[1].tokens_per_second)
-    host_gib = LONG_ROW_GPUS * max(stage.stage_memory.host_gib for stage in fastest.stage_plans)
+    host_gib = LONG_ROW_GPUS * max(stage.host_gib for stage in fastest.stages)
     return (
         f"| {seq_len:,} | {fastest.layout.tp} | {fastest.layout.cp} | {recompute} | {fastest.peak_gib:.0f}"
         f" | {host_gib:.0f} | {100 * fastest.mfu:.1f} %"
@@ -251,7 +253,6 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
     """The name of the recompute and the prediction of each possible layout of eight GPUs."""
     run = TrainConfig(dtype="bfloat16", global_batch_size=LONG_ROW_GPUS)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=seq_len))
-    rows = make_assumed_rows(spec, seq_len)
     expert_parallel = LONG_ROW_GPUS if spec.language.moe is not None else 1
 
     predictions = []
@@ -265,7 +266,7 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
             config = dataclasses.replace(run, parallel=parallel, recompute=recompute)
             try:
                 layout = run_layout(config, spec, LONG_ROW_GPUS)
-                predicted = predict_layout(config, spec, LONG_ROW_GPUS, layout, row_statistics=rows)
+                predicted = predict_layout(config, spec, LONG_ROW_GPUS, layout)
             except (LayoutError, RunConfigError):  # the heads do not divide
                 break
             predictions.append((name, predicted))

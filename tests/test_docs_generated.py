@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from megatron_vl.planning.calibration import DATA_SHEETS
 from mkdocs.config import load_config
 from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page
@@ -19,7 +20,6 @@ from mkdocs.structure.pages import Page
 import megatron_vl
 from megatron_vl import config
 from megatron_vl.core_fixes.register import TESTED_CORE_VERSIONS
-from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.spec.families import FAMILIES
 from tests.distributed import matrix
 from tests.distributed.cases import CASES

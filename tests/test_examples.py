@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_vl.config import validate_config
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import FAMILIES
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.weights.weight_reader import WeightReader

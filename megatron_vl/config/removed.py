@@ -46,7 +46,8 @@ REMOVED_FIELDS = {
 }
 """Dotted name -> what to do instead."""
 
-RATES = "times are predicted with the rates of the package, measured on H200"
+RATES = "times are predicted with the efficiencies in megatron_vl/estimate/gpus.json"
+ROWS = "data.seq_len and data.max_patches describe the rows; the rest is assumed"
 DRY_RUN = "`megatron-vl train --dry-run --config RUN.yaml` makes every check of a start"
 EXPORTED = "give the run or the adapters as --trained; they are exported first"
 REMOVED_OPTIONS = {
@@ -60,6 +61,12 @@ REMOVED_OPTIONS = {
     "evaluate --adapter": EXPORTED,
     "evaluate --no-scores": "`megatron-vl verify` compares tensors, `megatron-vl parity` losses and layers",
     "plan --calibration": RATES,
+    "plan --data": ROWS,
+    "plan --gpus-per-node": "NVLink is taken to connect 8 GPUs",
+    "plan --keep": "8 layouts are shown",
+    "plan --picture": "a step is a closed form; the table says how long stages wait",
+    "plan --rows": ROWS,
+    "plan --search": "layouts are always searched; the run's own comes first",
 }
 """Command and option -> what to do instead."""
 

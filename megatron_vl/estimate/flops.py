@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
-from megatron_vl.estimate.layer_kinds import LayerKind, MatrixAdapter, layer_kinds, module_adapters
+from megatron_vl.estimate.layer_kinds import (
+    LayerKind,
+    MatrixAdapter,
+    block_kinds,
+    layer_kinds,
+    merger_adapters,
+)
 from megatron_vl.spec.adapters import saved_modules, trained_parts, trains_own_matrices
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
@@ -251,15 +257,13 @@ def _tower_products(
     layers_by_attention = {True: 0, False: 0}
     reached_blocks = []
     weights = block_weights(vision_spec)
-    for layer_index in range(vision_spec.num_layers):
-        block_name = f"vision_model.decoder.layers.{layer_index}"
-        trained = _trained_before(spec, lora, f"{block_name}.", weights)
-        adapters = module_adapters(spec, lora, block_name)
+    for layer_index, kind in enumerate(block_kinds(spec, lora)):
+        trained = _trained_before(spec, lora, f"vision_model.decoder.layers.{layer_index}.", weights)
         counts, reaches_output, is_reached = _count_products(
-            weights, adapters, is_reached, is_trained, trained
+            weights, kind.adapters, is_reached, is_trained, trained
         )
         product_count += sum(counts.values())
-        layers_by_attention[vision_spec.is_full_attention(layer_index)] += 1 + 2 * reaches_output
+        layers_by_attention[kind.has_full_attention] += 1 + 2 * reaches_output
         reached_blocks.append(is_reached)
     return product_count, layers_by_attention, reached_blocks
 
@@ -274,14 +278,14 @@ def _merger_products(
     source_blocks = [vision_spec.num_layers - 1, *vision_spec.deepstack_layers]
     product_count = 0.0
     is_any_reached = False
-    for number, source_block in enumerate(source_blocks):
-        name = f"vision_model.deepstack_mergers.{number - 1}" if number else "vision_model.merger"
-        trained = _trained_before(spec, lora, f"{name}.", weights)
+    for number, adapters in enumerate(merger_adapters(spec, lora)):
+        name = f"deepstack_mergers.{number - 1}" if number else "merger"
+        trained = _trained_before(spec, lora, f"vision_model.{name}.", weights)
         # If something before a matrix is trained whole, so is all of the merger.
         counts, _, is_reached = _count_products(
             weights,
-            module_adapters(spec, lora, name),
-            is_reached=trains_all or reached_blocks[source_block],
+            adapters,
+            is_reached=trains_all or reached_blocks[source_blocks[number]],
             is_trained=trains_all or bool(trained),
             trained_before=trained,
         )
@@ -391,7 +395,12 @@ def _repeated_layer(
             repeated[part] += weight_count + adapter_weights.get(name, 0)
     attention_count = int(bool(modules & {"all", "core_attn"}))
     return _layer_flops(
-        language_spec, repeated["dense"], repeated["experts"], attention_count, kind.has_linear_attention, sizes
+        language_spec,
+        repeated["dense"],
+        repeated["experts"],
+        attention_count,
+        kind.has_linear_attention,
+        sizes,
     )
 
 

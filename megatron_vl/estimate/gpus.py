@@ -49,14 +49,19 @@ class Gpu:
     is_measured: bool = True
 
     @property
+    def label(self) -> str:
+        """Its name and memory: ``H200 (141 GB)``."""
+        return f"{self.name} ({self.marketed_gb} GB)"
+
+    @property
     def note(self) -> str:
         """What to say beside its name."""
         return "" if self.is_measured else "not measured"
 
-    @property
-    def reserve_gib(self) -> float:
-        """Memory that an estimate must leave free, for CUDA, NCCL and what the allocator cannot use."""
-        return min(8.0, self.memory_gib / 9)
+
+def reserve_gib(gpu_gib: float) -> float:
+    """GiB of a GPU that an estimate must leave free, for CUDA, NCCL and what the allocator cannot use."""
+    return min(8.0, gpu_gib / 9)
 
 
 @functools.cache

@@ -56,6 +56,32 @@ def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
     )
 
 
+class BlockKind(NamedTuple):
+    """What tells the layers of the vision tower of one kind from others."""
+
+    has_full_attention: bool
+    adapters: tuple[MatrixAdapter, ...]
+
+
+@functools.cache
+def block_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[BlockKind, ...]:
+    """The kind of each layer of the vision tower."""
+    return tuple(
+        BlockKind(
+            spec.vision.is_full_attention(layer_index),
+            module_adapters(spec, lora, f"vision_model.decoder.layers.{layer_index}"),
+        )
+        for layer_index in range(spec.vision.num_layers)
+    )
+
+
+@functools.cache
+def merger_adapters(spec: ModelSpec, lora: LoraConfig) -> tuple[tuple[MatrixAdapter, ...], ...]:
+    """The adapters of the merger and of each merger of DeepStack."""
+    names = ["merger", *(f"deepstack_mergers.{level}" for level in range(len(spec.vision.deepstack_layers)))]
+    return tuple(module_adapters(spec, lora, f"vision_model.{name}") for name in names)
+
+
 def module_adapters(spec: ModelSpec, lora: LoraConfig, module_name: str) -> tuple[MatrixAdapter, ...]:
     """The adapters of a layer or merger with this canonical name."""
     return _adapters_by_module(spec, lora).get(module_name, ())

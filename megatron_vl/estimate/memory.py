@@ -9,7 +9,7 @@ The number of micro-batches in flight is that of Megatron-core's schedule (1F1B 
 the logits twice, because Transformer Engine's cross entropy copies them. They are not counted beside a layer
 that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped collectives are not
 modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and memory that the
-allocator cannot use are not counted; :attr:`Gpu.reserve_gib` leaves room for them. ``docs/log/memory.md``
+allocator cannot use are not counted; :func:`reserve_gib` leaves room for them. ``docs/log/memory.md``
 compares the formula with measurements.
 """
 
@@ -18,11 +18,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, LoraConfig, ModelConfig, TrainConfig
+from megatron_vl.estimate.flops import RowSizes
+from megatron_vl.estimate.layer_kinds import (
+    BlockKind,
+    LayerKind,
+    MatrixAdapter,
+    block_kinds,
+    layer_kinds,
+    merger_adapters,
+)
 from megatron_vl.kernels.sizes import (
     DELTA_CHUNK,
     LOSS_CHUNK_TOKENS,
@@ -30,8 +40,6 @@ from megatron_vl.kernels.sizes import (
     STATE_CHUNKS_ON_GPU,
 )
 from megatron_vl.kernels.tower_heads import has_kernels
-from megatron_vl.estimate.flops import RowSizes
-from megatron_vl.estimate.layer_kinds import LayerKind, MatrixAdapter, layer_kinds, module_adapters
 from megatron_vl.spec.adapters import (
     freeze_unadapted_parts,
     saved_modules,
@@ -39,7 +47,7 @@ from megatron_vl.spec.adapters import (
     trained_tensors,
     trains_own_matrices,
 )
-from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.spec.families import LanguageSpec, ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
@@ -121,11 +129,9 @@ def stage_memories(
         patch_count, loss_tokens = math.ceil(fullest_row.patches), math.ceil(fullest_row.loss_tokens)
     micro_batches = config.global_batch_size // data_parallel_size
     frozen_config = freeze_unadapted_parts(config, spec)
-    estimator = _ActivationEstimator(frozen_config, spec, layout, patch_count, loss_tokens)
-    return [
-        _stage_memory(estimator, pipeline_stage, data_parallel_size, micro_batches)
-        for pipeline_stage in range(layout.pp)
-    ]
+    estimator = _ActivationEstimator(frozen_config, spec, layout, patch_count, loss_tokens, micro_batches)
+    counts_by_stage = stage_parameters(frozen_config, spec, layout, data_parallel_size)
+    return [_stage_memory(estimator, stage, counts) for stage, counts in enumerate(counts_by_stage)]
 
 
 def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
@@ -134,11 +140,9 @@ def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
 
 
 def _stage_memory(
-    estimator: _ActivationEstimator, pipeline_stage: int, data_parallel_size: int, micro_batches: int
+    estimator: _ActivationEstimator, pipeline_stage: int, parameter_counts: ParameterCounts
 ) -> StageMemory:
-    config = estimator.config
-    layout = estimator.layout
-    parameter_counts = stage_parameters(config, estimator.spec, layout, pipeline_stage, data_parallel_size)
+    config, layout, micro_batches = estimator.config, estimator.layout, estimator.micro_batches
     owned_count = parameter_counts.owned_count
     offload_fraction = offloaded_fraction(config)
     gpu_state_bytes, host_state_bytes = optimizer_state_bytes(config)
@@ -155,11 +159,10 @@ def _stage_memory(
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
     if layout.decoupled:
-        replicated_tower = estimator.replicated_tower(micro_batches)
-        vision_bytes = replicated_tower.decoupled_tower_bytes(
+        vision_bytes = estimator.replicated_tower.decoupled_tower_bytes(
             activation_bytes + logits_bytes, micro_batches * estimator.patch_count * (pipeline_stage == 0)
         )
-        rows_bytes += replicated_tower.row_bytes(includes_pixels=True)
+        rows_bytes += estimator.replicated_tower.row_bytes(includes_pixels=True)
     else:
         vision_bytes = stage_activations.tower_bytes(largest_transient, config.model.freeze_vision)
 
@@ -218,36 +221,47 @@ def trained_text(parameter_count: int, trained_count: int) -> str:
 
 
 def stage_parameters(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, data_parallel_size: int
-) -> ParameterCounts:
-    """The parameters of one GPU of a pipeline stage."""
-    counts_by_section = _counts_by_section(
-        spec,
-        layout.sharding,
-        (layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size),
-        config.parallel.distributed_optimizer,
-        config.lora,
-        config.model,
-    )
-    is_last_stage = pipeline_stage == layout.pp - 1
-    sections: list[str | LayerKind] = []
-    if pipeline_stage == 0 or layout.decoupled:
-        sections.append("vision")
-    if pipeline_stage == 0:
-        sections.append("embedding")
-    if is_last_stage:
-        sections.append("head")
-    if is_last_stage and layout.pp > 1 and spec.language.tied_embeddings:
-        sections.append("tied")
+    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
+) -> list[ParameterCounts]:
+    """The parameters of one GPU of each pipeline stage."""
+    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
     kinds = layer_kinds(spec, config.lora)
-    for chunk_index in range(layout.vpp):
-        layers = layout.chunk_layers(pipeline_stage, chunk_index)
-        sections += kinds[layers.start : layers.stop]
-    return _sum_counts(counts_by_section[section] for section in sections)
+    sections_by_stage: list[list[str | LayerKind]] = []
+    for stage in range(layout.pp):
+        sections: list[str | LayerKind] = ["vision"] if layout.decoupled or stage == 0 else []
+        for chunk_index in range(layout.vpp):
+            layers = layout.chunk_layers(stage, chunk_index)
+            sections += kinds[layers.start : layers.stop]
+        sections_by_stage.append(sections)
+    sections_by_stage[0].append("embedding")
+    sections_by_stage[-1].append("head")
+    if layout.pp > 1 and spec.language.tied_embeddings:
+        sections_by_stage[-1].append("tied")
+    return [_sum_counts(counts_by_section[name] for name in sections) for sections in sections_by_stage]
+
+
+def replica_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
+    """Bytes of weights, gradients and optimizer state on the GPU, summed over one GPU of each stage."""
+    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
+    kinds = layer_kinds(spec, config.lora)
+    counts = _sum_counts(counts_by_section[section] for section in ("vision", "embedding", "head", *kinds))
+    state_bytes = optimizer_state_bytes(config)[0] * (1 - offloaded_fraction(config))
+    weight_bytes = bytes_per_element(config) * counts.parameter_count
+    return weight_bytes + 4 * counts.trained_count + state_bytes * counts.owned_count
+
+
+def _run_counts(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
+) -> dict[str | LayerKind, ParameterCounts]:
+    ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
+    is_distributed = config.parallel.distributed_optimizer
+    return _counts_by_section(spec, layout.sharding, ranks, is_distributed, config.lora, config.model)
 
 
 def _sum_counts(counts: Iterable[ParameterCounts]) -> ParameterCounts:
-    return ParameterCounts(*map(sum, zip(ParameterCounts(0, 0, 0), *counts, strict=True)))
+    # Layers of one kind are the same object.
+    numbers = Counter(counts)
+    return ParameterCounts(*(sum(n * each[i] for each, n in numbers.items()) for i in range(3)))
 
 
 @functools.cache
@@ -266,7 +280,7 @@ def _counts_by_section(
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
     """
-    trained_names = trained_tensors(spec, lora, model_config)
+    trained_names = _trained_names(spec, lora, model_config)
 
     def count(tensor_info: TensorInfo) -> ParameterCounts:
         # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
@@ -281,9 +295,11 @@ def _counts_by_section(
         return ParameterCounts(shard_size, trained_size, owned_size)
 
     return {
-        section: _sum_counts(map(count, infos))
-        for section, infos in _tensors_by_section(spec, lora).items()
+        section: _sum_counts(map(count, infos)) for section, infos in _tensors_by_section(spec, lora).items()
     }
+
+
+_trained_names = functools.cache(trained_tensors)
 
 
 @functools.cache
@@ -364,7 +380,8 @@ class _ActivationEstimator:
     layout: Layout
     patch_count: int
     """Patches of a row."""
-    loss_tokens: int
+    loss_tokens: int = 0
+    micro_batches: int = 1
 
     @functools.cached_property
     def seq_len(self) -> int:
@@ -375,12 +392,12 @@ class _ActivationEstimator:
     def bytes_per_element(self) -> int:
         return bytes_per_element(self.config)
 
-    def replicated_tower(self, micro_batches: int) -> _ActivationEstimator:
-        """The estimator of a tower on every rank, which encodes an even share of the pictures of a step."""
-        patches_per_rank = -(-micro_batches * self.patch_count // self.layout.replica_ranks)
-        return dataclasses.replace(
-            self, layout=dataclasses.replace(self.layout, tp=1), patch_count=patches_per_rank
-        )
+    @functools.cached_property
+    def replicated_tower(self) -> _ActivationEstimator:
+        """The estimator of a tower on every rank, which encodes an even share of the images of a step."""
+        patches_per_rank = -(-self.micro_batches * self.patch_count // self.layout.replica_ranks)
+        layout = dataclasses.replace(self.layout, tp=1)
+        return dataclasses.replace(self, layout=layout, patch_count=patches_per_rank)
 
     def logits_bytes(self, pipeline_stage: int) -> float:
         """Bytes of the logits that a stage computes at once, held twice; only the last stage has any."""
@@ -609,10 +626,9 @@ class _ActivationEstimator:
         vision_spec = self.spec.vision
         model_config = self.config.model
         bytes_per_feature = self.bytes_per_element * self.patch_count
-        layer_bytes = [
-            bytes_per_feature * self._vision_layer_elements(vision_spec, layer)
-            for layer in range(vision_spec.num_layers)
-        ]
+        kinds = block_kinds(self.spec, self.config.lora)
+        bytes_by_kind = {kind: bytes_per_feature * self._vision_layer_elements(kind) for kind in set(kinds)}
+        layer_bytes = [bytes_by_kind[kind] for kind in kinds]
 
         # Pixels are kept as float32 and twice as patches, for the gradient of the patch embedding.
         pixel_bytes = self.patch_count * vision_spec.patch_dim * (2 + 2 * self.bytes_per_element)
@@ -644,19 +660,13 @@ class _ActivationEstimator:
         """The released names of the modules that are trained whole beside adapters."""
         return set(saved_modules(self.spec, self.config.lora).values())
 
-    @functools.cached_property
-    def _merger_adapters(self) -> list[tuple[MatrixAdapter, ...]]:
-        """The adapters of the merger and of each merger of DeepStack."""
-        names = ["merger", *(f"deepstack_mergers.{i}" for i in range(len(self.spec.vision.deepstack_layers)))]
-        return [module_adapters(self.spec, self.config.lora, f"vision_model.{name}") for name in names]
-
     def _merger_elements(self) -> float:
         """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
         vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
         trains_merger = not self.config.lora.rank or "model.visual.merger" in self._whole_modules
         keeps_norm_input = trains_merger or not self.config.model.freeze_vision
         elements = 0.0
-        for adapters in self._merger_adapters:
+        for adapters in merger_adapters(self.spec, self.config.lora):
             keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
             elements += vision_spec.hidden_size * (
                 1 + keeps_norm_input + (1 + keeps_activation) / tensor_parallel_size
@@ -674,49 +684,47 @@ class _ActivationEstimator:
             pipeline_bytes: bytes of the pipeline's activations.
             placed_patches: number of patches whose features and gradients this stage holds.
         """
-        vision_spec = self.spec.vision
-        vision_config = self.config.vision
-        model_config = self.config.model
+        kept_bytes, encode_bytes, backward_bytes = self._decoupled_parts
+        vision_spec, model_config = self.spec.vision, self.config.model
         is_frozen = model_config.freeze_vision and model_config.freeze_merger
-        frozen_model = dataclasses.replace(model_config, freeze_vision=True, freeze_merger=True)
-        frozen_config = dataclasses.replace(self.config, model=frozen_model)
-
-        def peak(patch_count: int, config: TrainConfig) -> float:
-            tower_activations = dataclasses.replace(
-                self, config=config, patch_count=min(self.patch_count, patch_count)
-            ).vision_tower_bytes()
-            return tower_activations.kept_bytes + tower_activations.transient_bytes
-
-        encode_bytes = peak(CALLS_WITHOUT_ACTIVATIONS * vision_config.patches_a_call, frozen_config)
-        backward_bytes = 0.0 if is_frozen else peak(vision_config.patches_a_call, self.config)
-        feature_bytes_per_patch = (
-            self.bytes_per_element
-            * (1 + len(vision_spec.deepstack_layers))
-            * vision_spec.out_hidden_size
-            / vision_spec.merge_unit
-        )
-        feature_bytes = feature_bytes_per_patch * placed_patches * (1 if is_frozen else 2)
-        local_feature_bytes = feature_bytes_per_patch * self.patch_count
-
-        kept_bytes = 0.0
-        if not is_frozen:
-            # Mergers above frozen blocks keep the activations of all patches.
-            kept_patches = self.patch_count if model_config.freeze_vision else 0
-            kept_bytes = dataclasses.replace(self, patch_count=kept_patches).vision_tower_bytes().kept_bytes
-        # Kept activations exist during the pipeline's passes and the first pass of other pictures. Their own
+        levels = 1 + len(vision_spec.deepstack_layers)
+        patch_bytes = self.bytes_per_element * levels * vision_spec.out_hidden_size / vision_spec.merge_unit
+        local_feature_bytes = patch_bytes * self.patch_count
+        # Kept activations exist during the pipeline's passes and the first pass of other images. Their own
         # backward pass comes first and frees them.
-        return feature_bytes + max(
+        return patch_bytes * placed_patches * (1 if is_frozen else 2) + max(
             kept_bytes,
             local_feature_bytes + backward_bytes - pipeline_bytes,
             kept_bytes + local_feature_bytes + encode_bytes - pipeline_bytes,
         )
 
-    def _vision_layer_elements(self, vision_spec: VisionSpec, layer_index: int) -> float:
-        tensor_parallel_size = self.layout.tp
+    @functools.cached_property
+    def _decoupled_parts(self) -> tuple[float, float, float]:
+        """Bytes of a decoupled tower: kept during the pipeline, at the peaks of its first and second passes."""
+        model_config, patches_a_call = self.config.model, self.config.vision.patches_a_call
+        frozen_model = dataclasses.replace(model_config, freeze_vision=True, freeze_merger=True)
+        frozen_config = dataclasses.replace(self.config, model=frozen_model)
+
+        def peak(patch_count: int, config: TrainConfig) -> float:
+            patch_count = min(self.patch_count, patch_count)
+            tower = dataclasses.replace(self, config=config, patch_count=patch_count).vision_tower_bytes()
+            return tower.kept_bytes + tower.transient_bytes
+
+        encode_bytes = peak(CALLS_WITHOUT_ACTIVATIONS * patches_a_call, frozen_config)
+        if model_config.freeze_vision and model_config.freeze_merger:
+            return 0.0, encode_bytes, 0.0
+        # Mergers above frozen blocks keep the activations of all patches.
+        kept_patches = self.patch_count if model_config.freeze_vision else 0
+        kept_bytes = dataclasses.replace(self, patch_count=kept_patches).vision_tower_bytes().kept_bytes
+        return kept_bytes, encode_bytes, peak(patches_a_call, self.config)
+
+    def _vision_layer_elements(self, kind: BlockKind) -> float:
+        """Elements of one patch in a layer of the tower."""
+        vision_spec = self.spec.vision
         # As megatron_vl.models.attention.choose_backend says for GPUs. That module takes seconds to import.
         is_auto = self.config.model.attention == "auto"
         takes_kernels = is_auto and self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
-        if is_auto and not vision_spec.is_full_attention(layer_index):
+        if is_auto and not kind.has_full_attention:
             # One kernel from the fused QKV output to the attention's output.
             attention_elements = 4.0 * vision_spec.hidden_size
         else:
@@ -724,17 +732,14 @@ class _ActivationEstimator:
             kept_widths = 4.0 if takes_kernels else 6.0
             log_sum_exp = vision_spec.num_heads * 4 / self.bytes_per_element
             attention_elements = kept_widths * vision_spec.hidden_size + log_sum_exp
-        adapters = module_adapters(
-            self.spec, self.config.lora, f"vision_model.decoder.layers.{layer_index}"
-        )
         keeps_activation = self.config.recompute.vision != "activation" and self._keeps_input(
-            adapters, "mlp.linear_fc2", self._trains_tower
+            kind.adapters, "mlp.linear_fc2", self._trains_tower
         )
         mlp_matrices = (2 if vision_spec.gated_mlp else 1) + keeps_activation
         return (
             4 * vision_spec.hidden_size
-            + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / tensor_parallel_size
-            + sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
+            + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / self.layout.tp
+            + sum(self._adapter_elements_of(adapter, 1) for adapter in kind.adapters)
         )
 
     def row_bytes(self, includes_pixels: bool) -> float:
@@ -816,20 +821,24 @@ def _sum_in_flight(in_flight_counts: tuple[int, ...], bytes_by_chunk: list[float
 
 
 @functools.lru_cache(maxsize=4096)
-def in_flight_states(pp: int, vpp: int, pipeline_stage: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+def in_flight_states(
+    pp: int, vpp: int, pipeline_stage: int, micro_batches: int
+) -> tuple[tuple[int, ...], ...]:
     """The numbers of micro-batches in flight in the chunks of a stage, after forward passes of a step.
 
     The order is Megatron-core's: warm-up forward passes, then forward and backward passes in turn. With
     interleaving, the chunks take turns of ``pp`` micro-batches each, backward ones from the last chunk on.
+    During the warm-up the numbers only grow, so only its end counts.
     """
     pass_count = micro_batches * vpp
     warmup_passes = pp - pipeline_stage - 1
     if vpp > 1:
         warmup_passes = 2 * warmup_passes + (vpp - 1) * pp
+    warmup_passes = min(warmup_passes, pass_count - 1)
     counts, states = [0] * vpp, []
     for forward_pass in range(pass_count):
         counts[forward_pass // pp % vpp] += 1
-        states.append(tuple(counts))
         if (backward_pass := forward_pass - warmup_passes) >= 0:
+            states.append(tuple(counts))
             counts[vpp - 1 - backward_pass // pp % vpp] -= 1
     return tuple(dict.fromkeys(states))

@@ -7,7 +7,7 @@ import math
 
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
-from megatron_vl.estimate.gpus import Gpu
+from megatron_vl.estimate.gpus import Gpu, reserve_gib
 from megatron_vl.estimate.memory import GIB, peak_stage_gib, stage_memories
 from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
@@ -26,16 +26,18 @@ def with_offload_fraction(config: TrainConfig, offload_fraction: float) -> Train
 
 
 def least_offload_fraction(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int, free_gib: float
+    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int, gpu_gib: float
 ) -> float | None:
     """The smallest ``optimizer.offload_fraction`` with which the fullest stage fits; None if none does.
 
     Args:
-        free_gib: GiB of a GPU without those that should stay free.
+        gpu_gib: GiB of a GPU, of which :func:`reserve_gib` stay free.
     """
     for offload_fraction in (step / FRACTION_STEPS for step in range(FRACTION_STEPS + 1)):
         tried_config = with_offload_fraction(config, offload_fraction)
-        if peak_stage_gib(stage_memories(tried_config, spec, layout, data_parallel_size)) <= free_gib:
+        if peak_stage_gib(
+            stage_memories(tried_config, spec, layout, data_parallel_size)
+        ) <= gpu_gib - reserve_gib(gpu_gib):
             return offload_fraction
     return None
 
@@ -57,7 +59,7 @@ def resolve_offload_fraction(
     spec: ModelSpec,
     layout: Layout,
     data_parallel_size: int,
-    free_gib: float | None,
+    gpu_gib: float | None,
     host_gib: float = math.inf,
 ) -> TrainConfig:
     """The run with a number in place of ``auto``: the smallest share with which it fits.
@@ -65,14 +67,14 @@ def resolve_offload_fraction(
     If it does not fit with any share, the number is the largest share for which host memory is large enough.
 
     Args:
-        free_gib: GiB of a GPU without those that should stay free; None on CPU, where offload gains nothing.
+        gpu_gib: GiB of a GPU; None on CPU, where offload gains nothing.
         host_gib: GiB of host memory for each rank.
     """
     if config.optimizer.offload_fraction != "auto":
         return config
-    if free_gib is None:
+    if gpu_gib is None:
         return with_offload_fraction(config, 0.0)
-    least_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, free_gib)
+    least_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
     largest_fraction = largest_offload_fraction(config, spec, layout, data_parallel_size, host_gib)
     return with_offload_fraction(
         config, largest_fraction if least_fraction is None else min(least_fraction, largest_fraction)
@@ -87,22 +89,22 @@ def check_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world_siz
     Raises:
         RunConfigError: the run does not fit. The message says what to do, and how to start anyway.
     """
-    data_parallel_size, free_gib = validate_config(config, world_size), gpu.memory_gib - gpu.reserve_gib
-    resolved_config = resolve_offload_fraction(config, spec, layout, data_parallel_size, free_gib)
+    data_parallel_size, gpu_gib = validate_config(config, world_size), gpu.memory_gib
+    resolved_config = resolve_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
     estimated_gib = peak_stage_gib(stage_memories(resolved_config, spec, layout, data_parallel_size))
-    if estimated_gib <= free_gib:
+    if estimated_gib + reserve_gib(gpu_gib) <= gpu_gib:
         return ""
     estimate_text = (
         f"the memory estimate is {estimated_gib:.0f} GiB on the fullest GPU, with a row full of images, and"
-        f" {gpu.reserve_gib:.0f} should stay free; {gpu.name} has {gpu.memory_gib:.0f}"
+        f" {reserve_gib(gpu_gib):.0f} should stay free; {gpu.name} has {gpu_gib:.0f}"
     )
-    offload_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, free_gib)
+    offload_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
     offload_advice = (
         "not even --optimizer.offload_fraction 1 would change that"
         if offload_fraction is None
         else f"--optimizer.offload_fraction {offload_fraction:g} would fit"
     )
-    refusal_limit_gib = gpu.memory_gib * (EXPERT_OVERESTIMATE if spec.language.moe else 1.0)
+    refusal_limit_gib = gpu_gib * (EXPERT_OVERESTIMATE if spec.language.moe else 1.0)
     if estimated_gib <= refusal_limit_gib or not config.failures.check_memory:
         return f"{estimate_text}, so the run may end for lack of memory; {offload_advice}"
     raise RunConfigError(
@@ -113,19 +115,19 @@ def check_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world_siz
 
 
 def check_host_memory(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, free_gib: float | None, host_gib: float
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, gpu_gib: float | None, host_gib: float
 ) -> None:
     """Checks that a node has enough memory for what is offloaded, before any is allocated.
 
     Args:
-        free_gib: GiB of a GPU without those that should stay free; None on CPU.
+        gpu_gib: memory of a GPU; None on CPU.
         host_gib: host memory for each rank.
 
     Raises:
         RunConfigError: it does not. The message says how much there is, and which share would fit.
     """
     offload_share = config.optimizer.offload_fraction
-    if free_gib is None:
+    if gpu_gib is None:
         return
     node_ranks = host_memory.num_ranks_on_node()
     ranks_text = pluralize(node_ranks, "rank")
@@ -141,7 +143,7 @@ def check_host_memory(
     share_text = f"{offload_share}"
     remedy_text = "less would not fit the GPU: take more GPUs or more recompute"
     if offload_share == "auto":
-        least_share = least_offload_fraction(config, spec, layout, dp, free_gib)
+        least_share = least_offload_fraction(config, spec, layout, dp, gpu_gib)
         if least_share is None or not config.failures.check_memory:
             return  # the run takes what host memory allows
         offload_share, share_text = least_share, f"auto ({least_share:g})"

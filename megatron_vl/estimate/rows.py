@@ -5,7 +5,10 @@ Nothing is read: the length of a row and its bound on patches come from the run,
 
 from __future__ import annotations
 
-from megatron_vl.config import TrainConfig
+import functools
+from typing import Any
+
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops, repeated_flops
 from megatron_vl.spec.families import ModelSpec
 
@@ -49,6 +52,21 @@ def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:
 def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowFlops:
     """FLOPs of a row by part, with what is computed twice."""
     is_decoupled = config.vision.placement == "decoupled"
-    needed = needed_flops(spec, config.model, config.lora, rows)
-    repeated = repeated_flops(spec, config.model, config.lora, config.recompute, rows, is_decoupled)
-    return needed + repeated
+    modules = tuple(config.recompute.language_modules)
+    recompute = config.recompute.language, modules, config.recompute.vision
+    return _executed_flops(spec, config.model, config.lora, recompute, rows, is_decoupled)
+
+
+@functools.lru_cache(maxsize=256)
+def _executed_flops(
+    spec: ModelSpec,
+    model_config: ModelConfig,
+    lora: LoraConfig,
+    recompute: tuple[Any, tuple[str, ...], Any],
+    rows: RowSizes,
+    is_decoupled: bool,
+) -> RowFlops:
+    language, modules, vision = recompute
+    recompute_config = RecomputeConfig(language, list(modules), vision)
+    needed = needed_flops(spec, model_config, lora, rows)
+    return needed + repeated_flops(spec, model_config, lora, recompute_config, rows, is_decoupled)

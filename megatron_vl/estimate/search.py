@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
-from megatron_vl.estimate.gpus import Gpu
-from megatron_vl.estimate.memory import GIB, offloaded_fraction, stage_memories, stage_parameters
-from megatron_vl.estimate.memory_check import with_offload_fraction
+from megatron_vl.estimate.gpus import Gpu, reserve_gib
+from megatron_vl.estimate.memory import GIB, offloaded_fraction, replica_bytes, stage_memories
 from megatron_vl.estimate.split import planned_layout
 from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, StepTime, step_time
 from megatron_vl.spec.families import ModelSpec
@@ -83,14 +82,15 @@ def search_layouts(request: SearchRequest) -> SearchResult:
         )
     found: list[RunPrediction] = []
     for group in size_groups:
-        if len(found) >= request.result_count and _sort_key(group) > _sort_key(found[-1].step_time):
+        slowest = found[-1].step_time if len(found) == request.result_count else None
+        if slowest is not None and _sort_key(group) > _sort_key(slowest):
             break
-        if (prediction := _cheapest_fit(request, group)) is not None:
+        if (prediction := _cheapest_fit(request, group, slowest)) is not None:
             found = sorted([*found, prediction], key=lambda each: _sort_key(each.step_time))
             found = found[: request.result_count]
     if found:
         return SearchResult(tuple(found), None)
-    smallest = [_predict(_variants(request, group.config)[-1], group) for group in size_groups]
+    smallest = [_predict([*_variants(request, group.config)][-1], group) for group in size_groups]
     return SearchResult((), min(smallest, key=lambda prediction: prediction.peak_gib))
 
 
@@ -103,55 +103,53 @@ def _sort_key(time: StepTime) -> tuple:
 def _size_groups(request: SearchRequest) -> Iterator[StepTime]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
     for parallel_config in _parallel_configs(request):
-        for placement in ("first_stage", "decoupled"):
-            vision = dataclasses.replace(request.config.vision, placement=placement)
-            sized_config = dataclasses.replace(request.config, parallel=parallel_config, vision=vision)
-            config = _variants(request, sized_config)[0]
-            if placement == "decoupled" and parallel_config.replica_ranks == 1:
-                continue  # there is nothing to share
-            try:
-                data_parallel_size = validate_config(config, request.world_size)
-                layout = planned_layout(config, request.spec)
-            except (RunConfigError, LayoutError):
-                break
-            yield step_time(config, request.spec, layout, data_parallel_size, request.gpu)
+        sized_config = dataclasses.replace(request.config, parallel=parallel_config)
+        config = next(_variants(request, sized_config))
+        try:
+            data_parallel_size = validate_config(config, request.world_size)
+            # On one rank, there is nothing to share; FP8 needs the tower on the first stage.
+            shares_tower = parallel_config.replica_ranks > 1 and not config.fp8.vision
+            for placement in ("first_stage", "decoupled") if shares_tower else ("first_stage",):
+                vision = dataclasses.replace(config.vision, placement=placement)
+                placed_config = dataclasses.replace(config, vision=vision)
+                layout = planned_layout(placed_config, request.spec)
+                yield step_time(placed_config, request.spec, layout, data_parallel_size, request.gpu)
+        except (RunConfigError, LayoutError):
+            continue
 
 
-def _variants(request: SearchRequest, config: TrainConfig) -> list[TrainConfig]:
+def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConfig]:
     """The run with each recompute and offload, the one that needs least memory last."""
     own_share = offloaded_fraction(request.config)
     shares = sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
-    variants = []
-    for recompute_fields, share in itertools.product(RECOMPUTE_LADDER, shares):
+    for recompute_fields in RECOMPUTE_LADDER:
         fields = {"offload_inputs": False} | recompute_fields
         recompute = dataclasses.replace(config.recompute, **fields)
-        variants.append(with_offload_fraction(dataclasses.replace(config, recompute=recompute), share))
-    return variants
+        for share in shares:
+            optimizer = dataclasses.replace(config.optimizer, offload_fraction=share)
+            yield dataclasses.replace(config, recompute=recompute, optimizer=optimizer)
 
 
-def _cheapest_fit(request: SearchRequest, group: StepTime) -> RunPrediction | None:
-    """The fastest run with these sizes that fits."""
-    if not _could_fit(request, group):
-        return None
-    times = [_with_config(group, config) for config in _variants(request, group.config)]
-    if not request.host_gib < math.inf and not request.fits(_add_memory(times[-1])):
-        return None
+def _cheapest_fit(request: SearchRequest, group: StepTime, slowest: StepTime | None) -> RunPrediction | None:
+    """The fastest run with these sizes that fits and is no slower than ``slowest``."""
+    configs = [config for config in _variants(request, group.config) if _could_fit(request, config, group)]
+    times = [_with_config(group, config) for config in configs]
     # The sort is stable: of equally fast ones, that with less recomputation comes first.
-    for time in sorted(times, key=lambda time: round(time.step_seconds, 4)):
+    for time in sorted(
+        times, key=lambda time: (round(time.step_seconds, 4), offloaded_fraction(time.config))
+    ):
+        if slowest is not None and time.step_seconds > slowest.step_seconds:
+            break
         if request.fits(prediction := _add_memory(time)):
             return prediction
     return None
 
 
-def _could_fit(request: SearchRequest, group: StepTime) -> bool:
-    """Whether weights and gradients alone leave some memory, if the stages share them evenly."""
-    config, layout = group.config, group.layout
-    counts = [
-        stage_parameters(config, request.spec, layout, stage, group.data_parallel_size)
-        for stage in range(layout.pp)
-    ]
-    weights = sum(2 * count.parameter_count + 4 * count.trained_count for count in counts) / layout.pp
-    return weights / GIB + request.gpu.reserve_gib < request.gpu.memory_gib
+def _could_fit(request: SearchRequest, config: TrainConfig, group: StepTime) -> bool:
+    """Whether an even share of the parameters and their state leaves some memory."""
+    layout = group.layout
+    state_bytes = replica_bytes(config, request.spec, layout, group.data_parallel_size) / layout.pp
+    return state_bytes / GIB + reserve_gib(request.gpu.memory_gib) < request.gpu.memory_gib
 
 
 def _with_config(group: StepTime, config: TrainConfig) -> StepTime:
@@ -177,7 +175,7 @@ def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
         has_wide_experts = moe is not None and moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tp
         expert_tensor_sizes = [1, tp] if has_wide_experts and tp > 1 else [1]
         largest_vpp = min(LARGEST_VPP, language_spec.num_layers // pp) if pp > 1 else 1
-        for vpp, etp in itertools.product(range(1, largest_vpp + 1), expert_tensor_sizes):
+        for vpp, etp in itertools.product(_powers_of_two(largest_vpp), expert_tensor_sizes):
             yield dataclasses.replace(
                 parallel_config,
                 **{"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "layers": None},

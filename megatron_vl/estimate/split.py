@@ -7,6 +7,7 @@ depends only on the fields of a run and the model, so all ranks, machines and co
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal
@@ -67,7 +68,7 @@ def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
     unsplit = configured_layout(config, spec, [0] * (entry_count - 1) + [spec.language.num_layers])
     flops = executed_flops(config, spec, assumed_rows(config, spec))
     layers = balance_layers(
-        [sum(layer) for layer in flops.layers],
+        tuple(map(sum, flops.layers)),
         0.0 if unsplit.decoupled else flops.tower,
         flops.output,
         unsplit.pp,
@@ -76,6 +77,7 @@ def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
     return dataclasses.replace(unsplit, layers_per_chunk=layers)
 
 
+@functools.cache
 def balance_layers(
     layer_flops: Sequence[float], first_flops: float, last_flops: float, pp: int, vpp: int = 1
 ) -> tuple[int, ...]:

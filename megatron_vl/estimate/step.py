@@ -7,7 +7,6 @@ slowest stage's rows, times 1 + the bubble of the schedule, and the offloaded st
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops
-from megatron_vl.estimate.gpus import Gpu, find_gpu
+from megatron_vl.estimate.gpus import Gpu, find_gpu, reserve_gib
 from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
 from megatron_vl.estimate.memory import (
     GIB,
@@ -171,8 +170,8 @@ class StepTime:
             return 0.0
         _, state_bytes = optimizer_state_bytes(self.config)
         longest_seconds = 0.0
-        for stage, row_seconds in enumerate(self.stage_seconds):
-            counts = stage_parameters(self.config, self.spec, self.layout, stage, self.data_parallel_size)
+        counts_by_stage = stage_parameters(self.config, self.spec, self.layout, self.data_parallel_size)
+        for counts, row_seconds in zip(counts_by_stage, self.stage_seconds, strict=True):
             copy_seconds = state_bytes * counts.owned_count * offload_share / (1e9 * self.gpu.host_gb_s)
             longest_seconds = max(longest_seconds, copy_seconds - row_seconds / 3)
         return longest_seconds
@@ -235,9 +234,9 @@ class RunPrediction:
 
     @property
     def fits_memory(self) -> bool:
-        """Whether the fullest stage leaves :attr:`Gpu.reserve_gib` free."""
-        gpu = self.step_time.gpu
-        return self.peak_gib + gpu.reserve_gib <= gpu.memory_gib
+        """Whether the fullest stage leaves :func:`reserve_gib` free."""
+        gpu_gib = self.step_time.gpu.memory_gib
+        return self.peak_gib + reserve_gib(gpu_gib) <= gpu_gib
 
     @property
     def tokens_per_second(self) -> float:

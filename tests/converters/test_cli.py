@@ -181,10 +181,11 @@ def test_a_run_without_a_split_gets_the_planned_one(
     tmp_path: Path, origin: Path, capsys, monkeypatch
 ) -> None:
     """``split`` and ``convert`` write what a training of so many GPUs begins with, never the even split."""
-    from megatron_vl.config import parse_config
     from megatron_vl.planning import gpus
     from megatron_vl.planning.calibration import find_calibration
     from megatron_vl.planning.run_layout import run_layout
+
+    from megatron_vl.config import parse_config
     from megatron_vl.spec.families import read_spec
 
     # On such a machine, the tower takes longer than all of the decoder.

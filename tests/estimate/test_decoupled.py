@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from megatron_vl.planning.flops import recompute_flops, vision_forward_flops
 
 from megatron_vl.config import (
     DataConfig,
@@ -19,7 +20,6 @@ from megatron_vl.config import (
     VisionConfig,
     validate_config,
 )
-from megatron_vl.planning.flops import recompute_flops, vision_forward_flops
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import model_part, tensor_table
 from tests.support.planned import estimate_stage_memory

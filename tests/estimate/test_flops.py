@@ -13,13 +13,6 @@ from functools import cache
 import pytest
 import torch
 import transformers
-from packaging.version import Version
-from torch.utils.flop_counter import FlopCounterMode
-
-from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig
-from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
-from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.planning.flops import (
     _counted_weights,
     language_forward_flops,
@@ -27,6 +20,13 @@ from megatron_vl.planning.flops import (
     row_flops,
     vision_forward_flops,
 )
+from packaging.version import Version
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
+from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
+from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.spec.adapters import fused_adapters, saved_modules, stored_lora
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from converters.convert import convert_weights
-from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.planning.calibration import find_calibration
 from megatron_vl.planning.layout_search import SearchRequest, search_fastest_fit
 from megatron_vl.planning.memory import (
@@ -27,6 +24,9 @@ from megatron_vl.planning.memory import (
 from megatron_vl.planning.offload_fraction import least_offload_fraction
 from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.planning.run_layout import run_layout
+
+from converters.convert import convert_weights
+from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-
-from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.memory import _ActivationEstimator
+
+from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout

@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
-from megatron_vl import host_memory
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config
-from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
 from megatron_vl.planning.calibration import find_calibration
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_stage_gib
 from megatron_vl.planning.memory_check import check_host_memory, check_memory
@@ -18,6 +14,10 @@ from megatron_vl.planning.offload_fraction import (
     resolve_offload_fraction,
     with_offload_fraction,
 )
+
+from megatron_vl import host_memory
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.examples import HF_CONFIGS

@@ -9,8 +9,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-
-from megatron_vl.config import FailuresConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.planning import gpus
 from megatron_vl.planning.calibration import (
     CalibrationError,
@@ -22,6 +20,8 @@ from megatron_vl.planning.memory_check import check_memory
 from megatron_vl.planning.predict import RunPrediction
 from megatron_vl.planning.row_statistics import RowShape, RowStatistics, make_assumed_rows
 from megatron_vl.planning.run_layout import run_layout
+
+from megatron_vl.config import FailuresConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.support.planned import cut, predict_run

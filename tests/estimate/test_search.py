@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.planning.calibration import find_calibration
 from megatron_vl.planning.layout_search import (
     SearchRequest,
@@ -21,6 +19,8 @@ from megatron_vl.planning.memory import RESERVE_GIB
 from megatron_vl.planning.memory_check import check_host_memory
 from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.planning.run_layout import with_split
+
+from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.spec.families import read_spec
 from tests.support.planned import predict_run
 

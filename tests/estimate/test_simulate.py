@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from megatron_vl.planning.cost import PassTime
 from megatron_vl.planning.pipeline_timeline import PipelineTimeline, pipeline_seconds, simulate_pipeline
 from megatron_vl.planning.schedule import stage_passes

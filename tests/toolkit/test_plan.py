@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, peak_stage_gib
+from megatron_vl.planning.schedule import in_flight_by_pass
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.models.attention import choose_backend
-from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, peak_stage_gib
-from megatron_vl.planning.schedule import in_flight_by_pass
 from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import tensor_table

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_vl.planning.predict import predict_layout
+from megatron_vl.planning.row_statistics import RowShape, RowStatistics
+from toolkit.plan.data_rows import measure_rows
 
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert_dataset as convert_data
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.planning.predict import predict_layout
-from megatron_vl.planning.row_statistics import RowShape, RowStatistics
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.training.small_run import prepare
 from toolkit.cli import main
-from toolkit.plan.data_rows import measure_rows
 
 PATCHES = {4 * round((60 + 14 * (i % 5)) / 28) * round((80 + 28 * (i % 3)) / 28) for i in range(24)}
 """Of the pictures that :func:`prepare` draws: sides in units of 28 pixels, four patches a unit."""

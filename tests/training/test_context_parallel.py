@@ -12,13 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-from converters.convert import convert_weights
-from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
-from megatron_vl.data.packing.training_row import loss_index
-from megatron_vl.models.attention import choose_backend
-from megatron_vl.models.batch import Segments
-from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.planning.cost import StepCosts
 from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.layout_search import describe_layout
@@ -26,6 +19,13 @@ from megatron_vl.planning.memory import _ActivationEstimator
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.row_statistics import LOSS_MULTIPLE, RowShape, RowStatistics
 from megatron_vl.planning.run_layout import run_layout
+
+from converters.convert import convert_weights
+from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.data.packing.training_row import loss_index
+from megatron_vl.models.attention import choose_backend
+from megatron_vl.models.batch import Segments
+from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout

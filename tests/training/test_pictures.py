@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_vl.planning.flops import vision_forward_flops
 
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import frame_flops, make_tower_frames, split_by_cost
-from megatron_vl.planning.flops import vision_forward_flops
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from megatron_vl.training.picture_scatter import PictureShares, _concatenated_shares, frame_plane_bounds

@@ -18,7 +18,7 @@ from megatron_vl.config import (
 )
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.errors import UsageError
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit import options as command_line
 from toolkit.options import CommandOptions, option

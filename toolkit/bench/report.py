@@ -2,7 +2,7 @@
 
 The same code computes the trainer's figures and those of ``benchmarks.fsdp2``, so their FLOPs are counted
 in the same way: from the true lengths of documents, frames and windows, without padding, and with the output
-layer only for loss tokens (see :mod:`megatron_vl.planning.flops`). ``mfu_all_tokens`` counts the output layer
+layer only for loss tokens (see :mod:`megatron_vl.estimate.flops`). ``mfu_all_tokens`` counts the output layer
 for every token, as most published figures do.
 """
 
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.flops import peak_tflops, recompute_flops, row_flops
-from megatron_vl.planning.memory import count_parameters, trained_text
+from megatron_vl.estimate.flops import recompute_flops, row_flops
+from megatron_vl.estimate.gpus import peak_tflops
+from megatron_vl.estimate.memory import count_parameters, trained_text
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_vl.planning.flops import ModelFlops
+from megatron_vl.estimate.flops import ModelFlops
 from megatron_vl.training.trainer import Trainer
 
 COMPUTE_PARTS = (

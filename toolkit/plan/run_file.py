@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.layout_search import describe_layout
-from megatron_vl.planning.predict import RunPrediction
-from megatron_vl.planning.run_layout import with_split
+from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
+from megatron_vl.estimate.search import describe_layout
+from megatron_vl.estimate.split import with_split
+from megatron_vl.estimate.step import RunPrediction
 
 
 def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dict[str, Any]) -> None:
@@ -31,11 +32,11 @@ def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dic
 
     layout_text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
     header_comment = (
-        f"# GPUs: {prediction.world_size} x {prediction.calibration.gpu}, "
-        f"{prediction.peak_gib:.0f} GiB estimated on the fullest, when a row is all pictures\n"
+        f"# GPUs: {prediction.world_size} x {prediction.step_time.gpu.name}, "
+        f"{prediction.peak_gib:.0f} GiB estimated on the fullest, when a row is all images\n"
         f"# Layout of megatron-vl plan: {layout_text}. Predicted: {prediction.step_seconds:.2f} s a step,\n"
         f"# {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.1%} MFU\n"
-        f"# Rows: {prediction.row_statistics.source_text}\n"
+        f"# Rows: {ASSUMED_ROWS_TEXT}\n"
     )
     yaml_path.parent.mkdir(parents=True, exist_ok=True)
     yaml_path.write_text(

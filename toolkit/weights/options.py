@@ -70,8 +70,7 @@ class LayoutOptions(CommandOptions):
                 f" number of GPUs: give it with --gpus, {manual_hint}"
             )
 
-        from megatron_vl.planning.gpus import calibration_for_platform
-        from megatron_vl.planning.run_layout import run_layout
+        from megatron_vl.estimate.split import run_layout
         from megatron_vl.spec.families import read_spec
 
         hf_path = getattr(self, "hf", None) or run_config.model.hf
@@ -82,11 +81,7 @@ class LayoutOptions(CommandOptions):
                 f"{self.config} has no parallel.layers, and the split cannot be planned without the model's"
                 f" sizes ({error}): correct model.hf, {manual_hint}"
             ) from error
-        return list(
-            run_layout(
-                run_config, spec, self.gpus, calibration=calibration_for_platform(run_config.platform)
-            ).layers_per_chunk
-        )
+        return list(run_layout(run_config, spec, self.gpus).layers_per_chunk)
 
 
 @dataclass(kw_only=True)
