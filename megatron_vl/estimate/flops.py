@@ -95,8 +95,9 @@ class RowFlops:
     """The vision tower with its mergers."""
 
     def __add__(self, other: RowFlops) -> RowFlops:
-        layers = (LayerFlops(*map(sum, zip(*both))) for both in zip(self.layers, other.layers, strict=True))
-        return RowFlops(tuple(layers), self.output + other.output, self.tower + other.tower)
+        pairs = zip(self.layers, other.layers, strict=True)
+        layers = tuple(LayerFlops(a.dense + b.dense, a.experts + b.experts) for a, b in pairs)
+        return RowFlops(layers, self.output + other.output, self.tower + other.tower)
 
     @property
     def by_half(self) -> ModelFlops:
@@ -148,7 +149,7 @@ def recompute_flops(
 def needed_flops(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, sizes: RowSizes) -> RowFlops:
     """FLOPs of the forward and backward pass of a row, by part."""
     counts = _counted_products(spec, model_config, lora)
-    by_kind = {kind: _layer_flops(spec.language, *kind, sizes) for kind in set(counts.layers)}
+    by_kind = {kind: _layer_flops(spec.language, kind, sizes) for kind in set(counts.layers)}
     trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
     trains_output |= trains_own_matrices(model_config, lora, "language")
     output_weights = spec.language.hidden_size * spec.language.vocab_size
@@ -162,21 +163,8 @@ def needed_flops(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, s
     )
 
 
-def _layer_flops(
-    language_spec: LanguageSpec,
-    dense_weights: float,
-    expert_weights: float,
-    attention_count: int,
-    has_linear_attention: bool,
-    sizes: RowSizes,
-) -> LayerFlops:
-    """FLOPs of a decoder layer.
-
-    Args:
-        dense_weights, expert_weights: weights that multiply a token, times the products that they are in.
-        attention_count: how often attention or the delta rule is computed; its backward pass counts twice.
-    """
-    if has_linear_attention:
+def _layer_flops(language_spec: LanguageSpec, products: _LayerProducts, sizes: RowSizes) -> LayerFlops:
+    if products.is_linear:
         # A head reads the value of its key, writes the correction, and reads the value of its query.
         linear = language_spec.linear_attention
         assert linear is not None
@@ -185,22 +173,25 @@ def _layer_flops(
         # QK^T and PV, the causal half of each.
         attention = 2.0 * language_spec.num_heads * language_spec.head_dim * sizes.token_pairs
     return LayerFlops(
-        2.0 * dense_weights * sizes.tokens + attention_count * attention, 2.0 * expert_weights * sizes.tokens
+        2.0 * products.dense * sizes.tokens + products.attention_count * attention,
+        2.0 * products.experts * sizes.tokens,
     )
 
 
 class _LayerProducts(NamedTuple):
-    """The arguments of :func:`_layer_flops` for a decoder layer."""
+    """What multiplies the sizes of a row in a decoder layer."""
 
-    dense_weights: float
-    expert_weights: float
+    dense: float
+    """Weights that multiply a token, times the products that they are in."""
+    experts: float
     attention_count: int
-    has_linear_attention: bool
+    """How often attention or the delta rule is computed; its backward pass counts twice."""
+    is_linear: bool
 
 
 @dataclass(frozen=True)
 class _CountedProducts:
-    """What multiplies the sizes of a row, both passes together. A product of three passes counts three times."""
+    """What multiplies the sizes of a row. Products of both passes are counted."""
 
     layers: tuple[_LayerProducts, ...]
     per_patch: float
@@ -394,14 +385,10 @@ def _repeated_layer(
             part = "experts" if is_of_experts(name) else "dense"
             repeated[part] += weight_count + adapter_weights.get(name, 0)
     attention_count = int(bool(modules & {"all", "core_attn"}))
-    return _layer_flops(
-        language_spec,
-        repeated["dense"],
-        repeated["experts"],
-        attention_count,
-        kind.has_linear_attention,
-        sizes,
+    products = _LayerProducts(
+        **repeated, attention_count=attention_count, is_linear=kind.has_linear_attention
     )
+    return _layer_flops(language_spec, products, sizes)
 
 
 def tower_forward_flops(vision_spec: VisionSpec, sizes: RowSizes) -> tuple[float, float]:

@@ -1,14 +1,15 @@
 """Estimates the GPU memory of each pipeline stage of a run before anything is allocated.
 
 Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations
-are the tensors that modules keep for their backward pass: for a token (or patch) of a layer of width ``h`` and
-FFN width ``f``, the inputs and outputs of both norms (4 h), attention (its input after RoPE, and its output),
-and linear and activation of the MLP (3 f with a gate, 2 f without one; ``top_k`` times that for experts).
+are the tensors that modules keep for their backward pass: for a token (or patch) of a layer of width ``h``
+and FFN width ``f``, the inputs and outputs of both norms (4 h), attention (its input after RoPE, and its
+output), and linear and activation of the MLP (3 f with a gate, 2 f without one; ``top_k`` times that for
+experts).
 
-The number of micro-batches in flight is that of Megatron-core's schedule (1F1B or interleaved). The loss holds
-the logits twice, because Transformer Engine's cross entropy copies them. They are not counted beside a layer
-that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped collectives are not
-modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and memory that the
+The number of micro-batches in flight is that of Megatron-core's schedule (1F1B or interleaved). The loss
+holds the logits twice, because Transformer Engine's cross entropy copies them. They are not counted beside a
+layer that is recomputed later. Experts are assumed to be evenly loaded. FP8 and overlapped collectives are
+not modelled; with either, the linears include the norms. The CUDA context, NCCL's buffers and memory that the
 allocator cannot use are not counted; :func:`reserve_gib` leaves room for them. ``docs/log/memory.md``
 compares the formula with measurements.
 """
@@ -17,9 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,13 +114,15 @@ def stage_memories(
     layout: Layout,
     data_parallel_size: int,
     fullest_row: RowSizes | None = None,
+    stage_count: int | None = None,
 ) -> list[StageMemory]:
     """The peak memory of each pipeline stage, first stage first.
 
     Args:
         layout: it need not be the one that ``config`` asks for.
-        fullest_row: what the fullest row holds; None: as many patches as a row can hold (``data.max_patches``,
-            or as many as fill every token with a merged feature), and a loss of every token.
+        fullest_row: what the fullest row holds; None: as many patches as a row can hold
+            (``data.max_patches``, or a merged feature for every token), and a loss of every token.
+        stage_count: number of stages to estimate; None: all.
     """
     seq_len = config.data.seq_len
     most_patches = seq_len * spec.vision.merge_unit
@@ -131,7 +133,9 @@ def stage_memories(
     frozen_config = freeze_unadapted_parts(config, spec)
     estimator = _ActivationEstimator(frozen_config, spec, layout, patch_count, loss_tokens, micro_batches)
     counts_by_stage = stage_parameters(frozen_config, spec, layout, data_parallel_size)
-    return [_stage_memory(estimator, stage, counts) for stage, counts in enumerate(counts_by_stage)]
+    return [
+        _stage_memory(estimator, stage, counts) for stage, counts in enumerate(counts_by_stage[:stage_count])
+    ]
 
 
 def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
@@ -224,27 +228,27 @@ def stage_parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
 ) -> list[ParameterCounts]:
     """The parameters of one GPU of each pipeline stage."""
-    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
-    kinds = layer_kinds(spec, config.lora)
-    sections_by_stage: list[list[str | LayerKind]] = []
-    for stage in range(layout.pp):
-        sections: list[str | LayerKind] = ["vision"] if layout.decoupled or stage == 0 else []
+    counts_by_section, layers_before = _run_counts(config, spec, layout, data_parallel_size)
+    parts: list[list[ParameterCounts]] = [[] for _ in range(layout.pp)]
+    for stage, stage_parts in enumerate(parts):
+        if layout.decoupled or stage == 0:
+            stage_parts.append(counts_by_section["vision"])
         for chunk_index in range(layout.vpp):
             layers = layout.chunk_layers(stage, chunk_index)
-            sections += kinds[layers.start : layers.stop]
-        sections_by_stage.append(sections)
-    sections_by_stage[0].append("embedding")
-    sections_by_stage[-1].append("head")
+            ends = zip(layers_before[layers.start], layers_before[layers.stop], strict=True)
+            stage_parts.append(ParameterCounts(*(after - before for before, after in ends)))
+    parts[0].append(counts_by_section["embedding"])
+    parts[-1].append(counts_by_section["head"])
     if layout.pp > 1 and spec.language.tied_embeddings:
-        sections_by_stage[-1].append("tied")
-    return [_sum_counts(counts_by_section[name] for name in sections) for sections in sections_by_stage]
+        parts[-1].append(counts_by_section["tied"])
+    return [_sum_counts(*stage_parts) for stage_parts in parts]
 
 
 def replica_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
     """Bytes of weights, gradients and optimizer state on the GPU, summed over one GPU of each stage."""
-    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
-    kinds = layer_kinds(spec, config.lora)
-    counts = _sum_counts(counts_by_section[section] for section in ("vision", "embedding", "head", *kinds))
+    sections, layers_before = _run_counts(config, spec, layout, data_parallel_size)
+    ends = (sections[name] for name in ("vision", "embedding", "head"))
+    counts = _sum_counts(layers_before[-1], *ends)
     state_bytes = optimizer_state_bytes(config)[0] * (1 - offloaded_fraction(config))
     weight_bytes = bytes_per_element(config) * counts.parameter_count
     return weight_bytes + 4 * counts.trained_count + state_bytes * counts.owned_count
@@ -252,16 +256,15 @@ def replica_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_par
 
 def _run_counts(
     config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
-) -> dict[str | LayerKind, ParameterCounts]:
+) -> tuple[dict[str, ParameterCounts], list[ParameterCounts]]:
+    """:func:`_counts_by_section` for a run."""
     ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
     is_distributed = config.parallel.distributed_optimizer
     return _counts_by_section(spec, layout.sharding, ranks, is_distributed, config.lora, config.model)
 
 
-def _sum_counts(counts: Iterable[ParameterCounts]) -> ParameterCounts:
-    # Layers of one kind are the same object.
-    numbers = Counter(counts)
-    return ParameterCounts(*(sum(n * each[i] for each, n in numbers.items()) for i in range(3)))
+def _sum_counts(*counts: ParameterCounts) -> ParameterCounts:
+    return ParameterCounts(*map(sum, zip(ParameterCounts(0, 0, 0), *counts, strict=True)))
 
 
 @functools.cache
@@ -272,10 +275,9 @@ def _counts_by_section(
     distributed_optimizer: bool,
     lora: LoraConfig,
     model_config: ModelConfig,
-) -> dict[str | LayerKind, ParameterCounts]:
-    """The parameters on one GPU of each section of the model, and of a decoder layer of each kind.
-
-    Adapters are in the sections of their matrices.
+) -> tuple[dict[str, ParameterCounts], list[ParameterCounts]]:
+    """The parameters on one GPU: those of each section of the model, and of the decoder layers before each
+    layer and the end. Adapters are in the sections of their matrices.
 
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
@@ -294,9 +296,12 @@ def _counts_by_section(
         owned_size = trained_size / (optimizer_shards if distributed_optimizer else 1)
         return ParameterCounts(shard_size, trained_size, owned_size)
 
-    return {
-        section: _sum_counts(map(count, infos)) for section, infos in _tensors_by_section(spec, lora).items()
+    counts = {
+        section: _sum_counts(*map(count, infos)) for section, infos in _tensors_by_section(spec, lora).items()
     }
+    layer_counts = (counts[kind] for kind in layer_kinds(spec, lora))
+    layers_before = list(itertools.accumulate(layer_counts, _sum_counts, initial=ParameterCounts(0, 0, 0)))
+    return {name: count for name, count in counts.items() if isinstance(name, str)}, layers_before
 
 
 _trained_names = functools.cache(trained_tensors)
@@ -700,7 +705,7 @@ class _ActivationEstimator:
 
     @functools.cached_property
     def _decoupled_parts(self) -> tuple[float, float, float]:
-        """Bytes of a decoupled tower: kept during the pipeline, at the peaks of its first and second passes."""
+        """Bytes of a decoupled tower that are kept, and at the peaks of its first and its second passes."""
         model_config, patches_a_call = self.config.model, self.config.vision.patches_a_call
         frozen_model = dataclasses.replace(model_config, freeze_vision=True, freeze_merger=True)
         frozen_config = dataclasses.replace(self.config, model=frozen_model)

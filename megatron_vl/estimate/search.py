@@ -133,6 +133,8 @@ def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConf
 def _cheapest_fit(request: SearchRequest, group: StepTime, slowest: StepTime | None) -> RunPrediction | None:
     """The fastest run with these sizes that fits and is no slower than ``slowest``."""
     configs = [config for config in _variants(request, group.config) if _could_fit(request, config, group)]
+    if not configs or not _add_memory(_with_config(group, configs[-1]), stage_count=1).fits_memory:
+        return None
     times = [_with_config(group, config) for config in configs]
     # The sort is stable: of equally fast ones, that with less recomputation comes first.
     for time in sorted(
@@ -140,8 +142,9 @@ def _cheapest_fit(request: SearchRequest, group: StepTime, slowest: StepTime | N
     ):
         if slowest is not None and time.step_seconds > slowest.step_seconds:
             break
-        if request.fits(prediction := _add_memory(time)):
-            return prediction
+        # The first stage, which is quickly estimated, is often the fullest.
+        if request.fits(_add_memory(time, stage_count=1)) and request.fits(whole := _add_memory(time)):
+            return whole
     return None
 
 
@@ -162,9 +165,9 @@ def _predict(config: TrainConfig, group: StepTime) -> RunPrediction:
     return _add_memory(_with_config(group, config))
 
 
-def _add_memory(time: StepTime) -> RunPrediction:
-    stages = stage_memories(time.config, time.spec, time.layout, time.data_parallel_size)
-    return RunPrediction(time, tuple(stages))
+def _add_memory(time: StepTime, stage_count: int | None = None) -> RunPrediction:
+    sizes = time.layout, time.data_parallel_size
+    return RunPrediction(time, tuple(stage_memories(time.config, time.spec, *sizes, stage_count=stage_count)))
 
 
 def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:

@@ -81,7 +81,7 @@ def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
 def balance_layers(
     layer_flops: Sequence[float], first_flops: float, last_flops: float, pp: int, vpp: int = 1
 ) -> tuple[int, ...]:
-    """Splits layers over the ``pp * vpp`` entries so that all stages, and all entries, have about equal FLOPs.
+    """Splits layers over the ``pp * vpp`` entries so that stages, and entries, have about equal FLOPs.
 
     Args:
         layer_flops: FLOPs of each layer.

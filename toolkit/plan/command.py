@@ -123,9 +123,9 @@ def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> st
     layout_text = describe_layout(smallest.config, smallest.layout, smallest.data_parallel_size)
     return (
         f"no layout of {request.world_size} {request.gpu.name} fits {request.spec.family} with rows of"
-        f" {request.config.data.seq_len} tokens: the smallest, {layout_text}, takes {smallest.peak_gib:.0f} of"
-        f" {request.gpu.memory_gib:.0f} GiB, of which {part} {fullest.as_json()[part]:.0f}"
-        f"{_remedy_text(part, request)}"
+        f" {request.config.data.seq_len} tokens: the smallest, {layout_text}, takes"
+        f" {smallest.peak_gib:.0f} of {request.gpu.memory_gib:.0f} GiB, of which {part}"
+        f" {fullest.as_json()[part]:.0f}{_remedy_text(part, request)}"
     )
 
 

@@ -127,9 +127,10 @@ def _print_facts(resolved_run: ResolvedRun, run_facts: dict[str, Any]) -> None:
     wide_console().print(memory_table(run_facts["memory_gib"], table_title))
     _print_fits(run_facts, is_on_cpu=config.platform == "cpu")
     if speed := run_facts["speed"]:
+        gpu_text = speed["gpu"] if speed["measured"] else f"{speed['gpu']} (not measured)"
         print(
-            f"estimated speed on {speed['gpu']}{'' if speed['measured'] else ' (not measured)'} with image rows:"
-            f" {speed['step_s']:.2f} s a step, {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
+            f"estimated speed on {gpu_text} with image rows: {speed['step_s']:.2f} s a step,"
+            f" {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
         )
     for note in run_facts["notes"]:
         print(note)
