@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from megatron_vl.planning.calibration import DATA_SHEETS
 from mkdocs.config import load_config
 from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page

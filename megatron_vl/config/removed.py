@@ -47,6 +47,7 @@ REMOVED_FIELDS = {
 """Dotted name -> what to do instead."""
 
 RATES = "times are predicted with the efficiencies in megatron_vl/estimate/gpus.json"
+SPLIT = "the planned split does not depend on the number of GPUs"
 ROWS = "data.seq_len and data.max_patches describe the rows; the rest is assumed"
 DRY_RUN = "`megatron-vl train --dry-run --config RUN.yaml` makes every check of a start"
 EXPORTED = "give the run or the adapters as --trained; they are exported first"
@@ -54,6 +55,7 @@ REMOVED_OPTIONS = {
     "bench --calibrate": RATES,
     "bench --calibration": RATES,
     "bench --distinct-rows": "at most 64 random rows are drawn, in turn",
+    "convert --gpus": SPLIT,
     "doctor --checkpoint": "`megatron-vl verify DIR` compares weights with their hashes",
     "doctor --config": DRY_RUN,
     "doctor --data": DRY_RUN,
@@ -67,6 +69,7 @@ REMOVED_OPTIONS = {
     "plan --picture": "a step is a closed form; the table says how long stages wait",
     "plan --rows": ROWS,
     "plan --search": "layouts are always searched; the run's own comes first",
+    "split --gpus": SPLIT,
 }
 """Command and option -> what to do instead."""
 

@@ -1,4 +1,4 @@
-"""What a separate process runs for :mod:`tests.planning.test_lora`."""
+"""What a separate process runs for :mod:`tests.estimate.test_lora`."""
 
 from __future__ import annotations
 

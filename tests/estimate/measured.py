@@ -1,4 +1,4 @@
-"""The measured runs of the log beside the estimate. ``python -m tests.estimate.measured`` prints all errors."""
+"""The measured runs of the log beside the estimate: ``python -m tests.estimate.measured`` prints errors."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_vl.planning.layer_kinds import LayerKind
-from megatron_vl.planning.memory import _ActivationEstimator
 
 from megatron_vl.config import DataConfig, TrainConfig
+from megatron_vl.estimate.layer_kinds import LayerKind
+from megatron_vl.estimate.memory import _ActivationEstimator
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
@@ -42,6 +42,6 @@ def test_linear_attention_keeps_what_is_estimated(
     width = spec.language.linear_attention.key_dim
     words = tuple(map(str, (key_heads, value_heads, width, 128)))
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_module("tests.planning.saved_by_linear_attention", words, cp, environment=environment)
+    done = run_module("tests.estimate.saved_by_linear_attention", words, cp, environment=environment)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(estimated, rel=0.02)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from megatron_vl.planning.calibration import find_calibration
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_stage_gib
-from megatron_vl.planning.memory_check import check_host_memory, check_memory
-from megatron_vl.planning.offload_fraction import (
+
+from megatron_vl import host_memory
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.estimate.gpus import find_gpu
+from megatron_vl.estimate.memory import GIB, StageMemory, peak_stage_gib
+from megatron_vl.estimate.memory_check import (
+    check_host_memory,
+    check_memory,
     largest_offload_fraction,
     least_offload_fraction,
     resolve_offload_fraction,
     with_offload_fraction,
 )
-
-from megatron_vl import host_memory
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
@@ -32,7 +33,7 @@ def spec() -> ModelSpec:
     return read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(num_language_layers=10)
 
 
-GPU = 139.8
+GPU, RESERVE_GIB = 139.8, 8.0
 
 
 def run(options: str = "") -> TrainConfig:
@@ -125,7 +126,7 @@ def test_a_run_that_may_not_fit_is_told_which_share_would(spec) -> None:
     full = peak_stage_gib(estimate_stage_memory(config, spec, 2)) + RESERVE_GIB
 
     def remark(gib: float) -> str:
-        gpu = dataclasses.replace(find_calibration(), memory_gib=gib)
+        gpu = dataclasses.replace(find_gpu(), memory_gib=gib)
         return check_memory(config, spec, make_layout(spec), 2, gpu)
 
     assert remark(full + 1) == ""

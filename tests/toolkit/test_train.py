@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron_vl.planning.memory import StageMemory
 
 from converters.convert import convert_weights
 from megatron_vl.config import parse_config
+from megatron_vl.estimate.memory import StageMemory
 from megatron_vl.spec.families import read_spec
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import planned_run

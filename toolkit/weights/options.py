@@ -23,9 +23,6 @@ class LayoutOptions(CommandOptions):
 
     config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
     """Take the layout from the parallel section of this run; the options below override it."""
-    gpus: int | None = option(None, metavar="N", minimum=1)
-    """Number of GPUs of the run of --config. The planned split, which a run without parallel.layers gets,
-    depends on it."""
     tp: int | None = option(None, metavar="T", shown_default="1")
     """Tensor parallel size in ranks."""
     pp: int | None = option(None, metavar="P", shown_default="1")
@@ -63,14 +60,7 @@ class LayoutOptions(CommandOptions):
 
     def _planned_layers(self, run_config: TrainConfig) -> list[int]:
         """The planned split, which a run without ``parallel.layers`` gets."""
-        manual_hint = "or give the split with --layers"
-        if self.gpus is None:
-            raise UsageError(
-                f"{self.config} has no parallel.layers, so the split is planned, and the plan depends on the"
-                f" number of GPUs: give it with --gpus, {manual_hint}"
-            )
-
-        from megatron_vl.estimate.split import run_layout
+        from megatron_vl.estimate.split import planned_layout
         from megatron_vl.spec.families import read_spec
 
         hf_path = getattr(self, "hf", None) or run_config.model.hf
@@ -79,9 +69,9 @@ class LayoutOptions(CommandOptions):
         except OSError as error:
             raise UsageError(
                 f"{self.config} has no parallel.layers, and the split cannot be planned without the model's"
-                f" sizes ({error}): correct model.hf, {manual_hint}"
+                f" sizes ({error}): correct model.hf, or give the split with --layers"
             ) from error
-        return list(run_layout(run_config, spec, self.gpus).layers_per_chunk)
+        return list(planned_layout(run_config, spec).layers_per_chunk)
 
 
 @dataclass(kw_only=True)
