@@ -196,7 +196,7 @@ def test_frozen_matrices_take_less_time() -> None:
         for options in ("", "--lora.rank 16", "--lora.rank 16 --lora.targets [language,vision,merger]")
     )
     assert language.step_seconds < everything.step_seconds < 0.85 * full.step_seconds
-    assert 0.9 * full.mfu < language.mfu < full.mfu
+    assert language.mfu == pytest.approx(full.mfu, rel=0.1)
 
 
 def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
@@ -227,9 +227,9 @@ def test_page_states_what_is_estimated_today(line: str) -> None:
     example = read_example(ROOT / "examples" / f"{name}.yaml")
     path = str(ROOT / "examples" / f"{name}.yaml")
     config = parse_config(["--config", path, "--lora.rank", "16", *(options or "").split()])
-    prediction = predict_run(config, example.spec, int(gpus))
-    limit = find_gpu("H100" if gigabytes == "80" else "H200").memory_gib - 8
-    assert int(gib) == round(prediction.peak_gib) and prediction.peak_gib <= limit
+    gpu = find_gpu("H100" if gigabytes == "80" else "H200")
+    prediction = predict_run(config, example.spec, int(gpus), gpu)
+    assert int(gib) == round(prediction.peak_gib) and prediction.fits_memory
     assert prediction.tokens_per_second == pytest.approx(int(speed.replace(",", "")), rel=0.01)
 
 
