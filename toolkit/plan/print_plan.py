@@ -83,25 +83,33 @@ def _memory_lines(found: Plan) -> list[str]:
         lines.append(f"host memory: {chosen.host_gib:.1f} {limit_text}GiB for each GPU of the fullest stage")
     if not request.fits(chosen):
         advice = (
-            f"what would: {run_options(found.fitting[0])}" if found.fitting else "nothing else fits either"
+            f"what would: {run_options(found.fitting[0], request.config)}"
+            if found.fitting
+            else "nothing else fits either"
         )
         lines.append(f"the run does not fit; {advice}")
     return lines
 
 
-def run_options(prediction: RunPrediction) -> str:
-    """A layout as options of ``train``: ``--parallel.pp 2 --parallel.layers [8,20]``."""
+def run_options(prediction: RunPrediction, base: TrainConfig | None = None) -> str:
+    """A layout as options of ``train``, as far as it differs from ``base``: ``--parallel.pp 2``.
+
+    Args:
+        base: None: a run without any option. Of the optimizer, only what memory depends on counts then,
+            because the rest does not belong to a layout.
+    """
     config = with_split(prediction.config, prediction.layout)
-    # Of the optimizer, only what memory depends on belongs to a layout; the rest is the run's own.
-    memory_fields = {name: getattr(config.optimizer, name) for name in ("offload_fraction", "moments_dtype")}
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(OptimizerConfig(), **memory_fields))
-    default_config, words = TrainConfig(), []
+    if base is None:
+        own = config.optimizer
+        optimizer = OptimizerConfig(offload_fraction=own.offload_fraction, moments_dtype=own.moments_dtype)
+        config, base = dataclasses.replace(config, optimizer=optimizer), TrainConfig()
+    words = []
     for section in ("parallel", "recompute", "optimizer", "vision"):
-        own, default = getattr(config, section), getattr(default_config, section)
-        for field in dataclasses.fields(own):
-            if (value := getattr(own, field.name)) != getattr(default, field.name):
+        after, before = getattr(config, section), getattr(base, section)
+        for field in dataclasses.fields(after):
+            if (value := getattr(after, field.name)) != getattr(before, field.name):
                 words.append(f"--{section}.{field.name} {_command_line_value(value)}")
-    if config.global_batch_size != default_config.global_batch_size:
+    if config.global_batch_size != base.global_batch_size:
         words.append(f"--global_batch_size {config.global_batch_size}")
     return " ".join(words) or "the run as it is"
 
