@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl import host_memory
@@ -22,24 +21,9 @@ from megatron_vl.spec.families import read_spec
 from toolkit.run_adapters import with_adapter_settings
 
 from .options import PlanOptions
+from .print_plan import Plan, print_plan
 
 LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The request, and the layouts that were found."""
-
-    request: SearchRequest
-    own: RunPrediction | None
-    """The layout that the run sets, if it sets one."""
-    fitting: tuple[RunPrediction, ...]
-    """The layouts that fit, fastest first."""
-
-    @property
-    def chosen(self) -> RunPrediction:
-        """The run's own layout, or the fastest one."""
-        return self.own or self.fitting[0]
 
 
 def plan(options: PlanOptions) -> int:
@@ -48,12 +32,10 @@ def plan(options: PlanOptions) -> int:
     if options.yaml is not None:
         from .run_file import write_run_yaml
 
-        write_run_yaml(options.yaml, found.chosen, {"model.hf": options.hf} if options.hf else {})
+        write_run_yaml(options.yaml, found.chosen)
     if options.json:
         print(json.dumps(plan_as_json(found), indent=2))
     else:
-        from .print_plan import print_plan
-
         print_plan(found)
     return 0 if found.request.fits(found.chosen) else 1
 
@@ -123,20 +105,16 @@ def _sets_layout(parallel_config: ParallelConfig, given_words: list[str]) -> boo
 def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> str:
     fullest = max(smallest.stages, key=lambda stage: stage.total_bytes)
     part = max(GPU_MEMORY_PARTS, key=lambda part: getattr(fullest, part))
+    remedy = "lower data.seq_len or data.max_patches"
+    if part in ("weights", "gradients", "optimizer"):
+        remedy = "train adapters (--lora.rank 16)"
     layout_text = describe_layout(smallest.config, smallest.layout, smallest.data_parallel_size)
     return (
         f"no layout of {request.world_size} {request.gpu.name} fits {request.spec.family} with rows of"
         f" {request.config.data.seq_len} tokens: the smallest, {layout_text}, takes"
         f" {smallest.peak_gib:.0f} of {request.gpu.memory_gib:.0f} GiB, of which {part}"
-        f" {fullest.as_json()[part]:.0f}{_remedy_text(part, request)}"
+        f" {fullest.as_json()[part]:.0f}: take more GPUs, or {remedy}"
     )
-
-
-def _remedy_text(part: str, request: SearchRequest) -> str:
-    if part in ("weights", "gradients", "optimizer"):
-        adapters = "" if request.config.lora.rank else ", or train adapters (--lora.rank 16)"
-        return f": take more GPUs{adapters}"
-    return ": take more GPUs, or lower data.seq_len or data.max_patches"
 
 
 def plan_as_json(found: Plan) -> dict[str, Any]:

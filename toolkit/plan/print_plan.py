@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_vl.config import OptimizerConfig, TrainConfig
 from megatron_vl.estimate.gpus import reserve_gib
 from megatron_vl.estimate.memory import count_parameters, count_text, trained_text
 from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
-from megatron_vl.estimate.search import describe_layout
+from megatron_vl.estimate.search import SearchRequest, describe_layout
 from megatron_vl.estimate.split import with_split
 from megatron_vl.estimate.step import RunPrediction
 from megatron_vl.plurals import pluralize
 from toolkit.memory_table import memory_table, wide_console
 
-if TYPE_CHECKING:
-    from .command import Plan
+
+@dataclass(frozen=True)
+class Plan:
+    """The request, and the layouts that were found."""
+
+    request: SearchRequest
+    own: RunPrediction | None
+    """The layout that the run sets, if it sets one."""
+    fitting: tuple[RunPrediction, ...]
+    """The layouts that fit, fastest first."""
+
+    @property
+    def chosen(self) -> RunPrediction:
+        """The run's own layout, or the fastest one."""
+        return self.own or self.fitting[0]
 
 
 def print_plan(found: Plan) -> None:
@@ -49,26 +63,20 @@ def _layout_table(found: Plan) -> Any:
     from rich.table import Table
 
     table = Table("layout", "s a step", "tokens/s", "MFU", "GiB", "stages wait", title="Layouts that fit")
-    if found.own is not None:
-        fits_text = "" if found.request.fits(found.own) else ", does not fit"
-        table.add_row(f"the run's own{fits_text}: {_text(found.own)}", *_figures(found.own))
-    for prediction in found.fitting:
-        table.add_row(_text(prediction), *_figures(prediction))
+    for prediction in (*([found.own] if found.own else []), *found.fitting):
+        text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
+        if prediction is found.own:
+            fits_text = "" if found.request.fits(prediction) else ", does not fit"
+            text = f"the run's own{fits_text}: {text}"
+        table.add_row(
+            text,
+            f"{prediction.step_seconds:.2f}",
+            f"{prediction.tokens_per_second:,.0f}",
+            f"{prediction.mfu:.1%}",
+            f"{prediction.peak_gib:.0f}",
+            f"{prediction.step_time.bubble:.0%}",
+        )
     return table
-
-
-def _text(prediction: RunPrediction) -> str:
-    return describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
-
-
-def _figures(prediction: RunPrediction) -> list[str]:
-    return [
-        f"{prediction.step_seconds:.2f}",
-        f"{prediction.tokens_per_second:,.0f}",
-        f"{prediction.mfu:.1%}",
-        f"{prediction.peak_gib:.0f}",
-        f"{prediction.step_time.bubble:.0%}",
-    ]
 
 
 def _memory_lines(found: Plan) -> list[str]:

@@ -15,21 +15,9 @@ from megatron_vl.estimate.split import with_split
 from megatron_vl.estimate.step import RunPrediction
 
 
-def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dict[str, Any]) -> None:
-    """Writes the fields that differ from the defaults, and every size of the layout.
-
-    Args:
-        given_fields: fields by dotted name that are written whatever they are.
-    """
-    config = with_split(prediction.config, prediction.layout)
-    run_fields = _changed_fields(config, TrainConfig())
-    parallel_fields = run_fields.setdefault("parallel", {})
-    for field_name in ("tp", *(["cp"] if config.parallel.cp > 1 else []), "pp", "vpp", "ep", "etp"):
-        parallel_fields[field_name] = getattr(config.parallel, field_name)
-    for field_name, field_value in given_fields.items():
-        section_name, _, leaf_name = field_name.rpartition(".")
-        (run_fields.setdefault(section_name, {}) if section_name else run_fields)[leaf_name] = field_value
-
+def write_run_yaml(yaml_path: Path, prediction: RunPrediction) -> None:
+    """Writes the fields that differ from the defaults."""
+    run_fields = _changed_fields(with_split(prediction.config, prediction.layout), TrainConfig())
     layout_text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
     header_comment = (
         f"# GPUs: {prediction.world_size} x {prediction.step_time.gpu.name}, "
