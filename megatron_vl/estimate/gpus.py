@@ -53,11 +53,6 @@ class Gpu:
         """Its name and memory: ``H200 (141 GB)``."""
         return f"{self.name} ({self.marketed_gb} GB)"
 
-    @property
-    def note(self) -> str:
-        """What to say beside its name."""
-        return "" if self.is_measured else "not measured"
-
 
 def reserve_gib(gpu_gib: float) -> float:
     """GiB of a GPU that an estimate must leave free, for CUDA, NCCL and what the allocator cannot use."""

@@ -47,7 +47,7 @@ from megatron_vl.spec.adapters import (
     trained_tensors,
     trains_own_matrices,
 )
-from megatron_vl.spec.families import LanguageSpec, ModelSpec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
@@ -153,12 +153,24 @@ def _stage_memory(
     offloaded_bytes = host_state_bytes * owned_count * offload_fraction
     optimizer_bytes = gpu_state_bytes * owned_count * (1 - offload_fraction)
 
-    stage_activations = _StageActivations.at_peak(estimator, pipeline_stage, micro_batches)
+    chunks = [estimator.chunk_bytes(pipeline_stage, chunk_index) for chunk_index in range(layout.vpp)]
+    tower = _ActivationBytes()
+    if pipeline_stage == 0 and not layout.decoupled:
+        # Context-parallel ranks divide the images of a row.
+        patches_per_rank = -(-estimator.patch_count // layout.cp)
+        tower = dataclasses.replace(estimator, patch_count=patches_per_rank).vision_tower_bytes()
+    # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together. After the
+    # warm-up, the number of micro-batches in flight does not grow any more.
+    kept_by_chunk = [chunk.kept_bytes for chunk in chunks]
+    with_tower = [kept_by_chunk[0] + tower.kept_bytes, *kept_by_chunk[1:]]
+    states = in_flight_states(layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp))
+    in_flight = max(states, key=lambda counts: math.sumprod(counts, with_tower))
+
     # A recomputed decoder layer, the logits and a recomputed vision layer never exist at the same time: the
     # logits are gone before the first layer is recomputed. Each part states what it adds to those before it.
-    recomputed_bytes = stage_activations.recomputed_bytes
+    recomputed_bytes = max(chunk.transient_bytes for chunk in chunks)
     largest_transient = max(recomputed_bytes, estimator.logits_bytes(pipeline_stage))
-    activation_bytes = stage_activations.kept_bytes + recomputed_bytes
+    activation_bytes = math.sumprod(in_flight, kept_by_chunk) + recomputed_bytes
     logits_bytes = largest_transient - recomputed_bytes
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
@@ -168,7 +180,10 @@ def _stage_memory(
         )
         rows_bytes += estimator.replicated_tower.row_bytes(includes_pixels=True)
     else:
-        vision_bytes = stage_activations.tower_bytes(largest_transient, config.model.freeze_vision)
+        # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
+        reused_bytes = largest_transient + kept_by_chunk[0] * config.model.freeze_vision
+        transient_bytes = max(0.0, tower.transient_bytes - reused_bytes)
+        vision_bytes = in_flight[0] * tower.kept_bytes + transient_bytes
 
     # Offloaded state passes through the GPU where activations were before.
     state_bytes = min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, offloaded_bytes)
@@ -182,9 +197,10 @@ def _stage_memory(
         vision=vision_bytes,
         logits=logits_bytes,
         rows=rows_bytes,
-        micro_batches_in_flight=sum(stage_activations.in_flight_counts),
+        micro_batches_in_flight=sum(in_flight),
         host_bytes=offloaded_bytes,
-        host_input_bytes=stage_activations.host_bytes,
+        host_input_bytes=in_flight[0] * tower.host_bytes
+        + math.sumprod(in_flight, [chunk.host_bytes for chunk in chunks]),
     )
 
 
@@ -206,22 +222,6 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     trained_names = trained_tensors(spec, config.lora, config.model)
     element_counts = {name: math.prod(info.shape) for name, info in all_tensors.items()}
     return sum(element_counts.values()), sum(element_counts[name] for name in trained_names)
-
-
-def count_text(parameter_count: float) -> str:
-    """A number of parameters: ``1.71 M``, ``8.29 B``."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if parameter_count >= 0.9995 * size:
-            return f"{parameter_count / size:.3g} {unit}"
-    return f"{parameter_count:.0f}"
-
-
-def trained_text(parameter_count: int, trained_count: int) -> str:
-    """Says how many parameters are trained; empty if all are."""
-    if trained_count == parameter_count:
-        return ""
-    share = trained_count / parameter_count
-    return f"trained: {trained_count:,} of {parameter_count:,} parameters ({share:.2%})"
 
 
 def stage_parameters(
@@ -360,20 +360,6 @@ class _ActivationBytes:
     host_bytes: float = 0.0
     """Bytes in host memory until the backward pass of the micro-batch."""
 
-    @staticmethod
-    def of_recomputed_layers(
-        layer_count: int, input_bytes: float, layer_bytes: float, are_inputs_offloaded: bool
-    ) -> _ActivationBytes:
-        """Layers that keep inputs of ``input_bytes`` bytes, and need ``layer_bytes`` while one is recomputed.
-
-        If inputs are in host memory, those of the recomputed layer and of the next one are on the device.
-        """
-        if not are_inputs_offloaded:
-            return _ActivationBytes(layer_count * input_bytes, layer_bytes)
-        return _ActivationBytes(
-            0.0, layer_bytes + min(2, layer_count) * input_bytes, layer_count * input_bytes
-        )
-
 
 @dataclass(frozen=True)
 class _ActivationEstimator:
@@ -437,7 +423,7 @@ class _ActivationEstimator:
             + (2 * hidden_bytes if is_last_chunk else 0.0)
         )
         has_linear_attention = any(kind.has_linear_attention for kind in kinds_of_layers)
-        delta_rule_bytes = self._delta_rule_bytes(language_spec) if has_linear_attention else 0.0
+        delta_rule_bytes = self._delta_rule_bytes() if has_linear_attention else 0.0
 
         layer_bytes = [bytes_per_feature * self._elements_by_layer_kind[kind] for kind in kinds_of_layers]
         if recompute_config.language != "full":
@@ -446,12 +432,23 @@ class _ActivationEstimator:
         # The backward pass of the MLP frees its activations before that of the delta rule begins.
         for layer_index, kind in enumerate(kinds_of_layers):
             if kind.has_linear_attention:
-                bytes_of_mlp = bytes_per_feature * self._mlp_elements(kind, set())
+                bytes_of_mlp = bytes_per_feature * self._mlp_elements(kind)
                 layer_bytes[layer_index] += max(0.0, delta_rule_bytes - bytes_of_mlp)
-        recomputed_bytes = _ActivationBytes.of_recomputed_layers(
-            len(layer_bytes), hidden_bytes, max(layer_bytes, default=0.0), recompute_config.offload_inputs
+        return self._recomputed_layers(layer_bytes, hidden_bytes, boundary_bytes)
+
+    def _recomputed_layers(
+        self, layer_bytes: list[float], input_bytes: float, other_bytes: float
+    ) -> _ActivationBytes:
+        """Layers that keep their inputs, and need ``layer_bytes`` while one is recomputed.
+
+        If inputs are in host memory, those of the recomputed layer and of the next one are on the device.
+        """
+        all_inputs, largest_layer = len(layer_bytes) * input_bytes, max(layer_bytes, default=0.0)
+        if not self.config.recompute.offload_inputs:
+            return _ActivationBytes(all_inputs + other_bytes, largest_layer)
+        return _ActivationBytes(
+            other_bytes, largest_layer + min(2, len(layer_bytes)) * input_bytes, all_inputs
         )
-        return dataclasses.replace(recomputed_bytes, kept_bytes=recomputed_bytes.kept_bytes + boundary_bytes)
 
     @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
@@ -467,72 +464,65 @@ class _ActivationEstimator:
         language_spec = self.spec.language
         recomputed_modules = self.config.recompute.selected_modules
         attention_elements = (
-            self._linear_attention_elements(kind, recomputed_modules)
+            self._linear_attention_elements(kind)
             if kind.has_linear_attention
             else self._attention_elements(kind)
         )
-        attention_elements += self._adapter_elements(kind, "self_attention.")
+        attention_elements += self._adapter_elements(kind.adapters, "self_attention.")
         norm_tensors = 2 if "layernorm" in recomputed_modules else 4
         norm_elements = norm_tensors * language_spec.hidden_size / self._sequence_parallel_size
         if "mlp" in recomputed_modules:
             return norm_elements + attention_elements
 
-        mlp_elements = self._mlp_elements(kind, recomputed_modules)
-        return norm_elements + attention_elements + mlp_elements + self._adapter_elements(kind, "mlp.")
+        mlp_elements = self._mlp_elements(kind) + self._adapter_elements(kind.adapters, "mlp.")
+        return norm_elements + attention_elements + mlp_elements
 
-    def _mlp_elements(self, kind: LayerKind, recomputed_modules: set[str]) -> float:
+    def _mlp_elements(self, kind: LayerKind) -> float:
         """Elements of one token that an MLP or the experts keep."""
-        recomputes_activation = "activation" in recomputed_modules
         if kind.has_experts:
-            return self._expert_elements(kind, recomputes_activation)
-        kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2", recomputes_activation)
+            return self._expert_elements(kind)
+        kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2")
         return kept_widths * self.spec.language.ffn_hidden_size / self.layout.tp
 
-    @property
-    def _trains_language(self) -> bool:
-        """Whether the language model's own matrices are trained."""
-        return trains_own_matrices(self.config.model, self.config.lora, "language")
+    def _trains(self, part: str) -> bool:
+        """Whether the own matrices of a part of the model are trained."""
+        return trains_own_matrices(self.config.model, self.config.lora, part)
 
     def _keeps_input(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, is_trained: bool) -> bool:
         """Whether autograd keeps the input of a matrix, for the gradient of the matrix or of its adapter.
 
-        With dropout, the adapter keeps a copy instead (:meth:`_adapter_elements_of`).
+        With dropout, the adapter keeps a copy instead (:meth:`_adapter_elements`).
         """
         return is_trained or (
             not self.config.lora.dropout and any(adapter.matrix_name == matrix_name for adapter in adapters)
         )
 
-    def _keeps_activation(
-        self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, recomputes_activation: bool
-    ) -> bool:
+    def _keeps_activation(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str) -> bool:
         """Whether a decoder layer keeps the output of an MLP's activation, the input of ``matrix_name``."""
-        return not recomputes_activation and self._keeps_input(adapters, matrix_name, self._trains_language)
+        keeps_input = self._keeps_input(adapters, matrix_name, self._trains("language"))
+        return keeps_input and "activation" not in self.config.recompute.selected_modules
 
-    def _adapter_elements(self, kind: LayerKind, prefix: str) -> float:
-        """Elements of one token that the adapters of a decoder layer keep.
+    def _adapter_elements(
+        self, adapters: tuple[MatrixAdapter, ...], prefix: str = "", *, is_language: bool = True
+    ) -> float:
+        """Elements of one token that the adapters of matrices with this prefix keep.
 
-        Args:
-            prefix: the beginning of the names of the matrices that count.
+        They are the input of B, and what dropout leaves and its mask. Ranks that cut a matrix by rows have
+        the input of B for all tokens of the row.
         """
-        return sum(
-            self._adapter_elements_of(adapter, self._sequence_parallel_size)
-            for adapter in kind.adapters
-            if adapter.matrix_name.startswith(prefix)
-        )
-
-    def _adapter_elements_of(self, adapter: MatrixAdapter, sequence_parallel_size: int) -> float:
-        """Elements of one token that an adapter keeps: the input of B, and what dropout leaves and its mask.
-
-        Ranks that cut a matrix by rows have the input of B for all tokens of the row.
-        """
-        tensor_parallel_size = self.layout.tp
-        if adapter.is_expert:
-            assert self.spec.language.moe is not None
-            return self.spec.language.moe.top_k * self.layout.etp * adapter.rank_sum / sequence_parallel_size
-        rank_elements = adapter.rank_sum / (sequence_parallel_size if adapter.is_row_parallel else 1)
-        input_ranks = tensor_parallel_size if adapter.is_row_parallel else sequence_parallel_size
+        sequence_ranks = self._sequence_parallel_size if is_language else 1
         dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.config.lora.dropout)
-        return rank_elements + dropout_widths * adapter.columns / input_ranks
+        elements = 0.0
+        for adapter in adapters:
+            if not adapter.matrix_name.startswith(prefix):
+                continue
+            if adapter.is_expert and (moe_spec := self.spec.language.moe) is not None:
+                elements += moe_spec.top_k * self.layout.etp * adapter.rank_sum / sequence_ranks
+                continue
+            input_ranks = self.layout.tp if adapter.is_row_parallel else sequence_ranks
+            elements += adapter.rank_sum / (sequence_ranks if adapter.is_row_parallel else 1)
+            elements += dropout_widths * adapter.columns / input_ranks
+        return elements
 
     def _attention_elements(self, kind: LayerKind) -> float:
         language_spec, tensor_parallel_size = self.spec.language, self.layout.tp
@@ -550,7 +540,7 @@ class _ActivationEstimator:
         gate_elements = 0.0
         if language_spec.output_gate:
             keeps_output = self._keeps_input(
-                kind.adapters, "self_attention.linear_proj", self._trains_language
+                kind.adapters, "self_attention.linear_proj", self._trains("language")
             )
             gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
         return (
@@ -563,7 +553,7 @@ class _ActivationEstimator:
             + gate_elements
         )
 
-    def _linear_attention_elements(self, kind: LayerKind, recomputed_modules: set[str]) -> float:
+    def _linear_attention_elements(self, kind: LayerKind) -> float:
         linear_attention = self.spec.language.linear_attention
         if linear_attention is None:
             return 0.0
@@ -577,20 +567,20 @@ class _ActivationEstimator:
         if self.layout.cp > 1:  # a state and a matrix of each value head
             state_bytes = 4 * linear_attention.state_exchange_size
             core_elements += state_bytes / (self.bytes_per_element * self.seq_len)
-        keeps_output = self._keeps_input(kind.adapters, "self_attention.out_proj", self._trains_language)
+        keeps_output = self._keeps_input(kind.adapters, "self_attention.out_proj", self._trains("language"))
         return (
             projected_elements
             + values * keeps_output
-            + core_elements * ("core_attn" not in recomputed_modules)
+            + core_elements * ("core_attn" not in self.config.recompute.selected_modules)
         ) / self.layout.tp
 
-    def _delta_rule_bytes(self, language_spec: LanguageSpec) -> float:
+    def _delta_rule_bytes(self) -> float:
         """Bytes that exist only during the backward pass of a delta rule.
 
         They are the states of all chunks in both directions, products that are computed again, and the states
         and matrices that a rank receives from all ranks that share its rows.
         """
-        linear_attention = language_spec.linear_attention
+        linear_attention = self.spec.language.linear_attention
         assert linear_attention is not None
         chunk_state_elements = 2 * linear_attention.key_dim * linear_attention.value_dim / DELTA_CHUNK
         token_elements = linear_attention.value_heads * (
@@ -600,7 +590,7 @@ class _ActivationEstimator:
         received_bytes = 4 * rank_count * linear_attention.state_exchange_size
         return (self.bytes_per_element * self.seq_len * token_elements + received_bytes) / self.layout.tp
 
-    def _expert_elements(self, kind: LayerKind, recomputes_activation: bool) -> float:
+    def _expert_elements(self, kind: LayerKind) -> float:
         """Elements of one token in a layer of experts.
 
         They are the router's logits, probabilities and map in float32, and the inputs of the experts, their
@@ -609,18 +599,14 @@ class _ActivationEstimator:
         """
         hidden_size, moe_spec = self.spec.language.hidden_size, self.spec.language.moe
         assert moe_spec is not None
-        keeps_input = self._keeps_input(kind.adapters, "mlp.experts.linear_fc1", self._trains_language)
-        kept_widths = 2 + self._keeps_activation(
-            kind.adapters, "mlp.experts.linear_fc2", recomputes_activation
-        )
+        keeps_input = self._keeps_input(kind.adapters, "mlp.experts.linear_fc1", self._trains("language"))
+        kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.experts.linear_fc2")
         expert_elements = moe_spec.top_k * (
             keeps_input * self.layout.etp * hidden_size + kept_widths * moe_spec.ffn_hidden_size
         )
         shared_expert_elements = 0.0
         if moe_spec.shared_ffn_hidden_size:
-            kept_widths = 2 + self._keeps_activation(
-                kind.adapters, "mlp.shared_experts.linear_fc2", recomputes_activation
-            )
+            kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.shared_experts.linear_fc2")
             shared_expert_elements = kept_widths * moe_spec.shared_ffn_hidden_size + hidden_size
         return (
             expert_elements + shared_expert_elements + 3 * moe_spec.num_experts * 4 / self.bytes_per_element
@@ -642,23 +628,13 @@ class _ActivationEstimator:
             return _ActivationBytes(
                 0.0 if model_config.freeze_merger else merger_bytes, max(layer_bytes) + pixel_bytes
             )
-        trains_patch_embed = self._trains_tower or "model.visual.patch_embed" in self._whole_modules
+        trains_patch_embed = self._trains("vision") or "model.visual.patch_embed" in self._whole_modules
         kept_bytes = merger_bytes + pixel_bytes * trains_patch_embed
         if self.config.recompute.vision == "full":
-            recomputed_bytes = _ActivationBytes.of_recomputed_layers(
-                vision_spec.num_layers,
-                bytes_per_feature * vision_spec.hidden_size,
-                max(layer_bytes),
-                self.config.recompute.offload_inputs,
+            return self._recomputed_layers(
+                layer_bytes, bytes_per_feature * vision_spec.hidden_size, kept_bytes
             )
-            return dataclasses.replace(recomputed_bytes, kept_bytes=recomputed_bytes.kept_bytes + kept_bytes)
-
         return _ActivationBytes(sum(layer_bytes) + kept_bytes)
-
-    @property
-    def _trains_tower(self) -> bool:
-        """Whether the tower's own matrices are trained."""
-        return trains_own_matrices(self.config.model, self.config.lora, "vision")
 
     @property
     def _whole_modules(self) -> set[str]:
@@ -676,7 +652,7 @@ class _ActivationEstimator:
             elements += vision_spec.hidden_size * (
                 1 + keeps_norm_input + (1 + keeps_activation) / tensor_parallel_size
             )
-            adapter_elements = sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
+            adapter_elements = self._adapter_elements(adapters, is_language=False)
             elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
         return elements
 
@@ -738,13 +714,13 @@ class _ActivationEstimator:
             log_sum_exp = vision_spec.num_heads * 4 / self.bytes_per_element
             attention_elements = kept_widths * vision_spec.hidden_size + log_sum_exp
         keeps_activation = self.config.recompute.vision != "activation" and self._keeps_input(
-            kind.adapters, "mlp.linear_fc2", self._trains_tower
+            kind.adapters, "mlp.linear_fc2", self._trains("vision")
         )
         mlp_matrices = (2 if vision_spec.gated_mlp else 1) + keeps_activation
         return (
             4 * vision_spec.hidden_size
             + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / self.layout.tp
-            + sum(self._adapter_elements_of(adapter, 1) for adapter in kind.adapters)
+            + self._adapter_elements(kind.adapters, is_language=False)
         )
 
     def row_bytes(self, includes_pixels: bool) -> float:
@@ -759,70 +735,6 @@ class _ActivationEstimator:
             if includes_pixels
             else 0.0
         )
-
-
-@dataclass(frozen=True)
-class _StageActivations:
-    """The activations of a pipeline stage at the pass of a step after which most bytes are kept."""
-
-    tower: _ActivationBytes
-    """Of the vision tower, for one micro-batch; zero if the stage does not run it."""
-    chunks: list[_ActivationBytes]
-    """Of each chunk of the language model, for one micro-batch."""
-    in_flight_counts: tuple[int, ...]
-    """Number of micro-batches in flight in each chunk."""
-
-    @staticmethod
-    def at_peak(
-        estimator: _ActivationEstimator, pipeline_stage: int, micro_batches: int
-    ) -> _StageActivations:
-        layout = estimator.layout
-        chunks = [estimator.chunk_bytes(pipeline_stage, chunk_index) for chunk_index in range(layout.vpp)]
-        tower = _ActivationBytes()
-        if pipeline_stage == 0 and not layout.decoupled:
-            # Context-parallel ranks divide the pictures of a row.
-            patches_per_rank = -(-estimator.patch_count // layout.cp)
-            tower = dataclasses.replace(estimator, patch_count=patches_per_rank).vision_tower_bytes()
-
-        # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
-        kept_bytes_by_chunk = [chunk.kept_bytes for chunk in chunks]
-        kept_bytes_by_chunk[0] += tower.kept_bytes
-        # The number of micro-batches in flight does not grow any more after the warm-up.
-        states = in_flight_states(layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp))
-        peak_state = max(states, key=lambda counts: _sum_in_flight(counts, kept_bytes_by_chunk))
-        return _StageActivations(tower, chunks, peak_state)
-
-    @property
-    def kept_bytes(self) -> float:
-        """Bytes that the chunks keep for all micro-batches in flight."""
-        return _sum_in_flight(self.in_flight_counts, [chunk.kept_bytes for chunk in self.chunks])
-
-    @property
-    def host_bytes(self) -> float:
-        """Bytes in host memory, with the tower's."""
-        chunks_bytes = _sum_in_flight(self.in_flight_counts, [chunk.host_bytes for chunk in self.chunks])
-        return self.in_flight_counts[0] * self.tower.host_bytes + chunks_bytes
-
-    @property
-    def recomputed_bytes(self) -> float:
-        """Bytes that are needed while a decoder layer is recomputed."""
-        return max(chunk.transient_bytes for chunk in self.chunks)
-
-    def tower_bytes(self, reused_bytes: float, is_frozen: bool) -> float:
-        """Bytes of the tower of the first stage, beyond ``reused_bytes`` that are free while it runs."""
-        # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
-        if is_frozen:
-            reused_bytes += self.chunks[0].kept_bytes
-        transient_bytes = max(0.0, self.tower.transient_bytes - reused_bytes)
-        return self.in_flight_counts[0] * self.tower.kept_bytes + transient_bytes
-
-
-def _sum_in_flight(in_flight_counts: tuple[int, ...], bytes_by_chunk: list[float]) -> float:
-    """Bytes of all micro-batches in flight, from those of one micro-batch in each chunk."""
-    return sum(
-        micro_batch_count * chunk_bytes
-        for micro_batch_count, chunk_bytes in zip(in_flight_counts, bytes_by_chunk, strict=True)
-    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
 from megatron_vl.estimate.gpus import Gpu, reserve_gib
-from megatron_vl.estimate.memory import GIB, offloaded_fraction, replica_bytes, stage_memories
+from megatron_vl.estimate.memory import GIB, offloaded_fraction, replica_bytes
 from megatron_vl.estimate.split import planned_layout
-from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, StepTime, step_time
+from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, StepTime, step_time, with_memory
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError
@@ -82,15 +82,16 @@ def search_layouts(request: SearchRequest) -> SearchResult:
         )
     found: list[RunPrediction] = []
     for group in size_groups:
-        slowest = found[-1].step_time if len(found) == request.result_count else None
+        slowest = found[-1] if len(found) == request.result_count else None
         if slowest is not None and _sort_key(group) > _sort_key(slowest):
             break
         if (prediction := _cheapest_fit(request, group, slowest)) is not None:
-            found = sorted([*found, prediction], key=lambda each: _sort_key(each.step_time))
+            found = sorted([*found, prediction], key=_sort_key)
             found = found[: request.result_count]
     if found:
         return SearchResult(tuple(found), None)
-    smallest = [_predict([*_variants(request, group.config)][-1], group) for group in size_groups]
+    configs = ([*_variants(request, group.config)][-1] for group in size_groups)
+    smallest = [with_memory(_with_config(*each)) for each in zip(size_groups, configs, strict=True)]
     return SearchResult((), min(smallest, key=lambda prediction: prediction.peak_gib))
 
 
@@ -133,7 +134,7 @@ def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConf
 def _cheapest_fit(request: SearchRequest, group: StepTime, slowest: StepTime | None) -> RunPrediction | None:
     """The fastest run with these sizes that fits and is no slower than ``slowest``."""
     configs = [config for config in _variants(request, group.config) if _could_fit(request, config, group)]
-    if not configs or not _add_memory(_with_config(group, configs[-1]), stage_count=1).fits_memory:
+    if not configs or not with_memory(_with_config(group, configs[-1]), stage_count=1).fits_memory:
         return None
     times = [_with_config(group, config) for config in configs]
     # The sort is stable: of equally fast ones, that with less recomputation comes first.
@@ -143,7 +144,7 @@ def _cheapest_fit(request: SearchRequest, group: StepTime, slowest: StepTime | N
         if slowest is not None and time.step_seconds > slowest.step_seconds:
             break
         # The first stage, which is quickly estimated, is often the fullest.
-        if request.fits(_add_memory(time, stage_count=1)) and request.fits(whole := _add_memory(time)):
+        if request.fits(with_memory(time, stage_count=1)) and request.fits(whole := with_memory(time)):
             return whole
     return None
 
@@ -159,15 +160,6 @@ def _with_config(group: StepTime, config: TrainConfig) -> StepTime:
     """The step of a run with the sizes of another one."""
     layout = planned_layout(config, group.spec)
     return step_time(config, group.spec, layout, group.data_parallel_size, group.gpu)
-
-
-def _predict(config: TrainConfig, group: StepTime) -> RunPrediction:
-    return _add_memory(_with_config(group, config))
-
-
-def _add_memory(time: StepTime, stage_count: int | None = None) -> RunPrediction:
-    sizes = time.layout, time.data_parallel_size
-    return RunPrediction(time, tuple(stage_memories(time.config, time.spec, *sizes, stage_count=stage_count)))
 
 
 def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:

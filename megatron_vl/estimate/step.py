@@ -196,31 +196,14 @@ def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: in
 
 
 @dataclass(frozen=True)
-class RunPrediction:
+class RunPrediction(StepTime):
     """The time and memory that are predicted for a run."""
 
-    step_time: StepTime
     stages: tuple[StageMemory, ...]
-
-    @property
-    def config(self) -> TrainConfig:
-        return self.step_time.config
-
-    @property
-    def layout(self) -> Layout:
-        return self.step_time.layout
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.step_time.data_parallel_size
 
     @property
     def world_size(self) -> int:
         return self.layout.replica_ranks * self.data_parallel_size
-
-    @property
-    def step_seconds(self) -> float:
-        return self.step_time.step_seconds
 
     @property
     def peak_gib(self) -> float:
@@ -235,34 +218,33 @@ class RunPrediction:
     @property
     def fits_memory(self) -> bool:
         """Whether the fullest stage leaves :func:`reserve_gib` free."""
-        gpu_gib = self.step_time.gpu.memory_gib
+        gpu_gib = self.gpu.memory_gib
         return self.peak_gib + reserve_gib(gpu_gib) <= gpu_gib
 
     @property
     def tokens_per_second(self) -> float:
         """Real tokens of the whole run in a second."""
-        return self.config.global_batch_size * self.step_time.rows.tokens / self.step_seconds
+        return self.config.global_batch_size * self.rows.tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
         """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
-        time = self.step_time
-        row_flops = needed_flops(time.spec, self.config.model, self.config.lora, time.rows).by_half.total
-        peak_flops = self.world_size * 1e12 * time.gpu.peak_tflops
-        return self.config.global_batch_size * row_flops / (self.step_seconds * peak_flops)
+        needed = needed_flops(self.spec, self.config.model, self.config.lora, self.rows)
+        peak_flops = self.world_size * 1e12 * self.gpu.peak_tflops
+        return self.config.global_batch_size * needed.by_half.total / (self.step_seconds * peak_flops)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "layout": {**self.layout.as_dict(), "dp": self.data_parallel_size},
             "step_s": round(self.step_seconds, 4),
-            "bubble": round(self.step_time.bubble, 4),
+            "bubble": round(self.bubble, 4),
             "mfu": round(self.mfu, 4),
             "tokens_per_second": round(self.tokens_per_second),
             "peak_gib": round(self.peak_gib, 1),
             "host_gib": round(self.host_gib, 1),
             "fits": self.fits_memory,
-            "gpu": self.step_time.gpu.name,
-            "measured": self.step_time.gpu.is_measured,
+            "gpu": self.gpu.name,
+            "measured": self.gpu.is_measured,
             "stages": [stage.as_json() for stage in self.stages],
         }
 
@@ -295,5 +277,11 @@ def predict_layout(
         RunConfigError: the run is impossible.
     """
     data_parallel_size = validate_config(config, world_size)
-    stages = stage_memories(config, spec, layout, data_parallel_size)
-    return RunPrediction(step_time(config, spec, layout, data_parallel_size, gpu, rows), tuple(stages))
+    return with_memory(step_time(config, spec, layout, data_parallel_size, gpu, rows))
+
+
+def with_memory(time: StepTime, stage_count: int | None = None) -> RunPrediction:
+    """The prediction with the memory of the first ``stage_count`` stages; None: of all."""
+    sizes = time.config, time.spec, time.layout, time.data_parallel_size
+    stages = stage_memories(*sizes, stage_count=stage_count)
+    return RunPrediction(*sizes, time.gpu, time.rows, time.flops, tuple(stages))

@@ -12,14 +12,8 @@ import torch
 from converters.convert import convert_weights
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.estimate.gpus import find_gpu
-from megatron_vl.estimate.memory import (
-    StageMemory,
-    _ActivationEstimator,
-    count_parameters,
-    count_text,
-    replica_bytes,
-    stage_memories,
-    stage_parameters,
+from megatron_vl.estimate.memory import StageMemory, _ActivationEstimator, count_parameters, replica_bytes, stage_memories, stage_parameters
+from megatron_vl.plurals import count_text
 )
 from megatron_vl.estimate.memory_check import least_offload_fraction
 from megatron_vl.estimate.search import SearchRequest, search_layouts
@@ -185,7 +179,7 @@ def test_adapters_of_some_layers_count_in_their_stages() -> None:
     prediction = predict_run(
         dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=[14, 14])), spec, 2
     )
-    times = prediction.step_time.stage_seconds
+    times = prediction.stage_seconds
     assert times[0] > times[1]
 
 

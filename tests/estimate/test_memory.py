@@ -37,7 +37,7 @@ def test_linear_attention_keeps_what_is_estimated(
     sizes = _ActivationEstimator(
         freeze_unadapted_parts(config_of_run, spec), spec, make_layout(spec, cp=cp), 0
     )
-    estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True), set())
+    estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True))
 
     width = spec.language.linear_attention.key_dim
     words = tuple(map(str, (key_heads, value_heads, width, 128)))

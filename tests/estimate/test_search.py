@@ -58,7 +58,7 @@ def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
     for prediction in found:
         run = with_split(prediction.config, prediction.layout)
         assert validate_config(run, 4) == prediction.data_parallel_size
-        again = predict_run(run, prediction.step_time.spec, 4, find_gpu("H100"))
+        again = predict_run(run, prediction.spec, 4, find_gpu("H100"))
         assert again.step_seconds == pytest.approx(prediction.step_seconds)
         assert again.peak_gib + 8 <= 79.1
         given = parse_config(
@@ -102,7 +102,7 @@ def test_offload_is_found_where_the_host_has_the_memory() -> None:
     for host_gib in (math.inf, 40.0, 0.1):
         found = find("Qwen2.5-VL-7B", 1, 8, gpu="H200", host_gib=host_gib)
         for prediction in found.fitting_layouts:
-            spec, config = prediction.step_time.spec, prediction.config
+            spec, config = prediction.spec, prediction.config
             check_host_memory(config, spec, prediction.layout, prediction.data_parallel_size, 139.8, host_gib)
         shares.append([prediction.config.optimizer.offload_fraction for prediction in found.fitting_layouts])
     assert shares == [[0.5], [0.5], []]

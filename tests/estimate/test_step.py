@@ -53,9 +53,9 @@ def test_a_step_of_text_by_hand() -> None:
 def test_the_bubble_by_hand() -> None:
     """Four equal stages and eight rows: three rows more, and a seventh of them with seven chunks each."""
     options = "--global_batch_size 8 --parallel.pp 4 --model.freeze_vision true --data.path synthetic:text"
-    plain = run(B7, 4, f"{options} --parallel.layers [7,7,7,7]").step_time
+    plain = run(B7, 4, f"{options} --parallel.layers [7,7,7,7]")
     chunks = f"{options} --parallel.vpp 7 --parallel.layers {[1] * 28}".replace(", ", ",")
-    interleaved = run(B7, 4, chunks).step_time
+    interleaved = run(B7, 4, chunks)
     slowest = max(plain.stage_seconds)
     fill = sum(plain.stage_seconds) - slowest
     assert plain.bubble == pytest.approx(fill / (8 * slowest)) and 0.2 < plain.bubble < 3 / 8
@@ -67,7 +67,7 @@ def test_the_bubble_by_hand() -> None:
 def test_messages_by_hand() -> None:
     """TP2 of the 7B's text rows: four collectives a pass move half of a row's hidden states."""
     options = "--global_batch_size 8 --data.path synthetic:text"
-    alone = run(B7, 2, options, num_language_layers=10).step_time
+    alone = run(B7, 2, options, num_language_layers=10)
     cut = run(B7, 2, f"{options} --parallel.tp 2 --parallel.sequence_parallel true", num_language_layers=10)
     messages = 8 * 10 * 2 * 4 * (8192 * 3584 * 2) / 2 / 300e9
     assert cut.step_seconds == pytest.approx(8 / 2 * sum(alone.stage_seconds) + messages)
@@ -78,15 +78,15 @@ def test_offloaded_state_costs_what_no_pass_hides() -> None:
     options = "--global_batch_size 8 --optimizer.offload_fraction"
     with_state, without = (run(B7, 1, f"{options} {share}", num_language_layers=10) for share in (1, 0))
     copies = with_state.stages[0].host_bytes / 50.5e9
-    hidden = without.step_time.stage_seconds[0] / 3
+    hidden = without.stage_seconds[0] / 3
     extra = with_state.step_seconds - without.step_seconds
     assert extra == pytest.approx(copies - hidden) and extra > 0.5
 
 
 def test_between_nodes_bytes_take_longer() -> None:
     """Ranks of two nodes share the adapters of all GPUs between them, at 40 GB/s each."""
-    step_time = run(B7, 8, "--global_batch_size 8").step_time
-    near, joined, far = (step_time._bandwidth(*ranks) / 1e9 for ranks in ((8, 1), (4, 4), (2, 8)))
+    found = run(B7, 8, "--global_batch_size 8")
+    near, joined, far = (found._bandwidth(*ranks) / 1e9 for ranks in ((8, 1), (4, 4), (2, 8)))
     assert (near, joined, far) == (300, 80, 40)
 
 

@@ -55,7 +55,7 @@ def test_the_printed_options_are_the_planned_run(capsys) -> None:
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if line.startswith("first layout: --"))
     options = line.removeprefix("first layout: ").split()
-    again = predict_run(parse_config(options), best.step_time.spec, 1, find_gpu("A100"))
+    again = predict_run(parse_config(options), best.spec, 1, find_gpu("A100"))
     assert "--optimizer.offload_fraction 1.0" in line
     assert (again.peak_gib, again.step_seconds) == (best.peak_gib, best.step_seconds)
 
@@ -99,8 +99,7 @@ def test_the_printed_options_are_only_those_that_differ() -> None:
     best = make_plan(parse_command_line(PlanOptions, options, "plan")).chosen
 
     def printed(**fields: Any) -> str:
-        time = dataclasses.replace(best.step_time, config=TrainConfig(**fields))
-        return run_options(dataclasses.replace(best, step_time=time))
+        return run_options(dataclasses.replace(best, config=TrainConfig(**fields)))
 
     assert printed() == "the run as it is"
     assert printed(global_batch_size=64) == "--global_batch_size 64"

@@ -323,12 +323,12 @@ def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     sizes = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, shared.layout, 0)
     quarter_row = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=32768 // 4))
     alone = dataclasses.replace(sizes, config=quarter_row, layout=make_layout(spec))
-    received_by_rank = sizes._delta_rule_bytes(spec.language) - alone._delta_rule_bytes(spec.language)
+    received_by_rank = sizes._delta_rule_bytes() - alone._delta_rule_bytes()
     assert received_by_rank == 4 * 4 * 2**20
 
     kind = next(kind for kind in layer_kinds(spec, config.lora) if kind.has_linear_attention)
     expected = 3 * 4 * 2**20 / (1e9 * find_gpu().link_gb_s)
-    assert shared.step_time._context_seconds(kind, 2 * 32768 / 4) == pytest.approx(expected)
+    assert shared._context_seconds(kind, 2 * 32768 / 4) == pytest.approx(expected)
 
 
 def test_the_estimate_knows_which_keys_are_gathered() -> None:
@@ -342,7 +342,7 @@ def test_the_estimate_knows_which_keys_are_gathered() -> None:
     exchanged_bytes = 3 / 4 * tokens * 2 * (28 + 4 + 4 + 28) * 128
     gathered_bytes = (4 * tokens) * 2 * (1 + 1) * 128
     expected = (exchanged_bytes + gathered_bytes) / (1e9 * find_gpu().link_gb_s)
-    seconds = shared.step_time._context_seconds(LayerKind(False, False), 2 * tokens)
+    seconds = shared._context_seconds(LayerKind(False, False), 2 * tokens)
     assert seconds == pytest.approx(expected)
 
 

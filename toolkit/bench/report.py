@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.flops import recompute_flops, row_flops
 from megatron_vl.estimate.gpus import peak_tflops
-from megatron_vl.estimate.memory import count_parameters, trained_text
+from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.plurals import trained_text
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer

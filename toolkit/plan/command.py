@@ -127,7 +127,7 @@ def plan_as_json(found: Plan) -> dict[str, Any]:
         "measured": request.gpu.is_measured,
         "seq_len": request.config.data.seq_len,
         "global_batch_size": request.config.global_batch_size,
-        "rows": found.chosen.step_time.rows._asdict(),
+        "rows": found.chosen.rows._asdict(),
         "own": None if found.own is None else _prediction_facts(found.own, request),
         "layouts": [_prediction_facts(prediction, request) for prediction in found.fitting],
     }

@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron_vl.config import OptimizerConfig, TrainConfig
 from megatron_vl.estimate.gpus import reserve_gib
-from megatron_vl.estimate.memory import count_parameters, count_text, trained_text
+from megatron_vl.estimate.memory import count_parameters
 from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
 from megatron_vl.estimate.search import SearchRequest, describe_layout
 from megatron_vl.estimate.split import with_split
 from megatron_vl.estimate.step import RunPrediction
-from megatron_vl.plurals import pluralize
+from megatron_vl.plurals import count_text, pluralize, trained_text
 from toolkit.memory_table import memory_table, wide_console
 
 
@@ -38,9 +38,9 @@ def print_plan(found: Plan) -> None:
     """Prints the rows, the layouts, and the chosen one with its memory and speed."""
     console = wide_console()
     request, chosen = found.request, found.chosen
-    gpu, rows = request.gpu, chosen.step_time.rows
+    gpu, rows = request.gpu, chosen.rows
     parameter_count, trained_count = count_parameters(request.config, request.spec)
-    gpu_text = f"{gpu.name} ({gpu.note})" if gpu.note else gpu.name
+    gpu_text = gpu.name if gpu.is_measured else f"{gpu.name} (not measured)"
     print(
         f"{request.spec.family}, {count_text(parameter_count)} parameters, on {request.world_size} x"
         f" {gpu_text}, rows of {request.config.data.seq_len} tokens,"
@@ -74,7 +74,7 @@ def _layout_table(found: Plan) -> Any:
             f"{prediction.tokens_per_second:,.0f}",
             f"{prediction.mfu:.1%}",
             f"{prediction.peak_gib:.0f}",
-            f"{prediction.step_time.bubble:.0%}",
+            f"{prediction.bubble:.0%}",
         )
     return table
 

@@ -20,7 +20,7 @@ def write_run_yaml(yaml_path: Path, prediction: RunPrediction) -> None:
     run_fields = _changed_fields(with_split(prediction.config, prediction.layout), TrainConfig())
     layout_text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
     header_comment = (
-        f"# GPUs: {prediction.world_size} x {prediction.step_time.gpu.name}, "
+        f"# GPUs: {prediction.world_size} x {prediction.gpu.name}, "
         f"{prediction.peak_gib:.0f} GiB estimated on the fullest, when a row is all images\n"
         f"# Layout of megatron-vl plan: {layout_text}. Predicted: {prediction.step_seconds:.2f} s a step,\n"
         f"# {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.1%} MFU\n"

@@ -11,10 +11,10 @@ from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.estimate.gpus import find_gpu, known_gpus, local_gpu, query_gpus, reserve_gib
-from megatron_vl.estimate.memory import count_parameters, trained_text
+from megatron_vl.estimate.memory import count_parameters
 from megatron_vl.estimate.memory_check import least_offload_fraction
 from megatron_vl.estimate.step import predict_layout
-from megatron_vl.plurals import pluralize
+from megatron_vl.plurals import pluralize, trained_text
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import MachineMemory, resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
@@ -63,7 +63,7 @@ def _run_facts(resolved_run: ResolvedRun, world_size: int) -> dict[str, Any]:
         "stages": [_stage_contents(layout, stage) for stage in range(layout.pp)],
         "split": resolved_run.layer_split_origin,
         "step": source.step if source else 0,
-        "micro_batches": prediction.step_time.micro_batches,
+        "micro_batches": prediction.micro_batches,
         "pass": _pass_text(resolved_run),
         "memory_gib": [stage.as_json() for stage in prediction.stages],
         "peak_gib": round(prediction.peak_gib, 1),
