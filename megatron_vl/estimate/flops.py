@@ -1,18 +1,13 @@
 """FLOPs of a packed row: those of the model, for MFU, and those of recomputation, which HFU adds.
 
-The count includes every matrix product of both towers (fused QKV, projections, MLPs, patch embedding, merger)
-over real tokens and patches; the output layer over the loss tokens, which is all that training needs; and
-attention over true document, frame and window lengths, with only the causal half where the mask is causal. It
-does not include embedding look-ups, norms, RoPE, softmax, activations, padding (tails of rows, padded FFN
-columns, the tokens that fill up the output layer's) or what attention kernels recompute internally.
+The count includes every matrix product of both towers over real tokens and patches; the output layer over the
+loss tokens, which is all that training needs; and attention over true document, frame and window lengths,
+with only the causal half where the mask is causal. It does not include embedding look-ups, norms, RoPE,
+softmax, activations, convolutions, padding or what attention kernels recompute internally.
 
 The backward pass of a matrix product costs one forward for the gradient of its weight, if the weight is
-trained, and one for the gradient of its input, if something before it is trained. The backward pass of
-attention, which has no weights, costs two. So does that of the delta rule of linear attention; its
-convolution is not counted.
-
-With LoRA, the model's own weights are frozen. Their products have a gradient of the input only where an
-adapter lies before them, in the order of the forward pass. Adapters are counted like other products.
+trained, and one for the gradient of its input, if something before it is trained. With LoRA, that is an
+adapter. The backward pass of attention, which has no weights, costs two, and so does that of the delta rule.
 """
 
 from __future__ import annotations
@@ -32,6 +27,9 @@ from megatron_vl.estimate.layer_kinds import (
 from megatron_vl.spec.adapters import saved_modules, trained_parts, trains_own_matrices
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
+
+EXPERTS = "mlp.experts."
+"""How the names of the matrices of routed experts begin, within a layer."""
 
 
 class RowSizes(NamedTuple):
@@ -189,8 +187,7 @@ class _LayerProducts(NamedTuple):
     is_linear: bool
 
 
-@dataclass(frozen=True)
-class _CountedProducts:
+class _CountedProducts(NamedTuple):
     """What multiplies the sizes of a row. Products of both passes are counted."""
 
     layers: tuple[_LayerProducts, ...]
@@ -210,24 +207,18 @@ def _counted_products(spec: ModelSpec, model_config: ModelConfig, lora: LoraConf
     is_trained = trains_own_matrices(model_config, lora, "language")
 
     layers = []
-    top_k = spec.language.moe.top_k if spec.language.moe is not None else 1
     for layer_index, kind in enumerate(layer_kinds(spec, lora)):
         weights = layer_weights(spec.language, kind)
         prefix = f"language_model.decoder.layers.{layer_index}."
         trained = _trained_before(spec, lora, prefix, weights)
         counts, reaches_output, is_reached = _count_products(
-            weights, kind.adapters, is_reached, is_trained, trained, top_k
+            weights, kind.adapters, is_reached, is_trained, trained
         )
-        experts = sum(count for name, count in counts.items() if is_of_experts(name))
+        experts = sum(count for name, count in counts.items() if name.startswith(EXPERTS))
         dense = sum(counts.values()) - experts
         layers.append(_LayerProducts(dense, experts, 1 + 2 * reaches_output, kind.has_linear_attention))
     full_layers, window_layers = layers_by_attention[True], layers_by_attention[False]
     return _CountedProducts(tuple(layers), per_patch, full_layers, window_layers, per_unit)
-
-
-def is_of_experts(matrix_name: str) -> bool:
-    """Whether a matrix of a decoder layer is one of each routed expert."""
-    return matrix_name.startswith("mlp.experts.")
 
 
 def _tower_products(
@@ -291,7 +282,6 @@ def _count_products(
     is_reached: bool,
     is_trained: bool,
     trained_before: set[str],
-    top_k: int = 1,
 ) -> tuple[dict[str, float], bool, bool]:
     """Weights of matrices and their adapters, times the products that each of them is in.
 
@@ -300,7 +290,6 @@ def _count_products(
         is_reached: whether something that is trained lies before these matrices and their norms.
         is_trained: whether the matrices themselves are trained.
         trained_before: result of :func:`_trained_before`.
-        top_k: number of experts of a token.
 
     Returns:
         The count of each matrix, whether an adapter lies before the second matrix (and so before the
@@ -315,8 +304,7 @@ def _count_products(
         counts[matrix_name] = float(weight_count * (1 + is_trained + is_reached))
         if (adapter := adapter_by_matrix.get(matrix_name)) is not None:
             elements_a, elements_b = adapter.factor_elements
-            adapter_count = elements_a * (2 + is_reached) + 3 * elements_b
-            counts[matrix_name] += adapter_count * (top_k if adapter.is_expert else 1)
+            counts[matrix_name] += elements_a * (2 + is_reached) + 3 * elements_b
             is_reached = True
     return counts, is_second_reached, is_reached
 
@@ -373,16 +361,11 @@ def repeated_flops(
 def _repeated_layer(
     language_spec: LanguageSpec, kind: LayerKind, modules: set[str], sizes: RowSizes
 ) -> LayerFlops:
-    top_k = language_spec.moe.top_k if language_spec.moe is not None else 1
     repeated = {"dense": 0.0, "experts": 0.0}
-    weights = layer_weights(language_spec, kind)
-    adapter_weights = {
-        adapter.matrix_name: sum(adapter.factor_elements) * (top_k if adapter.is_expert else 1)
-        for adapter in kind.adapters
-    }
-    for name, weight_count in weights.items():
+    adapter_weights = {adapter.matrix_name: sum(adapter.factor_elements) for adapter in kind.adapters}
+    for name, weight_count in layer_weights(language_spec, kind).items():
         if "all" in modules or ("mlp" in modules and name.startswith("mlp.")):
-            part = "experts" if is_of_experts(name) else "dense"
+            part = "experts" if name.startswith(EXPERTS) else "dense"
             repeated[part] += weight_count + adapter_weights.get(name, 0)
     attention_count = int(bool(modules & {"all", "core_attn"}))
     products = _LayerProducts(

@@ -20,14 +20,15 @@ from megatron_vl.errors import UserError
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Shares of a GPU's peak that the needed FLOPs of a part reach, with all that runs beside them."""
+    """Shares of a GPU's peak that the needed FLOPs of a part reach, with all that runs beside them.
+
+    ``decoder`` is that of the decoder layers without experts, ``output`` of the output layer with the loss.
+    """
 
     tower: float
     decoder: float
-    """The decoder layers but for experts."""
     experts: float
     output: float
-    """The output layer with the loss."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,17 @@ def known_gpus() -> dict[str, Gpu]:
     }
 
 
-EXPORT_VERSIONS = {"H800": "H100", "A800": "A100"}
-"""GPUs that differ from others in their links alone."""
-
-
 def find_gpu(device_name: str = "H200") -> Gpu:
     """The GPU of a name such as ``h200`` or ``NVIDIA H200``.
 
     Raises:
         UserError: it is unknown. The message names those that are known.
     """
-    for name, known_name in ({name: name for name in known_gpus()} | EXPORT_VERSIONS).items():
-        if name in device_name.upper():
-            return known_gpus()[known_name]
+    # H800 and A800 differ from these in their links alone.
+    kind = device_name.upper().replace("H800", "H100").replace("A800", "A100")
+    for name, gpu in known_gpus().items():
+        if name in kind:
+            return gpu
     raise UserError(f"GPU {device_name} is unknown; known: {', '.join(known_gpus())}")
 
 

@@ -23,15 +23,11 @@ class MatrixAdapter:
     columns: int
     """Those of the released matrix, without padding."""
     rank_sum: int
-    used_elements: int
-    """Elements of B that are not always zero: each released matrix uses the columns of its own rank."""
+    factor_elements: tuple[int, int]
+    """Elements of A and of B that multiply a token, in all of its experts. In B, each released matrix uses
+    the columns of its own rank; the others are always zero."""
     is_row_parallel: bool
     is_expert: bool
-
-    @property
-    def factor_elements(self) -> tuple[int, int]:
-        """Elements of A and of B that multiply a token."""
-        return self.rank_sum * self.columns, self.used_elements
 
 
 class LayerKind(NamedTuple):
@@ -45,15 +41,11 @@ class LayerKind(NamedTuple):
 @functools.cache
 def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
     """The kind of each decoder layer."""
-    language_spec = spec.language
-    return tuple(
-        LayerKind(
-            language_spec.has_experts(layer_index),
-            language_spec.has_linear_attention(layer_index),
-            module_adapters(spec, lora, f"language_model.decoder.layers.{layer_index}"),
-        )
-        for layer_index in range(language_spec.num_layers)
-    )
+    language, kinds = spec.language, []
+    for layer in range(language.num_layers):
+        adapters = module_adapters(spec, lora, f"language_model.decoder.layers.{layer}")
+        kinds.append(LayerKind(language.has_experts(layer), language.has_linear_attention(layer), adapters))
+    return tuple(kinds)
 
 
 class BlockKind(NamedTuple):
@@ -66,13 +58,11 @@ class BlockKind(NamedTuple):
 @functools.cache
 def block_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[BlockKind, ...]:
     """The kind of each layer of the vision tower."""
-    return tuple(
-        BlockKind(
-            spec.vision.is_full_attention(layer_index),
-            module_adapters(spec, lora, f"vision_model.decoder.layers.{layer_index}"),
-        )
-        for layer_index in range(spec.vision.num_layers)
-    )
+    kinds = []
+    for layer in range(spec.vision.num_layers):
+        adapters = module_adapters(spec, lora, f"vision_model.decoder.layers.{layer}")
+        kinds.append(BlockKind(spec.vision.is_full_attention(layer), adapters))
+    return tuple(kinds)
 
 
 @functools.cache
@@ -105,11 +95,8 @@ def _describe_adapter(spec: ModelSpec, adapter: FusedAdapter, matrix_name: str) 
     if base.name.startswith("vision_model.decoder.") and matrix_name == "mlp.linear_fc1":
         # Like the columns of the second matrix, these rows are counted without padding.
         used_elements = used_elements * spec.vision.ffn_hidden_size // spec.vision.padded_ffn_hidden_size
-    return MatrixAdapter(
-        matrix_name,
-        initial_bound(spec, base)[1],
-        sum(adapter.ranks),
-        used_elements,
-        base.parallel_style == "row",
-        base.num_experts > 0,
-    )
+    columns, rank_sum, is_expert = initial_bound(spec, base)[1], sum(adapter.ranks), base.num_experts > 0
+    experts = spec.language.moe.top_k if is_expert and spec.language.moe is not None else 1
+    elements = experts * rank_sum * columns, experts * used_elements
+    is_row_parallel = base.parallel_style == "row"
+    return MatrixAdapter(matrix_name, columns, rank_sum, elements, is_row_parallel, is_expert)

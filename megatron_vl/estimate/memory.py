@@ -404,9 +404,7 @@ class _ActivationEstimator:
 
     def chunk_bytes(self, pipeline_stage: int, chunk_index: int) -> _ActivationBytes:
         """The activations of one chunk of the language model for one micro-batch."""
-        language_spec = self.spec.language
-        layout = self.layout
-        recompute_config = self.config.recompute
+        layout, language_spec = self.layout, self.spec.language
         is_first_chunk = pipeline_stage + chunk_index == 0
         is_last_chunk = pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1
         bytes_per_feature = self.bytes_per_element * self.seq_len
@@ -426,7 +424,7 @@ class _ActivationEstimator:
         delta_rule_bytes = self._delta_rule_bytes() if has_linear_attention else 0.0
 
         layer_bytes = [bytes_per_feature * self._elements_by_layer_kind[kind] for kind in kinds_of_layers]
-        if recompute_config.language != "full":
+        if self.config.recompute.language != "full":
             return _ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
 
         # The backward pass of the MLP frees its activations before that of the delta rule begins.
@@ -453,11 +451,8 @@ class _ActivationEstimator:
     @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
         """Elements of one token in a decoder layer of each kind."""
-        elements_by_kind = {}
-        for kind in layer_kinds(self.spec, self.config.lora):
-            if kind not in elements_by_kind:
-                elements_by_kind[kind] = self._decoder_layer_elements(kind)
-        return elements_by_kind
+        kinds = set(layer_kinds(self.spec, self.config.lora))
+        return {kind: self._decoder_layer_elements(kind) for kind in kinds}
 
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
@@ -614,8 +609,7 @@ class _ActivationEstimator:
 
     def vision_tower_bytes(self) -> _ActivationBytes:
         """The activations of the tower for one row's patches. The tower has no sequence parallelism."""
-        vision_spec = self.spec.vision
-        model_config = self.config.model
+        vision_spec, model_config = self.spec.vision, self.config.model
         bytes_per_feature = self.bytes_per_element * self.patch_count
         kinds = block_kinds(self.spec, self.config.lora)
         bytes_by_kind = {kind: bytes_per_feature * self._vision_layer_elements(kind) for kind in set(kinds)}
@@ -729,12 +723,9 @@ class _ActivationEstimator:
         A token takes 24 bytes in int32 buffers of the whole row, and 44 in int64 copies of this rank's
         tokens. Each patch has uint8 planes.
         """
-        vision_spec = self.spec.vision
-        return (24.0 * self.layout.cp + 44.0) * self.seq_len + (
-            self.patch_count * (vision_spec.patch_dim / vision_spec.temporal_patch_size + 32)
-            if includes_pixels
-            else 0.0
-        )
+        patch_bytes = self.spec.vision.patch_dim / self.spec.vision.temporal_patch_size + 32
+        token_bytes = (24.0 * self.layout.cp + 44.0) * self.seq_len
+        return token_bytes + self.patch_count * patch_bytes * includes_pixels
 
 
 @functools.lru_cache(maxsize=4096)

@@ -51,22 +51,17 @@ def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:
 
 def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowFlops:
     """FLOPs of a row by part, with what is computed twice."""
-    is_decoupled = config.vision.placement == "decoupled"
-    modules = tuple(config.recompute.language_modules)
+    modules = frozenset(config.recompute.selected_modules)
     recompute = config.recompute.language, modules, config.recompute.vision
+    is_decoupled = config.vision.placement == "decoupled"
     return _executed_flops(spec, config.model, config.lora, recompute, rows, is_decoupled)
 
 
 @functools.lru_cache(maxsize=256)
 def _executed_flops(
-    spec: ModelSpec,
-    model_config: ModelConfig,
-    lora: LoraConfig,
-    recompute: tuple[Any, tuple[str, ...], Any],
-    rows: RowSizes,
-    is_decoupled: bool,
+    spec: ModelSpec, model: ModelConfig, lora: LoraConfig, recompute: Any, rows: RowSizes, decoupled: bool
 ) -> RowFlops:
     language, modules, vision = recompute
     recompute_config = RecomputeConfig(language, list(modules), vision)
-    needed = needed_flops(spec, model_config, lora, rows)
-    return needed + repeated_flops(spec, model_config, lora, recompute_config, rows, is_decoupled)
+    needed = needed_flops(spec, model, lora, rows)
+    return needed + repeated_flops(spec, model, lora, recompute_config, rows, decoupled)

@@ -8,7 +8,6 @@ slowest stage's rows, times 1 + the bubble of the schedule, and the offloaded st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -68,14 +67,15 @@ class StepTime:
     @cached_property
     def stage_seconds(self) -> list[float]:
         """Seconds of both passes of a row on each stage."""
-        layout, part_seconds = self.layout, self._part_seconds
-        seconds_before = [0.0, *itertools.accumulate(part_seconds.layers)]
+        layout = self.layout
+        layer_seconds, output_seconds, tower_seconds = self._part_seconds
+        seconds_before = [0.0, *itertools.accumulate(layer_seconds)]
         stages = []
         for stage in range(layout.pp):
             chunks = [layout.chunk_layers(stage, chunk) for chunk in range(layout.vpp)]
             stages.append(sum(seconds_before[chunk.stop] - seconds_before[chunk.start] for chunk in chunks))
-        stages[0] += 0.0 if layout.decoupled else part_seconds.tower
-        stages[-1] += part_seconds.output
+        stages[0] += 0.0 if layout.decoupled else tower_seconds
+        stages[-1] += output_seconds
         return stages
 
     @cached_property
@@ -83,10 +83,11 @@ class StepTime:
         """Seconds in which all ranks run the tower, before and after the pipeline."""
         if not self.layout.decoupled:
             return 0.0
-        return self.micro_batches * self._part_seconds.tower / self.layout.replica_ranks
+        return self.micro_batches * self._part_seconds[2] / self.layout.replica_ranks
 
     @cached_property
-    def _part_seconds(self) -> _PartSeconds:
+    def _part_seconds(self) -> tuple[list[float], float, float]:
+        """Seconds of both passes of a row: of each decoder layer, of the output layer, of the tower."""
         layout, flops, efficiencies = self.layout, self.flops, self.gpu.efficiencies
         peak_flops = 1e12 * self.gpu.peak_tflops
         # All ranks of a stage share a row, but with a tower on every rank each encodes its own images.
@@ -98,11 +99,9 @@ class StepTime:
                 seconds_by_kind[kind] = self._message_seconds(kind)
             compute = layer.dense / efficiencies.decoder + layer.experts / efficiencies.experts
             layer_seconds.append(compute / stage_flops + seconds_by_kind[kind])
-        return _PartSeconds(
-            layer_seconds,
-            flops.output / efficiencies.output / stage_flops,
-            flops.tower / efficiencies.tower / tower_flops + self._tower_message_seconds(),
-        )
+        output_seconds = flops.output / efficiencies.output / stage_flops
+        tower_seconds = flops.tower / efficiencies.tower / tower_flops + self._tower_message_seconds()
+        return layer_seconds, output_seconds, tower_seconds
 
     # --- Messages -------------------------------------------------------------------------------------------
 
@@ -175,15 +174,6 @@ class StepTime:
             copy_seconds = state_bytes * counts.owned_count * offload_share / (1e9 * self.gpu.host_gb_s)
             longest_seconds = max(longest_seconds, copy_seconds - row_seconds / 3)
         return longest_seconds
-
-
-@dataclass(frozen=True)
-class _PartSeconds:
-    """Seconds of both passes of a row."""
-
-    layers: Sequence[float]
-    output: float
-    tower: float
 
 
 def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:

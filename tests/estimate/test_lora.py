@@ -12,12 +12,18 @@ import torch
 from converters.convert import convert_weights
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.estimate.gpus import find_gpu
-from megatron_vl.estimate.memory import StageMemory, _ActivationEstimator, count_parameters, replica_bytes, stage_memories, stage_parameters
-from megatron_vl.plurals import count_text
+from megatron_vl.estimate.memory import (
+    StageMemory,
+    _ActivationEstimator,
+    count_parameters,
+    replica_bytes,
+    stage_memories,
+    stage_parameters,
 )
 from megatron_vl.estimate.memory_check import least_offload_fraction
 from megatron_vl.estimate.search import SearchRequest, search_layouts
 from megatron_vl.estimate.split import run_layout
+from megatron_vl.plurals import count_text
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
