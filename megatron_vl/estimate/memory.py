@@ -147,8 +147,7 @@ def _stage_memory(
     estimator: _ActivationEstimator, pipeline_stage: int, parameter_counts: ParameterCounts
 ) -> StageMemory:
     config, layout, micro_batches = estimator.config, estimator.layout, estimator.micro_batches
-    owned_count = parameter_counts.owned_count
-    offload_fraction = offloaded_fraction(config)
+    owned_count, offload_fraction = parameter_counts.owned_count, offloaded_fraction(config)
     gpu_state_bytes, host_state_bytes = optimizer_state_bytes(config)
     offloaded_bytes = host_state_bytes * owned_count * offload_fraction
     optimizer_bytes = gpu_state_bytes * owned_count * (1 - offload_fraction)
@@ -524,7 +523,7 @@ class _ActivationEstimator:
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
         key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
-        exchanged = 0.0
+        exchanged = gate_elements = 0.0
         # The norms of queries and keys keep the fused output.
         norm_inputs = (query_width + 2 * key_value_width) * language_spec.qk_norm
         if self.layout.cp > 1:
@@ -532,21 +531,13 @@ class _ActivationEstimator:
             key_value_width *= key_value_copies(key_value_heads, self.layout.head_ranks)
             key_value_width *= self.layout.key_ranks
             exchanged = query_width  # the output of attention is kept before and after the exchange
-        gate_elements = 0.0
         if language_spec.output_gate:
-            keeps_output = self._keeps_input(
-                kind.adapters, "self_attention.linear_proj", self._trains("language")
-            )
+            is_trained = self._trains("language")
+            keeps_output = self._keeps_input(kind.adapters, "self_attention.linear_proj", is_trained)
             gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
-        return (
-            query_width
-            + 2 * key_value_width
-            + query_width
-            + norm_inputs
-            + exchanged
-            + language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
-            + gate_elements
-        )
+        log_sum_exp = language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
+        projected = 2 * query_width + 2 * key_value_width
+        return projected + norm_inputs + exchanged + log_sum_exp + gate_elements
 
     def _linear_attention_elements(self, kind: LayerKind) -> float:
         linear_attention = self.spec.language.linear_attention
@@ -637,15 +628,14 @@ class _ActivationEstimator:
 
     def _merger_elements(self) -> float:
         """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
-        vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
+        vision_spec = self.spec.vision
         trains_merger = not self.config.lora.rank or "model.visual.merger" in self._whole_modules
         keeps_norm_input = trains_merger or not self.config.model.freeze_vision
         elements = 0.0
         for adapters in merger_adapters(self.spec, self.config.lora):
             keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
-            elements += vision_spec.hidden_size * (
-                1 + keeps_norm_input + (1 + keeps_activation) / tensor_parallel_size
-            )
+            widths = 1 + keeps_norm_input + (1 + keeps_activation) / self.layout.tp
+            elements += vision_spec.hidden_size * widths
             adapter_elements = self._adapter_elements(adapters, is_language=False)
             elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
         return elements

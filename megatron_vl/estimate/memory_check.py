@@ -13,10 +13,8 @@ from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
-EXPERT_OVERESTIMATE = 1.12
-"""With experts, the estimate was up to this many times too high."""
-FRACTION_STEPS = 20
-"""The offloaded shares that are tried are multiples of 1 / 20."""
+EXPERT_OVERESTIMATE = 1.12  # with experts, the estimate was up to this many times too high
+FRACTION_STEPS = 20  # the offloaded shares that are tried are multiples of 1 / 20
 
 
 def with_offload_fraction(config: TrainConfig, offload_fraction: float) -> TrainConfig:
@@ -126,10 +124,9 @@ def check_host_memory(
     Raises:
         RunConfigError: it does not. The message says how much there is, and which share would fit.
     """
-    offload_share = config.optimizer.offload_fraction
     if gpu_gib is None:
         return
-    node_ranks = host_memory.num_ranks_on_node()
+    offload_share, node_ranks = config.optimizer.offload_fraction, host_memory.num_ranks_on_node()
     ranks_text = pluralize(node_ranks, "rank")
     input_gib = max(s.host_input_bytes for s in stage_memories(config, spec, layout, dp)) / GIB
     if input_gib > host_gib:
