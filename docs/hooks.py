@@ -23,7 +23,15 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from docs.card_page import card_section  # noqa: E402
-from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig  # noqa: E402
+from megatron_vl.config import (  # noqa: E402
+    LoraConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfigError,
+    TrainConfig,
+)
+from megatron_vl.estimate.gpus import Gpu, known_gpus  # noqa: E402
+from megatron_vl.estimate.search import SearchRequest, search_layouts  # noqa: E402
 from megatron_vl.estimate.split import run_layout  # noqa: E402
 from megatron_vl.estimate.step import RunPrediction, predict_layout  # noqa: E402
 from megatron_vl.spec.families import ModelSpec, read_spec  # noqa: E402
@@ -273,6 +281,43 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
     return predictions
 
 
+# --- Which GPU for which model ------------------------------------------------------------------------------
+
+GPU_PAGE_MODELS = (
+    *("Qwen3-VL-2B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"),
+    *("Qwen3.5-9B", "Qwen3.5-27B", "Qwen3-VL-32B-Instruct", "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-35B-A3B"),
+    "Qwen2.5-VL-72B-Instruct",
+)
+GPU_PAGE_GPUS = ("RTX 4090", "L40S", "H100", "H200")
+GPU_PAGE_COUNTS = (1, 2, 4, 8)
+GPU_PAGE_TRAININGS = {"LoRA": LoraConfig(rank=16), "full": LoraConfig()}
+GPU_PAGE_HOST_GIB = 128.0
+"""GiB of host memory for each GPU."""
+
+
+def gpus_for_models() -> str:
+    """What the site's page ``which-gpu.md`` says after its introduction."""
+    gpus = [known_gpus()[name] for name in GPU_PAGE_GPUS]
+    names = [gpu.label if gpu.is_measured else f"{gpu.label}, not measured" for gpu in gpus]
+    parts = []
+    for model in GPU_PAGE_MODELS:
+        spec = read_spec(ROOT / "tests" / "hf_configs" / f"{model}.json")
+        parts += [f"## {model}\n", f"| training | GPUs | {' | '.join(names)} |", "|---|---|---|---|---|---|"]
+        for training, count in itertools.product(GPU_PAGE_TRAININGS, GPU_PAGE_COUNTS):
+            cells = [gpu_cell(spec, training, count, gpu) for gpu in gpus]
+            parts.append(f"| {training} | {count} | {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def gpu_cell(spec: ModelSpec, training: str, count: int, gpu: Gpu) -> str:
+    """Tokens a second of the fastest layout; empty if none fits."""
+    config = TrainConfig(global_batch_size=8 * count, lora=GPU_PAGE_TRAININGS[training])
+    request = SearchRequest(config, spec, count, gpu, GPU_PAGE_HOST_GIB, result_count=1)
+    found = search_layouts(request)
+    return f"{found[0].tokens_per_second:,.0f}" if found else ""
+
+
 # --- Cards of the families ----------------------------------------------------------------------------------
 
 CARDS = ROOT / "docs" / "families" / "cards"
@@ -335,6 +380,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "support-matrix.md": matrix.markdown,
     "releases.md": supported_versions,
     "long-context.md": long_row_layouts,
+    "which-gpu.md": gpus_for_models,
 }
 """Address below docs/ -> what writes the part of the page that is made of the code."""
 

@@ -57,42 +57,28 @@ class SearchRequest:
         return prediction.fits_memory and prediction.host_gib <= self.host_gib
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search."""
-
-    fitting_layouts: tuple[RunPrediction, ...]
-    """Layouts that fit, fastest first."""
-    smallest: RunPrediction | None
-    """If none fits, the one that exceeds the memory least."""
-
-
-def search_layouts(request: SearchRequest) -> SearchResult:
-    """Finds the fastest layouts that fit.
+def search_layouts(request: SearchRequest) -> list[RunPrediction]:
+    """The fastest layouts that fit, fastest first; none if none fits.
 
     Raises:
         RunConfigError: no combination of sizes is possible at all, for instance because
             ``global_batch_size`` has no divisor in common with the number of GPUs.
     """
-    size_groups = sorted(_size_groups(request), key=_sort_key)
-    if not size_groups:
-        raise RunConfigError(
-            f"no layout of {request.world_size} GPUs is possible with global_batch_size"
-            f" {request.config.global_batch_size}: the data-parallel size must divide it"
-        )
     found: list[RunPrediction] = []
-    for group in size_groups:
+    for group in sorted(_size_groups(request), key=_sort_key):
         slowest = found[-1] if len(found) == request.result_count else None
         if slowest is not None and _sort_key(group) > _sort_key(slowest):
             break
         if (prediction := _cheapest_fit(request, group, slowest)) is not None:
-            found = sorted([*found, prediction], key=_sort_key)
-            found = found[: request.result_count]
-    if found:
-        return SearchResult(tuple(found), None)
-    configs = ([*_variants(request, group.config)][-1] for group in size_groups)
-    smallest = [with_memory(_with_config(*each)) for each in zip(size_groups, configs, strict=True)]
-    return SearchResult((), min(smallest, key=lambda prediction: prediction.peak_gib))
+            found = sorted([*found, prediction], key=_sort_key)[: request.result_count]
+    return found
+
+
+def smallest_layout(request: SearchRequest) -> RunPrediction:
+    """The layout that needs least memory. It raises the error of :func:`search_layouts`."""
+    groups = _size_groups(request)
+    smallest = (_with_config(group, [*_variants(request, group.config)][-1]) for group in groups)
+    return min(map(with_memory, smallest), key=lambda prediction: prediction.peak_gib)
 
 
 def _sort_key(time: StepTime) -> tuple:
@@ -101,8 +87,9 @@ def _sort_key(time: StepTime) -> tuple:
     return round(time.step_seconds, 4), layout.pp * layout.vpp, layout.tp, layout.ep, layout.etp
 
 
-def _size_groups(request: SearchRequest) -> Iterator[StepTime]:
+def _size_groups(request: SearchRequest) -> list[StepTime]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
+    groups = []
     for parallel_config in _parallel_configs(request):
         sized_config = dataclasses.replace(request.config, parallel=parallel_config)
         config = next(_variants(request, sized_config))
@@ -114,9 +101,15 @@ def _size_groups(request: SearchRequest) -> Iterator[StepTime]:
                 vision = dataclasses.replace(config.vision, placement=placement)
                 placed_config = dataclasses.replace(config, vision=vision)
                 layout = planned_layout(placed_config, request.spec)
-                yield step_time(placed_config, request.spec, layout, data_parallel_size, request.gpu)
+                groups.append(step_time(placed_config, request.spec, layout, data_parallel_size, request.gpu))
         except (RunConfigError, LayoutError):
             continue
+    if not groups:
+        raise RunConfigError(
+            f"no layout of {request.world_size} GPUs is possible with global_batch_size"
+            f" {request.config.global_batch_size}: the data-parallel size must divide it"
+        )
+    return groups
 
 
 def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConfig]:

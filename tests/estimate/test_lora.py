@@ -204,7 +204,7 @@ def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
     full, adapters = (config_of(f"--lora.rank {rank} --global_batch_size 8") for rank in (0, 16))
     assert least_offload_fraction(full, spec, make_layout(spec), 1, 139.8) != 0.0
     assert least_offload_fraction(adapters, spec, make_layout(spec), 1, 79.1) == 0.0
-    found = search_layouts(SearchRequest(adapters, spec, 1, find_gpu("H100"))).fitting_layouts[0]
+    found = search_layouts(SearchRequest(adapters, spec, 1, find_gpu("H100")))[0]
     assert found.config.recompute.language == "none" and found.peak_gib > 0
 
 

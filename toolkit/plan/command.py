@@ -14,7 +14,7 @@ from megatron_vl.errors import UsageError, UserError
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
 from megatron_vl.estimate.memory import GPU_MEMORY_PARTS
 from megatron_vl.estimate.memory_check import with_offload_fraction
-from megatron_vl.estimate.search import SearchRequest, describe_layout, search_layouts
+from megatron_vl.estimate.search import SearchRequest, describe_layout, search_layouts, smallest_layout
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layout
 from megatron_vl.spec.families import read_spec
@@ -60,11 +60,10 @@ def make_plan(options: PlanOptions) -> Plan:
         if not request.fits(own):  # the share that it offloads may be the reason
             request = dataclasses.replace(request, config=with_offload_fraction(config, 0.0))
     with contextlib.suppress(RunConfigError) if own else contextlib.nullcontext():
-        result = search_layouts(request)
-        if own is None and result.smallest is not None:
-            raise UserError(_nothing_fits_message(result.smallest, request))
-        return Plan(dataclasses.replace(request, config=config), own, result.fitting_layouts)
-    return Plan(request, own, ())
+        if not (fitting := search_layouts(request)) and own is None:
+            raise UserError(_nothing_fits_message(smallest_layout(request), request))
+        return Plan(dataclasses.replace(request, config=config), own, fitting)
+    return Plan(request, own, [])
 
 
 def _read_config(options: PlanOptions) -> TrainConfig:

@@ -25,7 +25,7 @@ class Plan:
     request: SearchRequest
     own: RunPrediction | None
     """The layout that the run sets, if it sets one."""
-    fitting: tuple[RunPrediction, ...]
+    fitting: list[RunPrediction]
     """The layouts that fit, fastest first."""
 
     @property
