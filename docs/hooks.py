@@ -1,5 +1,5 @@
 """What mkdocs adds to pages from the code when it builds the site: the fields of a run, the options of every
-command, the support matrix, the supported versions, predicted layouts of long rows, and the families' cards.
+command, the support matrix, the supported versions, predicted layouts of long rows, GPUs for models, and the families' cards.
 
 mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 """
@@ -284,8 +284,11 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
 # --- Which GPU for which model ------------------------------------------------------------------------------
 
 GPU_PAGE_MODELS = (
-    *("Qwen3-VL-2B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"),
-    *("Qwen3.5-9B", "Qwen3.5-27B", "Qwen3-VL-32B-Instruct", "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-35B-A3B"),
+    "Qwen3-VL-2B-Instruct",
+    "Qwen2.5-VL-7B-Instruct",
+    "Qwen3.5-9B",
+    "Qwen3.5-27B",
+    "Qwen3-VL-30B-A3B-Instruct",
     "Qwen2.5-VL-72B-Instruct",
 )
 GPU_PAGE_GPUS = ("RTX 4090", "L40S", "H100", "H200")

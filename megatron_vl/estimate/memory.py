@@ -281,7 +281,7 @@ def _counts_by_section(
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
     """
-    trained_names = _trained_names(spec, lora, model_config)
+    trained_names = trained_tensors(spec, lora, model_config)
 
     def count(tensor_info: TensorInfo) -> ParameterCounts:
         # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
@@ -301,9 +301,6 @@ def _counts_by_section(
     layer_counts = (counts[kind] for kind in layer_kinds(spec, lora))
     layers_before = list(itertools.accumulate(layer_counts, _sum_counts, initial=ParameterCounts(0, 0, 0)))
     return {name: count for name, count in counts.items() if isinstance(name, str)}, layers_before
-
-
-_trained_names = functools.cache(trained_tensors)
 
 
 @functools.cache
