@@ -1,5 +1,6 @@
 """What mkdocs adds to pages from the code when it builds the site: the fields of a run, the options of every
-command, the support matrix, the supported versions, predicted layouts of long rows, GPUs for models, and the families' cards.
+command, the support matrix, the supported versions, predicted layouts of long rows, GPUs for models, and the
+families' cards.
 
 mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 """
