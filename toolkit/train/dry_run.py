@@ -123,15 +123,12 @@ def _print_facts(resolved_run: ResolvedRun, run_facts: dict[str, Any]) -> None:
         f" {pluralize(run_facts['micro_batches'], 'micro-batch')} on each data-parallel rank"
     )
     print(run_facts["pass"])
-    table_title = "Memory per GPU of each pipeline stage in GiB (estimate)"
-    wide_console().print(memory_table(run_facts["memory_gib"], table_title))
+    wide_console().print(memory_table(run_facts["memory_gib"], "Memory of a GPU in GiB (estimate)"))
     _print_fits(run_facts, is_on_cpu=config.platform == "cpu")
     if speed := run_facts["speed"]:
-        gpu_text = speed["gpu"] if speed["measured"] else f"{speed['gpu']} (not measured)"
-        print(
-            f"estimated speed on {gpu_text} with image rows: {speed['step_s']:.2f} s a step,"
-            f" {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
-        )
+        note = "" if speed["measured"] else " (not measured)"
+        speed_text = f"{speed['step_s']:.2f} s a step, {speed['tokens_per_second']:,} tokens/s"
+        print(f"estimated on {speed['gpu']}{note} with image rows: {speed_text} at {speed['mfu']:.0%} MFU")
     for note in run_facts["notes"]:
         print(note)
 
