@@ -164,11 +164,10 @@ def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
         expert_tensor_sizes = [1, tp] if has_wide_experts and tp > 1 else [1]
         largest_vpp = min(LARGEST_VPP, language_spec.num_layers // pp) if pp > 1 else 1
         for vpp, etp in itertools.product(_powers_of_two(largest_vpp), expert_tensor_sizes):
+            sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "layers": None}
+            overlaps = parallel_config.tp_comm_overlap and tp > 1
             yield dataclasses.replace(
-                parallel_config,
-                **{"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "layers": None},
-                sequence_parallel=tp > 1,
-                tp_comm_overlap=parallel_config.tp_comm_overlap and tp > 1,
+                parallel_config, **sizes, sequence_parallel=tp > 1, tp_comm_overlap=overlaps
             )
 
 

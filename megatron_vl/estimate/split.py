@@ -38,7 +38,8 @@ def run_layout(
         return planned_layout(config, spec)
     if layers_origin == "saved" and saved_layout is not None:
         return configured_layout(config, spec, saved_layout.layers_per_chunk)
-    return configured_layout(config, spec, parallel_config.layers if parallel_config.pp > 1 else None)
+    layers = parallel_config.layers
+    return configured_layout(config, spec, layers if isinstance(layers, list) else None)
 
 
 def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
