@@ -179,9 +179,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
 
 def test_gpus_that_were_not_measured_say_so() -> None:
     assert {name for name, gpu in known_gpus().items() if gpu.is_measured} == {"H100", "H200"}
-    assert (
-        find_gpu("A100").note == "not measured" and find_gpu("A100").efficiencies == find_gpu().efficiencies
-    )
+    assert find_gpu("A100").efficiencies == find_gpu("H200").efficiencies
     with pytest.raises(UserError, match="GPU Z80 is unknown; known: RTX 4090, L40S"):
         find_gpu("Z80")
 
