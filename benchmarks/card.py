@@ -279,8 +279,8 @@ def describe_machine(run: BenchRun) -> dict[str, Any]:
     """Versions, and the attention kernels that were chosen."""
     import torch
 
+    from megatron_vl.estimate.gpus import query_gpus
     from megatron_vl.models.attention import choose_backend
-    from megatron_vl.planning.gpus import query_gpus
     from toolkit.doctor.machine_checks import installed_version, transformer_engine_version
 
     config, spec = run.config, run.spec

@@ -57,8 +57,8 @@ def main(argv: list[str]) -> None:
     platform = get_platform(bench_run.config.platform)
     join_fake_group(arguments.ranks)
 
-    from megatron_vl.planning.memory import stage_memories
-    from megatron_vl.planning.row_statistics import make_assumed_rows
+    from megatron_vl.estimate.memory import stage_memories
+    from megatron_vl.estimate.rows import assumed_rows
     from megatron_vl.training.resolve import MachineMemory, resolve_run
     from megatron_vl.training.trainer import Trainer
     from toolkit.bench.measure import Measure
@@ -68,10 +68,9 @@ def main(argv: list[str]) -> None:
     spec, config, layout = resolved_run.spec, resolved_run.config, resolved_run.layout
     if layout.pp > 1:
         raise SystemExit("parallel.pp must be 1")
-    rows = make_assumed_rows(spec, config.data.seq_len)
-    [estimate] = stage_memories(config, spec, layout, resolved_run.dp, patch_count=int(rows.mean_patches))
+    [estimate] = stage_memories(config, spec, layout, resolved_run.dp, assumed_rows(config, spec))
     print(f"rank 0 of {arguments.ranks}: {layout}")
-    print(f"estimate for rows of pictures in GiB, with logits of all tokens: {estimate.as_json()}")
+    print(f"estimate for rows of images in GiB: {estimate.as_json()}")
 
     measure = Measure(bench_run)
     with Trainer(resolved_run, platform, [measure]) as trainer:

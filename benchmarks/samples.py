@@ -31,7 +31,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
 from megatron_vl.data.sample.pixels import decode_image, image_size
 from megatron_vl.data.source.tolerant_reader import append_crc32
-from megatron_vl.planning.row_statistics import PICTURE_SIZES
+from megatron_vl.data.synthetic import PICTURE_SIZES
 from megatron_vl.spec.families import read_spec
 from toolkit.demo.demo_data import load_pictures
 from toolkit.hf_loading import load_hf_processor

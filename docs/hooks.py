@@ -1,5 +1,6 @@
 """What mkdocs adds to pages from the code when it builds the site: the fields of a run, the options of every
-command, the support matrix, the supported versions, predicted layouts of long rows, and the families' cards.
+command, the support matrix, the supported versions, predicted layouts of long rows, GPUs for models, and the
+families' cards.
 
 mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 """
@@ -23,10 +24,17 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from docs.card_page import card_section  # noqa: E402
-from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig  # noqa: E402
-from megatron_vl.planning.predict import RunPrediction, predict_layout  # noqa: E402
-from megatron_vl.planning.row_statistics import make_assumed_rows  # noqa: E402
-from megatron_vl.planning.run_layout import run_layout  # noqa: E402
+from megatron_vl.config import (  # noqa: E402
+    LoraConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfigError,
+    TrainConfig,
+)
+from megatron_vl.estimate.gpus import Gpu, known_gpus  # noqa: E402
+from megatron_vl.estimate.search import SearchRequest, search_layouts  # noqa: E402
+from megatron_vl.estimate.split import run_layout  # noqa: E402
+from megatron_vl.estimate.step import RunPrediction, predict_layout  # noqa: E402
 from megatron_vl.spec.families import ModelSpec, read_spec  # noqa: E402
 from megatron_vl.spec.tensors import LayoutError  # noqa: E402
 from tests.distributed import matrix  # noqa: E402
@@ -148,7 +156,10 @@ GPUS = (
     ("none: CPU, two cores", "all of `.ci/run`, with gloo"),
     ("H200", f"{TESTS_ON_GPUS}, on one, two and four; all published speeds"),
     ("H100", "parity, LoRA and moments, on two; FlashAttention-4"),
-    ("A100, B200", "nothing; `plan` scales the rates of H200 by their data sheets"),
+    (
+        "RTX 4090, L40S, A100, B200",
+        "nothing; `plan` assumes that they reach the same shares of their peaks as H200",
+    ),
 )
 
 
@@ -239,7 +250,7 @@ def long_row_line(spec: ModelSpec, seq_len: int) -> str:
         )
 
     recompute, fastest = max(fitting, key=lambda each: each[1].tokens_per_second)
-    host_gib = LONG_ROW_GPUS * max(stage.stage_memory.host_gib for stage in fastest.stage_plans)
+    host_gib = LONG_ROW_GPUS * max(stage.host_gib for stage in fastest.stages)
     return (
         f"| {seq_len:,} | {fastest.layout.tp} | {fastest.layout.cp} | {recompute} | {fastest.peak_gib:.0f}"
         f" | {host_gib:.0f} | {100 * fastest.mfu:.1f} %"
@@ -251,7 +262,6 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
     """The name of the recompute and the prediction of each possible layout of eight GPUs."""
     run = TrainConfig(dtype="bfloat16", global_batch_size=LONG_ROW_GPUS)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=seq_len))
-    rows = make_assumed_rows(spec, seq_len)
     expert_parallel = LONG_ROW_GPUS if spec.language.moe is not None else 1
 
     predictions = []
@@ -265,11 +275,51 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
             config = dataclasses.replace(run, parallel=parallel, recompute=recompute)
             try:
                 layout = run_layout(config, spec, LONG_ROW_GPUS)
-                predicted = predict_layout(config, spec, LONG_ROW_GPUS, layout, row_statistics=rows)
+                predicted = predict_layout(config, spec, LONG_ROW_GPUS, layout)
             except (LayoutError, RunConfigError):  # the heads do not divide
                 break
             predictions.append((name, predicted))
     return predictions
+
+
+# --- Which GPU for which model ------------------------------------------------------------------------------
+
+GPU_PAGE_MODELS = (
+    "Qwen3-VL-2B-Instruct",
+    "Qwen2.5-VL-7B-Instruct",
+    "Qwen3.5-9B",
+    "Qwen3.5-27B",
+    "Qwen3-VL-30B-A3B-Instruct",
+    "Qwen2.5-VL-72B-Instruct",
+)
+GPU_PAGE_GPUS = ("RTX 4090", "L40S", "H100", "H200")
+GPU_PAGE_COUNTS = (1, 2, 4, 8)
+GPU_PAGE_TRAININGS = {"LoRA": LoraConfig(rank=16), "full": LoraConfig()}
+GPU_PAGE_HOST_GIB = 128.0
+"""GiB of host memory for each GPU."""
+
+
+def gpus_for_models() -> str:
+    """What the site's page ``which-gpu.md`` says after its introduction."""
+    gpus = [known_gpus()[name] for name in GPU_PAGE_GPUS]
+    names = [gpu.label if gpu.is_measured else f"{gpu.label}, not measured" for gpu in gpus]
+    parts = []
+    for model in GPU_PAGE_MODELS:
+        spec = read_spec(ROOT / "tests" / "hf_configs" / f"{model}.json")
+        parts += [f"## {model}\n", f"| training | GPUs | {' | '.join(names)} |", "|---|---|---|---|---|---|"]
+        for training, count in itertools.product(GPU_PAGE_TRAININGS, GPU_PAGE_COUNTS):
+            cells = [gpu_cell(spec, training, count, gpu) for gpu in gpus]
+            parts.append(f"| {training} | {count} | {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def gpu_cell(spec: ModelSpec, training: str, count: int, gpu: Gpu) -> str:
+    """Tokens a second of the fastest layout; empty if none fits."""
+    config = TrainConfig(global_batch_size=8 * count, lora=GPU_PAGE_TRAININGS[training])
+    request = SearchRequest(config, spec, count, gpu, GPU_PAGE_HOST_GIB, result_count=1)
+    found = search_layouts(request)
+    return f"{found[0].tokens_per_second:,.0f}" if found else ""
 
 
 # --- Cards of the families ----------------------------------------------------------------------------------
@@ -334,6 +384,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "support-matrix.md": matrix.markdown,
     "releases.md": supported_versions,
     "long-context.md": long_row_layouts,
+    "which-gpu.md": gpus_for_models,
 }
 """Address below docs/ -> what writes the part of the page that is made of the code."""
 

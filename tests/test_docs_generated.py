@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 import megatron_vl
 from megatron_vl import config
 from megatron_vl.core_fixes.register import TESTED_CORE_VERSIONS
-from megatron_vl.planning.calibration import DATA_SHEETS
+from megatron_vl.estimate.gpus import known_gpus
 from megatron_vl.spec.families import FAMILIES
 from tests.distributed import matrix
 from tests.distributed.cases import CASES
@@ -168,7 +168,7 @@ def test_supported_versions_are_those_that_run_here() -> None:
 
 def test_every_known_gpu_is_among_the_supported_ones() -> None:
     listed = " ".join(gpu for gpu, _ in docs_hooks().GPUS)
-    assert set(DATA_SHEETS) == set(re.findall(r"\b[A-Z]\d{3}\b", listed))
+    assert set(known_gpus()) == set(re.findall(r"\b(?:RTX )?[A-Z]?\d{3,4}\b|\bL40S\b", listed))
 
 
 def test_files_of_a_release_name_this_version() -> None:
@@ -198,7 +198,7 @@ def test_a_layout_of_long_rows_is_predicted_as_by_the_command(capsys: pytest.Cap
     words += ["--recompute.language", "full", "--recompute.vision", "full"]
     words += ["--recompute.offload_inputs", "true"]
     assert toolkit_main(words) == 0
-    predicted = json.loads(capsys.readouterr().out)["best"]
+    predicted = json.loads(capsys.readouterr().out)["own"]
     assert predicted["fits"] and f"{predicted['peak_gib']:.0f}" == gib
     assert f"{100 * predicted['mfu']:.1f} %" == mfu
     assert f"{predicted['tokens_per_second'] / 8:,.0f}" == tokens

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_vl.config import validate_config
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import FAMILIES
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.weights.weight_reader import WeightReader
@@ -197,8 +197,8 @@ def test_stated_speed_is_that_of_the_stated_mfu(example):
 
 
 def test_stated_mfu_is_a_measured_one_less_what_a_layout_costs(example):
-    """Never above what was measured without idle stages and recomputation; and idle stages, uneven ones and
-    the collectives of wide tensor parallelism together cost less than half."""
+    """Above what was measured without idle stages and recomputation by no more than the estimate's error; and
+    idle stages, uneven ones and the collectives of wide tensor parallelism together cost less than half."""
     if example.measured_per_gpu:
         return
     p = example.config.parallel
@@ -207,7 +207,9 @@ def test_stated_mfu_is_a_measured_one_less_what_a_layout_costs(example):
     busy = passes / (passes + p.pp - 1)
     # A whole forward pass again makes 4/3 of the work.
     again = 3 / 4 if "full" in (config.recompute.language, config.recompute.vision) else 1
-    assert 0.5 * again * base_mfu(example) * busy <= example.mfu <= base_mfu(example) * busy + 0.02
+    # tests/estimate/test_measured_runs.py: within 12 %, but up to 42 % of a step too short with experts.
+    error = 0.42 if example.spec.language.moe else 0.12
+    assert 0.5 * again * base_mfu(example) * busy <= example.mfu <= base_mfu(example) * busy / (1 - error)
 
 
 def states_gib(example: Example, stage: int) -> float:

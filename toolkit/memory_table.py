@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_vl.planning.memory import GPU_MEMORY_PARTS
+from megatron_vl.estimate.memory import GPU_MEMORY_PARTS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -126,9 +126,9 @@ class ParallelConfig:
     vpp: int = option(1, minimum=1)
     """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
     layers: list[int] | Literal["auto"] | None = None
-    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty or auto: the split that
-    `megatron-vl plan` finds, with which all stages take about equally long; on CPU an even one, unless rates
-    of a CPU were measured. A run that resumes keeps the one that it was saved with."""
+    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty or auto: a split
+    with which all stages have about equal FLOPs, the tower's included. A run that resumes keeps the one that
+    it was saved with."""
     ep: int = option(1, minimum=1)
     """Expert parallel size (ranks that share a layer's experts). Leave at 1 for models without experts."""
     etp: int = option(1, minimum=1)

@@ -15,7 +15,9 @@ BUCKETS = "gradients are always reduced, and weights gathered, during the passes
 PATTERNS = "all matrices get lora.rank and lora.alpha; lora.adapter reads PEFT folders that have others"
 ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
 
-RATES = "times are predicted with the rates of the package, measured on H200"
+RATES = "times are predicted with the efficiencies in megatron_vl/estimate/gpus.json"
+SPLIT = "the planned split does not depend on the number of GPUs"
+ROWS = "data.seq_len and data.max_patches describe the rows; the rest is assumed"
 DRY_RUN = "`megatron-vl train --dry-run --config RUN.yaml` makes every check of a start"
 EXPORTED = "give the run or the adapters as --trained; they are exported first"
 TEXT_ONLY = "the result is printed as text, and the exit code tells success"
@@ -102,6 +104,7 @@ REMOVED = {
     "demo --pp": DEMO,
     "demo --ranks": DEMO,
     "demo --tp": DEMO,
+    "convert --gpus": SPLIT,
     "doctor --checkpoint": "`megatron-vl verify DIR` compares weights with their hashes",
     "doctor --config": DRY_RUN,
     "doctor --data": DRY_RUN,
@@ -131,6 +134,13 @@ REMOVED = {
     "parity --reference-device": "transformers runs on a GPU that holds it, else on CPU",
     "parity --steps": "one forward and backward pass is compared; tests compare trainings",
     "plan --calibration": RATES,
+    "plan --data": ROWS,
+    "plan --gpus-per-node": "NVLink is taken to connect 8 GPUs",
+    "plan --keep": "8 layouts are shown",
+    "plan --picture": "a step is a closed form; the table says how long stages wait",
+    "plan --rows": ROWS,
+    "plan --search": "layouts are always searched; the run's own comes first",
+    "split --gpus": SPLIT,
     "split --json": TEXT_ONLY,
     "split --workers": THREADS,
     "train --job-id": "give runs on the same nodes different ports: --master-addr HOST:PORT",

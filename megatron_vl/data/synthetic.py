@@ -23,13 +23,26 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import TrainingRow, pin_row
 from megatron_vl.data.state_json import LoaderStateError
-from megatron_vl.planning.row_statistics import PICTURE_SIZES, TEXT_LENGTHS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
 DISTINCT_TOKENS, MAX_DISTINCT_ROWS = 2**20, 64
 """Rows are repeated after about so many tokens, and after so many rows. A replica keeps its rows in pinned
 memory, at most 3 GB of pixels."""
+PICTURE_SIZES = (
+    (640, 480),
+    (480, 640),
+    (640, 427),
+    (427, 640),
+    (640, 426),
+    (640, 360),
+    (500, 375),
+    (640, 640),
+)
+"""Width and height in pixels: the sizes of COCO's pictures. :mod:`megatron_vl.estimate.rows` assumes their
+mean."""
+TEXT_LENGTHS = range(40, 261)
+"""Tokens of text with a picture; the second half has loss."""
 DOCUMENT_LENGTHS = range(300, 701)
 """Tokens of a document without a picture, about as many as one with a picture has."""
 SECONDS_PER_GRID = 3.75

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vl.planning.flops import vision_forward_flops
+from megatron_vl.estimate.flops import RowSizes, tower_forward_flops
 from megatron_vl.spec.families import VisionSpec
 
 Array = np.ndarray
@@ -63,8 +63,7 @@ def make_tower_frames(row_lengths: list[tuple[list[int], list[int]]]) -> TowerFr
 
 def frame_flops(vision: VisionSpec, frames: TowerFrames) -> Array:
     """float64 [F]: forward FLOPs of each frame."""
-    merge_unit = vision.merge_unit
-    unit_flops = vision_forward_flops(vision, [merge_unit], [merge_unit])
+    unit_sizes = RowSizes(tokens=0, token_pairs=0, loss_tokens=0, patches=vision.merge_unit)
     num_full_layers = sum(vision.is_full_attention(layer) for layer in range(vision.num_layers))
 
     squared_window_starts = cumulative_starts(frames.patches_per_window**2)
@@ -72,7 +71,7 @@ def frame_flops(vision: VisionSpec, frames: TowerFrames) -> Array:
     attended_pairs = (
         num_full_layers * frames.patches_per_frame**2 + (vision.num_layers - num_full_layers) * window_pairs
     )
-    linear_flops_per_patch = (unit_flops.total - unit_flops.attention) / merge_unit
+    linear_flops_per_patch = sum(tower_forward_flops(vision, unit_sizes)) / vision.merge_unit
     return linear_flops_per_patch * frames.patches_per_frame + 4.0 * vision.hidden_size * attended_pairs
 
 

@@ -278,13 +278,14 @@ def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     return adapter_table(spec, lora) | saved_infos
 
 
-def trained_tensors(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
+@functools.cache
+def trained_tensors(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> frozenset[str]:
     """The canonical names of what a run trains: with LoRA, of adapters and modules that are trained whole."""
-    trained_names = set()
-    for tensor_name in trained_table(spec, lora):
-        if lora.rank or not getattr(model_config, f"freeze_{model_part(tensor_name)}"):
-            trained_names.add(tensor_name)
-    return trained_names
+    return frozenset(
+        tensor_name
+        for tensor_name in trained_table(spec, lora)
+        if lora.rank or not getattr(model_config, f"freeze_{model_part(tensor_name)}")
+    )
 
 
 def trains_own_matrices(model_config: ModelConfig, lora: LoraConfig, part_name: str) -> bool:
@@ -298,9 +299,10 @@ def trains_own_matrices(model_config: ModelConfig, lora: LoraConfig, part_name: 
     return not (lora.rank or getattr(model_config, f"freeze_{part_name}"))
 
 
-def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
+@functools.cache
+def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> frozenset[str]:
     """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained."""
-    return set(map(model_part, trained_tensors(spec, lora, model_config)))
+    return frozenset(map(model_part, trained_tensors(spec, lora, model_config)))
 
 
 def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:

@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.source.bad_samples import DROPPED_PREFIX, BadSampleMeter, details_by_reason
 from megatron_vl.data.source.blend import BlendSource
+from megatron_vl.estimate.flops import row_flops
+from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.parallel.process_grid import ProcessGrid
-from megatron_vl.planning.flops import peak_tflops, row_flops
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch

@@ -76,7 +76,7 @@ def build_optimizer(
     date.
     """
     optimizer_config = config.optimizer
-    assert optimizer_config.offload_fraction != "auto", "it is settled before (planning.offload_fraction)"
+    assert optimizer_config.offload_fraction != "auto", "it is settled before (estimate.memory_check)"
     core_config = _core_optimizer_config(config, model_chunks[0].ddp_config.overlap_param_gather)
     config_overrides = get_standard_config_overrides(core_config) | _part_rate_overrides(optimizer_config)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from megatron_vl import host_memory
 from megatron_vl.data.planned_rows import PLANNER_ENDED_TEXT, SHARED_MEMORY_ADVICE
 from megatron_vl.errors import HOST_MEMORY_PATTERN, UserError
-from megatron_vl.planning.memory import GIB, GPU_MEMORY_PARTS, stage_memories
+from megatron_vl.estimate.memory import GIB, GPU_MEMORY_PARTS, stage_memories
 from megatron_vl.training.resolved_run import ResolvedRun
 
 MEMORY_PAGE_TEXT = "docs/pipelines.md says how to lower it: recompute, offload, more stages"

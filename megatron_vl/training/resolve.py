@@ -18,10 +18,9 @@ from megatron_vl.config.checks import check_inputs, check_outputs, config_remark
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
 from megatron_vl.data.source.location import check_data_path, resolve_location
-from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
-from megatron_vl.planning.memory_check import check_host_memory, check_memory
-from megatron_vl.planning.offload_fraction import resolve_offload_fraction
-from megatron_vl.planning.run_layout import run_layout, split_source, with_split
+from megatron_vl.estimate.gpus import find_gpu, local_gpu
+from megatron_vl.estimate.memory_check import check_host_memory, check_memory, resolve_offload_fraction
+from megatron_vl.estimate.split import run_layout, split_source, with_split
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
@@ -74,19 +73,18 @@ def resolve_run(
     # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
     config = with_start_adapter(config, spec, source_checkpoint)
     config = freeze_unadapted_parts(config, spec)
-    calibration = calibration_for_platform(config.platform)
+    gpu = None if config.platform == "cpu" else local_gpu()
     if machine_memory is None:
-        machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
+        gpu_gib = None if config.platform == "cpu" else (gpu or find_gpu()).memory_gib
+        machine_memory = MachineMemory(gpu_gib, math.inf)
 
     # A resumed run keeps the split with which its checkpoint was saved.
     saved_layout = _saved_layout(config, spec, source_checkpoint)
-    layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
+    layout = run_layout(config, spec, world_size, saved_layout=saved_layout)
     layer_split_origin = split_source(config, saved_layout)
 
     # These checks see the user's own fields, because their advice names options that differ from them.
-    memory_note = ""
-    if config.platform != "cpu" and (gpu_calibration := read_local_calibration()):
-        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration)
+    memory_note = check_memory(config, spec, layout, world_size, gpu) if gpu is not None else ""
     check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
     # From here on, the config has the split and the offloaded share as numbers.
@@ -125,15 +123,8 @@ def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) 
 
 
 def _split_note(resolved_run: ResolvedRun) -> str:
-    origin_texts = {
-        "planned": f"planned, {calibration_for_platform(resolved_run.config.platform).source}",
-        "saved": "as it was saved",
-        "even": "even, as no rates of CPUs are known",
-    }
-    return (
-        f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}:"
-        f" {origin_texts[resolved_run.layer_split_origin]}"
-    )
+    origin = {"planned": "by FLOPs", "saved": "as it was saved"}[resolved_run.layer_split_origin]
+    return f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}: {origin}"
 
 
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:

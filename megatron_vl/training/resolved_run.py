@@ -22,7 +22,7 @@ class ResolvedRun:
     layout: Layout
     dp: int
     """Data-parallel size."""
-    layer_split_origin: Literal["given", "saved", "planned", "even"]
+    layer_split_origin: Literal["given", "saved", "planned"]
     """The origin of the split of the decoder layers."""
     source_checkpoint: SavedCheckpoint | None
     """The checkpoint that the run resumes from; None: it begins anew."""

@@ -253,7 +253,7 @@ PROOFS = (
     ),
     Proof(
         "FLOPs of a training step as torch counts them",
-        {"tests/planning/test_flops.py::test_training_step_equals_counted": EVERY},
+        {"tests/estimate/test_flops.py::test_training_step_equals_counted": EVERY},
     ),
 )
 

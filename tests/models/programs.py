@@ -280,7 +280,7 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
     from megatron_vl.models.batch import RowShard, Segments
     from megatron_vl.parallel.process_grid import init_distributed
     from megatron_vl.platform import get_platform
-    from tests.planning.saved_by_linear_attention import layer
+    from tests.estimate.saved_by_linear_attention import layer
 
     init_distributed(get_platform("cpu"))
     group, bounds = dist.group.WORLD, [0, 70, 73, 233, 320]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_vl.config import Fp8Config, TrainConfig, validate_config
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.estimate.split import run_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from megatron_vl.config import TrainConfig, validate_config
-from megatron_vl.planning.calibration import Calibration
-from megatron_vl.planning.cost import Network
-from megatron_vl.planning.gpus import calibration_for_platform
-from megatron_vl.planning.memory import StageMemory, stage_memories
-from megatron_vl.planning.predict import RunPrediction, predict_layout
-from megatron_vl.planning.row_statistics import RowStatistics
-from megatron_vl.planning.run_layout import run_layout, split_source
+from megatron_vl.estimate.flops import RowSizes
+from megatron_vl.estimate.gpus import Gpu
+from megatron_vl.estimate.memory import StageMemory, stage_memories
+from megatron_vl.estimate.split import run_layout, split_source
+from megatron_vl.estimate.step import RunPrediction, predict_layout
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, TensorInfo, tensor_table
@@ -21,36 +19,20 @@ def predict_run(
     config: TrainConfig,
     spec: ModelSpec,
     world_size: int,
-    *,
-    rows: RowStatistics | None = None,
-    calibration: Calibration | None = None,
-    network: Network | None = None,
-    patches: int | None = None,
+    gpu: Gpu | None = None,
+    rows: RowSizes | None = None,
 ) -> RunPrediction:
     """Predicts a run under its own layout.
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.
     """
-    layout = run_layout(
-        config, spec, world_size, calibration=calibration, row_statistics=rows, network=network
-    )
-    return predict_layout(
-        config,
-        spec,
-        world_size,
-        layout,
-        row_statistics=rows,
-        calibration=calibration,
-        network=network,
-        patch_count=patches,
-    )
+    return predict_layout(config, spec, world_size, run_layout(config, spec, world_size), gpu, rows)
 
 
 def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> ResolvedRun:
     """A run as ``resolve_run`` decides it; its weights and data need not exist."""
-    calibration = calibration_for_platform(config.platform)
-    layout = run_layout(config, spec, world_size, calibration=calibration)
+    layout = run_layout(config, spec, world_size)
     origin = split_source(config, None)
     dp = validate_config(config, world_size)
     return ResolvedRun(config, spec, layout, dp, origin, find_source_checkpoint(config), {}, ())
@@ -59,9 +41,14 @@ def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> Resolv
 def estimate_stage_memory(
     config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
 ) -> list[StageMemory]:
-    """The peak memory of each pipeline stage of a run under its own layout, first stage first."""
-    layout = run_layout(config, spec, world_size)
-    return stage_memories(config, spec, layout, validate_config(config, world_size), patches)
+    """The peak memory of each pipeline stage of a run under its own layout, first stage first.
+
+    Args:
+        patches: those of the fullest row, of whose tokens all have a loss; None: as many as it can hold.
+    """
+    layout, seq_len = run_layout(config, spec, world_size), config.data.seq_len
+    row = None if patches is None else RowSizes(seq_len, 0, seq_len, patches)
+    return stage_memories(config, spec, layout, validate_config(config, world_size), row)
 
 
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:

@@ -18,7 +18,7 @@ import pytest
 from megatron_vl.config import DataConfig, ModelConfig, RecomputeConfig
 from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.errors import UsageError
-from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
+from megatron_vl.estimate.flops import ModelFlops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
 from tests.support.ranks import call, python_path, run_module
 from tests.toolkit.programs import busiest_experts

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_vl.planning.gpus import GpuInfo, parse_nvidia_smi
+from megatron_vl.estimate.gpus import GpuInfo, parse_nvidia_smi
 from tests.support.ranks import python_path
 from toolkit.doctor.machine_checks import check_all_reduce
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
+from megatron_vl.estimate.flops import row_sizes, tower_forward_flops
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import frame_flops, make_tower_frames, split_by_cost
-from megatron_vl.planning.flops import vision_forward_flops
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from megatron_vl.training.picture_scatter import PictureShares, _concatenated_shares, frame_plane_bounds
@@ -42,12 +42,9 @@ def test_costs_are_the_models_flops(family: str) -> None:
     v = read_spec(tiny_checkpoint(family, dtype=torch.float32)).vision
     rows = [([64, 16], [16, 16, 16, 16, 16]), ([], []), ([32], [16, 16])]
     costs = frame_flops(v, make_tower_frames(rows))
-    want = [
-        vision_forward_flops(v, [64], [16] * 4),
-        vision_forward_flops(v, [16], [16]),
-        vision_forward_flops(v, [32], [16] * 2),
-    ]
-    assert costs == pytest.approx([one.total for one in want])
+    frames = [([64], [16] * 4), ([16], [16]), ([32], [16] * 2)]
+    want = [sum(tower_forward_flops(v, row_sizes([], *frame, 0))) for frame in frames]
+    assert costs == pytest.approx(want)
 
 
 def _rows(spec: Any, seed: int) -> list[Any]:

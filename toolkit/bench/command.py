@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_vl.config import validate_config
 from megatron_vl.data.source.location import check_data_path
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.estimate.split import run_layout
 from toolkit.launch import run_group, usable_gpus
 from toolkit.options import to_command_line
 

@@ -2,7 +2,7 @@
 
 The same code computes the trainer's figures and those of ``benchmarks.fsdp2``, so their FLOPs are counted
 in the same way: from the true lengths of documents, frames and windows, without padding, and with the output
-layer only for loss tokens (see :mod:`megatron_vl.planning.flops`). ``mfu_all_tokens`` counts the output layer
+layer only for loss tokens (see :mod:`megatron_vl.estimate.flops`). ``mfu_all_tokens`` counts the output layer
 for every token, as most published figures do.
 """
 
@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.flops import language_forward_flops, peak_tflops, recompute_flops, row_flops
-from megatron_vl.planning.memory import count_parameters, trained_text
+from megatron_vl.estimate.flops import language_forward_flops, recompute_flops, row_flops
+from megatron_vl.estimate.gpus import peak_tflops
+from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.plurals import count_text, trained_text
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
@@ -188,7 +190,7 @@ def format_figures(figures: dict[str, Any]) -> str:
     machine, model = figures["machine"], figures["model"]
     peak_text = f"{machine['peak_tflops']:.0f} TFLOP/s peak" if machine["peak_tflops"] else "peak unknown"
     lines = [
-        f"{figures['system']}: {model['family']}, {model['parameters'] / 1e9:.2f} B parameters,"
+        f"{figures['system']}: {model['family']}, {count_text(model['parameters'])} parameters,"
         f" {machine['gpus']} x {machine['device']} ({peak_text})"
     ]
     notes = [trained_text(model["parameters"], model["trained_parameters"]), *figures["notes"]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_vl.planning.gpus import GpuInfo, query_gpus
+from megatron_vl.estimate.gpus import GpuInfo, query_gpus
 from megatron_vl.plurals import pluralize
 
 GIB = 2**30

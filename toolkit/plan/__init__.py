@@ -1,1 +1,1 @@
-"""``megatron-vl plan``: finds a layout, or predicts a given one."""
+"""``megatron-vl plan``: lists the layouts of a model that fit."""

@@ -1,4 +1,4 @@
-"""``megatron-vl plan``: searches the layouts of a run, or predicts the one that it sets."""
+"""``megatron-vl plan``: lists the layouts of a run that fit."""
 
 from __future__ import annotations
 
@@ -11,55 +11,40 @@ from typing import Any
 from megatron_vl import host_memory
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UsageError, UserError
-from megatron_vl.planning.calibration import Calibration, find_calibration
-from megatron_vl.planning.cost import Network
-from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
-from megatron_vl.planning.layout_search import (
-    SearchRequest,
-    SearchResult,
-    describe_layout,
-    explain_slowdown,
-    search_fastest_fit,
-    search_layouts,
-)
-from megatron_vl.planning.predict import RunPrediction, predict_layout
-from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
-from megatron_vl.planning.run_layout import run_layout
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.estimate.gpus import find_gpu, local_gpu
+from megatron_vl.estimate.memory import GPU_MEMORY_PARTS
+from megatron_vl.estimate.memory_check import with_offload_fraction
+from megatron_vl.estimate.search import SearchRequest, describe_layout, search_layouts, smallest_layout
+from megatron_vl.estimate.split import run_layout
+from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layout
+from megatron_vl.spec.families import read_spec
 from toolkit.run_adapters import with_adapter_settings
 
 from .options import PlanOptions
-from .print_plan import PlanResult, print_plan
+from .print_plan import Plan, print_plan
 
 LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 
 
 def plan(options: PlanOptions) -> int:
-    """Returns 0, or 1 if the given layout, or every layout, does not fit."""
-    plan_result = make_plan(options)
-
-    if options.picture is not None:
-        from .timeline_picture import draw_timeline
-
-        draw_timeline(plan_result.best_prediction, options.picture)
+    """Returns 0, or 1 if the run's own layout, or every layout, does not fit."""
+    found = make_plan(options)
     if options.yaml is not None:
         from .run_file import write_run_yaml
 
-        given_fields = {"model.hf": options.hf} if options.hf else {}
-        write_run_yaml(options.yaml, plan_result.best_prediction, given_fields)
-
+        write_run_yaml(options.yaml, found.chosen)
     if options.json:
-        print(json.dumps(plan_as_json(plan_result), indent=2))
+        print(json.dumps(plan_as_json(found), indent=2))
     else:
-        print_plan(plan_result)
-    return 0 if plan_result.search_request.fits(plan_result.best_prediction) else 1
+        print_plan(found)
+    return 0 if found.request.fits(found.chosen) else 1
 
 
-def make_plan(options: PlanOptions) -> PlanResult:
-    """Predicts the layout that the run sets, or searches the fastest one.
+def make_plan(options: PlanOptions) -> Plan:
+    """Predicts the layout that the run sets, and finds those that fit.
 
     Raises:
-        UsageError: no model is given, or a search is requested although nothing is left to choose.
+        UsageError: no model is given.
         UserError: no layout fits, the given one is impossible, or a run could not start from the adapters in
             ``lora.adapter``. The message says why.
     """
@@ -67,44 +52,22 @@ def make_plan(options: PlanOptions) -> PlanResult:
     spec = read_spec(config.model.hf)
     # Adapters that are there already decide their own rank and targets, as at the start of a run.
     config = with_adapter_settings(config, spec)
-    row_statistics = _row_statistics(options, config, spec)
-    search_request = SearchRequest(
-        config,
-        spec,
-        options.gpus,
-        _chosen_calibration(options),
-        row_statistics,
-        Network(options.gpus_per_node),
-        result_count=options.keep,
-        host_gib=_host_gib(options),
-    )
-    sets_layout = _sets_layout(config.parallel, options.fields)
-
-    if sets_layout and not options.search:
-        run_prediction = _predict_run_layout(search_request)
-        # If the run's layout does not fit, the user needs to know one that does.
-        alternative = None if search_request.fits(run_prediction) else search_fastest_fit(search_request)
-        return PlanResult(search_request, run_prediction, None, alternative)
-
-    # The search chooses the split itself. The run's own layout is shown beside the results.
-    own_prediction = None
-    if sets_layout:
-        with contextlib.suppress(UserError):  # it needs another number of GPUs
-            own_prediction = _predict_run_layout(search_request)
-    unsplit_config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
-    search_result = search_layouts(dataclasses.replace(search_request, config=unsplit_config))
-    if not search_result.fitting_layouts:
-        raise UserError(_nothing_fits_message(search_result, search_request))
-
-    return PlanResult(
-        search_request, search_result.fitting_layouts[0], search_result, own_prediction=own_prediction
-    )
+    gpu = find_gpu(options.gpu) if options.gpu else local_gpu() or find_gpu()
+    request = SearchRequest(config, spec, options.gpus, gpu, _host_gib(options))
+    own = None
+    if _sets_layout(config.parallel, options.fields):
+        own = predict_layout(config, spec, options.gpus, run_layout(config, spec, options.gpus), gpu)
+        if not request.fits(own):  # the share that it offloads may be the reason
+            request = dataclasses.replace(request, config=with_offload_fraction(config, 0.0))
+    with contextlib.suppress(RunConfigError) if own else contextlib.nullcontext():
+        if not (fitting := search_layouts(request)) and own is None:
+            raise UserError(_nothing_fits_message(smallest_layout(request), request))
+        return Plan(dataclasses.replace(request, config=config), own, fitting)
+    return Plan(request, own, [])
 
 
 def _read_config(options: PlanOptions) -> TrainConfig:
-    run_words = [*options.fields]
-    run_words += ["--model.hf", options.hf] if options.hf else []
-    run_words += ["--data.path", str(options.data)] if options.data is not None else []
+    run_words = [*options.fields, *(["--model.hf", options.hf] if options.hf else [])]
     try:
         config = parse_config(run_words)
     except RunConfigError as error:
@@ -118,24 +81,12 @@ def _read_config(options: PlanOptions) -> TrainConfig:
     return config
 
 
-def _chosen_calibration(options: PlanOptions) -> Calibration:
-    return find_calibration(options.gpu) if options.gpu else calibration_for_platform("auto")
-
-
 def _host_gib(options: PlanOptions) -> float:
     """GiB of host memory for each GPU of a node; infinite if it is not known."""
     node_gib: float | None = options.host_memory
-    if node_gib is None and not options.gpu and read_local_calibration() is not None:
+    if node_gib is None and not options.gpu and local_gpu() is not None:
         node_gib = host_memory.available_bytes() / host_memory.GIB
-    return math.inf if node_gib is None else node_gib / min(options.gpus, options.gpus_per_node)
-
-
-def _row_statistics(options: PlanOptions, config: TrainConfig, spec: ModelSpec) -> RowStatistics:
-    if options.data is None:
-        return make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    from .data_rows import measure_rows
-
-    return measure_rows(config, spec, options.rows)
+    return math.inf if node_gib is None else node_gib / min(options.gpus, GPUS_PER_NODE)
 
 
 def _sets_layout(parallel_config: ParallelConfig, given_words: list[str]) -> bool:
@@ -150,68 +101,41 @@ def _sets_layout(parallel_config: ParallelConfig, given_words: list[str]) -> boo
     return False
 
 
-def _predict_run_layout(search_request: SearchRequest) -> RunPrediction:
-    """The prediction of the layout that the run sets."""
-    config, spec, world_size = search_request.config, search_request.spec, search_request.world_size
-    prediction_arguments: dict[str, Any] = {
-        "calibration": search_request.calibration,
-        "row_statistics": search_request.row_statistics,
-        "network": search_request.network,
-    }
-    layout = run_layout(config, spec, world_size, **prediction_arguments)
-    return predict_layout(config, spec, world_size, layout, **prediction_arguments)
-
-
-def _nothing_fits_message(search_result: SearchResult, search_request: SearchRequest) -> str:
-    nearest_note = ""
-    if search_result.rejected_layouts:
-        nearest_layout = search_result.rejected_layouts[0]
-        nearest_note = f"; the nearest, {nearest_layout.text}, takes {nearest_layout.why}"
+def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> str:
+    fullest = max(smallest.stages, key=lambda stage: stage.total_bytes)
+    part = max(GPU_MEMORY_PARTS, key=lambda part: getattr(fullest, part))
+    remedy = "lower data.seq_len or data.max_patches"
+    if part in ("weights", "gradients", "optimizer"):
+        remedy = "train adapters (--lora.rank 16)"
+    layout_text = describe_layout(smallest.config, smallest.layout, smallest.data_parallel_size)
     return (
-        f"no layout of {search_request.world_size} {search_request.calibration.gpu} fits "
-        f"{search_request.spec.family} with rows of {search_request.config.data.seq_len} "
-        f"tokens{nearest_note}: take more GPUs, or lower data.seq_len"
+        f"no layout of {request.world_size} {request.gpu.name} fits {request.spec.family} with rows of"
+        f" {request.config.data.seq_len} tokens: the smallest, {layout_text}, takes"
+        f" {smallest.peak_gib:.0f} of {request.gpu.memory_gib:.0f} GiB, of which {part}"
+        f" {fullest.as_json()[part]:.0f}: take more GPUs, or {remedy}"
     )
 
 
-def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
+def plan_as_json(found: Plan) -> dict[str, Any]:
     """What ``--json`` prints."""
-    search_request, calibration = plan_result.search_request, plan_result.search_request.calibration
-    plan_facts: dict[str, Any] = {
-        "family": search_request.spec.family,
-        "gpus": search_request.world_size,
-        "gpu": calibration.gpu,
-        "measured_rates": calibration.measured,
-        "rates": calibration.source,
-        "seq_len": search_request.config.data.seq_len,
-        "global_batch_size": search_request.config.global_batch_size,
-        "rows": search_request.row_statistics.as_json(),
-        "best": _prediction_facts(plan_result.best_prediction, search_request),
+    request = found.request
+    return {
+        "family": request.spec.family,
+        "gpus": request.world_size,
+        "gpu": request.gpu.name,
+        "measured": request.gpu.is_measured,
+        "seq_len": request.config.data.seq_len,
+        "global_batch_size": request.config.global_batch_size,
+        "rows": found.chosen.rows._asdict(),
+        "own": None if found.own is None else _prediction_facts(found.own, request),
+        "layouts": [_prediction_facts(prediction, request) for prediction in found.fitting],
     }
 
-    if plan_result.search_result is not None:
-        plan_facts["others"] = []
-        for other_prediction in plan_result.search_result.fitting_layouts[1:]:
-            plan_facts["others"].append(_compared_facts(other_prediction, plan_result))
-        plan_facts["lost"] = list(map(dataclasses.asdict, plan_result.search_result.rejected_layouts))
-        plan_facts["combinations"] = plan_result.search_result.combination_count
 
-    if plan_result.own_prediction is not None:
-        plan_facts["own"] = _compared_facts(plan_result.own_prediction, plan_result)
-    if plan_result.fitting_alternative is not None:
-        plan_facts["instead"] = _prediction_facts(plan_result.fitting_alternative, search_request)
-    return plan_facts
-
-
-def _compared_facts(prediction: RunPrediction, plan_result: PlanResult) -> dict[str, Any]:
-    slowdown_reason = explain_slowdown(plan_result.best_prediction, prediction)
-    return {**_prediction_facts(prediction, plan_result.search_request), "why": slowdown_reason}
-
-
-def _prediction_facts(prediction: RunPrediction, search_request: SearchRequest) -> dict[str, Any]:
+def _prediction_facts(prediction: RunPrediction, request: SearchRequest) -> dict[str, Any]:
     return {
         "text": describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size),
         **prediction.as_json(),
-        "fits": search_request.fits(prediction),
+        "fits": request.fits(prediction),
         "recompute": dataclasses.asdict(prediction.config.recompute),
     }

@@ -1,4 +1,4 @@
-"""Prints a plan: the layout, its stages, its memory, and how the others compare."""
+"""Prints a plan: the layouts that fit, and the first one as options, with its stages and memory."""
 
 from __future__ import annotations
 
@@ -7,189 +7,123 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.planning.layout_search import (
-    UNCHANGED_RUN_TEXT,
-    SearchRequest,
-    SearchResult,
-    changed_options_text,
-    changed_sections,
-    describe_layout,
-    explain_slowdown,
-)
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, count_parameters, trained_text
-from megatron_vl.planning.predict import RunPrediction
-from megatron_vl.plurals import pluralize
+from megatron_vl.config import OptimizerConfig, TrainConfig
+from megatron_vl.estimate.gpus import reserve_gib
+from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
+from megatron_vl.estimate.search import SearchRequest, describe_layout
+from megatron_vl.estimate.split import with_split
+from megatron_vl.estimate.step import RunPrediction
+from megatron_vl.plurals import count_text, pluralize, trained_text
 from toolkit.memory_table import memory_table, wide_console
 
 
 @dataclass(frozen=True)
-class PlanResult:
-    """The request, the best layout, and the layouts that it is compared with."""
+class Plan:
+    """The request, and the layouts that were found."""
 
-    search_request: SearchRequest
-    best_prediction: RunPrediction
-    search_result: SearchResult | None
-    """None if the layout was given."""
-    fitting_alternative: RunPrediction | None = None
-    """A layout that fits, if the given one does not."""
-    own_prediction: RunPrediction | None = None
-    """The prediction of the layout that the run sets, if other layouts were searched."""
+    request: SearchRequest
+    own: RunPrediction | None
+    """The layout that the run sets, if it sets one."""
+    fitting: list[RunPrediction]
+    """The layouts that fit, fastest first."""
+
+    @property
+    def chosen(self) -> RunPrediction:
+        """The run's own layout, or the fastest one."""
+        return self.own or self.fitting[0]
 
 
-def print_plan(plan_result: PlanResult) -> None:
-    """Prints the rows, the best layout with its stages, memory and speed, and the other layouts."""
-    table_console = wide_console()
-    search_request, best_prediction = plan_result.search_request, plan_result.best_prediction
-    calibration = search_request.calibration
+def print_plan(found: Plan) -> None:
+    """Prints the rows, the layouts, and the chosen one with its memory and speed."""
+    console = wide_console()
+    request, chosen = found.request, found.chosen
+    gpu, rows = request.gpu, chosen.rows
+    parameter_count, trained_count = count_parameters(request.config, request.spec)
+    gpu_text = gpu.name if gpu.is_measured else f"{gpu.name} (not measured)"
     print(
-        f"{search_request.spec.family} on {search_request.world_size} x "
-        f"{calibration.gpu}, rows of {search_request.config.data.seq_len} tokens, "
-        f"{pluralize(search_request.config.global_batch_size, 'row')} a step"
+        f"{request.spec.family}, {count_text(parameter_count)} parameters, on {request.world_size} x"
+        f" {gpu_text}, rows of {request.config.data.seq_len} tokens,"
+        f" {pluralize(request.config.global_batch_size, 'row')} a step"
     )
-    if trained := trained_text(*count_parameters(search_request.config, search_request.spec)):
+    if trained := trained_text(parameter_count, trained_count):
         print(trained)
-    for text_line in (*_row_lines(plan_result), *_layout_lines(best_prediction)):
-        print(text_line)
-    table_console.print(_stage_table(best_prediction))
-    stage_memories = [stage.stage_memory.as_json() for stage in best_prediction.stage_plans]
-    table_console.print(memory_table(stage_memories, "Memory of a GPU in GiB"))
-    for text_line in _speed_lines(plan_result):
-        print(text_line)
-    if plan_result.search_result is not None:
-        table_console.print(_comparison_table(plan_result))
-        for rejected_layout in plan_result.search_result.rejected_layouts[:3]:
-            print(f"does not fit: {rejected_layout.text} ({rejected_layout.why})")
-    if not search_request.fits(best_prediction):
-        print(_too_large_message(plan_result))
-    print(f"{'' if calibration.measured else 'note: '}{calibration.source}")
-
-
-def _row_lines(plan_result: PlanResult) -> list[str]:
-    rows = plan_result.search_request.row_statistics
-    error = f", mean good to {rows.patches_error:.1%}" if rows.is_sample else ""
-    return [
-        f"rows: {rows.source_text}",
-        f"  {rows.mean_tokens:,.0f} tokens, {rows.loss_tokens:,.0f} with loss, {rows.pictures:.1f} pictures,"
-        f" {rows.mean_patches:,.0f} patches (spread {rows.patch_spread:.0%}{error}) a row",
-    ]
-
-
-def _layout_lines(best_prediction: RunPrediction) -> list[str]:
-    layout_text = describe_layout(
-        best_prediction.config, best_prediction.layout, best_prediction.data_parallel_size
+    print(
+        f"rows: {ASSUMED_ROWS_TEXT}\n  {rows.tokens:,.0f} tokens, {rows.loss_tokens:,.0f} with loss,"
+        f" {rows.patches:,.0f} patches a row"
     )
-    return [f"layout: {layout_text}", f"  {layout_options(best_prediction)}"]
+    console.print(_layout_table(found))
+    print(f"first layout: {run_options(chosen)}")
+    console.print(memory_table([stage.as_json() for stage in chosen.stages], "Memory of a GPU in GiB"))
+    for line in _memory_lines(found):
+        print(line)
 
 
-def layout_options(best_prediction: RunPrediction) -> str:
-    """The layout as options of ``train``."""
-    from megatron_vl.config import OptimizerConfig, TrainConfig
-
-    # Of the optimizer, only what memory depends on belongs to a layout; the rest is the run's own.
-    default_optimizer = OptimizerConfig()
-    optimizer = dataclasses.replace(
-        best_prediction.config.optimizer,
-        offload_fraction=default_optimizer.offload_fraction,
-        moments_dtype=default_optimizer.moments_dtype,
-    )
-    base_config = TrainConfig(optimizer=optimizer)
-    option_words = changed_sections(base_config, best_prediction)
-    batch_size = best_prediction.config.global_batch_size
-    if batch_size != base_config.global_batch_size:
-        option_words.append(f"--global_batch_size {batch_size}")
-    return " ".join(option_words) or UNCHANGED_RUN_TEXT
-
-
-def _stage_table(best_prediction: RunPrediction) -> Any:
+def _layout_table(found: Plan) -> Any:
     from rich.table import Table
 
-    stage_table = Table(
-        "stage",
-        "decoder layers",
-        "parameters",
-        "forward ms",
-        "backward ms",
-        "GiB",
-        "reduce ms",
-        "update ms",
-        title="Each stage: layers of its chunks, parameters and memory of a GPU, time of a row",
-    )
-    for i, stage in enumerate(best_prediction.stage_plans):
-        layers_text = " + ".join(str(layer_count) for layer_count in stage.layers_per_chunk)
-        stage_ends = ["tower"] if i == 0 else []
-        if i == best_prediction.layout.pp - 1:
-            stage_ends.append("head")
-        stage_table.add_row(
-            str(i),
-            f"{layers_text} ({', '.join(stage_ends)})" if stage_ends else layers_text,
-            f"{stage.parameter_count / 1e9:.2f} B",
-            f"{1e3 * sum(chunk.forward for chunk in stage.times_by_chunk):.1f}",
-            f"{1e3 * sum(chunk.backward for chunk in stage.times_by_chunk):.1f}",
-            f"{stage.stage_memory.total_bytes / GIB:.1f}",
-            f"{1e3 * stage.exposed_collective_seconds:.0f}",
-            f"{1e3 * stage.optimizer_seconds:.0f}",
-        )
-    return stage_table
-
-
-def _speed_lines(plan_result: PlanResult) -> list[str]:
-    best_prediction, host_limit_gib = plan_result.best_prediction, plan_result.search_request.host_gib
-    bubble_note = ""
-    if best_prediction.layout.pp > 1:
-        bubble_note = f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
-    host_lines = []
-    if host_gib := best_prediction.host_gib:
-        limit_text = f"of {host_limit_gib:.1f} " * (host_limit_gib < math.inf)
-        host_lines = [f"host memory: {host_gib:.1f} {limit_text}GiB for each GPU of the fullest stage"]
-    return [
-        f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} tokens/s, "
-        f"{best_prediction.mfu:.1%} MFU{bubble_note}; "
-        f"{best_prediction.hours_per_billion_tokens:.1f} hours per billion tokens",
-        f"fullest GPU: {best_prediction.peak_gib:.1f} of {best_prediction.calibration.memory_gib:.1f} GiB,"
-        f" of which {RESERVE_GIB:.0f} should stay free",
-        *host_lines,
-    ]
-
-
-def _comparison_table(plan_result: PlanResult) -> Any:
-    from rich.table import Table
-
-    assert plan_result.search_result is not None
-    comparison_table = Table(
-        "layout",
-        "s a step",
-        "MFU",
-        "GiB",
-        "why slower",
-        title=f"Of {plan_result.search_result.combination_count} combinations",
-    )
-    best_prediction, *others = plan_result.search_result.fitting_layouts
-    compared_layouts = [(best_prediction, "")]
-    compared_layouts += [(other, explain_slowdown(best_prediction, other)) for other in others]
-    if (own_prediction := plan_result.own_prediction) is not None:
-        slower_reason = "does not fit"
-        if plan_result.search_request.fits(own_prediction):
-            slower_reason = explain_slowdown(best_prediction, own_prediction)
-        compared_layouts.append((own_prediction, f"the run's own, {slower_reason}"))
-    for prediction, slower_reason in compared_layouts:
-        comparison_table.add_row(
-            describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size),
+    table = Table("layout", "s a step", "tokens/s", "MFU", "GiB", "stages wait", title="Layouts that fit")
+    for prediction in (*([found.own] if found.own else []), *found.fitting):
+        text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
+        if prediction is found.own:
+            fits_text = "" if found.request.fits(prediction) else ", does not fit"
+            text = f"the run's own{fits_text}: {text}"
+        table.add_row(
+            text,
             f"{prediction.step_seconds:.2f}",
+            f"{prediction.tokens_per_second:,.0f}",
             f"{prediction.mfu:.1%}",
             f"{prediction.peak_gib:.0f}",
-            slower_reason,
+            f"{prediction.bubble:.0%}",
         )
-    return comparison_table
+    return table
 
 
-def _too_large_message(plan_result: PlanResult) -> str:
-    best_prediction = plan_result.best_prediction
-    problem_text = f"does not fit: {best_prediction.peak_gib:.0f} GiB and {RESERVE_GIB:.0f} to stay free"
-    if best_prediction.fits_memory:
-        problem_text = f"does not fit: {best_prediction.host_gib:.1f} GiB of host memory for each GPU"
-    if plan_result.fitting_alternative is None:
-        return f"{problem_text}; nothing else fits either: take more GPUs, or lower data.seq_len"
-    return (
-        f"{problem_text}; what would: "
-        f"{changed_options_text(plan_result.search_request.config, plan_result.fitting_alternative)}"
-    )
+def _memory_lines(found: Plan) -> list[str]:
+    chosen, request = found.chosen, found.request
+    gpu_gib = request.gpu.memory_gib
+    lines = [
+        f"fullest GPU: {chosen.peak_gib:.1f} of {gpu_gib:.1f} GiB, of which {reserve_gib(gpu_gib):.0f} should"
+        " stay free"
+    ]
+    if chosen.host_gib:
+        limit_text = f"of {request.host_gib:.1f} " * (request.host_gib < math.inf)
+        lines.append(f"host memory: {chosen.host_gib:.1f} {limit_text}GiB for each GPU of the fullest stage")
+    if not request.fits(chosen):
+        advice = (
+            f"what would: {run_options(found.fitting[0], request.config)}"
+            if found.fitting
+            else "nothing else fits either"
+        )
+        lines.append(f"the run does not fit; {advice}")
+    return lines
+
+
+def run_options(prediction: RunPrediction, base: TrainConfig | None = None) -> str:
+    """A layout as options of ``train``, as far as it differs from ``base``: ``--parallel.pp 2``.
+
+    Args:
+        base: None: a run without any option. Of the optimizer, only what memory depends on counts then,
+            because the rest does not belong to a layout.
+    """
+    config = with_split(prediction.config, prediction.layout)
+    if base is None:
+        own = config.optimizer
+        optimizer = OptimizerConfig(offload_fraction=own.offload_fraction, moments_dtype=own.moments_dtype)
+        config, base = dataclasses.replace(config, optimizer=optimizer), TrainConfig()
+    words = []
+    for section in ("parallel", "recompute", "optimizer", "vision"):
+        after, before = getattr(config, section), getattr(base, section)
+        for field in dataclasses.fields(after):
+            if (value := getattr(after, field.name)) != getattr(before, field.name):
+                words.append(f"--{section}.{field.name} {_command_line_value(value)}")
+    if config.global_batch_size != base.global_batch_size:
+        words.append(f"--global_batch_size {config.global_batch_size}")
+    return " ".join(words) or "the run as it is"
+
+
+def _command_line_value(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace(" ", "").replace("'", "")

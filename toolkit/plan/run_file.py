@@ -9,33 +9,22 @@ from typing import Any
 import yaml
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.layout_search import describe_layout
-from megatron_vl.planning.predict import RunPrediction
-from megatron_vl.planning.run_layout import with_split
+from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
+from megatron_vl.estimate.search import describe_layout
+from megatron_vl.estimate.split import with_split
+from megatron_vl.estimate.step import RunPrediction
 
 
-def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dict[str, Any]) -> None:
-    """Writes the fields that differ from the defaults, and every size of the layout.
-
-    Args:
-        given_fields: fields by dotted name that are written whatever they are.
-    """
-    config = with_split(prediction.config, prediction.layout)
-    run_fields = _changed_fields(config, TrainConfig())
-    parallel_fields = run_fields.setdefault("parallel", {})
-    for field_name in ("tp", *(["cp"] if config.parallel.cp > 1 else []), "pp", "vpp", "ep", "etp"):
-        parallel_fields[field_name] = getattr(config.parallel, field_name)
-    for field_name, field_value in given_fields.items():
-        section_name, _, leaf_name = field_name.rpartition(".")
-        (run_fields.setdefault(section_name, {}) if section_name else run_fields)[leaf_name] = field_value
-
+def write_run_yaml(yaml_path: Path, prediction: RunPrediction) -> None:
+    """Writes the fields that differ from the defaults."""
+    run_fields = _changed_fields(with_split(prediction.config, prediction.layout), TrainConfig())
     layout_text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
     header_comment = (
-        f"# GPUs: {prediction.world_size} x {prediction.calibration.gpu}, "
-        f"{prediction.peak_gib:.0f} GiB estimated on the fullest, when a row is all pictures\n"
+        f"# GPUs: {prediction.world_size} x {prediction.gpu.name}, "
+        f"{prediction.peak_gib:.0f} GiB estimated on the fullest, when a row is all images\n"
         f"# Layout of megatron-vl plan: {layout_text}. Predicted: {prediction.step_seconds:.2f} s a step,\n"
         f"# {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.1%} MFU\n"
-        f"# Rows: {prediction.row_statistics.source_text}\n"
+        f"# Rows: {ASSUMED_ROWS_TEXT}\n"
     )
     yaml_path.parent.mkdir(parents=True, exist_ok=True)
     yaml_path.write_text(

@@ -39,7 +39,7 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, as_json=False)
+        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes)
         return 0
 
     run_words = options.fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
-from megatron_vl.planning.gpus import calibration_for_platform, query_gpus
-from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, count_parameters, trained_text
-from megatron_vl.planning.offload_fraction import least_offload_fraction
-from megatron_vl.planning.predict import predict_layout
-from megatron_vl.planning.run_layout import rates_apply
-from megatron_vl.plurals import pluralize
+from megatron_vl.estimate.gpus import find_gpu, known_gpus, local_gpu, query_gpus, reserve_gib
+from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.estimate.memory_check import least_offload_fraction
+from megatron_vl.estimate.step import predict_layout
+from megatron_vl.plurals import pluralize, trained_text
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import MachineMemory, resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
@@ -24,23 +22,19 @@ from toolkit.memory_table import memory_table, wide_console
 from toolkit.run_adapters import with_megatron_adapter
 
 
-def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
+def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int) -> None:
     """Prints the run. Raises the errors of a start (:func:`resolve_run`)."""
     local_gpus = query_gpus()
     ranks_per_node = ranks_per_node or len(local_gpus) or _least_ranks(config, nnodes)
     machine_memory = None
     if local_gpus and config.platform != "cpu":
         host_gib = host_memory.available_bytes() / host_memory.GIB / ranks_per_node
-        machine_memory = MachineMemory(calibration_for_platform(config.platform).memory_gib, host_gib)
+        machine_memory = MachineMemory((local_gpu() or find_gpu()).memory_gib, host_gib)
     with tempfile.TemporaryDirectory(prefix="megatron-vl-") as temporary_dir:
         # A start converts PEFT's files into checkpoint.dir, and is refused without one.
         config = with_megatron_adapter(config, temporary_dir if config.checkpoint.dir else "")
         resolved_run = resolve_run(config, nnodes * ranks_per_node, machine_memory)
-    run_facts = _run_facts(resolved_run, nnodes * ranks_per_node)
-    if as_json:
-        print(json.dumps(run_facts, indent=2))
-    else:
-        _print_facts(resolved_run, run_facts)
+    _print_facts(resolved_run, _run_facts(resolved_run, nnodes * ranks_per_node))
 
 
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
@@ -53,9 +47,9 @@ def _least_ranks(config: TrainConfig, nnodes: int) -> int:
 
 def _run_facts(resolved_run: ResolvedRun, world_size: int) -> dict[str, Any]:
     config, spec, layout, dp = resolved_run.config, resolved_run.spec, resolved_run.layout, resolved_run.dp
-    calibration, source = calibration_for_platform(config.platform), resolved_run.source_checkpoint
-    prediction = predict_layout(config, spec, world_size, layout, calibration=calibration)
-    gib_by_gpu = {} if config.platform == "cpu" else GPU_MEMORY_GIB
+    is_on_cpu, source = config.platform == "cpu", resolved_run.source_checkpoint
+    prediction = predict_layout(config, spec, world_size, layout, local_gpu())
+    gib_by_gpu = {} if is_on_cpu else {gpu.label: gpu.memory_gib for gpu in known_gpus().values()}
     key_ranks = {"key_ranks": layout.key_ranks} if layout.key_ranks > 1 else {}
     return {
         "family": spec.family,
@@ -66,16 +60,15 @@ def _run_facts(resolved_run: ResolvedRun, world_size: int) -> dict[str, Any]:
         "step": source.step if source else 0,
         "micro_batches": prediction.micro_batches,
         "pass": _pass_text(resolved_run),
-        "memory_gib": [stage.stage_memory.as_json() for stage in prediction.stage_plans],
+        "memory_gib": [stage.as_json() for stage in prediction.stages],
         "peak_gib": round(prediction.peak_gib, 1),
         "host_gib": round(prediction.host_gib, 1),
         "offload_fraction": config.optimizer.offload_fraction,
         "least_offload_fraction": {
             name: least_offload_fraction(config, spec, layout, dp, gib) for name, gib in gib_by_gpu.items()
         },
-        "fits": [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + RESERVE_GIB <= gib],
-        "speed": prediction.as_json() if rates_apply(config) else None,
-        "rates": calibration.source,
+        "fits": [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + reserve_gib(gib) <= gib],
+        "speed": None if is_on_cpu else prediction.as_json(),
         "notes": list(resolved_run.run_notes),
     }
 
@@ -125,26 +118,26 @@ def _print_facts(resolved_run: ResolvedRun, run_facts: dict[str, Any]) -> None:
         f" {pluralize(run_facts['micro_batches'], 'micro-batch')} on each data-parallel rank"
     )
     print(run_facts["pass"])
-    table_title = "Memory per GPU of each pipeline stage in GiB (estimate)"
-    wide_console().print(memory_table(run_facts["memory_gib"], table_title))
+    wide_console().print(memory_table(run_facts["memory_gib"], "Memory of a GPU in GiB (estimate)"))
     _print_fits(run_facts, is_on_cpu=config.platform == "cpu")
     if speed := run_facts["speed"]:
-        print(
-            f"estimated speed on {speed['gpu']} with image rows: {speed['step_s']:.2f} s a step,"
-            f" {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU ({run_facts['rates']})"
-        )
+        note = "" if speed["measured"] else " (not measured)"
+        speed_text = f"{speed['step_s']:.2f} s a step, {speed['tokens_per_second']:,} tokens/s"
+        print(f"estimated on {speed['gpu']}{note} with image rows: {speed_text} at {speed['mfu']:.0%} MFU")
     for note in run_facts["notes"]:
         print(note)
 
 
 def _print_fits(run_facts: dict[str, Any], is_on_cpu: bool) -> None:
     """Prints the memory of the fullest rank, and on which kinds of GPU it fits."""
-    fullest_text = f"{run_facts['peak_gib']} GiB, with a row full of pictures"
+    fullest_text = f"{run_facts['peak_gib']} GiB, with a row full of images"
     if is_on_cpu:
         print(f"fullest rank: {fullest_text}; the estimate is made for GPUs")
         return
-    print(f"fullest GPU: {fullest_text}; {RESERVE_GIB:.0f} GiB more should stay free")
-    print(f"fits: {', '.join(run_facts['fits']) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}")
+    print(f"fullest GPU: {fullest_text}; a ninth of a GPU, at most 8 GiB, should stay free")
+    print(
+        f"fits: {', '.join(run_facts['fits']) or 'none of ' + ', '.join(run_facts['least_offload_fraction'])}"
+    )
     if run_facts["host_gib"]:
         print(f"host memory: {run_facts['host_gib']} GiB for each rank of the fullest stage")
     for name, least_fraction in run_facts["least_offload_fraction"].items():

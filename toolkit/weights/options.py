@@ -22,10 +22,6 @@ class LayoutOptions(CommandOptions):
 
     run_fields: ClassVar[bool] = True
 
-    gpus: int | None = option(None, metavar="N", minimum=1)
-    """GPUs of the run of --config. The split of its layers is planned for them if it has no parallel.layers;
-    without --config, the split is even."""
-
     @property
     def layout_arguments(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
@@ -36,22 +32,15 @@ class LayoutOptions(CommandOptions):
         config = parse_config(self.fields)
         arguments = {name: getattr(config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
         if not isinstance(config.parallel.layers, list):
-            is_planned = config.parallel.pp > 1 and ("--config" in self.fields or self.gpus)
+            is_planned = config.parallel.pp > 1 and "--config" in self.fields
             arguments["layers"] = self._planned_layers(config) if is_planned else None
         return arguments
 
     def _planned_layers(self, run_config: TrainConfig) -> list[int]:
         """The planned split, which a run without ``parallel.layers`` gets."""
         run_name = self.fields[self.fields.index("--config") + 1] if "--config" in self.fields else "the run"
-        manual_hint = "or give the split with --parallel.layers"
-        if self.gpus is None:
-            raise UsageError(
-                f"{run_name} has no parallel.layers, so the split is planned, and the plan depends on the"
-                f" number of GPUs: give it with --gpus, {manual_hint}"
-            )
 
-        from megatron_vl.planning.gpus import calibration_for_platform
-        from megatron_vl.planning.run_layout import run_layout
+        from megatron_vl.estimate.split import planned_layout
         from megatron_vl.spec.families import read_spec
 
         hf_path = getattr(self, "hf", None) or run_config.model.hf
@@ -60,13 +49,9 @@ class LayoutOptions(CommandOptions):
         except OSError as error:
             raise UsageError(
                 f"{run_name} has no parallel.layers, and the split cannot be planned without the model's"
-                f" sizes ({error}): correct model.hf, {manual_hint}"
+                f" sizes ({error}): correct model.hf, or give the split with --parallel.layers"
             ) from error
-        return list(
-            run_layout(
-                run_config, spec, self.gpus, calibration=calibration_for_platform(run_config.platform)
-            ).layers_per_chunk
-        )
+        return list(planned_layout(run_config, spec).layers_per_chunk)
 
 
 @dataclass(kw_only=True)

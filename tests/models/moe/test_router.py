@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_vl.config import ParallelConfig, TrainConfig
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.weights.weight_reader import WeightReader

@@ -1,4 +1,4 @@
-"""What a separate process runs for :mod:`tests.planning.test_lora`."""
+"""What a separate process runs for :mod:`tests.estimate.test_lora`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.parity.case import draw_samples, pack_step
 
 
 def built_parameters(hf: dict[str, str], runs: list[list[Any]]) -> list[list[list[int]]]:
-    """[parameters, trained ones, trained tensors] of each stage, for each run [family, ranks, options]."""
+    """[parameters, trained ones] of each stage, for each run [family, ranks, options]."""
     counts = []
     for family, ranks, options in runs:
         stages = dry_build(parse_config(options.split()), read_spec(hf[family]), ranks)
@@ -54,4 +54,4 @@ def kept_by_tower(hf: str, weights: str, targets: list[list[str]]) -> list[float
 def _count(built_tensors: list[Any]) -> list[int]:
     sizes = [math.prod(tensor.tensor_shape) for tensor in built_tensors]
     trained = [size for size, tensor in zip(sizes, built_tensors, strict=True) if tensor.is_trained]
-    return [sum(sizes), sum(trained), len(trained)]
+    return [sum(sizes), sum(trained)]

@@ -1,6 +1,6 @@
 """What linear attention keeps for its backward pass, in bytes for each token, counted with autograd's hooks.
 
-    TRITON_INTERPRET=1 python -m tests.planning.saved_by_linear_attention KEY_HEADS VALUE_HEADS WIDTH TOKENS
+    TRITON_INTERPRET=1 python -m tests.estimate.saved_by_linear_attention KEY_HEADS VALUE_HEADS WIDTH TOKENS
 
 Convolution, rule and norm are the Triton kernels, in Triton's interpreter and in float32. Several ranks share
 one sequence, of which each has TOKENS tokens, and the one in the middle counts.

@@ -16,17 +16,19 @@ import transformers
 from packaging.version import Version
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixels import read_pixel_norm
-from megatron_vl.planning.flops import (
-    _counted_weights,
-    language_forward_flops,
+from megatron_vl.estimate.flops import (
+    _counted_products,
     recompute_flops,
+    repeated_flops,
     row_flops,
-    vision_forward_flops,
+    row_sizes,
+    tower_forward_flops,
 )
+from megatron_vl.estimate.layer_kinds import layer_kinds
 from megatron_vl.spec.adapters import fused_adapters, saved_modules, stored_lora
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call
@@ -63,6 +65,24 @@ def lengths(samples: list[TokenizedSample], spec: ModelSpec) -> tuple[list[int],
     row = pack_row(samples, spec, sum(documents))
     vision = [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
     return documents, *(vision if row.num_images else ([], []))
+
+
+def forward_flops(spec: ModelSpec, documents: list[int], head_tokens: int) -> float:
+    """Forward FLOPs of the language model."""
+    full = RecomputeConfig(language="full")
+    layers = recompute_flops(spec, ModelConfig(), full, documents, [], []).language
+    return layers + 2.0 * spec.language.hidden_size * spec.language.vocab_size * head_tokens
+
+
+def attention_flops(spec: ModelSpec, documents: list[int], *, linear: bool = False) -> list[float]:
+    """Forward FLOPs of softmax attention (or of the delta rule) in each layer, 0 in those without it."""
+    again = RecomputeConfig(language="selective", language_modules=["core_attn"])
+    sizes, lora = row_sizes(documents, [], [], 0), LoraConfig()
+    layers = repeated_flops(spec, ModelConfig(), lora, again, sizes).layers
+    return [
+        layer.dense * (kind.has_linear_attention == linear)
+        for kind, layer in zip(layer_kinds(spec, lora), layers, strict=True)
+    ]
 
 
 def learnt(sample: TokenizedSample) -> torch.Tensor:
@@ -104,9 +124,9 @@ def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, 
     for wanted in (learnt(sample), torch.arange(len(sample))):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             load(hf)(**hf_inputs([sample], spec, norm), use_cache=False, logits_to_keep=wanted)
-        language = language_forward_flops(spec.language, documents, len(wanted))
-        ours = language.total + language.attention - language.delta_rule
-        ours += vision_forward_flops(spec.vision, full, window).total
+        ours = forward_flops(spec, documents, len(wanted)) + sum(attention_flops(spec, documents))
+        ours -= sum(attention_flops(spec, documents, linear=True))
+        ours += sum(tower_forward_flops(spec.vision, row_sizes([], full, window, 0)))
         assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -134,9 +154,8 @@ def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family:
         ).logits.sum().backward()
     model.requires_grad_(True).zero_grad()
     where = lengths([sample], spec)
-    language = language_forward_flops(spec.language, where[0], 0)
     ours = row_flops(spec, freeze, *where, len(learnt(sample))).total
-    ours += 3 * language.attention - 3 * language.delta_rule
+    ours += 3 * sum(attention_flops(spec, where[0])) - 3 * sum(attention_flops(spec, where[0], linear=True))
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -187,9 +206,10 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     where = lengths([sample], spec)
     ours = row_flops(spec, ModelConfig(), *where, len(learnt(sample)), lora).total
     # transformers computes the other half of the squares, and no delta rule.
-    weights = _counted_weights(spec, ModelConfig(), lora)
-    forward = language_forward_flops(spec.language, where[0], 0)
-    ours += weights.attention_share * forward.attention - weights.delta_rule_share * forward.delta_rule
+    softmax, delta_rule = (attention_flops(spec, where[0], linear=linear) for linear in (False, True))
+    layers = _counted_products(spec, ModelConfig(), lora).layers
+    for layer, squares, rule in zip(layers, softmax, delta_rule, strict=True):
+        ours += layer.attention_count * (squares - rule)
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -216,7 +236,7 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
         counts.append(counter.get_total_flops())
     where = lengths([sample], spec)
     ours = recompute_flops(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where)
-    attention = language_forward_flops(spec.language, where[0], 0).attention
+    attention = sum(attention_flops(spec, where[0]))
     squares = attention if part == "language" else 0.0
     assert counts[1] - counts[0] == ours.total + squares
     # The benchmark counts what this model does with its logits of every token.
@@ -247,10 +267,10 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
     where, loss_tokens = lengths(samples, spec), sum(len(learnt(sample)) for sample in samples)
-    v, squares = spec.vision, language_forward_flops(spec.language, where[0], 0).attention
+    v, squares = spec.vision, sum(attention_flops(spec, where[0]))
     assert loss_tokens < LOSS_INDEX_MULTIPLE < sum(where[0])
-    filled_up = (
-        3 * language_forward_flops(spec.language, where[0], LOSS_INDEX_MULTIPLE - loss_tokens).output_layer
+    filled_up = 3 * (
+        forward_flops(spec, where[0], LOSS_INDEX_MULTIPLE - loss_tokens) - forward_flops(spec, where[0], 0)
     )
     padding = (
         2.0
@@ -272,8 +292,8 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
 @pytest.mark.parametrize("family", HYBRID)
 def test_the_delta_rule_is_that_of_the_recurrence(tiny_checkpoint, family: str) -> None:
     """Torch's count for one token as matrix products: S^T k, k d^T and S^T q of each value head."""
-    m = read_spec(tiny_checkpoint(family)).language
-    a = m.linear_attention
+    spec = read_spec(tiny_checkpoint(family))
+    m, a = spec.language, spec.language.linear_attention
     assert a is not None
     state, k, v = (torch.ones(a.value_heads, *shape) for shape in ((24, 12), (24, 1), (12, 1)))
     with FlopCounterMode(display=False) as counter:
@@ -282,10 +302,12 @@ def test_the_delta_rule_is_that_of_the_recurrence(tiny_checkpoint, family: str) 
         _ = state.mT @ k
     tokens, layers = 7, sum(m.has_linear_attention(layer) for layer in range(m.num_layers))
     assert layers == 3
-    assert language_forward_flops(m, [3, 4], 0).delta_rule == layers * tokens * counter.get_total_flops()
+    counted = layers * tokens * counter.get_total_flops()
+    assert sum(attention_flops(spec, [3, 4], linear=True)) == counted
 
 
 def test_documents_do_not_attend_to_each_other(tiny_checkpoint) -> None:
-    m = read_spec(tiny_checkpoint("qwen2_5_vl")).language
-    apart, joined = language_forward_flops(m, [100, 100], 0).total, language_forward_flops(m, [200], 0).total
+    spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
+    m = spec.language
+    apart, joined = forward_flops(spec, [100, 100], 0), forward_flops(spec, [200], 0)
     assert joined - apart == m.num_layers * 2 * m.num_heads * m.head_dim * (200**2 - 2 * 100**2)

@@ -1,4 +1,4 @@
-"""The kinds of layers that planning tells apart. Layers of one kind have equal tensors, times and memory."""
+"""The kinds of decoder layers. Layers of one kind have equal tensors, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ class MatrixAdapter:
 
     matrix_name: str
     """Canonical name of the matrix within its layer, such as ``mlp.linear_fc1``."""
-    rows: int
     columns: int
     """Those of the released matrix, without padding."""
     rank_sum: int
-
-    used_elements: int
-    """Elements of B that are not always zero: each released matrix uses the columns of its own rank."""
+    factor_elements: tuple[int, int]
+    """Elements of A and of B that multiply a token, in all of its experts. In B, each released matrix uses
+    the columns of its own rank; the others are always zero."""
     is_row_parallel: bool
     is_expert: bool
-
-    @property
-    def factor_elements(self) -> tuple[int, int]:
-        """Elements of A and of B that multiply a token."""
-        return self.rank_sum * self.columns, self.used_elements
 
 
 class LayerKind(NamedTuple):
@@ -47,26 +41,35 @@ class LayerKind(NamedTuple):
 @functools.cache
 def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
     """The kind of each decoder layer."""
-    language_spec = spec.language
-    kinds = []
-    for layer_index in range(language_spec.num_layers):
-        adapters = module_adapters(spec, lora, f"language_model.decoder.layers.{layer_index}")
-        has_linear_attention = language_spec.has_linear_attention(layer_index)
-        kinds.append(LayerKind(language_spec.has_experts(layer_index), has_linear_attention, adapters))
+    language, kinds = spec.language, []
+    for layer in range(language.num_layers):
+        adapters = module_adapters(spec, lora, f"language_model.decoder.layers.{layer}")
+        kinds.append(LayerKind(language.has_experts(layer), language.has_linear_attention(layer), adapters))
     return tuple(kinds)
 
 
-def block_adapters(spec: ModelSpec, lora: LoraConfig, layer_index: int) -> tuple[MatrixAdapter, ...]:
-    """The adapters of a layer of the vision tower."""
-    return module_adapters(spec, lora, f"vision_model.decoder.layers.{layer_index}")
+class BlockKind(NamedTuple):
+    """What tells the layers of the vision tower of one kind from others."""
+
+    has_full_attention: bool
+    adapters: tuple[MatrixAdapter, ...]
 
 
-def merger_adapters(spec: ModelSpec, lora: LoraConfig) -> list[tuple[MatrixAdapter, ...]]:
+@functools.cache
+def block_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[BlockKind, ...]:
+    """The kind of each layer of the vision tower."""
+    kinds = []
+    for layer in range(spec.vision.num_layers):
+        adapters = module_adapters(spec, lora, f"vision_model.decoder.layers.{layer}")
+        kinds.append(BlockKind(spec.vision.is_full_attention(layer), adapters))
+    return tuple(kinds)
+
+
+@functools.cache
+def merger_adapters(spec: ModelSpec, lora: LoraConfig) -> tuple[tuple[MatrixAdapter, ...], ...]:
     """The adapters of the merger and of each merger of DeepStack."""
-    adapters = [module_adapters(spec, lora, "vision_model.merger")]
-    for level in range(len(spec.vision.deepstack_layers)):
-        adapters.append(module_adapters(spec, lora, f"vision_model.deepstack_mergers.{level}"))
-    return adapters
+    names = ["merger", *(f"deepstack_mergers.{level}" for level in range(len(spec.vision.deepstack_layers)))]
+    return tuple(module_adapters(spec, lora, f"vision_model.{name}") for name in names)
 
 
 def module_adapters(spec: ModelSpec, lora: LoraConfig, module_name: str) -> tuple[MatrixAdapter, ...]:
@@ -88,21 +91,12 @@ def _adapters_by_module(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[Ma
 
 def _describe_adapter(spec: ModelSpec, adapter: FusedAdapter, matrix_name: str) -> MatrixAdapter:
     base = adapter.base
-    used_elements = 0
-    for part_index, row_count in row_runs(spec, base):
-        used_elements += row_count * adapter.ranks[part_index]
-    rows, columns = base.shape[-2], initial_bound(spec, base)[1]
+    used_elements = sum(row_count * adapter.ranks[part] for part, row_count in row_runs(spec, base))
     if base.name.startswith("vision_model.decoder.") and matrix_name == "mlp.linear_fc1":
         # Like the columns of the second matrix, these rows are counted without padding.
-        vision = spec.vision
-        rows = rows * vision.ffn_hidden_size // vision.padded_ffn_hidden_size
-        used_elements = used_elements * vision.ffn_hidden_size // vision.padded_ffn_hidden_size
-    return MatrixAdapter(
-        matrix_name,
-        rows,
-        columns,
-        sum(adapter.ranks),
-        used_elements,
-        base.parallel_style == "row",
-        base.num_experts > 0,
-    )
+        used_elements = used_elements * spec.vision.ffn_hidden_size // spec.vision.padded_ffn_hidden_size
+    columns, rank_sum, is_expert = initial_bound(spec, base)[1], sum(adapter.ranks), base.num_experts > 0
+    experts = spec.language.moe.top_k if is_expert and spec.language.moe is not None else 1
+    elements = experts * rank_sum * columns, experts * used_elements
+    is_row_parallel = base.parallel_style == "row"
+    return MatrixAdapter(matrix_name, columns, rank_sum, elements, is_row_parallel, is_expert)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import DataConfig, TrainConfig
-from megatron_vl.planning.layer_kinds import LayerKind
-from megatron_vl.planning.memory import _ActivationEstimator
+from megatron_vl.estimate.layer_kinds import LayerKind
+from megatron_vl.estimate.memory import _ActivationEstimator
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
@@ -37,11 +37,11 @@ def test_linear_attention_keeps_what_is_estimated(
     sizes = _ActivationEstimator(
         freeze_unadapted_parts(config_of_run, spec), spec, make_layout(spec, cp=cp), 0
     )
-    estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True), set())
+    estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True))
 
     width = spec.language.linear_attention.key_dim
     words = tuple(map(str, (key_heads, value_heads, width, 128)))
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_module("tests.planning.saved_by_linear_attention", words, cp, environment=environment)
+    done = run_module("tests.estimate.saved_by_linear_attention", words, cp, environment=environment)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(estimated, rel=0.02)

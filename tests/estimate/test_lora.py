@@ -11,22 +11,19 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
-from megatron_vl.planning.calibration import find_calibration
-from megatron_vl.planning.layout_search import SearchRequest, search_fastest_fit
-from megatron_vl.planning.memory import (
-    GIB,
-    GPU_MEMORY_GIB,
-    RESERVE_GIB,
+from megatron_vl.estimate.gpus import find_gpu
+from megatron_vl.estimate.memory import (
     StageMemory,
     _ActivationEstimator,
     count_parameters,
-    parameter_bytes,
+    replica_bytes,
     stage_memories,
     stage_parameters,
 )
-from megatron_vl.planning.offload_fraction import least_offload_fraction
-from megatron_vl.planning.row_statistics import make_assumed_rows
-from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.estimate.memory_check import least_offload_fraction
+from megatron_vl.estimate.search import SearchRequest, search_layouts
+from megatron_vl.estimate.split import run_layout
+from megatron_vl.plurals import count_text
 from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
@@ -69,7 +66,7 @@ def memory_of(name: str, options: str) -> StageMemory:
 
 @pytest.mark.ranks
 def test_parameters_are_those_of_the_modules(tiny_checkpoint) -> None:
-    """In every layout, of each stage: all parameters, the trained ones, and the number of trained tensors."""
+    """In every layout, of each stage: all parameters and the trained ones."""
     hf = {family: str(tiny_checkpoint(family)) for family, _, _ in RUNS}
     built = call(
         built_parameters,
@@ -79,11 +76,9 @@ def test_parameters_are_those_of_the_modules(tiny_checkpoint) -> None:
     for (family, ranks, options), stages in zip(RUNS, built, strict=True):
         config, spec = config_of(f"{BASE} {options}"), read_spec(hf[family])
         layout = run_layout(config, spec, ranks)
-        for stage, counts in enumerate(stages):
-            planned = stage_parameters(config, spec, layout, stage, ranks // layout.replica_ranks)
-            assert [planned.parameter_count, planned.trained_count, planned.trained_tensors] == counts, (
-                options
-            )
+        planned = stage_parameters(config, spec, layout, ranks // layout.replica_ranks)
+        counts = [[stage.parameter_count, stage.trained_count] for stage in planned]
+        assert counts == stages, options
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:
@@ -98,12 +93,12 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     assert full.weights == 2 * (everything - trained) and full.gradients == 2 * full.weights
 
 
-def test_parameter_bytes_are_those_of_the_stages() -> None:
+def test_replica_bytes_are_those_of_the_stages() -> None:
     spec, config = spec_of(A35), config_of("--lora.rank 8 --lora.targets [experts] --parallel.ep 4")
     layout = make_layout(spec, 1, 1, 1, None, 4, 1)
     memory = stage_memories(config, spec, layout, 4)[0]
     whole = memory.weights + memory.gradients + memory.optimizer
-    assert parameter_bytes(config, spec, layout, 4) == pytest.approx(whole)
+    assert replica_bytes(config, spec, layout, 4) == pytest.approx(whole)
 
 
 def test_tower_without_adapters_keeps_nothing() -> None:
@@ -190,7 +185,7 @@ def test_adapters_of_some_layers_count_in_their_stages() -> None:
     prediction = predict_run(
         dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=[14, 14])), spec, 2
     )
-    times = [sum(chunk.forward for chunk in stage.times_by_chunk) for stage in prediction.stage_plans]
+    times = prediction.stage_seconds
     assert times[0] > times[1]
 
 
@@ -201,15 +196,7 @@ def test_frozen_matrices_take_less_time() -> None:
         for options in ("", "--lora.rank 16", "--lora.rank 16 --lora.targets [language,vision,merger]")
     )
     assert language.step_seconds < everything.step_seconds < 0.85 * full.step_seconds
-    assert 0.9 * full.mfu < language.mfu < full.mfu
-    # Adapters of experts are narrow and many.
-    experts, dense = (
-        predict_run(
-            config_of(f"--global_batch_size 8 --lora.rank 16 --lora.targets [{targets}]"), spec_of(A35), 1
-        )
-        for targets in ("language,experts", "language")
-    )
-    assert experts.step_seconds > dense.step_seconds
+    assert language.mfu == pytest.approx(full.mfu, rel=0.1)
 
 
 def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
@@ -217,10 +204,15 @@ def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
     full, adapters = (config_of(f"--lora.rank {rank} --global_batch_size 8") for rank in (0, 16))
     assert least_offload_fraction(full, spec, make_layout(spec), 1, 139.8) != 0.0
     assert least_offload_fraction(adapters, spec, make_layout(spec), 1, 79.1) == 0.0
-    calibration = dataclasses.replace(find_calibration(), memory_gib=79.1)
-    request = SearchRequest(adapters, spec, 1, calibration, make_assumed_rows(spec, 4096))
-    found = search_fastest_fit(request)
-    assert found is not None and found.config.recompute.language == "none" and found.peak_gib * GIB > 0
+    found = search_layouts(SearchRequest(adapters, spec, 1, find_gpu("H100")))[0]
+    assert found.config.recompute.language == "none" and found.peak_gib > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(1_711_104, "1.71 M"), (8_292_166_656, "8.29 B"), (999_950, "1 M"), (37, "37")]
+)
+def test_a_number_of_parameters_is_readable(count: int, text: str) -> None:
+    assert count_text(count) == text
 
 
 TABLE_LINE = re.compile(
@@ -235,9 +227,9 @@ def test_page_states_what_is_estimated_today(line: str) -> None:
     example = read_example(ROOT / "examples" / f"{name}.yaml")
     path = str(ROOT / "examples" / f"{name}.yaml")
     config = parse_config(["--config", path, "--lora.rank", "16", *(options or "").split()])
-    prediction = predict_run(config, example.spec, int(gpus))
-    limit = GPU_MEMORY_GIB["H100 (80 GB)" if gigabytes == "80" else "H200 (141 GB)"] - RESERVE_GIB
-    assert int(gib) == round(prediction.peak_gib) and prediction.peak_gib <= limit
+    gpu = find_gpu("H100" if gigabytes == "80" else "H200")
+    prediction = predict_run(config, example.spec, int(gpus), gpu)
+    assert int(gib) == round(prediction.peak_gib) and prediction.fits_memory
     assert prediction.tokens_per_second == pytest.approx(int(speed.replace(",", "")), rel=0.01)
 
 

@@ -1,0 +1,439 @@
+"""FLOPs of a packed row: those of the model, for MFU, and those of recomputation, which HFU adds.
+
+The count includes every matrix product of both towers over real tokens and patches; the output layer over the
+loss tokens, which is all that training needs; and attention over true document, frame and window lengths,
+with only the causal half where the mask is causal. It does not include embedding look-ups, norms, RoPE,
+softmax, activations, convolutions, padding or what attention kernels recompute internally.
+
+The backward pass of a matrix product costs one forward for the gradient of its weight, if the weight is
+trained, and one for the gradient of its input, if something before it is trained. With LoRA, that is an
+adapter. The backward pass of attention, which has no weights, costs two, and so does that of the delta rule.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_vl.estimate.layer_kinds import (
+    LayerKind,
+    MatrixAdapter,
+    block_kinds,
+    layer_kinds,
+    merger_adapters,
+)
+from megatron_vl.spec.adapters import saved_modules, trained_parts, trains_own_matrices
+from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
+
+EXPERTS = "mlp.experts."
+"""How the names of the matrices of routed experts begin, within a layer."""
+
+
+class RowSizes(NamedTuple):
+    """What decides the FLOPs of a row. For the mean of several rows, each number is a mean."""
+
+    tokens: float
+    token_pairs: float
+    """Sum of the documents' squared lengths."""
+    loss_tokens: float
+    """Tokens for which the output layer is computed."""
+    patches: float = 0.0
+    frame_pairs: float = 0.0
+    """Sum of the squared numbers of patches of images and frames of videos."""
+    window_pairs: float = 0.0
+
+
+def row_sizes(
+    document_lengths: list[int], frame_lengths: list[int], window_lengths: list[int], loss_tokens: int
+) -> RowSizes:
+    """The sizes of a row with documents of these lengths in tokens, and frames and windows in patches."""
+    token_pairs, frame_pairs, window_pairs = (
+        sum(length * length for length in lengths)
+        for lengths in (document_lengths, frame_lengths, window_lengths)
+    )
+    return RowSizes(
+        sum(document_lengths), token_pairs, loss_tokens, sum(frame_lengths), frame_pairs, window_pairs
+    )
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of the two halves of the model."""
+
+    language: float
+    vision: float
+
+    def __add__(self, other: ModelFlops) -> ModelFlops:
+        return ModelFlops(self.language + other.language, self.vision + other.vision)
+
+    @property
+    def total(self) -> float:
+        return self.language + self.vision
+
+
+class LayerFlops(NamedTuple):
+    """FLOPs of a decoder layer on a row."""
+
+    dense: float
+    """All but the experts, the router included."""
+    experts: float
+
+
+@dataclass(frozen=True)
+class RowFlops:
+    """FLOPs of a row by the parts of the model that reach different shares of a GPU's peak."""
+
+    layers: tuple[LayerFlops, ...]
+    """Those of each decoder layer."""
+    output: float
+    tower: float
+    """The vision tower with its mergers."""
+
+    def __add__(self, other: RowFlops) -> RowFlops:
+        pairs = zip(self.layers, other.layers, strict=True)
+        layers = tuple(LayerFlops(a.dense + b.dense, a.experts + b.experts) for a, b in pairs)
+        return RowFlops(layers, self.output + other.output, self.tower + other.tower)
+
+    @property
+    def by_half(self) -> ModelFlops:
+        return ModelFlops(sum(map(sum, self.layers)) + self.output, self.tower)
+
+
+def row_flops(
+    spec: ModelSpec,
+    model_config: ModelConfig,
+    document_lengths: list[int],
+    frame_lengths: list[int],
+    window_lengths: list[int],
+    head_tokens: int,
+    lora: LoraConfig | None = None,
+) -> ModelFlops:
+    """FLOPs of the forward and backward pass of one row.
+
+    Args:
+        document_lengths: real document lengths in tokens (without the padded tail).
+        frame_lengths, window_lengths: lengths in patches; empty for a text-only row.
+        head_tokens: tokens for which the output layer is computed. Model FLOPs count the loss tokens only;
+            many programs compute and count all tokens.
+        lora: the run's adapters, if it has any. ``model_config`` does not matter then.
+    """
+    sizes = row_sizes(document_lengths, frame_lengths, window_lengths, head_tokens)
+    return needed_flops(spec, model_config, lora or LoraConfig(), sizes).by_half
+
+
+def recompute_flops(
+    spec: ModelSpec,
+    model_config: ModelConfig,
+    recompute_config: RecomputeConfig,
+    document_lengths: list[int],
+    frame_lengths: list[int],
+    window_lengths: list[int],
+    is_decoupled: bool = False,
+    lora: LoraConfig | None = None,
+) -> ModelFlops:
+    """FLOPs that recomputation adds to :func:`row_flops`, as :func:`repeated_flops` counts them."""
+    sizes = row_sizes(document_lengths, frame_lengths, window_lengths, 0)
+    return repeated_flops(
+        spec, model_config, lora or LoraConfig(), recompute_config, sizes, is_decoupled
+    ).by_half
+
+
+# --- Both passes --------------------------------------------------------------------------------------------
+
+
+def needed_flops(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, sizes: RowSizes) -> RowFlops:
+    """FLOPs of the forward and backward pass of a row, by part."""
+    counts = _counted_products(spec, model_config, lora)
+    by_kind = {kind: _layer_flops(spec.language, kind, sizes) for kind in set(counts.layers)}
+    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
+    trains_output |= trains_own_matrices(model_config, lora, "language")
+    output_weights = spec.language.hidden_size * spec.language.vocab_size
+    attention_pairs = counts.full_layers * sizes.frame_pairs + counts.window_layers * sizes.window_pairs
+    return RowFlops(
+        layers=tuple(by_kind[kind] for kind in counts.layers),
+        output=2.0 * (2 + trains_output) * output_weights * sizes.loss_tokens,
+        tower=2.0 * counts.per_patch * sizes.patches
+        + 4.0 * spec.vision.hidden_size * attention_pairs
+        + 2.0 * counts.per_merged_unit * (sizes.patches / spec.vision.merge_unit),
+    )
+
+
+def _layer_flops(language_spec: LanguageSpec, products: _LayerProducts, sizes: RowSizes) -> LayerFlops:
+    if products.is_linear:
+        # A head reads the value of its key, writes the correction, and reads the value of its query.
+        linear = language_spec.linear_attention
+        assert linear is not None
+        attention = 6.0 * linear.value_heads * linear.value_dim * linear.key_dim * sizes.tokens
+    else:
+        # QK^T and PV, the causal half of each.
+        attention = 2.0 * language_spec.num_heads * language_spec.head_dim * sizes.token_pairs
+    return LayerFlops(
+        2.0 * products.dense * sizes.tokens + products.attention_count * attention,
+        2.0 * products.experts * sizes.tokens,
+    )
+
+
+class _LayerProducts(NamedTuple):
+    """What multiplies the sizes of a row in a decoder layer."""
+
+    dense: float
+    """Weights that multiply a token, times the products that they are in."""
+    experts: float
+    attention_count: int
+    """How often attention or the delta rule is computed; its backward pass counts twice."""
+    is_linear: bool
+
+
+class _CountedProducts(NamedTuple):
+    """What multiplies the sizes of a row. Products of both passes are counted."""
+
+    layers: tuple[_LayerProducts, ...]
+    per_patch: float
+    full_layers: int
+    """Layers of the tower with attention over frames, times 3 with a backward pass."""
+    window_layers: int
+    per_merged_unit: float
+
+
+@functools.cache
+def _counted_products(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig) -> _CountedProducts:
+    per_patch, layers_by_attention, reached_blocks = _tower_products(spec, model_config, lora)
+    per_unit, is_reached = _merger_products(spec, model_config, lora, reached_blocks)
+    # Embeddings are part of the language model, so without LoRA something before its layers is trained.
+    is_reached = is_reached or not lora.rank or EMBEDDING_TENSOR in saved_modules(spec, lora)
+    is_trained = trains_own_matrices(model_config, lora, "language")
+
+    layers = []
+    for layer_index, kind in enumerate(layer_kinds(spec, lora)):
+        weights = layer_weights(spec.language, kind)
+        prefix = f"language_model.decoder.layers.{layer_index}."
+        trained = _trained_before(spec, lora, prefix, weights)
+        counts, reaches_output, is_reached = _count_products(
+            weights, kind.adapters, is_reached, is_trained, trained
+        )
+        experts = sum(count for name, count in counts.items() if name.startswith(EXPERTS))
+        dense = sum(counts.values()) - experts
+        layers.append(_LayerProducts(dense, experts, 1 + 2 * reaches_output, kind.has_linear_attention))
+    full_layers, window_layers = layers_by_attention[True], layers_by_attention[False]
+    return _CountedProducts(tuple(layers), per_patch, full_layers, window_layers, per_unit)
+
+
+def _tower_products(
+    spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig
+) -> tuple[float, dict[bool, int], list[bool]]:
+    """:func:`_count_products` for the tower.
+
+    Returns:
+        The sum; the attention of its layers in products of the forward pass, by whether it is full attention;
+        and whether an adapter lies before the end of each layer.
+    """
+    vision_spec = spec.vision
+    saved = saved_modules(spec, lora)
+    is_trained = trains_own_matrices(model_config, lora, "vision")
+    trains_patch_embed = is_trained or "vision_model.patch_embed.proj.weight" in saved
+    product_count = float(vision_spec.patch_dim * vision_spec.hidden_size) * (1 + trains_patch_embed)
+    is_reached = trains_patch_embed or "vision_model.position_table.weight" in saved
+    layers_by_attention = {True: 0, False: 0}
+    reached_blocks = []
+    weights = block_weights(vision_spec)
+    for layer_index, kind in enumerate(block_kinds(spec, lora)):
+        trained = _trained_before(spec, lora, f"vision_model.decoder.layers.{layer_index}.", weights)
+        counts, reaches_output, is_reached = _count_products(
+            weights, kind.adapters, is_reached, is_trained, trained
+        )
+        product_count += sum(counts.values())
+        layers_by_attention[kind.has_full_attention] += 1 + 2 * reaches_output
+        reached_blocks.append(is_reached)
+    return product_count, layers_by_attention, reached_blocks
+
+
+def _merger_products(
+    spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, reached_blocks: list[bool]
+) -> tuple[float, bool]:
+    """:func:`_count_products` for all mergers: the sum, and whether an adapter lies before the end of any."""
+    vision_spec = spec.vision
+    weights = merger_weights(vision_spec)
+    trains_all = trains_own_matrices(model_config, lora, "merger")
+    source_blocks = [vision_spec.num_layers - 1, *vision_spec.deepstack_layers]
+    product_count = 0.0
+    is_any_reached = False
+    for number, adapters in enumerate(merger_adapters(spec, lora)):
+        name = f"deepstack_mergers.{number - 1}" if number else "merger"
+        trained = _trained_before(spec, lora, f"vision_model.{name}.", weights)
+        # If something before a matrix is trained whole, so is all of the merger.
+        counts, _, is_reached = _count_products(
+            weights,
+            adapters,
+            is_reached=trains_all or reached_blocks[source_blocks[number]],
+            is_trained=trains_all or bool(trained),
+            trained_before=trained,
+        )
+        product_count += sum(counts.values())
+        is_any_reached = is_any_reached or is_reached
+    return product_count, is_any_reached
+
+
+def _count_products(
+    weights: dict[str, int],
+    adapters: tuple[MatrixAdapter, ...],
+    is_reached: bool,
+    is_trained: bool,
+    trained_before: set[str],
+) -> tuple[dict[str, float], bool, bool]:
+    """Weights of matrices and their adapters, times the products that each of them is in.
+
+    Args:
+        weights: those of each matrix, in the order of the forward pass.
+        is_reached: whether something that is trained lies before these matrices and their norms.
+        is_trained: whether the matrices themselves are trained.
+        trained_before: result of :func:`_trained_before`.
+
+    Returns:
+        The count of each matrix, whether an adapter lies before the second matrix (and so before the
+        attention in front of it), and whether one lies before the end.
+    """
+    counts, is_second_reached = {}, is_reached
+    adapter_by_matrix = {adapter.matrix_name: adapter for adapter in adapters}
+    for number, (matrix_name, weight_count) in enumerate(weights.items()):
+        is_reached = is_reached or matrix_name in trained_before
+        if number == 1:
+            is_second_reached = is_reached
+        counts[matrix_name] = float(weight_count * (1 + is_trained + is_reached))
+        if (adapter := adapter_by_matrix.get(matrix_name)) is not None:
+            elements_a, elements_b = adapter.factor_elements
+            counts[matrix_name] += elements_a * (2 + is_reached) + 3 * elements_b
+            is_reached = True
+    return counts, is_second_reached, is_reached
+
+
+def _trained_before(spec: ModelSpec, lora: LoraConfig, prefix: str, weights: dict[str, int]) -> set[str]:
+    """The matrices of a layer or merger that have before them, within it, a tensor that is trained whole.
+
+    Args:
+        prefix: the beginning of the canonical names of the layer's tensors.
+        weights: by matrix.
+    """
+    trained_before: set[str] = set()
+    saved = saved_modules(spec, lora)
+    is_reached = False
+    for tensor_name in tensor_table(spec) if saved else ():
+        if not tensor_name.startswith(prefix):
+            continue
+        is_reached = is_reached or tensor_name in saved
+        matrix_name = tensor_name.removeprefix(prefix).removesuffix(".weight")
+        if is_reached and matrix_name in weights:
+            trained_before.add(matrix_name)
+    return trained_before
+
+
+# --- Forward passes -----------------------------------------------------------------------------------------
+
+
+def repeated_flops(
+    spec: ModelSpec,
+    model_config: ModelConfig,
+    lora: LoraConfig,
+    recompute_config: RecomputeConfig,
+    sizes: RowSizes,
+    is_decoupled: bool = False,
+) -> RowFlops:
+    """FLOPs of the forward passes that run again in the backward pass of a row, by part.
+
+    The output layer, which runs again for long rows of answers, is not counted.
+
+    Args:
+        is_decoupled: whether the tower first ran without keeping activations (``vision.placement:
+            decoupled``).
+    """
+    modules = {"all"} if recompute_config.language == "full" else recompute_config.selected_modules
+    kinds = layer_kinds(spec, lora)
+    by_kind = {kind: _repeated_layer(spec.language, kind, modules, sizes) for kind in set(kinds)}
+    tower = 0.0
+    if "vision" in trained_parts(spec, lora, model_config):
+        blocks, rest = tower_forward_flops(spec.vision, sizes)
+        tower = blocks * (recompute_config.vision == "full") + (blocks + rest) * is_decoupled
+    return RowFlops(tuple(by_kind[kind] for kind in kinds), 0.0, tower)
+
+
+def _repeated_layer(
+    language_spec: LanguageSpec, kind: LayerKind, modules: set[str], sizes: RowSizes
+) -> LayerFlops:
+    repeated = {"dense": 0.0, "experts": 0.0}
+    adapter_weights = {adapter.matrix_name: sum(adapter.factor_elements) for adapter in kind.adapters}
+    for name, weight_count in layer_weights(language_spec, kind).items():
+        if "all" in modules or ("mlp" in modules and name.startswith("mlp.")):
+            part = "experts" if name.startswith(EXPERTS) else "dense"
+            repeated[part] += weight_count + adapter_weights.get(name, 0)
+    attention_count = int(bool(modules & {"all", "core_attn"}))
+    products = _LayerProducts(
+        **repeated, attention_count=attention_count, is_linear=kind.has_linear_attention
+    )
+    return _layer_flops(language_spec, products, sizes)
+
+
+def tower_forward_flops(vision_spec: VisionSpec, sizes: RowSizes) -> tuple[float, float]:
+    """Forward FLOPs of the vision tower on a row: (its layers, patch embedding and mergers)."""
+    full_layers = sum(vision_spec.is_full_attention(layer) for layer in range(vision_spec.num_layers))
+    window_layers = vision_spec.num_layers - full_layers
+    attention_pairs = full_layers * sizes.frame_pairs + window_layers * sizes.window_pairs
+    linear_weights = vision_spec.num_layers * sum(block_weights(vision_spec).values())
+    merged_units = (1 + len(vision_spec.deepstack_layers)) * sizes.patches / vision_spec.merge_unit
+    return (
+        2.0 * linear_weights * sizes.patches + 4.0 * vision_spec.hidden_size * attention_pairs,
+        2.0 * vision_spec.patch_dim * vision_spec.hidden_size * sizes.patches
+        + 2.0 * merged_units * sum(merger_weights(vision_spec).values()),
+    )
+
+
+def layer_weights(language_spec: LanguageSpec, kind: LayerKind) -> dict[str, int]:
+    """Weights of a decoder layer that multiply one token, by matrix in the order of the forward pass."""
+    hidden_size, moe_spec = language_spec.hidden_size, language_spec.moe
+    linear_attention = language_spec.linear_attention
+    if linear_attention is not None and kind.has_linear_attention:
+        value_width = linear_attention.value_heads * linear_attention.value_dim
+        input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
+        weights = {
+            "self_attention.in_proj": hidden_size * input_width,
+            "self_attention.out_proj": hidden_size * value_width,
+        }
+    else:
+        query_width = language_spec.num_heads * language_spec.head_dim
+        query_gate_width = query_width * (2 if language_spec.output_gate else 1)
+        key_value_width = 2 * language_spec.num_kv_heads * language_spec.head_dim
+        weights = {
+            "self_attention.linear_qkv": hidden_size * (query_gate_width + key_value_width),
+            "self_attention.linear_proj": hidden_size * query_width,
+        }
+
+    if moe_spec is None or not kind.has_experts:
+        ffn_weights = hidden_size * language_spec.ffn_hidden_size
+        return weights | {"mlp.linear_fc1": 2 * ffn_weights, "mlp.linear_fc2": ffn_weights}
+    expert_weights = hidden_size * moe_spec.top_k * moe_spec.ffn_hidden_size
+    shared_weights = hidden_size * moe_spec.shared_ffn_hidden_size
+    return weights | {
+        "mlp.router": hidden_size * (moe_spec.num_experts + (shared_weights > 0)),
+        "mlp.experts.linear_fc1": 2 * expert_weights,
+        "mlp.shared_experts.linear_fc1": 2 * shared_weights,
+        "mlp.experts.linear_fc2": expert_weights,
+        "mlp.shared_experts.linear_fc2": shared_weights,
+    }
+
+
+def block_weights(vision_spec: VisionSpec) -> dict[str, int]:
+    """Weights of a layer of the tower, by matrix in the order of the forward pass."""
+    hidden_size, ffn_width = vision_spec.hidden_size, vision_spec.ffn_hidden_size
+    return {
+        "self_attention.linear_qkv": 3 * hidden_size**2,
+        "self_attention.linear_proj": hidden_size**2,
+        "mlp.linear_fc1": (2 if vision_spec.gated_mlp else 1) * hidden_size * ffn_width,
+        "mlp.linear_fc2": hidden_size * ffn_width,
+    }
+
+
+def merger_weights(vision_spec: VisionSpec) -> dict[str, int]:
+    """Weights of a merger that multiply a merged unit of patches, by matrix."""
+    merger_width = vision_spec.merge_unit * vision_spec.hidden_size
+    return {"linear_fc1": merger_width**2, "linear_fc2": merger_width * vision_spec.out_hidden_size}

@@ -1,0 +1,212 @@
+"""Searches the layouts of a run for the fastest ones that fit.
+
+All sizes of TP, PP, VPP, EP and ETP that the model and the number of GPUs allow, and both placements of the
+tower, are taken in the order of their step without recomputation and offload. Both only make a step longer,
+so each is tried with the cheapest of them that fits, and the search ends at sizes whose step is longer even
+without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.estimate.gpus import Gpu, reserve_gib
+from megatron_vl.estimate.memory import GIB, offloaded_fraction, replica_bytes
+from megatron_vl.estimate.split import planned_layout
+from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, StepTime, step_time, with_memory
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import LayoutError
+
+LARGEST_TP, LARGEST_PP, LARGEST_VPP, LARGEST_EP = GPUS_PER_NODE, 64, 4, 64
+NARROWEST_EXPERT_WIDTH = 768
+"""Experts are not cut into narrower matrices, because that costs more time than it saves memory."""
+RECOMPUTE_LADDER: tuple[dict[str, Any], ...] = (
+    {"language": "none", "vision": "none"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "activation"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "full"},
+    {"language": "full", "vision": "activation"},
+    {"language": "full", "vision": "full"},
+    {"language": "full", "vision": "full", "offload_inputs": True},
+)
+"""Recompute settings, the cheapest first. Where ``offload_inputs`` is left out, it is false."""
+OFFLOAD_SHARES = 0.0, 0.5, 1.0
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """The run whose layout is searched, and the GPUs."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    world_size: int
+    gpu: Gpu
+    host_gib: float = math.inf
+    """GiB of host memory for each GPU."""
+    result_count: int = 8
+    """Number of layouts to return."""
+
+    def fits(self, prediction: RunPrediction) -> bool:
+        """Whether a run fits both the GPUs and the host memory."""
+        return prediction.fits_memory and prediction.host_gib <= self.host_gib
+
+
+def search_layouts(request: SearchRequest) -> list[RunPrediction]:
+    """The fastest layouts that fit, fastest first; none if none fits.
+
+    Raises:
+        RunConfigError: no combination of sizes is possible at all, for instance because
+            ``global_batch_size`` has no divisor in common with the number of GPUs.
+    """
+    found: list[RunPrediction] = []
+    for group in sorted(_size_groups(request), key=_sort_key):
+        slowest = found[-1] if len(found) == request.result_count else None
+        if slowest is not None and _sort_key(group) > _sort_key(slowest):
+            break
+        if (prediction := _cheapest_fit(request, group, slowest)) is not None:
+            found = sorted([*found, prediction], key=_sort_key)[: request.result_count]
+    return found
+
+
+def smallest_layout(request: SearchRequest) -> RunPrediction:
+    """The layout that needs least memory. It raises the error of :func:`search_layouts`."""
+    groups = _size_groups(request)
+    smallest = (_with_config(group, [*_variants(request, group.config)][-1]) for group in groups)
+    return min(map(with_memory, smallest), key=lambda prediction: prediction.peak_gib)
+
+
+def _sort_key(time: StepTime) -> tuple:
+    """The order of layouts: the fastest first, and of equally fast ones the simplest."""
+    layout = time.layout
+    return round(time.step_seconds, 4), layout.pp * layout.vpp, layout.tp, layout.ep, layout.etp
+
+
+def _size_groups(request: SearchRequest) -> list[StepTime]:
+    """The step of all possible sizes and placements, without recomputation and with the least offload."""
+    groups = []
+    for parallel_config in _parallel_configs(request):
+        sized_config = dataclasses.replace(request.config, parallel=parallel_config)
+        config = next(_variants(request, sized_config))
+        try:
+            data_parallel_size = validate_config(config, request.world_size)
+            # On one rank, there is nothing to share; FP8 needs the tower on the first stage.
+            shares_tower = parallel_config.replica_ranks > 1 and not config.fp8.vision
+            for placement in ("first_stage", "decoupled") if shares_tower else ("first_stage",):
+                vision = dataclasses.replace(config.vision, placement=placement)
+                placed_config = dataclasses.replace(config, vision=vision)
+                layout = planned_layout(placed_config, request.spec)
+                groups.append(step_time(placed_config, request.spec, layout, data_parallel_size, request.gpu))
+        except (RunConfigError, LayoutError):
+            continue
+    if not groups:
+        raise RunConfigError(
+            f"no layout of {request.world_size} GPUs is possible with global_batch_size"
+            f" {request.config.global_batch_size}: the data-parallel size must divide it"
+        )
+    return groups
+
+
+def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConfig]:
+    """The run with each recompute and offload, the one that needs least memory last."""
+    own_share = offloaded_fraction(request.config)
+    shares = sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
+    for recompute_fields in RECOMPUTE_LADDER:
+        fields = {"offload_inputs": False} | recompute_fields
+        recompute = dataclasses.replace(config.recompute, **fields)
+        for share in shares:
+            optimizer = dataclasses.replace(config.optimizer, offload_fraction=share)
+            yield dataclasses.replace(config, recompute=recompute, optimizer=optimizer)
+
+
+def _cheapest_fit(request: SearchRequest, group: StepTime, slowest: StepTime | None) -> RunPrediction | None:
+    """The fastest run with these sizes that fits and is no slower than ``slowest``."""
+    configs = [config for config in _variants(request, group.config) if _could_fit(request, config, group)]
+    if not configs or not with_memory(_with_config(group, configs[-1]), stage_count=1).fits_memory:
+        return None
+    times = [_with_config(group, config) for config in configs]
+    # The sort is stable: of equally fast ones, that with less recomputation comes first.
+    for time in sorted(
+        times, key=lambda time: (round(time.step_seconds, 4), offloaded_fraction(time.config))
+    ):
+        if slowest is not None and time.step_seconds > slowest.step_seconds:
+            break
+        # The first stage, which is quickly estimated, is often the fullest.
+        if request.fits(with_memory(time, stage_count=1)) and request.fits(whole := with_memory(time)):
+            return whole
+    return None
+
+
+def _could_fit(request: SearchRequest, config: TrainConfig, group: StepTime) -> bool:
+    """Whether an even share of the parameters and their state leaves some memory."""
+    layout = group.layout
+    state_bytes = replica_bytes(config, request.spec, layout, group.data_parallel_size) / layout.pp
+    return state_bytes / GIB + reserve_gib(request.gpu.memory_gib) < request.gpu.memory_gib
+
+
+def _with_config(group: StepTime, config: TrainConfig) -> StepTime:
+    """The step of a run with the sizes of another one."""
+    layout = planned_layout(config, group.spec)
+    return step_time(config, group.spec, layout, group.data_parallel_size, group.gpu)
+
+
+def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
+    """The ``parallel`` sections to try. Some of them are impossible for other fields of the run."""
+    parallel_config, language_spec = request.config.parallel, request.spec.language
+    for tp, pp, ep in _size_combinations(request):
+        moe = language_spec.moe
+        has_wide_experts = moe is not None and moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tp
+        expert_tensor_sizes = [1, tp] if has_wide_experts and tp > 1 else [1]
+        largest_vpp = min(LARGEST_VPP, language_spec.num_layers // pp) if pp > 1 else 1
+        for vpp, etp in itertools.product(_powers_of_two(largest_vpp), expert_tensor_sizes):
+            sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "layers": None}
+            overlaps = parallel_config.tp_comm_overlap and tp > 1
+            yield dataclasses.replace(
+                parallel_config, **sizes, sequence_parallel=tp > 1, tp_comm_overlap=overlaps
+            )
+
+
+def _size_combinations(request: SearchRequest) -> Iterator[tuple[int, int, int]]:
+    """The tensor-, pipeline- and expert-parallel sizes to try."""
+    language_spec, world_size = request.spec.language, request.world_size
+    largest_pp = min(LARGEST_PP, language_spec.num_layers, world_size)
+    expert_sizes = _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1]
+    for tp, pp, ep in itertools.product(
+        _powers_of_two(min(LARGEST_TP, world_size)), range(1, largest_pp + 1), expert_sizes
+    ):
+        if world_size % (tp * pp) == 0:
+            yield tp, pp, ep
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    """The powers of two up to ``largest``."""
+    return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
+
+
+def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
+    """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
+
+    def sizes_text(*names: str) -> str:
+        sizes = {name: getattr(layout, name, data_parallel_size) for name in names}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+
+    dense_text = sizes_text("tp", "cp", "pp", "vpp", "dp") or "one GPU"
+    if layout.key_ranks > 1:
+        dense_text += f", {layout.key_ranks} ranks gather keys"
+    further_parts = [sizes_text("ep", "etp")]
+    recompute, language_mode = config.recompute, config.recompute.language
+    if language_mode == "selective" and recompute.language_modules == ["activation"]:
+        language_mode = "activation"  # type: ignore[assignment]
+    if (language_mode, recompute.vision) != ("none", "none"):
+        inputs_text = " with inputs in host memory" if recompute.offload_inputs else ""
+        further_parts.append(f"recompute {language_mode}/{recompute.vision}{inputs_text}")
+    if offload_share := offloaded_fraction(config):
+        further_parts.append(f"offload {offload_share:g}")
+    if layout.decoupled:
+        further_parts.append("tower on every rank")
+    return ", ".join([dense_text, *[word for word in further_parts if word]])

@@ -1,0 +1,277 @@
+"""Predicts the time of a step in closed form, and with it MFU and tokens per second.
+
+A stage takes, for a row, the FLOPs of its parts (what is computed twice included) over what each part reaches
+on the GPU, and the messages of tensor, context and expert parallelism, which nothing hides. A step takes the
+slowest stage's rows, times 1 + the bubble of the schedule, and the offloaded state that no pass hides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_vl.config import TrainConfig, validate_config
+from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops
+from megatron_vl.estimate.gpus import Gpu, find_gpu, reserve_gib
+from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
+from megatron_vl.estimate.memory import (
+    GIB,
+    StageMemory,
+    bytes_per_element,
+    offloaded_fraction,
+    optimizer_state_bytes,
+    stage_memories,
+    stage_parameters,
+)
+from megatron_vl.estimate.rows import assumed_rows, executed_flops
+from megatron_vl.spec.adapters import freeze_unadapted_parts
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, key_value_copies
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step of a run under a layout."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    layout: Layout
+    data_parallel_size: int
+    gpu: Gpu
+    rows: RowSizes
+    flops: RowFlops
+    """Those of a row that are executed."""
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Rows of a replica in a step."""
+        return self.config.global_batch_size // self.data_parallel_size
+
+    @cached_property
+    def step_seconds(self) -> float:
+        slowest_seconds = max(self.stage_seconds)
+        pipeline_seconds = self.micro_batches * slowest_seconds * (1 + self.bubble)
+        return pipeline_seconds + self.decoupled_seconds + self.offload_seconds
+
+    @cached_property
+    def bubble(self) -> float:
+        """Time in which the slowest stage waits, as a share of its passes: one row of each other stage."""
+        slowest_seconds = max(self.stage_seconds)
+        fill_seconds = (sum(self.stage_seconds) - slowest_seconds) / self.layout.vpp
+        return fill_seconds / (self.micro_batches * slowest_seconds)
+
+    @cached_property
+    def stage_seconds(self) -> list[float]:
+        """Seconds of both passes of a row on each stage."""
+        layout = self.layout
+        layer_seconds, output_seconds, tower_seconds = self._part_seconds
+        seconds_before = [0.0, *itertools.accumulate(layer_seconds)]
+        stages = []
+        for stage in range(layout.pp):
+            chunks = [layout.chunk_layers(stage, chunk) for chunk in range(layout.vpp)]
+            stages.append(sum(seconds_before[chunk.stop] - seconds_before[chunk.start] for chunk in chunks))
+        stages[0] += 0.0 if layout.decoupled else tower_seconds
+        stages[-1] += output_seconds
+        return stages
+
+    @cached_property
+    def decoupled_seconds(self) -> float:
+        """Seconds in which all ranks run the tower, before and after the pipeline."""
+        if not self.layout.decoupled:
+            return 0.0
+        return self.micro_batches * self._part_seconds[2] / self.layout.replica_ranks
+
+    @cached_property
+    def _part_seconds(self) -> tuple[list[float], float, float]:
+        """Seconds of both passes of a row: of each decoder layer, of the output layer, of the tower."""
+        layout, flops, efficiencies = self.layout, self.flops, self.gpu.efficiencies
+        peak_flops = 1e12 * self.gpu.peak_tflops
+        # All ranks of a stage share a row, but with a tower on every rank each encodes its own images.
+        stage_flops = peak_flops * layout.tp * layout.cp
+        tower_flops = peak_flops if layout.decoupled else stage_flops
+        layer_seconds, seconds_by_kind = [], {}
+        for kind, layer in zip(layer_kinds(self.spec, self.config.lora), flops.layers, strict=True):
+            if kind not in seconds_by_kind:
+                seconds_by_kind[kind] = self._message_seconds(kind)
+            compute = layer.dense / efficiencies.decoder + layer.experts / efficiencies.experts
+            layer_seconds.append(compute / stage_flops + seconds_by_kind[kind])
+        output_seconds = flops.output / efficiencies.output / stage_flops
+        tower_seconds = flops.tower / efficiencies.tower / tower_flops + self._tower_message_seconds()
+        return layer_seconds, output_seconds, tower_seconds
+
+    # --- Messages -------------------------------------------------------------------------------------------
+
+    def _bandwidth(self, rank_count: int, rank_stride: int = 1) -> float:
+        """Bytes that leave a GPU in a second in a collective of ``rank_count`` ranks ``rank_stride`` apart.
+
+        Between nodes, the ranks of one node share the adapters of the GPUs that lie between them.
+        """
+        if rank_count * rank_stride <= GPUS_PER_NODE:
+            return 1e9 * self.gpu.link_gb_s
+        return 1e9 * min(self.gpu.link_gb_s, self.gpu.network_gb_s * max(1, GPUS_PER_NODE // rank_stride))
+
+    def _exchange_seconds(self, byte_count: float, rank_count: int, rank_stride: int = 1) -> float:
+        """Seconds of a collective in which all ranks but one receive their share of some bytes."""
+        return byte_count * (rank_count - 1) / rank_count / self._bandwidth(rank_count, rank_stride)
+
+    def _message_seconds(self, kind: LayerKind) -> float:
+        """Seconds of the messages of a decoder layer in all its passes of a row."""
+        layout, language_spec = self.layout, self.spec.language
+        token_bytes = bytes_per_element(self.config) * self.config.data.seq_len / layout.cp
+        row_bytes = token_bytes * language_spec.hidden_size
+        # Two all-gathers and two reduce-scatters, or two all-reduces.
+        seconds = 4 * self._exchange_seconds(row_bytes, layout.tp)
+        if layout.cp > 1:
+            seconds += self._context_seconds(kind, token_bytes)
+        if kind.has_experts and language_spec.moe is not None:
+            rank_bytes = row_bytes / (layout.tp if self.config.parallel.sequence_parallel else 1)
+            copies = mean_ranks_per_token(language_spec.moe.num_experts, language_spec.moe.top_k, layout.ep)
+            seconds += 2 * self._exchange_seconds(copies * rank_bytes, layout.ep, layout.etp)
+            seconds += 2 * self._exchange_seconds(layout.etp * rank_bytes, layout.etp)
+        return seconds * (3 if self.config.recompute.language == "full" else 2)
+
+    def _context_seconds(self, kind: LayerKind, token_bytes: float) -> float:
+        """Seconds in which ranks that share a row exchange heads and gather keys, or states, in one pass."""
+        layout, language_spec, linear = self.layout, self.spec.language, self.spec.language.linear_attention
+        if kind.has_linear_attention and linear is not None:
+            state_bytes = 4 * linear.state_exchange_size * layout.cp / layout.tp
+            return self._exchange_seconds(state_bytes, layout.cp, layout.tp)
+        local_heads = max(1, language_spec.num_kv_heads // layout.tp)
+        key_width = local_heads * key_value_copies(local_heads, layout.head_ranks) * language_spec.head_dim
+        query_width = language_spec.num_heads * language_spec.head_dim / layout.tp
+        head_bytes = token_bytes * (2 * query_width + 2 * key_width)
+        gathered_bytes = 2 * token_bytes * key_width * layout.key_ranks
+        return self._exchange_seconds(head_bytes, layout.head_ranks, layout.tp) + self._exchange_seconds(
+            gathered_bytes, layout.key_ranks, layout.tp * layout.head_ranks
+        )
+
+    def _tower_message_seconds(self) -> float:
+        """Seconds of the all-reduces of a tower that ranks share, in all its passes of a row."""
+        if self.layout.decoupled:
+            return 0.0
+        patch_bytes = bytes_per_element(self.config) * self.rows.patches * self.spec.vision.hidden_size
+        is_frozen = freeze_unadapted_parts(self.config, self.spec).model.freeze_vision
+        passes = 1 if is_frozen else 2 + (self.config.recompute.vision == "full")
+        layer_seconds = 4 * self._exchange_seconds(patch_bytes / self.layout.cp, self.layout.tp)
+        return passes * self.spec.vision.num_layers * layer_seconds
+
+    @cached_property
+    def offload_seconds(self) -> float:
+        """Seconds of the copies of offloaded state that no pass hides.
+
+        State is copied to the GPU and back at once. A forward pass, a third of a row, hides copies.
+        """
+        if not (offload_share := offloaded_fraction(self.config)):
+            return 0.0
+        _, state_bytes = optimizer_state_bytes(self.config)
+        longest_seconds = 0.0
+        counts_by_stage = stage_parameters(self.config, self.spec, self.layout, self.data_parallel_size)
+        for counts, row_seconds in zip(counts_by_stage, self.stage_seconds, strict=True):
+            copy_seconds = state_bytes * counts.owned_count * offload_share / (1e9 * self.gpu.host_gb_s)
+            longest_seconds = max(longest_seconds, copy_seconds - row_seconds / 3)
+        return longest_seconds
+
+
+def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
+    """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
+    missed_probability = 1.0
+    for i in range(top_k):
+        other_experts = expert_count - expert_count // expert_parallel_size
+        missed_probability *= max(0, other_experts - i) / (expert_count - i)
+    return expert_parallel_size * (1 - missed_probability)
+
+
+@dataclass(frozen=True)
+class RunPrediction(StepTime):
+    """The time and memory that are predicted for a run."""
+
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.replica_ranks * self.data_parallel_size
+
+    @property
+    def peak_gib(self) -> float:
+        return max(stage.total_bytes for stage in self.stages) / GIB
+
+    @property
+    def host_gib(self) -> float:
+        """Host memory for each GPU, as the start of a run counts it."""
+        state_bytes = max(stage.host_bytes for stage in self.stages)
+        return (state_bytes + max(stage.host_input_bytes for stage in self.stages)) / GIB
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether the fullest stage leaves :func:`reserve_gib` free."""
+        gpu_gib = self.gpu.memory_gib
+        return self.peak_gib + reserve_gib(gpu_gib) <= gpu_gib
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens of the whole run in a second."""
+        return self.config.global_batch_size * self.rows.tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
+        needed = needed_flops(self.spec, self.config.model, self.config.lora, self.rows)
+        peak_flops = self.world_size * 1e12 * self.gpu.peak_tflops
+        return self.config.global_batch_size * needed.by_half.total / (self.step_seconds * peak_flops)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "layout": {**self.layout.as_dict(), "dp": self.data_parallel_size},
+            "step_s": round(self.step_seconds, 4),
+            "bubble": round(self.bubble, 4),
+            "mfu": round(self.mfu, 4),
+            "tokens_per_second": round(self.tokens_per_second),
+            "peak_gib": round(self.peak_gib, 1),
+            "host_gib": round(self.host_gib, 1),
+            "fits": self.fits_memory,
+            "gpu": self.gpu.name,
+            "measured": self.gpu.is_measured,
+            "stages": [stage.as_json() for stage in self.stages],
+        }
+
+
+def step_time(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    data_parallel_size: int,
+    gpu: Gpu | None = None,
+    rows: RowSizes | None = None,
+) -> StepTime:
+    """The time of a step; by default on H200, with the assumed rows."""
+    rows = rows or assumed_rows(config, spec)
+    flops = executed_flops(config, spec, rows)
+    return StepTime(config, spec, layout, data_parallel_size, gpu or find_gpu(), rows, flops)
+
+
+def predict_layout(
+    config: TrainConfig,
+    spec: ModelSpec,
+    world_size: int,
+    layout: Layout,
+    gpu: Gpu | None = None,
+    rows: RowSizes | None = None,
+) -> RunPrediction:
+    """Predicts a run under a layout; by default on H200, with the assumed rows.
+
+    Raises:
+        RunConfigError: the run is impossible.
+    """
+    data_parallel_size = validate_config(config, world_size)
+    return with_memory(step_time(config, spec, layout, data_parallel_size, gpu, rows))
+
+
+def with_memory(time: StepTime, stage_count: int | None = None) -> RunPrediction:
+    """The prediction with the memory of the first ``stage_count`` stages; None: of all."""
+    sizes = time.config, time.spec, time.layout, time.data_parallel_size
+    stages = stage_memories(*sizes, stage_count=stage_count)
+    return RunPrediction(*sizes, time.gpu, time.rows, time.flops, tuple(stages))

@@ -1,0 +1,122 @@
+"""The search finds what was measured to be best, and everything that it finds is a run that would start."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.estimate.gpus import find_gpu
+from megatron_vl.estimate.memory_check import check_host_memory
+from megatron_vl.estimate.search import SearchRequest, search_layouts, smallest_layout
+from megatron_vl.estimate.split import with_split
+from megatron_vl.estimate.step import RunPrediction
+from megatron_vl.spec.families import read_spec
+from tests.support.planned import predict_run
+from toolkit.plan.print_plan import run_options
+
+CONFIGS = Path(__file__).parents[1] / "hf_configs"
+
+
+def request_of(
+    size: str,
+    world: int,
+    batch: int,
+    *options: str,
+    seq_len: int = 8192,
+    gpu: str = "H200",
+    host_gib: float = math.inf,
+    result_count: int = 5,
+) -> SearchRequest:
+    words = ["--data.seq_len", str(seq_len), "--global_batch_size", str(batch), "--checkpoint.dir", "runs/x"]
+    spec = read_spec(CONFIGS / f"{size}-Instruct.json")
+    config = parse_config([*words, *options])
+    return SearchRequest(config, spec, world, find_gpu(gpu), host_gib, result_count)
+
+
+def find(*request: Any, **other: Any) -> list[RunPrediction]:
+    return search_layouts(request_of(*request, **other))
+
+
+def test_the_7b_on_eight_gpus_is_data_parallel() -> None:
+    """The fastest measured layout (docs/pipelines.md), and its recompute: 8 GPUs have no room for none."""
+    best = find("Qwen2.5-VL-7B", 8, 64)[0]
+    assert (best.layout.tp, best.layout.pp, best.data_parallel_size) == (1, 1, 8)
+    assert best.config.recompute.language_modules == ["activation"]
+    assert best.config.recompute.vision == "activation" and not best.config.optimizer.offload_fraction
+
+
+def test_the_fastest_layout_does_not_depend_on_how_many_are_returned() -> None:
+    one, five = (find("Qwen3-VL-30B-A3B", 8, 32, seq_len=32768, result_count=count) for count in (1, 5))
+    assert one[0] == five[0] and len(five) == 5
+
+
+def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
+    found = find("Qwen2.5-VL-7B", 4, 16, gpu="H100")
+    steps = [prediction.step_seconds for prediction in found]
+    assert found and steps == sorted(steps)
+    for prediction in found:
+        run = with_split(prediction.config, prediction.layout)
+        assert validate_config(run, 4) == prediction.data_parallel_size
+        again = predict_run(run, prediction.spec, 4, find_gpu("H100"))
+        assert again.step_seconds == pytest.approx(prediction.step_seconds)
+        assert again.peak_gib + 8 <= 79.1
+        given = parse_config(
+            ["--data.seq_len", "8192", "--checkpoint.dir", "runs/x", *run_options(prediction).split()]
+        )
+        assert given.parallel == run.parallel and given.recompute == run.recompute
+        assert given.optimizer == run.optimizer
+
+
+@pytest.mark.slow
+def test_the_72b_needs_more_than_data_parallelism() -> None:
+    best = find("Qwen2.5-VL-72B", 32, 64)[0]
+    assert best.layout.tp * best.layout.pp >= 4 and best.mfu > 0.3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 8, 64, 1024, 4096])
+def test_every_number_of_gpus_is_searched_in_time(world: int) -> None:
+    """2 s for the command on an idle machine; processor time of one that is twice as slow."""
+    began = time.process_time()
+    found = find("Qwen3-VL-235B-A22B", world, 8 * world)
+    assert time.process_time() - began < 4
+    assert all(prediction.world_size == world for prediction in found)
+    assert bool(found) == (world >= 64)
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "batch"),
+    [("Qwen2.5-VL-7B", 2, 8), pytest.param("Qwen3-VL-30B-A3B", 16, 32, marks=pytest.mark.full)],
+)
+def test_what_is_left_out_changes_nothing(size: str, world: int, batch: int) -> None:
+    """A search that returns all layouts ends at none."""
+    few, every = find(size, world, batch), find(size, world, batch, result_count=10**6)
+    assert every[: len(few)] == few
+    assert len(every) > len(few)
+
+
+def test_offload_is_found_where_the_host_has_the_memory() -> None:
+    """What is found starts: the check of a start counts host memory by itself."""
+    shares = []
+    for host_gib in (math.inf, 40.0, 0.1):
+        found = find("Qwen2.5-VL-7B", 1, 8, gpu="H200", host_gib=host_gib)
+        for prediction in found:
+            spec, config = prediction.spec, prediction.config
+            check_host_memory(config, spec, prediction.layout, prediction.data_parallel_size, 139.8, host_gib)
+        shares.append([prediction.config.optimizer.offload_fraction for prediction in found])
+    assert shares == [[0.5], [0.5], []]
+
+
+def test_the_smallest_layout_does_not_fit_where_none_does() -> None:
+    request = request_of("Qwen2.5-VL-72B", 2, 8)
+    assert search_layouts(request) == [] and smallest_layout(request).peak_gib > 131.8
+
+
+def test_search_rejects_impossible_layouts() -> None:
+    with pytest.raises(RunConfigError, match="no layout of 29 GPUs is possible with global_batch_size 3"):
+        find("Qwen2.5-VL-7B", 29, 3)
