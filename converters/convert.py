@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl import __version__, durable_files
+from megatron_vl import durable_files
 from megatron_vl.json_files import write_json
 from megatron_vl.spec.adapters import fused_adapters, trained_table
 from megatron_vl.spec.families import read_spec
@@ -31,6 +31,7 @@ from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
+    TensorWriter,
     WeightsError,
     dtype_name,
     make_safetensors_header,
@@ -68,9 +69,9 @@ class WeightsReport:
     tensors: int
     files: int
     bytes: int
-    """Size of all files, including those that an earlier attempt wrote."""
+    """Size of all files."""
     seconds: float
-    """Time for writing the files that no earlier attempt wrote."""
+    """Time for writing them."""
     layout: Layout | None = None
     cast: dict[tuple[str, str], int] = field(default_factory=dict)
     """Number of tensors whose type was changed, by (from, to)."""
@@ -81,10 +82,6 @@ class WeightsReport:
     conversion leaves them out."""
     notes: list[str] = field(default_factory=list)
     """Further information about the source for the user."""
-    kept_files: int = 0
-    """Files that an earlier, interrupted attempt had completed."""
-    kept_tensors: int = 0
-    """Tensors that the earlier attempt had written, including those in incomplete files."""
 
 
 # --- To Megatron --------------------------------------------------------------------------------------------
@@ -165,28 +162,16 @@ def _write_weights(
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
     tensor_infos = trained_table(source.spec, source.lora)
     file_plan = _plan_files(source, tensor_infos, layout)
-
-    header_by_file = file_plan.make_headers()
-    conversion_facts = _describe_conversion(
-        command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
-    )
     worker_count = worker_count or default_worker_count()
 
     with open_output(
-        output_dir,
-        input_dirs,
-        header_by_file,
-        conversion_facts,
-        force_overwrite=force_overwrite,
-        worker_count=worker_count,
+        output_dir, input_dirs, file_plan.make_headers(), force_overwrite=force_overwrite
     ) as conversion_output:
         copy_jobs = _shard_jobs(source, tensor_infos, file_plan, conversion_output)
         write_seconds = _run_copy_jobs(command_name, source, copy_jobs, conversion_output, worker_count)
-
-        # The manifest comes last: a folder without one does not count as weights.
         conversion_output.commit_files()
         file_entries = _file_entries(file_plan, conversion_output)
-        write_manifest(output_dir, source.spec, layout, file_entries, weights_origin, source.lora)
+        write_manifest(conversion_output.path, source.spec, layout, file_entries, weights_origin, source.lora)
 
     return _make_report(output_dir, conversion_output, write_seconds, layout)
 
@@ -207,8 +192,6 @@ def _make_report(
         sum(writer.file_size_bytes for writer in file_writers),
         seconds,
         layout,
-        kept_files=conversion_output.count_kept_files(),
-        kept_tensors=len(conversion_output.kept_tensors),
     )
 
 
@@ -230,12 +213,9 @@ def _shard_jobs(
     file_plan: _FilePlan,
     conversion_output: ConversionOutput,
 ) -> dict[str, list[CopyJob]]:
-    """Tensor -> the jobs that write its shards, except for those that are kept."""
+    """Tensor -> the jobs that write its shards."""
     jobs_by_tensor: dict[str, list[CopyJob]] = {}
     for name, file in file_plan.model_order():
-        if (file, name) in conversion_output.kept_tensors:
-            continue
-
         # The pipeline rank selects tensors; the other ranks select the shard of a tensor.
         shard_ranks = {}
         for kind, rank in file_plan.ranks_by_file[file].items():
@@ -249,25 +229,6 @@ def _shard_jobs(
         copy_job = CopyJob(conversion_output.writer_by_file[file], name, shard_shape, dtype, read_region)
         jobs_by_tensor.setdefault(name, []).append(copy_job)
     return jobs_by_tensor
-
-
-def _describe_conversion(
-    command_name: str,
-    source: WeightSource,
-    header_by_file: dict[str, bytes],
-    layout: dict | None,
-    weights_origin: Any,
-) -> dict[str, Any]:
-    """Describes a conversion. An interrupted conversion continues only if its description is unchanged."""
-    files = {file: hashlib.sha256(header).hexdigest() for file, header in header_by_file.items()}
-    return {
-        "command": command_name,
-        "layout": layout,
-        "source": source.fingerprint(),
-        "origin": weights_origin,
-        "files": files,
-        "version": __version__,
-    }
 
 
 def _run_copy_jobs(
@@ -423,6 +384,7 @@ def export_weights(
     merges_adapter: bool = False,
     workers: int = 0,
     force: bool = False,
+    export_facts: Mapping[str, Any] | None = None,
 ) -> WeightsReport:
     """Exports Megatron weights to a folder like the original Hugging Face folder.
 
@@ -440,6 +402,7 @@ def export_weights(
         merges_adapter: ``checkpoint`` holds adapters, or is a PEFT folder. They are added to the weights of
             ``hf`` in float32, and the sums are rounded once. Matrices without an adapter stay as they are.
         workers, force: as in :func:`convert_weights`.
+        export_facts: further entries of ``megatron_vl.json``.
 
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
@@ -460,7 +423,8 @@ def export_weights(
 
     # Everything that can be refused is refused before the first byte is written.
     _check_padding(source, hf_checkpoint, workers)
-    export_report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), workers, force)
+    training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
+    export_report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), training_facts, workers, force)
     if merges_adapter and not adapters.adapter_base.digest:
         export_report.notes.append(
             f"{checkpoint} does not record which weights its adapters were trained on; the result is right"
@@ -473,6 +437,7 @@ def _write_hf_folder(
     source: WeightReader | MergedWeights,
     hf_checkpoint: HfCheckpoint,
     output_dir: Path,
+    training_facts: dict[str, Any],
     worker_count: int,
     force_overwrite: bool,
 ) -> WeightsReport:
@@ -481,26 +446,22 @@ def _write_hf_folder(
     # With the original headers, unchanged tensors give the original files byte for byte.
     source_files = hf_checkpoint.tensor_folder.reader_by_file
     header_by_file = {file: read_safetensors_header(hf_checkpoint.path / file) for file in source_files}
-    training_facts = _known_training_facts(source, hf_checkpoint)
     with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],
         header_by_file,
-        _describe_conversion("export", source, header_by_file, None, hf_checkpoint.fingerprint()),
         force_overwrite=force_overwrite,
-        worker_count=worker_count,
         is_hf_export=True,
     ) as conversion_output:
         export_jobs = _export_jobs(source, hf_checkpoint, conversion_output)
         write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
         conversion_output.commit_files()
-        copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
-        _write_training_facts(training_facts, output_dir)
-
-        # The journal is deleted after this block, and a folder without a journal counts as finished. So
-        # everything must be on the disk now.
-        for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
-            durable_files.fsync_path(synced_path)
+        for relative_path in companion_files:
+            copied_path = conversion_output.path / relative_path
+            copied_path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
+        if training_facts:
+            write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
 
     export_report = _make_report(output_dir, conversion_output, write_seconds)
     export_report.cast = _count_casts(source, hf_checkpoint)
@@ -509,21 +470,10 @@ def _write_hf_folder(
     return export_report
 
 
-def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) -> list[Path]:
-    """Copies files, and returns their new paths."""
-    copied_paths = []
-    for relative_path in relative_paths:
-        copied_path = target_dir / relative_path
-        durable_files.make_dirs(copied_path.parent)
-        shutil.copyfile(source_dir / relative_path, copied_path)
-        copied_paths.append(copied_path)
-    return copied_paths
-
-
 def _export_jobs(
     source: WeightSource, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
 ) -> dict[str, list[CopyJob]]:
-    """Canonical or carried tensor -> the jobs that write its HF tensors, except for those that are kept.
+    """Canonical or carried tensor -> the jobs that write its HF tensors.
 
     They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
     page cache.
@@ -532,12 +482,10 @@ def _export_jobs(
     jobs_by_tensor: dict[str, list[CopyJob]] = {}
 
     def add_job(source_name: str, stored_name: str, read_region: Callable[[MatrixRegion], Tensor]) -> None:
-        file_name = tensor_folder.file_by_tensor[stored_name]
-        if (file_name, stored_name) not in conversion_output.kept_tensors:
-            shape, dtype = tensor_folder.shape(stored_name), tensor_folder.dtype(stored_name)
-            writer = conversion_output.writer_by_file[file_name]
-            copy_job = CopyJob(writer, stored_name, shape, dtype, read_region)
-            jobs_by_tensor.setdefault(source_name, []).append(copy_job)
+        shape, dtype = tensor_folder.shape(stored_name), tensor_folder.dtype(stored_name)
+        writer = conversion_output.writer_by_file[tensor_folder.file_by_tensor[stored_name]]
+        copy_job = CopyJob(writer, stored_name, shape, dtype, read_region)
+        jobs_by_tensor.setdefault(source_name, []).append(copy_job)
 
     for hf_name in hf_checkpoint.names_in_order():
         canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
@@ -574,14 +522,6 @@ def _known_training_facts(source: WeightSource, hf_checkpoint: HfCheckpoint) -> 
     elif isinstance(trained_source, PeftAdapters):
         media_limits = exported_media(trained_source.path)
     return media_entry(media_limits or exported_media(hf_checkpoint.path))
-
-
-def _write_training_facts(training_facts: dict[str, Any], output_dir: Path) -> None:
-    """Writes what training saw to ``output_dir``, or removes an earlier export's if nothing is known."""
-    if training_facts:
-        write_json(output_dir / EXPORT_FACTS_FILE, training_facts)
-    else:
-        (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
 
 
 def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:
@@ -685,6 +625,7 @@ def export_adapter(
     *,
     force: bool = False,
     may_have_other_base: bool = False,
+    export_facts: Mapping[str, Any] | None = None,
 ) -> WeightsReport:
     """Exports the adapters of a run to a folder that PEFT loads.
 
@@ -694,6 +635,7 @@ def export_adapter(
         force: whether to replace an adapter that is already in ``output_dir``.
         may_have_other_base: whether the adapters may have been trained on other weights than those in ``hf``.
             PEFT's files then name the folder of these weights as the base, not ``hf``.
+        export_facts: as in :func:`export_weights`.
 
     Raises:
         WeightsError: the adapters belong to another model than ``hf``.
@@ -708,43 +650,38 @@ def export_adapter(
         base_name = source.adapter_base.path
     output_dir = Path(output_dir)
     header_by_file = {ADAPTER_FILE: peft_header(source)}
-    training_facts = _known_training_facts(source, hf_checkpoint)
+    training_facts = {
+        **(export_facts or {}),
+        **_known_training_facts(source, hf_checkpoint),
+        **source.adapter_base.entry(),
+    }
     start_time = time.monotonic()
 
     with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],
         header_by_file,
-        _describe_conversion("export", source, header_by_file, None, str(hf)),
         force_overwrite=force,
-        worker_count=1,
         is_hf_export=True,
     ) as conversion_output:
-        _write_adapter_tensors(source, conversion_output)
+        _write_adapter_tensors(source, conversion_output.writer_by_file[ADAPTER_FILE])
         conversion_output.commit_files()
-        write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
-        _write_training_facts(training_facts | source.adapter_base.entry(), output_dir)
-        durable_files.fsync_path(output_dir)
+        write_json(conversion_output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
+        if training_facts:
+            write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
 
     return _make_report(output_dir, conversion_output, time.monotonic() - start_time)
 
 
-def _write_adapter_tensors(source: WeightSource, conversion_output: ConversionOutput) -> None:
-    """Writes the tensors of PEFT's file that an earlier attempt did not write."""
+def _write_adapter_tensors(source: WeightSource, writer: TensorWriter) -> None:
+    """Writes the tensors of PEFT's file."""
     names = adapted_matrices(source)
-    writer = conversion_output.writer_by_file[ADAPTER_FILE]
-
-    def write_tensor(key: str, tensor: Tensor) -> None:
-        if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
-            tensor_sha256 = writer.write_tensor(key, [tensor])
-            conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
-
     for adapter in fused_adapters(source.spec, source.lora).values():
         for key, tensor in peft_tensors(source, adapter, names).items():
-            write_tensor(key, tensor)
+            writer.write_tensor(key, [tensor])
     tensor_infos = trained_table(source.spec, source.lora)
     for tensor_name, (key, _) in saved_tensor_keys(source).items():
-        write_tensor(key, read_factor(source, tensor_infos[tensor_name]))
+        writer.write_tensor(key, [read_factor(source, tensor_infos[tensor_name])])
 
 
 def convert_adapter(

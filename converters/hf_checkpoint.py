@@ -25,7 +25,6 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.families.hf_folder import SINGLE_FILE, WEIGHT_INDEX_FILE
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, tensor_table
 from megatron_vl.weights.canonical_weights import CanonicalWeights
-from megatron_vl.weights.manifest import JOURNAL_FILE
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
@@ -87,10 +86,6 @@ class TensorFolder:
     def _read_index(self) -> dict[str, str] | None:
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is not a folder")
-        if (self.path / JOURNAL_FILE).is_file():
-            raise WeightsError(
-                f"{self.path} holds an unfinished export; run the same export again to continue it"
-            )
 
         index_path = self.path / WEIGHT_INDEX_FILE
         if not index_path.is_file():

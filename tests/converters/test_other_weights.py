@@ -124,7 +124,7 @@ def test_the_export_of_a_run_names_the_base_of_its_adapters(tmp_path: Path) -> N
     for hf, base in ((original, tuned), (tuned, tuned)):
         out = tmp_path / f"out {hf.name}"
         job = ExportJob(str(tmp_path / "step_00000001"), str(hf), str(out), 0, 0, {"step": 1})
-        export_step(job, out, tmp_path / "partial")
+        export_step(job)
         config = json.loads((out / ADAPTER_CONFIG_FILE).read_text())
         facts = json.loads((out / EXPORT_FACTS_FILE).read_text())
         assert config["base_model_name_or_path"] == str(base) and facts["base"]["path"] == str(tuned)
