@@ -75,7 +75,7 @@ def open_output(
         raise WeightsError(f"--out {output_dir} is the input folder")
     is_own_file = (HF_FILE_PATTERN if is_hf_export else MEGATRON_FILE_PATTERN).fullmatch
 
-    def check_replaceable() -> None:
+    def check_replaceable(output_dir: Path) -> None:
         _check_replaceable(output_dir, force_overwrite, is_hf_export)
 
     with open_partial_folder(output_dir, check_replaceable, lambda name: bool(is_own_file(name))) as new_dir:
@@ -91,9 +91,7 @@ def open_output(
 
 
 def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bool) -> None:
-    """Raises FileExistsError unless ``output_dir`` is empty, or has weights that may be replaced."""
-    if not output_dir.exists() or output_dir.is_dir() and not any(output_dir.iterdir()):
-        return
+    """Raises FileExistsError unless ``output_dir`` has weights that may be replaced."""
     if is_hf_export:
         marker_files = ("config.json", "adapter_config.json")
         is_checkpoint = any((output_dir / name).is_file() for name in marker_files)

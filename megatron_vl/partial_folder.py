@@ -25,14 +25,17 @@ OWNER_FILE, NEW_DIR, OLD_DIR = "owner", "new", "old"
 
 @contextlib.contextmanager
 def open_partial_folder(
-    output_dir: Path, check_replaceable: Callable[[], None], is_replaced: Callable[[str], bool]
+    output_dir: Path,
+    check_replaceable: Callable[[Path], None] | None = None,
+    is_replaced: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Path]:
     """A context with an empty folder that becomes ``output_dir`` at its end. An error removes it.
 
     If ``output_dir`` exists, it stays as it is until then. Its other files move to the new folder.
 
     Args:
-        check_replaceable: raises an error if ``output_dir`` must not be replaced.
+        check_replaceable: raises an error if ``output_dir``, which is not empty, must not be replaced. By
+            default, none may.
         is_replaced: whether a file or folder of this name in ``output_dir`` goes even if there is no new one.
 
     Raises:
@@ -48,7 +51,10 @@ def open_partial_folder(
     owner_file = _claim_folder(partial_dir)
     try:
         _settle_earlier_job(partial_dir, output_dir, is_replaced)
-        check_replaceable()
+        if output_dir.exists() and not (output_dir.is_dir() and not any(output_dir.iterdir())):
+            if check_replaceable is None:
+                raise FileExistsError(f"--out {output_dir} exists; remove it, or give another --out")
+            check_replaceable(output_dir)
         new_dir, is_replacing = partial_dir / NEW_DIR, output_dir.exists()
         new_dir.mkdir()
         try:
@@ -86,9 +92,10 @@ def _claim_folder(partial_dir: Path) -> TextIO:
         host, _, pid = owner_file.read().partition(" ")
         owner_text = f"process {pid} on {host}" if pid else "another process"
         try:
-            fcntl.flock(owner_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock: forked workers would keep that after a kill.
+            fcntl.lockf(owner_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_owned = False
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):
             is_owned = True
         except OSError:  # the file system has no locks
             is_owned = bool(pid) and (host != socket.gethostname() or psutil.pid_exists(int(pid)))

@@ -94,7 +94,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) 
     out = tmp_path / "out"
     program = (
         "import sys, time; from pathlib import Path; from megatron_vl.partial_folder import *\n"
-        "with open_partial_folder(Path(sys.argv[1]), lambda: None, lambda name: False) as new:\n"
+        "with open_partial_folder(Path(sys.argv[1])) as new:\n"
         "    (new / 'half').write_text('x'); print('ready', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, out], stdout=subprocess.PIPE, text=True) as owner:
