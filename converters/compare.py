@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
@@ -81,7 +82,7 @@ def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], b
     return tensors, True
 
 
-def _canonical_tensors(source: WeightReader | HfCheckpoint) -> dict[str, _StoredTensor]:
+def _canonical_tensors(source: CanonicalWeights) -> dict[str, _StoredTensor]:
     tensors: dict[str, _StoredTensor] = {}
     for name, info in tensor_table(source.spec).items():
         dtype_code = CODE_BY_DTYPE[source.dtype(name)]

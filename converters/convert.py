@@ -21,17 +21,17 @@ from torch import Tensor
 
 from megatron_vl import durable_files
 from megatron_vl.json_files import write_json
-from megatron_vl.spec.adapters import fused_adapters, trained_table
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
-    TensorWriter,
     WeightsError,
     dtype_name,
     make_safetensors_header,
@@ -43,13 +43,8 @@ from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 from .adapters import (
     MergedWeights,
     PeftAdapters,
-    WeightSource,
-    adapted_matrices,
     peft_config,
-    peft_header,
     peft_tensors,
-    read_factor,
-    saved_tensor_keys,
 )
 from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
@@ -142,7 +137,7 @@ def reshard_weights(
 
 
 def _write_weights(
-    source: WeightSource,
+    source: CanonicalWeights,
     input_dirs: list[Path],
     output_dir: str | Path,
     layout_arguments: dict | None,
@@ -208,7 +203,7 @@ def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> 
 
 
 def _shard_jobs(
-    source: WeightSource,
+    source: CanonicalWeights,
     tensor_infos: dict[str, TensorInfo],
     file_plan: _FilePlan,
     conversion_output: ConversionOutput,
@@ -233,7 +228,7 @@ def _shard_jobs(
 
 def _run_copy_jobs(
     command_name: str,
-    source: WeightSource,
+    source: CanonicalWeights,
     jobs_by_tensor: dict[str, list[CopyJob]],
     conversion_output: ConversionOutput,
     worker_count: int,
@@ -302,7 +297,7 @@ class _FilePlan:
 
 
 def _plan_files(
-    source: WeightSource, tensor_infos: dict[str, TensorInfo], layout: Layout | None
+    source: CanonicalWeights, tensor_infos: dict[str, TensorInfo], layout: Layout | None
 ) -> _FilePlan:
     """Decides which tensors go into which file: one file for each rank of ``layout``, or files of at most
     ``MAX_FILE_BYTES`` in model order."""
@@ -363,7 +358,7 @@ def _shard_files(
 
 
 def _gather_from(
-    source: WeightSource, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
+    source: CanonicalWeights, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
 ) -> Callable[[MatrixRegion], Tensor]:
     """Reads regions of a tensor that consists of these blocks of the source's tensors."""
 
@@ -471,7 +466,7 @@ def _write_hf_folder(
 
 
 def _export_jobs(
-    source: WeightSource, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
+    source: CanonicalWeights, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
 ) -> dict[str, list[CopyJob]]:
     """Canonical or carried tensor -> the jobs that write its HF tensors.
 
@@ -513,7 +508,7 @@ def _count_casts(
     return dict(cast_counts)
 
 
-def _known_training_facts(source: WeightSource, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
+def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
     """The limits of media in training: those of the weights, else of the folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
     media_limits: dict[str, float] = {}
@@ -607,7 +602,8 @@ def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
     if not converted_dir.exists():
         durable_files.make_dirs(parent_dir)
         with tempfile.TemporaryDirectory(dir=parent_dir, prefix="adapter_") as partial_dir:
-            convert_adapter(adapter, hf, Path(partial_dir) / "weights")
+            # Its weights are not those of a run that begins with model.checkpoint; the run compares its own.
+            convert_adapter(adapter, hf, Path(partial_dir) / "weights", may_have_other_base=True)
             try:
                 os.rename(Path(partial_dir) / "weights", converted_dir)
             except OSError:
@@ -649,7 +645,9 @@ def export_adapter(
     elif source.adapter_base.digest and source.adapter_base.differs_from(model_digest(hf_checkpoint)):
         base_name = source.adapter_base.path
     output_dir = Path(output_dir)
-    header_by_file = {ADAPTER_FILE: peft_header(source)}
+    stored_tensors = peft_tensors(source)
+    tensor_types = {key: (tensor.dtype, tensor.shape) for key, tensor in stored_tensors.items()}
+    header = make_safetensors_header(tensor_types, {"format": "pt"})
     training_facts = {
         **(export_facts or {}),
         **_known_training_facts(source, hf_checkpoint),
@@ -660,28 +658,18 @@ def export_adapter(
     with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],
-        header_by_file,
+        {ADAPTER_FILE: header},
         force_overwrite=force,
         is_hf_export=True,
     ) as conversion_output:
-        _write_adapter_tensors(source, conversion_output.writer_by_file[ADAPTER_FILE])
+        for key, tensor in stored_tensors.items():
+            conversion_output.writer_by_file[ADAPTER_FILE].write_tensor(key, [tensor])
         conversion_output.commit_files()
         write_json(conversion_output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
         if training_facts:
             write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
 
     return _make_report(output_dir, conversion_output, time.monotonic() - start_time)
-
-
-def _write_adapter_tensors(source: WeightSource, writer: TensorWriter) -> None:
-    """Writes the tensors of PEFT's file."""
-    names = adapted_matrices(source)
-    for adapter in fused_adapters(source.spec, source.lora).values():
-        for key, tensor in peft_tensors(source, adapter, names).items():
-            writer.write_tensor(key, [tensor])
-    tensor_infos = trained_table(source.spec, source.lora)
-    for tensor_name, (key, _) in saved_tensor_keys(source).items():
-        writer.write_tensor(key, [read_factor(source, tensor_infos[tensor_name])])
 
 
 def convert_adapter(
@@ -692,20 +680,23 @@ def convert_adapter(
     *,
     workers: int = 0,
     force: bool = False,
+    may_have_other_base: bool = False,
 ) -> WeightsReport:
     """Converts a PEFT folder to Megatron weights that hold the adapters only.
 
     Args:
         adapter: the PEFT folder.
-        hf: the Hugging Face folder of the model that it belongs to, or its config.json. Its weights are not
-            read.
+        hf: the Hugging Face folder of the model that it belongs to, or its config.json. If there are weights
+            and the adapter names those that it was trained on, the two are compared.
         layout, workers, force: as in :func:`convert_weights`.
+        may_have_other_base: whether not to compare them.
 
     Raises:
-        The errors of :func:`open_adapters` and :func:`convert_weights`.
+        The errors of :func:`check_base`, :func:`open_adapters` and :func:`convert_weights`.
     """
-    spec = read_spec(hf)
-    source = PeftAdapters(adapter, spec)
+    source = PeftAdapters(adapter, read_spec(hf))
+    if source.adapter_base.digest and not may_have_other_base and any(Path(hf).glob("*.safetensors")):
+        check_base(source, HfCheckpoint(hf))
     media_limits = exported_media(source.path) or exported_media(Path(hf))
     weights_origin = {
         "hf": Path(hf).resolve().name,

@@ -417,9 +417,6 @@ class HfCheckpoint(CanonicalWeights):
             common_dtype = torch.promote_types(common_dtype, dtype)
         return common_dtype
 
-    def verify_tensor(self, tensor_name: str) -> None:
-        """Does nothing, because HF folders have no hashes. Shapes, types and lengths were checked earlier."""
-
     def fingerprint(self) -> dict[str, str]:
         """The config, and each file's header, size and modification time, which are known without reading the
         weights."""

@@ -227,7 +227,7 @@ class WeightReader(CanonicalWeights):
             self._open_shard(shard_index, tensor_name)
 
     def fingerprint(self) -> dict[str, str]:
-        """A value that changes if any of these weights changes."""
+        """The manifest's digest, which changes if any of these weights changes."""
         return {MANIFEST_FILE: self.manifest["digest"]}
 
     def expect_scattered_reads(self, is_scattered: bool) -> None:
