@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.progress_bar import progress
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
@@ -24,7 +25,7 @@ from megatron_vl.weights.tensor_files import (
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
-from .copy_jobs import ProgressBar, default_worker_count
+from .copy_jobs import default_worker_count
 from .hf_checkpoint import HfCheckpoint, TensorFolder, short_tensor_name
 
 INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -153,12 +154,12 @@ def compare_weights(
         element_count = math.prod(tensor.shape)
         compared_bytes += element_count * _element_bytes(tensor.dtype_code)
 
-    with ProgressBar("verify", compared_bytes) as progress_bar:
+    with progress(compared_bytes, "bytes", "verify") as advance:
 
         def compare_tensor(name: str) -> TensorDifference | None:
             first_tensor = first_tensors.get(name)
             second_tensor = second_tensors.get(name)
-            how = _describe_difference(first_tensor, second_tensor, progress_bar)
+            how = _describe_difference(first_tensor, second_tensor, advance)
             return TensorDifference(name, how) if how else None
 
         tensor_differences = _find_differences(compare_tensor, tensor_names, worker_count)
@@ -185,7 +186,7 @@ def _find_differences[Item](
 
 
 def _describe_difference(
-    first: _StoredTensor | None, second: _StoredTensor | None, progress_bar: ProgressBar
+    first: _StoredTensor | None, second: _StoredTensor | None, advance: Callable[[int], None]
 ) -> str:
     """How two tensors of one name differ; empty if they are equal bit for bit."""
     if first is None or second is None:
@@ -216,7 +217,7 @@ def _describe_difference(
             distances = distances.nan_to_num(float("inf"))
             largest_distance = float(distances.max())
             largest_difference = max(largest_difference, largest_distance)
-        progress_bar.add_bytes(first_values.nbytes)
+        advance(first_values.nbytes)
 
     if not differing_elements:
         return ""
@@ -239,12 +240,12 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
             element_count = math.prod(tensor_reader.shape(name))
             total_bytes += element_count * tensor_reader.dtype(name).itemsize
 
-    with ProgressBar("verify", total_bytes) as progress_bar:
+    with progress(total_bytes, "bytes", "verify") as advance:
 
         def check_hash(stored_tensor: tuple[str, str, str]) -> TensorDifference | None:
             file_name, name, expected_digest = stored_tensor
             tensor_reader = reader_by_file[file_name]
-            if tensor_reader.sha256(name, progress_bar.add_bytes) == expected_digest:
+            if tensor_reader.sha256(name, advance) == expected_digest:
                 return None
             return TensorDifference(name, f"differs in {file_name} from the manifest")
 

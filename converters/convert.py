@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_vl import durable_files
 from megatron_vl.json_files import write_json
+from megatron_vl.progress_bar import progress
 from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import Layout, make_layout
@@ -46,7 +47,7 @@ from .adapters import (
     peft_config,
     peft_tensors,
 )
-from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
+from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
 from .output_folder import ConversionOutput, open_output
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder
@@ -246,13 +247,15 @@ def _run_copy_jobs(
             source.verify_tensor(tensor_name)
 
     total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
-    with ProgressBar(command_name, total_bytes) as progress_bar:
+    start_time = time.monotonic()
+    with progress(total_bytes, "bytes", command_name) as advance:
         run_copy_tasks(
             order_with_checks(jobs_by_tensor, check, worker_count),
             worker_count,
-            progress_bar,
+            advance,
             conversion_output.record_tensor,
         )
+    write_seconds = time.monotonic() - start_time
 
     # A source that was replaced while it was read would give a mixture of two models.
     for source_file, current_fact in source.fingerprint().items():
@@ -260,7 +263,7 @@ def _run_copy_jobs(
             raise WeightsError(
                 f"{source_file} changed while it was read. The output was removed; start again"
             )
-    return progress_bar.elapsed_seconds
+    return write_seconds
 
 
 @dataclass

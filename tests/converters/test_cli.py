@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.copy_jobs import ProgressBar
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main
 
@@ -142,30 +139,6 @@ def test_help(command: str, capsys: pytest.CaptureFixture) -> None:
 def test_bad_layers_are_explained(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
     assert run("convert", "--hf", origin, "--out", tmp_path / "out", "--layers", "1,x") == 2
     assert "'1,x' is not a list of numbers such as 6,8,8,6" in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, one line is redrawn; elsewhere, a plain line is printed every 30 seconds."""
-    now = [0.0]
-    monkeypatch.setattr("converters.copy_jobs.time.monotonic", lambda: now[0])
-    terminal = Terminal()
-    log = io.StringIO()
-    for stream in (terminal, log):
-        now[0] = 0.0
-        monkeypatch.setattr("sys.stderr", stream)
-        with ProgressBar("convert", 4_000_000_000) as progress:
-            for _ in range(40):
-                now[0] += 1.0
-                progress.add_bytes(50_000_000)
-    assert log.getvalue() == "convert: 1.50 of 4.00 GB (38 %), 0.05 GB/s, 50 s left\n"
-    drawn = re.findall(r"\r(convert: [^\033]*)\033\[K", terminal.getvalue())
-    assert len(drawn) == 40 and drawn[-1] == "convert: 2.00 of 4.00 GB (50 %), 0.05 GB/s, 40 s left"
-    assert terminal.getvalue().endswith("\r\033[K")
 
 
 def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
