@@ -31,7 +31,6 @@ from megatron_vl.parallel.start import exit_if_stop_requested
 from megatron_vl.platform import Platform
 from megatron_vl.signals import requested_stop_signal
 from megatron_vl.training import checkpoint
-from megatron_vl.training.adapters import START_ADAPTER_KEY
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.checkpoint import CheckpointSaver, load_main_weights
 from megatron_vl.training.evaluation import Evaluator
@@ -419,7 +418,6 @@ class Trainer:
         return data_order_metadata(self.config, self.grid.dp) | {
             _SKIPPED_STEPS_KEY: dict(self.skipped_steps),
             **base.entry(),
-            START_ADAPTER_KEY: self.resolved_run.start_adapter,
             _FIELDS_KEY: self._recorded_fields(),
             _SOURCES_KEY: self.metrics_log.source_meter.state_dict(),
         }

@@ -16,11 +16,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.weights import tensor_files
-from toolkit.cli import main
 
 from .helpers import assert_same_folder
 
@@ -28,21 +29,24 @@ OPERATIONS = ("pwrite", "replace", "rename", "unlink", "rmdir", "mkdir", "ftrunc
 """Calls of :mod:`os` before which a process may be killed."""
 
 
-def commands(hf: Path, folder: Path) -> dict[str, list[str]]:
-    """The four commands, without --out."""
-    full, shards = str(folder / "whole_convert"), str(folder / "whole_split")
+Work = Callable[..., Any]
+"""A conversion, which takes ``out`` and ``force``."""
+
+
+def conversions(hf: Path, folder: Path) -> dict[str, Work]:
+    full, shards = folder / "whole_convert", folder / "whole_split"
     return {
-        "convert": ["convert", "--hf", str(hf)],
-        "split": ["split", "--checkpoint", full, "--tp", "2", "--pp", "2", "--vpp", "2"],
-        "merge": ["merge", "--checkpoint", shards],
-        "export": ["export", "--checkpoint", shards, "--hf", str(hf)],
+        "convert": partial(convert_weights, hf),
+        "split": partial(reshard_weights, full, layout={"tp": 2, "pp": 2, "vpp": 2}),
+        "merge": partial(reshard_weights, shards),
+        "export": partial(export_weights, shards, hf),
     }
 
 
 def attempt(
-    words: list[str], out: Path, log: Path, kill_before: int = 0, kill_after: float | None = None
+    work: Work, out: Path, log: Path, force: bool, kill_before: int = 0, kill_after: float | None = None
 ) -> int | None:
-    """Runs a command in a child. Returns its exit code, or None if it was killed.
+    """Runs a conversion in a child. Returns its exit code, or None if it was killed.
 
     Args:
         kill_before: the child kills itself before its n-th writing operation; 0: never.
@@ -55,8 +59,12 @@ def attempt(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         count_operations(kill_before, log.with_suffix(".count"))
-        code = main([*words, "--out", str(out), "--workers", "2", "--json"])
-        sys.stdout.flush()
+        code = 0
+        try:
+            work(out, workers=2, force=force)
+        except Exception as error:
+            code = 1
+            print(error, flush=True)
         os._exit(code)
     if kill_after is not None:
         time.sleep(kill_after)
@@ -95,13 +103,13 @@ def check(
     at_random: int,
     earlier: Path | None = None,
 ) -> None:
-    """Kills one command at several moments.
+    """Kills one conversion at several moments.
 
     Args:
         earlier: weights that are in the output folder before and are replaced (``--force``), with a file of
             the user beside them.
     """
-    words = commands(hf, folder)[command] + (["--force"] if earlier else [])
+    work, force = conversions(hf, folder)[command], earlier is not None
     whole = folder / f"whole_{command}"
     log, out = folder / "log", folder / "out"
 
@@ -118,11 +126,11 @@ def check(
         if earlier:
             (folder / "notes.txt").rename(out / "notes.txt")
 
-    if not whole.exists() and attempt(commands(hf, folder)[command], whole, log):
+    if not whole.exists() and attempt(work, whole, log, False):
         raise AssertionError(log.read_text())
     put_earlier()
     begin = time.monotonic()
-    if attempt(words, out, log):
+    if attempt(work, out, log, force):
         raise AssertionError(log.read_text())
     seconds = time.monotonic() - begin
     last = int(log.with_suffix(".count").read_text())
@@ -138,7 +146,7 @@ def check(
 
     for moment in moments:
         put_earlier()
-        killed = [attempt(words, out, log, **moment)]
+        killed = [attempt(work, out, log, force, **moment)]
         state = "absent"
         if out.exists():  # only whole folders have the name; the user's file comes last
             state = "complete"
@@ -148,9 +156,9 @@ def check(
             elif not earlier:
                 check_folder(whole)
         if killed == [None] and draw.random() < 0.3:  # killed a second time
-            killed.append(attempt(words, out, log, draw.randrange(1, last)))
+            killed.append(attempt(work, out, log, force, draw.randrange(1, last)))
         if killed[-1] is None:
-            code = attempt(words, out, log)
+            code = attempt(work, out, log, force)
             # Killed between its last operation and its end: the output is there and complete.
             assert not code or "is not empty" in log.read_text() and not earlier, log.read_text()
 
