@@ -34,6 +34,7 @@ from megatron_vl.weights.tensor_files import (
     matrix_shape,
 )
 from megatron_vl.weights.trained_media import read_json_object
+from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
 from .peft_folder import (
@@ -45,6 +46,7 @@ from .peft_folder import (
     PeftFolder,
     disjoint_patterns,
     is_expert_stack,
+    is_peft_folder,
     released_matrices,
     rules_by_name,
     target_settings,
@@ -206,6 +208,16 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
             ADAPTER_CONFIG_FILE: json.dumps(self.config, sort_keys=True),
             ADAPTER_FILE: weights_file_facts(self.path / ADAPTER_FILE),
         }
+
+
+def open_adapters(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
+    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        WeightsError: it holds no adapters, or a PEFT folder does not fit the model.
+    """
+    return PeftAdapters(path, spec) if is_peft_folder(path) else read_adapters(path)
 
 
 def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,6 @@ class CheckpointComparison:
     """The result of a comparison. Names are those of the first folder."""
 
     tensors: int
-    bytes: int
     differences: list[TensorDifference]
     renamed: int = 0
     """Number of tensors that the second folder names in transformers' other style (see
@@ -91,26 +90,6 @@ def _canonical_tensors(source: CanonicalWeights) -> dict[str, _StoredTensor]:
     return tensors
 
 
-def _match_renamed_tensors(first_tensors: Iterable[str], second_tensors: Iterable[str]) -> dict[str, str]:
-    """Matches tensors of two HF folders whose names differ only in style: first name -> second name.
-
-    A tensor that one folder has under both names is left out, because the match would be ambiguous.
-    """
-    names_by_short: dict[str, tuple[list[str], list[str]]] = {}
-    for folder_index, tensor_names in enumerate((first_tensors, second_tensors)):
-        for name in tensor_names:
-            short_name = short_tensor_name(name)
-            names_in_folders = names_by_short.setdefault(short_name, ([], []))
-            names_in_folders[folder_index].append(name)
-
-    renamed_tensors: dict[str, str] = {}
-    for first_names, second_names in names_by_short.values():
-        is_unambiguous = len(first_names) == len(second_names) == 1
-        if is_unambiguous and first_names != second_names:
-            renamed_tensors[first_names[0]] = second_names[0]
-    return renamed_tensors
-
-
 def _element_bytes(dtype_code: str) -> int:
     """Bytes of an element. The first number in a code such as ``BF16`` or ``F8_E4M3`` is the number of bits;
     ``BOOL`` has none."""
@@ -142,9 +121,14 @@ def compare_weights(
             second_tensors = _canonical_tensors(hf_checkpoint)
 
     # transformers saves one model under two styles of names. Such tensors are still the same tensor.
-    other_names = _match_renamed_tensors(first_tensors, second_tensors) if first_is_hf else {}
-    for first_name, second_name in other_names.items():
-        second_tensors[first_name] = second_tensors.pop(second_name)
+    renamed_examples = []
+    if first_is_hf:
+        first_by_short = {short_tensor_name(name): name for name in first_tensors}
+        for second_name in list(second_tensors):
+            first_name = first_by_short.get(short_tensor_name(second_name), second_name)
+            if second_name not in first_tensors and first_name not in second_tensors:
+                second_tensors[first_name] = second_tensors.pop(second_name)
+                renamed_examples.append(f"{first_name} is {second_name} in the second folder")
     tensor_names = sorted(first_tensors.keys() | second_tensors.keys())
 
     # Tensors that only one folder has are reported without being read.
@@ -164,12 +148,8 @@ def compare_weights(
 
         tensor_differences = _find_differences(compare_tensor, tensor_names, worker_count)
 
-    renamed_example = ""
-    if other_names:
-        first_name = min(other_names)
-        renamed_example = f"{first_name} is {other_names[first_name]} in the second folder"
     return CheckpointComparison(
-        len(tensor_names), compared_bytes, tensor_differences, len(other_names), renamed_example
+        len(tensor_names), tensor_differences, len(renamed_examples), min(renamed_examples, default="")
     )
 
 
@@ -250,4 +230,4 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
             return TensorDifference(name, f"differs in {file_name} from the manifest")
 
         tensor_differences = _find_differences(check_hash, stored_tensors, worker_count)
-    return CheckpointComparison(len(stored_tensors), total_bytes, tensor_differences)
+    return CheckpointComparison(len(stored_tensors), tensor_differences)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl import durable_files
 from megatron_vl.json_files import write_json
 from megatron_vl.progress_bar import progress
 from megatron_vl.spec.adapters import trained_table
@@ -39,18 +35,19 @@ from megatron_vl.weights.tensor_files import (
     read_safetensors_header,
 )
 from megatron_vl.weights.trained_media import exported_media, media_entry, trained_media
-from megatron_vl.weights.weight_reader import WeightReader, read_adapters
+from megatron_vl.weights.weight_reader import WeightReader
 
 from .adapters import (
     MergedWeights,
     PeftAdapters,
+    open_adapters,
     peft_config,
     peft_tensors,
 )
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
 from .output_folder import ConversionOutput, open_output
-from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder
+from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -210,20 +207,19 @@ def _shard_jobs(
     conversion_output: ConversionOutput,
 ) -> dict[str, list[CopyJob]]:
     """Tensor -> the jobs that write its shards."""
-    jobs_by_tensor: dict[str, list[CopyJob]] = {}
-    for name, file in file_plan.model_order():
+    # In model order, with the shards of a tensor together, so that it is read only once.
+    jobs_by_tensor: dict[str, list[CopyJob]] = {name: [] for name in file_plan.stored_types}
+    for file, names in file_plan.tensors_by_file.items():
         # The pipeline rank selects tensors; the other ranks select the shard of a tensor.
-        shard_ranks = {}
-        for kind, rank in file_plan.ranks_by_file[file].items():
-            if kind != "pp":
-                shard_ranks[f"{kind}_rank"] = rank
-
-        dtype, shard_shape = file_plan.stored_types[name]
-        shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
-        source_blocks = blocks_of_shard(tensor_infos[name], shard_index, file_plan.sharding)
-        read_region = _gather_from(source, source_blocks, dtype)
-        copy_job = CopyJob(conversion_output.writer_by_file[file], name, shard_shape, dtype, read_region)
-        jobs_by_tensor.setdefault(name, []).append(copy_job)
+        file_ranks = file_plan.ranks_by_file[file].items()
+        shard_ranks = {f"{kind}_rank": rank for kind, rank in file_ranks if kind != "pp"}
+        for name in names:
+            dtype, shard_shape = file_plan.stored_types[name]
+            shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
+            source_blocks = blocks_of_shard(tensor_infos[name], shard_index, file_plan.sharding)
+            read_region = _gather_from(source, source_blocks, dtype)
+            writer = conversion_output.writer_by_file[file]
+            jobs_by_tensor[name].append(CopyJob(writer, name, shard_shape, dtype, read_region))
     return jobs_by_tensor
 
 
@@ -289,14 +285,6 @@ class _FilePlan:
             file_types = {name: self.stored_types[name] for name in names}
             header_by_file[file] = make_safetensors_header(file_types, {"format": "pt"})
         return header_by_file
-
-    def model_order(self) -> list[tuple[str, str]]:
-        """(tensor, file) in model order. A tensor's shards are adjacent, so that it is read only once."""
-        files_by_tensor: dict[str, list[str]] = {}
-        for file, names in self.tensors_by_file.items():
-            for name in names:
-                files_by_tensor.setdefault(name, []).append(file)
-        return [(name, file) for name in self.stored_types for file in files_by_tensor[name]]
 
 
 def _plan_files(
@@ -410,7 +398,8 @@ def export_weights(
     source: WeightReader | MergedWeights
     if merges_adapter:
         hf_checkpoint = HfCheckpoint(hf)
-        adapters = open_adapters(checkpoint, hf_checkpoint)
+        adapters = open_adapters(checkpoint, hf_checkpoint.spec)
+        _check_same_model(adapters, hf_checkpoint)
         check_base(adapters, hf_checkpoint)
         source = MergedWeights(hf_checkpoint, adapters)
     else:
@@ -522,7 +511,7 @@ def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint)
     return media_entry(media_limits or exported_media(hf_checkpoint.path))
 
 
-def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:
+def _check_same_model(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> None:
     """Raises :class:`WeightsError` unless both are checkpoints of one model."""
     if source.spec.family != hf_checkpoint.spec.family:
         raise WeightsError(
@@ -560,20 +549,6 @@ def _check_padding(
 # --- Adapters -----------------------------------------------------------------------------------------------
 
 
-def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightReader | PeftAdapters:
-    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
-
-    Raises:
-        FileNotFoundError: there is neither.
-        WeightsError: it holds no adapters, or they belong to another model than ``hf_checkpoint``.
-    """
-    if is_peft_folder(adapter):
-        return PeftAdapters(adapter, hf_checkpoint.spec)
-    weight_reader = read_adapters(adapter)
-    _check_same_model(weight_reader, hf_checkpoint)
-    return weight_reader
-
-
 def check_base(adapters: WeightReader | PeftAdapters, base: WeightReader | HfCheckpoint) -> None:
     """Raises :class:`WeightsError` if adapters record that they were trained on other weights than ``base``.
 
@@ -583,38 +558,6 @@ def check_base(adapters: WeightReader | PeftAdapters, base: WeightReader | HfChe
         base_difference := adapters.adapter_base.difference_text(model_digest(base), base.path)
     ):
         raise WeightsError(f"the adapters in {adapters.path} {base_difference}")
-
-
-def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
-    """The Megatron weights of adapters. A PEFT folder is converted within ``parent_dir``, once.
-
-    Several processes may call this at the same time; one of their results stays.
-
-    Raises:
-        The errors of :func:`convert_adapter`.
-    """
-    if not is_peft_folder(adapter):
-        return adapter
-    peft_digest = hashlib.sha256()
-    for file_name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE, EXPORT_FACTS_FILE):
-        if (adapter / file_name).is_file():
-            with open(adapter / file_name, "rb") as peft_file:
-                peft_digest.update(hashlib.file_digest(peft_file, "sha256").digest())
-
-    converted_dir = parent_dir / f"adapter_{peft_digest.hexdigest()[:16]}"
-    if not converted_dir.exists():
-        durable_files.make_dirs(parent_dir)
-        with tempfile.TemporaryDirectory(dir=parent_dir, prefix="adapter_") as partial_dir:
-            # Its weights are not those of a run that begins with model.checkpoint; the run compares its own.
-            convert_adapter(adapter, hf, Path(partial_dir) / "weights", may_have_other_base=True)
-            try:
-                os.rename(Path(partial_dir) / "weights", converted_dir)
-            except OSError:
-                # Another process may have been faster, and its folder is then not empty.
-                if not converted_dir.is_dir():
-                    raise
-        durable_files.fsync_path(parent_dir)
-    return converted_dir
 
 
 def export_adapter(
@@ -641,7 +584,8 @@ def export_adapter(
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
     hf_checkpoint = HfCheckpoint(hf)
-    source = open_adapters(checkpoint, hf_checkpoint)
+    source = open_adapters(checkpoint, hf_checkpoint.spec)
+    _check_same_model(source, hf_checkpoint)
     base_name = str(hf)
     if not may_have_other_base:
         check_base(source, hf_checkpoint)
@@ -683,7 +627,6 @@ def convert_adapter(
     *,
     workers: int = 0,
     force: bool = False,
-    may_have_other_base: bool = False,
 ) -> WeightsReport:
     """Converts a PEFT folder to Megatron weights that hold the adapters only.
 
@@ -692,13 +635,12 @@ def convert_adapter(
         hf: the Hugging Face folder of the model that it belongs to, or its config.json. If there are weights
             and the adapter names those that it was trained on, the two are compared.
         layout, workers, force: as in :func:`convert_weights`.
-        may_have_other_base: whether not to compare them.
 
     Raises:
-        The errors of :func:`check_base`, :func:`open_adapters` and :func:`convert_weights`.
+        The errors of :func:`check_base`, :class:`PeftAdapters` and :func:`convert_weights`.
     """
     source = PeftAdapters(adapter, read_spec(hf))
-    if source.adapter_base.digest and not may_have_other_base and any(Path(hf).glob("*.safetensors")):
+    if source.adapter_base.digest and any(Path(hf).glob("*.safetensors")):
         check_base(source, HfCheckpoint(hf))
     media_limits = exported_media(source.path) or exported_media(Path(hf))
     weights_origin = {

@@ -33,13 +33,8 @@ def with_start_adapter(
     if not adapter_dir:
         return config
 
-    from megatron_vl.weights.weight_reader import WeightReader, WeightsError, read_adapters
-
-    if source_checkpoint is None and (Path(adapter_dir) / "adapter_config.json").is_file():
-        raise RunConfigError(
-            f"lora.adapter {adapter_dir} holds PEFT's files; convert them first: `megatron-vl convert --hf"
-            f" {config.model.hf} --adapter {adapter_dir} --out DIR`"
-        )
+    from converters.adapters import open_adapters
+    from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
     if source_checkpoint is not None:
         from megatron_vl.training.checkpoint import suggest_remedy
@@ -50,7 +45,7 @@ def with_start_adapter(
             return config  # check_same_adapters refuses it
     else:
         try:
-            weight_reader = read_adapters(adapter_dir)
+            weight_reader = open_adapters(adapter_dir, spec)
         except FileNotFoundError as error:
             raise RunConfigError(
                 f"lora.adapter: {error}; give a run with LoRA or a folder of adapters, or, to continue a run,"
@@ -81,19 +76,18 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     return dataclasses.replace(config, lora=lora)
 
 
-def check_adapter_base(config: TrainConfig, base_digest: str) -> None:
+def check_adapter_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> None:
     """Raises RunConfigError if the adapters in ``lora.adapter`` were trained on other weights than the run's.
 
     Args:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
     """
-    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+    from converters.adapters import open_adapters  # it imports torch
 
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return
-    weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
-    if base_difference := weight_reader.adapter_base.difference_text(
+    if base_difference := open_adapters(adapter_dir, spec).adapter_base.difference_text(
         base_digest, config.model.checkpoint or config.model.hf
     ):
         raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {base_difference}")

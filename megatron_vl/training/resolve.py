@@ -164,7 +164,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         if start_weights is not None:  # the digest of a Hugging Face folder is known already
             base_digest = model_digests.get(hf_weights_name(config)) or model_digest(start_weights)
     if source_checkpoint is None:
-        check_adapter_base(config, base_digest)
+        check_adapter_base(config, spec, base_digest)
     else:
         check_own_checkpoint(config, spec, source_checkpoint.path, base_digest)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from typing import Any
 
 from megatron_vl import host_memory
@@ -21,7 +20,6 @@ from megatron_vl.training.resolve import MachineMemory, resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
 from toolkit.layouts import layout_sizes_text
 from toolkit.memory_table import memory_table, wide_console
-from toolkit.run_adapters import with_megatron_adapter
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
@@ -32,10 +30,7 @@ def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, a
     if local_gpus and config.platform != "cpu":
         host_gib = host_memory.available_bytes() / host_memory.GIB / ranks_per_node
         machine_memory = MachineMemory(calibration_for_platform(config.platform).memory_gib, host_gib)
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-") as temporary_dir:
-        # A start converts PEFT's files into checkpoint.dir, and is refused without one.
-        config = with_megatron_adapter(config, temporary_dir if config.checkpoint.dir else "")
-        resolved_run = resolve_run(config, nnodes * ranks_per_node, machine_memory)
+    resolved_run = resolve_run(config, nnodes * ranks_per_node, machine_memory)
     run_facts = _run_facts(resolved_run, nnodes * ranks_per_node)
     if as_json:
         print(json.dumps(run_facts, indent=2))
