@@ -31,7 +31,6 @@ from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     TensorReader,
     WeightsError,
-    dtype_name,
     read_safetensors_header,
     row_regions,
 )
@@ -358,25 +357,19 @@ class HfCheckpoint(CanonicalWeights):
         if not decay_names or text_config.get("bos_token_id") is not None:
             return ""
 
-        narrow_names = [name for name in decay_names if self.hf_dtype(name) != torch.float32]
-        if narrow_names:
-            storage_text = (
-                f"{len(narrow_names)} of {len(decay_names)} A_log are "
-                f"stored as {dtype_name(self.hf_dtype(narrow_names[0]))}"
-            )
-        else:
-            for name in decay_names:
-                stored_name = self.stored_name_by_released[name]
-                file_name = self.tensor_folder.file_by_tensor[stored_name]
-                decays = self.tensor_folder.reader_by_file[file_name].read_tensor(stored_name)
-                if not torch.equal(decays, decays.bfloat16().float()):
-                    return ""
-            storage_text = "every A_log is stored as float32 but holds only values of bfloat16"
-
+        rounded_count = 0
+        for name in decay_names:
+            stored_name = self.stored_name_by_released[name]
+            file_name = self.tensor_folder.file_by_tensor[stored_name]
+            decays = self.tensor_folder.reader_by_file[file_name].read_tensor(stored_name).float()
+            rounded_count += torch.equal(decays, decays.bfloat16().float())
+        if not rounded_count:
+            return ""
         return (
-            f"{self.path}: {storage_text}; released Qwen3.5 has them in float32. They were "
-            "rounded, as transformers does when it loads the model as bfloat16 (or auto) and "
-            "saves it: decays are up to 1.6 % off. Start from the released folder if you can"
+            f"{self.path}: {rounded_count} of {len(decay_names)} A_log hold only values of bfloat16; released"
+            " Qwen3.5 has them in float32. They were rounded, as transformers does when it loads the model as"
+            " bfloat16 (or auto) and saves it: decays are up to 1.6 % off. Start from the"
+            " released folder if you can"
         )
 
     def check_tied_output(self) -> None:
