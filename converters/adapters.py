@@ -129,10 +129,9 @@ def _check_complete(
     factors: Mapping[str, tuple[Tensor, Tensor]],
 ) -> None:
     """Raises :class:`WeightsError` if a canonical factor has values that no released matrix has."""
+    all_factors = [factor for pair in factors.values() for factor in pair]
     lost_count = sum(int(canonical.count_nonzero()) for canonical in canonical_factors)
-    for factor_a, factor_b in factors.values():
-        lost_count -= int(factor_a.count_nonzero())
-        lost_count -= int(factor_b.count_nonzero())
+    lost_count -= sum(int(factor.count_nonzero()) for factor in all_factors)
     if lost_count:
         raise WeightsError(
             f"the adapter of {adapter.base.name!r} holds values where no released matrix has any; they"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import time
@@ -153,20 +154,26 @@ def _write_weights(
     """
     output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
-    tensor_infos = trained_table(source.spec, source.lora)
-    file_plan = _plan_files(source, tensor_infos, layout)
+    planned_files = _plan_files(source, layout)
+    header_by_file = {
+        file.name: make_safetensors_header(file.tensors, {"format": "pt"}) for file in planned_files
+    }
     worker_count = worker_count or default_worker_count()
 
-    with open_output(
-        output_dir, input_dirs, file_plan.make_headers(), force_overwrite=force_overwrite
-    ) as conversion_output:
-        copy_jobs = _shard_jobs(source, tensor_infos, file_plan, conversion_output)
-        write_seconds = _run_copy_jobs(command_name, source, copy_jobs, conversion_output, worker_count)
-        conversion_output.commit_files()
-        file_entries = _file_entries(file_plan, conversion_output)
-        write_manifest(conversion_output.path, source.spec, layout, file_entries, weights_origin, source.lora)
+    with open_output(output_dir, input_dirs, header_by_file, force_overwrite=force_overwrite) as output:
+        copy_jobs = _shard_jobs(source, planned_files, layout.sharding if layout else UNSHARDED, output)
+        write_seconds = _run_copy_jobs(command_name, source, copy_jobs, output, worker_count)
+        output.commit_files()
+        file_entries = []
+        for file in planned_files:
+            stored = {
+                name: (*types, output.sha256_by_tensor[file.name, name])
+                for name, types in file.tensors.items()
+            }
+            file_entries.append(file_entry(file.name, stored, file.ranks))
+        write_manifest(output.path, source.spec, layout, file_entries, weights_origin, source.lora)
 
-    return _make_report(output_dir, conversion_output, write_seconds, layout)
+    return _make_report(output_dir, output, write_seconds, layout)
 
 
 def _make_report(
@@ -188,37 +195,24 @@ def _make_report(
     )
 
 
-def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> list[dict[str, Any]]:
-    """The entries of all files for :func:`write_manifest`."""
-    file_entries = []
-    for file, names in file_plan.tensors_by_file.items():
-        stored_tensors = {}
-        for name in names:
-            tensor_sha256 = conversion_output.sha256_by_tensor[file, name]
-            stored_tensors[name] = (*file_plan.stored_types[name], tensor_sha256)
-        file_entries.append(file_entry(file, stored_tensors, file_plan.ranks_by_file[file]))
-    return file_entries
-
-
 def _shard_jobs(
     source: CanonicalWeights,
-    tensor_infos: dict[str, TensorInfo],
-    file_plan: _FilePlan,
+    planned_files: list[_PlannedFile],
+    sharding: Sharding,
     conversion_output: ConversionOutput,
 ) -> dict[str, list[CopyJob]]:
-    """Tensor -> the jobs that write its shards."""
-    # In model order, with the shards of a tensor together, so that it is read only once.
-    jobs_by_tensor: dict[str, list[CopyJob]] = {name: [] for name in file_plan.stored_types}
-    for file, names in file_plan.tensors_by_file.items():
+    """Tensor -> the jobs that write its shards, in model order."""
+    tensor_infos = trained_table(source.spec, source.lora)
+    # The shards of a tensor come together, so that it is read only once.
+    jobs_by_tensor: dict[str, list[CopyJob]] = {name: [] for name in tensor_infos}
+    for file in planned_files:
         # The pipeline rank selects tensors; the other ranks select the shard of a tensor.
-        file_ranks = file_plan.ranks_by_file[file].items()
-        shard_ranks = {f"{kind}_rank": rank for kind, rank in file_ranks if kind != "pp"}
-        for name in names:
-            dtype, shard_shape = file_plan.stored_types[name]
-            shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
-            source_blocks = blocks_of_shard(tensor_infos[name], shard_index, file_plan.sharding)
+        shard_ranks = {f"{kind}_rank": rank for kind, rank in file.ranks.items() if kind != "pp"}
+        writer = conversion_output.writer_by_file[file.name]
+        for name, (dtype, shard_shape) in file.tensors.items():
+            shard_index = sharding.shard_index(tensor_infos[name], **shard_ranks)
+            source_blocks = blocks_of_shard(tensor_infos[name], shard_index, sharding)
             read_region = _gather_from(source, source_blocks, dtype)
-            writer = conversion_output.writer_by_file[file]
             jobs_by_tensor[name].append(CopyJob(writer, name, shard_shape, dtype, read_region))
     return jobs_by_tensor
 
@@ -262,90 +256,54 @@ def _run_copy_jobs(
     return write_seconds
 
 
-@dataclass
-class _FilePlan:
-    """Which tensors go into which file."""
+@dataclass(frozen=True)
+class _PlannedFile:
+    """A file to write. What is in it is known in advance, so that threads fill it in any order."""
 
-    stored_types: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Tensor -> type and shape in a file (of one shard)."""
-    tensors_by_file: dict[str, list[str]]
-    """File -> its tensors."""
-    ranks_by_file: dict[str, dict[str, int]]
-    """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
-    sharding: Sharding = UNSHARDED
-
-    def make_headers(self) -> dict[str, bytes]:
-        """File -> its header.
-
-        Names, types and shapes are known in advance, so each file gets its final size and header before any
-        tensor is read, and threads fill it in any order.
-        """
-        header_by_file = {}
-        for file, names in self.tensors_by_file.items():
-            file_types = {name: self.stored_types[name] for name in names}
-            header_by_file[file] = make_safetensors_header(file_types, {"format": "pt"})
-        return header_by_file
+    name: str
+    ranks: dict[str, int]
+    """The ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Tensor -> type and shape in the file (of one shard)."""
 
 
-def _plan_files(
-    source: CanonicalWeights, tensor_infos: dict[str, TensorInfo], layout: Layout | None
-) -> _FilePlan:
-    """Decides which tensors go into which file: one file for each rank of ``layout``, or files of at most
-    ``MAX_FILE_BYTES`` in model order."""
-    sharding = layout.sharding if layout else UNSHARDED
+def _plan_files(source: CanonicalWeights, layout: Layout | None) -> list[_PlannedFile]:
+    """One file for each rank of ``layout``, or files of at most ``MAX_FILE_BYTES`` in model order."""
+    tensor_infos = trained_table(source.spec, source.lora)
+    if layout is None:
+        return _plan_unsplit_files(source, tensor_infos)
 
-    stored_types = {}
-    for tensor_name, info in tensor_infos.items():
-        stored_types[tensor_name] = (source.dtype(tensor_name), info.shard_shape(sharding))
+    planned_files = []
+    for pp in range(layout.pp):
+        dense: dict[str, Any] = {}
+        experts: dict[str, Any] = {}
+        for name, info in tensor_infos.items():
+            if layout.owning_pipeline_rank(info) == pp:
+                stored_type = (source.dtype(name), info.shard_shape(layout.sharding))
+                (experts if info.num_experts else dense)[name] = stored_type
+        for tp in range(layout.tp):
+            planned_files.append(_PlannedFile(rank_file_name(tp, pp), {"tp": tp, "pp": pp}, dense))
+        # A rank without experts has no file for them.
+        for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
+            ranks = {"ep": ep, "etp": etp, "pp": pp}
+            planned_files.append(_PlannedFile(expert_file_name(ep, etp, pp), ranks, experts))
+    return planned_files
 
-    if layout:
-        return _FilePlan(stored_types, *_shard_files(tensor_infos, layout), sharding)
 
-    file_groups: list[list[str]] = [[]]
+def _plan_unsplit_files(source: CanonicalWeights, tensor_infos: dict[str, TensorInfo]) -> list[_PlannedFile]:
+    groups: list[dict[str, Any]] = [{}]
     group_bytes = 0
-    for tensor_name, (dtype, shape) in stored_types.items():
-        tensor_bytes = math.prod(shape) * dtype.itemsize
+    for name, info in tensor_infos.items():
+        tensor_bytes = math.prod(info.shape) * source.dtype(name).itemsize
         group_bytes += tensor_bytes
-        if file_groups[-1] and group_bytes > MAX_FILE_BYTES:
-            file_groups.append([])
+        if groups[-1] and group_bytes > MAX_FILE_BYTES:
+            groups.append({})
             group_bytes = tensor_bytes
-        file_groups[-1].append(tensor_name)
-
-    tensors_by_file = {}
-    for i, names in enumerate(file_groups):
-        tensors_by_file[f"weights-{i + 1:05d}-of-{len(file_groups):05d}.safetensors"] = names
-
-    return _FilePlan(stored_types, tensors_by_file, {file: {"tp": 0, "pp": 0} for file in tensors_by_file})
-
-
-def _shard_files(
-    tensor_infos: dict[str, TensorInfo], layout: Layout
-) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
-    """File -> tensors, and file -> ranks, for all ranks of a layout. A rank without experts has no file for
-    them."""
-    tensors_by_file: dict[str, list[str]] = {}
-    ranks_by_file: dict[str, dict[str, int]] = {}
-    for pipeline_rank in range(layout.pp):
-        dense_tensors: list[str] = []
-        expert_tensors: list[str] = []
-        for info in tensor_infos.values():
-            if layout.owning_pipeline_rank(info) == pipeline_rank:
-                (expert_tensors if info.num_experts else dense_tensors).append(info.name)
-
-        for tensor_rank in range(layout.tp):
-            tensors_by_file[rank_file_name(tensor_rank, pipeline_rank)] = dense_tensors
-            ranks_by_file[rank_file_name(tensor_rank, pipeline_rank)] = {
-                "tp": tensor_rank,
-                "pp": pipeline_rank,
-            }
-
-        for expert_rank in range(layout.ep if expert_tensors else 0):
-            for tensor_rank in range(layout.etp):
-                file_name = expert_file_name(expert_rank, tensor_rank, pipeline_rank)
-                tensors_by_file[file_name] = expert_tensors
-                ranks_by_file[file_name] = {"ep": expert_rank, "etp": tensor_rank, "pp": pipeline_rank}
-
-    return tensors_by_file, ranks_by_file
+        groups[-1][name] = (source.dtype(name), info.shape)
+    return [
+        _PlannedFile(f"weights-{i + 1:05d}-of-{len(groups):05d}.safetensors", {"tp": 0, "pp": 0}, tensors)
+        for i, tensors in enumerate(groups)
+    ]
 
 
 def _gather_from(

@@ -276,10 +276,8 @@ class HfCheckpoint(CanonicalWeights):
         self.rule_by_name: dict[str, ConversionRule] = {
             rule.name: rule for rule in make_conversion_rules(self.spec, expert_style)
         }
-        self.carried_names: list[str] = []
-        for stored_name in self.tensor_folder.file_by_tensor:
-            if is_carried_tensor(self.spec, stored_name):
-                self.carried_names.append(stored_name)
+        stored_names = self.tensor_folder.file_by_tensor
+        self.carried_names = [name for name in stored_names if is_carried_tensor(self.spec, name)]
         self.stored_name_by_released = self._map_released_names()
         self._check_tensors()
 
@@ -380,16 +378,14 @@ class HfCheckpoint(CanonicalWeights):
         folder = self.tensor_folder
         output_name = self.stored_name_by_released[HF_OUTPUT]
         embedding_name = self.stored_name_by_released[self.embedding_name]
-        is_equal = folder.dtype_code(output_name) == folder.dtype_code(embedding_name)
-        if is_equal:
+        is_equal = folder.dtype_code(output_name) == folder.dtype_code(embedding_name) and all(
+            torch.equal(
+                folder.read_region(output_name, region).contiguous().view(torch.uint8),
+                folder.read_region(embedding_name, region).contiguous().view(torch.uint8),
+            )
             # In regions, because the vocabulary's matrix may take gigabytes.
-            for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize):
-                output_bytes = folder.read_region(output_name, region).contiguous().view(torch.uint8)
-                embedding_bytes = folder.read_region(embedding_name, region).contiguous().view(torch.uint8)
-                if not torch.equal(output_bytes, embedding_bytes):
-                    is_equal = False
-                    break
-
+            for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize)
+        )
         if not is_equal:
             raise WeightsError(
                 f"{self.path}: tensor {output_name!r} differs from {embedding_name!r}, but "

@@ -85,8 +85,7 @@ class MatrixFactors:
 
 
 def is_peft_folder(path: str | Path) -> bool:
-    config_path = Path(path) / ADAPTER_CONFIG_FILE
-    return config_path.is_file()
+    return (Path(path) / ADAPTER_CONFIG_FILE).is_file()
 
 
 def is_expert_stack(hf_name: str) -> bool:
@@ -97,18 +96,16 @@ def is_expert_stack(hf_name: str) -> bool:
 @lru_cache(maxsize=4)
 def rules_by_name(spec: ModelSpec) -> dict[str, ConversionRule]:
     """The rules of a model. Stacks of experts are as in transformers 5, and so equal to canonical ones."""
-    conversion_rules = make_conversion_rules(spec, "output_first")
-    return {rule.name: rule for rule in conversion_rules}
+    return {rule.name: rule for rule in make_conversion_rules(spec, "output_first")}
 
 
 def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name of a module or parameter in ``transformers`` 5 -> shape of its weight."""
-    module_shapes: dict[str, tuple[int, ...]] = {}
-    for rule in rules_by_name(spec).values():
-        for hf_name, shape in rule.hf_shapes.items():
-            module_name = long_tensor_name(hf_name).removesuffix(".weight")
-            module_shapes[module_name] = shape
-    return module_shapes
+    return {
+        long_tensor_name(hf_name).removesuffix(".weight"): shape
+        for rule in rules_by_name(spec).values()
+        for hf_name, shape in rule.hf_shapes.items()
+    }
 
 
 @lru_cache(maxsize=4)
@@ -125,8 +122,7 @@ def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
     """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
-    matrix_shapes = released_matrices(spec)
-    return target_settings(matrix_shapes, spec)
+    return target_settings(released_matrices(spec), spec)
 
 
 def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
