@@ -44,6 +44,7 @@ class CheckpointComparison:
     """The result of a comparison. Names are those of the first folder."""
 
     tensors: int
+    bytes: int
     differences: list[TensorDifference]
     renamed: int = 0
     """Number of tensors that the second folder names in transformers' other style (see
@@ -148,8 +149,9 @@ def compare_weights(
 
         tensor_differences = _find_differences(compare_tensor, tensor_names, worker_count)
 
+    example = min(renamed_examples, default="")
     return CheckpointComparison(
-        len(tensor_names), tensor_differences, len(renamed_examples), min(renamed_examples, default="")
+        len(tensor_names), compared_bytes, tensor_differences, len(renamed_examples), example
     )
 
 
@@ -230,4 +232,4 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
             return TensorDifference(name, f"differs in {file_name} from the manifest")
 
         tensor_differences = _find_differences(check_hash, stored_tensors, worker_count)
-    return CheckpointComparison(len(stored_tensors), tensor_differences)
+    return CheckpointComparison(len(stored_tensors), total_bytes, tensor_differences)

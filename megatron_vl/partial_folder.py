@@ -75,6 +75,12 @@ def open_partial_folder(
         owner_file.close()
 
 
+def remove_partial_folder(partial_dir: Path) -> None:
+    """Removes what a killed job left. What a living process owns, and what is something else, stays."""
+    with contextlib.suppress(OSError), _claim_folder(partial_dir):
+        shutil.rmtree(partial_dir)
+
+
 def _claim_folder(partial_dir: Path) -> TextIO:
     """Makes ``partial_dir``, or takes over that of a dead process. Returns its locked file.
 

@@ -33,9 +33,10 @@ def with_start_adapter(
     if not adapter_dir:
         return config
 
-    from converters.adapters import open_adapters
+    from converters.adapters import PeftAdapters, open_adapters  # they import torch
     from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
+    weight_reader: WeightReader | PeftAdapters
     if source_checkpoint is not None:
         from megatron_vl.training.checkpoint import suggest_remedy
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_vl import host_memory
+from megatron_vl.partial_folder import remove_partial_folder
 from megatron_vl.processes import python_path_with_tools
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, EXPORTS_DIR, SavedCheckpoint, export_dir_path
@@ -82,7 +82,7 @@ class HfExporter:
     def enqueue_missing_exports(self, saved_checkpoints: Iterable[SavedCheckpoint]) -> None:
         """Exports those of the run's checkpoints, sorted by step, that an earlier start did not export."""
         for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):  # of a killed export
-            shutil.rmtree(partial_dir, ignore_errors=True)
+            remove_partial_folder(partial_dir)
         for saved_checkpoint in saved_checkpoints:
             self.enqueue_export(saved_checkpoint)
 

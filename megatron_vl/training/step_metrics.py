@@ -46,5 +46,5 @@ class StepMetrics:
             values = torch.tensor(local_values, dtype=torch.float64, device=device)
             dist.all_reduce(values, op=reduce_op)
             numbers |= dict(zip(names, values.tolist(), strict=True))
-        # The types of the fields are those of their defaults.
-        return StepMetrics(**{field.name: type(field.default)(numbers[field.name]) for field in fields(self)})
+        default = StepMetrics()  # whose numbers have the types of the fields
+        return StepMetrics(**{name: type(getattr(default, name))(number) for name, number in numbers.items()})
