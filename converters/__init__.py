@@ -2,7 +2,7 @@
 
 The converters run on CPU and stream tensors. ``rules.py`` defines what a tensor consists of, ``qwen*.py`` are
 the families' tables, ``hf_checkpoint.py`` reads HF folders, ``copy_jobs.py`` copies tensors in threads,
-``output_folder.py`` continues an interrupted conversion, ``convert.py`` combines them for conversion,
+``output_folder.py`` holds what is written, ``convert.py`` combines them for conversion,
 splitting, merging and export, and ``compare.py`` compares checkpoints.
 """
 

@@ -7,10 +7,10 @@ too, which has the same rows. ``lora_A`` has the factors of the released matrice
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,16 @@ from megatron_vl.spec.adapters import (
     trained_table,
 )
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import TensorInfo
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.model_digest import AdapterBase, recorded_base
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     WeightsError,
-    make_safetensors_header,
     matrix_shape,
-    whole_matrix_region,
 )
 from megatron_vl.weights.trained_media import read_json_object
+from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
 from .peft_folder import (
@@ -47,30 +46,11 @@ from .peft_folder import (
     PeftFolder,
     disjoint_patterns,
     is_expert_stack,
+    is_peft_folder,
     released_matrices,
     rules_by_name,
     target_settings,
 )
-
-
-class WeightSource(Protocol):
-    """Canonical tensors or factors, read region by region: those of a :class:`WeightReader`, a
-    :class:`HfCheckpoint`, a :class:`PeftAdapters` or a :class:`MergedWeights`."""
-
-    path: Path
-    spec: ModelSpec
-    lora: LoraConfig
-    """The adapters whose factors these tensors are; its rank is 0 for a whole model."""
-
-    def dtype(self, tensor_name: str) -> torch.dtype: ...
-
-    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
-
-    def verify_tensor(self, tensor_name: str) -> None:
-        """Raises :class:`WeightsError` if a tensor is known to differ from what was written."""
-
-    def fingerprint(self) -> dict[str, str]:
-        """Facts that change when the source changes."""
 
 
 def _module_name(hf_tensor_name: object) -> str:
@@ -78,39 +58,47 @@ def _module_name(hf_tensor_name: object) -> str:
     return long_tensor_name(str(hf_tensor_name)).removesuffix(".weight")
 
 
+def _part_views(
+    spec: ModelSpec, adapter: FusedAdapter, canonical_a: Tensor, canonical_b: Tensor
+) -> Iterator[tuple[str, Tensor, list[tuple[slice, Tensor]]]]:
+    """The parts of canonical factors, as views of them, for each released matrix with an adapter.
+
+    Yields:
+        Name of the matrix, its A [rank, in], and its B in pieces: (rows of the matrix, [rows, rank]).
+    """
+    matrix_shapes = released_matrices(spec)
+    base_blocks = rules_by_name(spec)[adapter.base.name].blocks
+    first_row = 0
+    for part in adapter.parts:
+        if not part.rank:
+            continue
+        # The columns of a tower's matrix may be padded.
+        col_count = matrix_shapes[part.hf_name][1]
+        part_a = canonical_a[first_row : first_row + part.rank, :col_count]
+        first_row += part.rank
+        pieces_b = []
+        for block in base_blocks:
+            if _module_name(block.part_id) == part.hf_name:
+                piece = canonical_b[block.row : block.row + block.rows, : part.rank]
+                pieces_b.append((slice(block.part_row, block.part_row + block.rows), piece))
+        yield part.hf_name, part_a, pieces_b
+
+
 def fuse_factors(
     spec: ModelSpec, adapter: FusedAdapter, factors: Mapping[str, MatrixFactors], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The canonical factors A and B from those of the released matrices."""
     if adapter.base.num_experts:
-        [stack_part] = adapter.parts
-        stack_factors = factors[stack_part.hf_name]
-        stack_a = stack_factors.factor_a.to(dtype)
-        stack_b = stack_factors.factor_b.to(dtype)
-        return stack_a.contiguous(), stack_b.contiguous()
+        stack = factors[adapter.parts[0].hf_name]
+        return stack.factor_a.to(dtype).contiguous(), stack.factor_b.to(dtype).contiguous()
 
     info_a, info_b = adapter.tensor_infos()
     canonical_a = torch.zeros(info_a.shape, dtype=dtype)
     canonical_b = torch.zeros(info_b.shape, dtype=dtype)
-    first_row = 0
-    for part in adapter.parts:
-        if part.rank:
-            factor_a = factors[part.hf_name].factor_a
-            part_rows = canonical_a.narrow(0, first_row, part.rank)
-            # The columns of a tower's matrix may be padded.
-            real_columns = part_rows.narrow(1, 0, factor_a.shape[1])
-            real_columns.copy_(factor_a)
-            first_row += part.rank
-
-    base_rule = rules_by_name(spec)[adapter.base.name]
-    for block in base_rule.blocks:
-        hf_name = _module_name(block.part_id)
-        if hf_name in factors:
-            part_factors = factors[hf_name]
-            part_rows = part_factors.factor_b.narrow(0, block.part_row, block.rows)
-            block_rows = canonical_b.narrow(0, block.row, block.rows)
-            rank_columns = block_rows.narrow(1, 0, part_factors.rank)
-            rank_columns.copy_(part_rows)
+    for hf_name, part_a, pieces_b in _part_views(spec, adapter, canonical_a, canonical_b):
+        part_a.copy_(factors[hf_name].factor_a)
+        for rows, piece in pieces_b:
+            piece.copy_(factors[hf_name].factor_b[rows])
     return canonical_a, canonical_b
 
 
@@ -123,29 +111,14 @@ def split_factors(
         WeightsError: elements that no released matrix has are not zero, so they would be lost.
     """
     if adapter.base.num_experts:
-        [stack_part] = adapter.parts
-        return {stack_part.hf_name: (canonical_a, canonical_b)}
+        return {adapter.parts[0].hf_name: (canonical_a, canonical_b)}
 
-    matrix_shapes = released_matrices(spec)
     factors: dict[str, tuple[Tensor, Tensor]] = {}
-    first_row = 0
-    for part in adapter.parts:
-        if part.rank:
-            row_count, col_count = matrix_shapes[part.hf_name]
-            part_rows = canonical_a.narrow(0, first_row, part.rank)
-            factor_a = part_rows.narrow(1, 0, col_count)
-            factor_b = canonical_b.new_zeros(row_count, part.rank)
-            factors[part.hf_name] = (factor_a.contiguous(), factor_b)
-            first_row += part.rank
-
-    base_rule = rules_by_name(spec)[adapter.base.name]
-    for block in base_rule.blocks:
-        hf_name = _module_name(block.part_id)
-        if hf_name in factors:
-            _, factor_b = factors[hf_name]
-            block_rows = canonical_b.narrow(0, block.row, block.rows)
-            part_rows = factor_b.narrow(0, block.part_row, block.rows)
-            part_rows.copy_(block_rows.narrow(1, 0, factor_b.shape[1]))
+    for hf_name, part_a, pieces_b in _part_views(spec, adapter, canonical_a, canonical_b):
+        factor_b = canonical_b.new_zeros(released_matrices(spec)[hf_name][0], len(part_a))
+        for rows, piece in pieces_b:
+            factor_b[rows] = piece
+        factors[hf_name] = (part_a.contiguous(), factor_b)
     _check_complete(adapter, (canonical_a, canonical_b), factors)
     return factors
 
@@ -156,10 +129,9 @@ def _check_complete(
     factors: Mapping[str, tuple[Tensor, Tensor]],
 ) -> None:
     """Raises :class:`WeightsError` if a canonical factor has values that no released matrix has."""
+    all_factors = [factor for pair in factors.values() for factor in pair]
     lost_count = sum(int(canonical.count_nonzero()) for canonical in canonical_factors)
-    for factor_a, factor_b in factors.values():
-        lost_count -= int(factor_a.count_nonzero())
-        lost_count -= int(factor_b.count_nonzero())
+    lost_count -= sum(int(factor.count_nonzero()) for factor in all_factors)
     if lost_count:
         raise WeightsError(
             f"the adapter of {adapter.base.name!r} holds values where no released matrix has any; they"
@@ -170,7 +142,7 @@ def _check_complete(
 # --- PEFT's folders -----------------------------------------------------------------------------------------
 
 
-class PeftAdapters(PeftFolder):
+class PeftAdapters(PeftFolder, CanonicalWeights):
     """A PEFT folder that is read as canonical factors.
 
     Attributes:
@@ -229,15 +201,22 @@ class PeftAdapters(PeftFolder):
         """The weights that the adapter was trained on. Only folders that this project exported name them."""
         return recorded_base(read_json_object(self.path / EXPORT_FACTS_FILE))
 
-    def verify_tensor(self, tensor_name: str) -> None:
-        """Does nothing, because PEFT's folders have no hashes. Names and shapes were checked earlier."""
-
     def fingerprint(self) -> dict[str, str]:
         """The settings, and the weights' header, size and modification time."""
         return {
             ADAPTER_CONFIG_FILE: json.dumps(self.config, sort_keys=True),
             ADAPTER_FILE: weights_file_facts(self.path / ADAPTER_FILE),
         }
+
+
+def open_adapters(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
+    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        WeightsError: it holds no adapters, or a PEFT folder does not fit the model.
+    """
+    return PeftAdapters(path, spec) if is_peft_folder(path) else read_adapters(path)
 
 
 def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:
@@ -257,84 +236,33 @@ def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:
     return f"{KEY_PREFIX}{module_name}.lora_{letter}.weight"
 
 
-def read_factor(source: WeightSource, tensor_info: TensorInfo) -> Tensor:
-    """A whole canonical factor, after it was verified."""
-    source.verify_tensor(tensor_info.name)
-    whole_region = whole_matrix_region(tensor_info.shape)
-    factor_matrix = source.read_region(tensor_info.name, whole_region)
-    return factor_matrix.reshape(tensor_info.shape)
+def read_whole(source: CanonicalWeights, tensor_name: str) -> Tensor:
+    """A whole canonical tensor, after it was verified."""
+    source.verify_tensor(tensor_name)
+    return source.read_shard(tensor_name)
 
 
-def peft_tensors(source: WeightSource, adapter: FusedAdapter, names: Container[str]) -> dict[str, Tensor]:
-    """The tensors of PEFT's file for one canonical tensor."""
-    info_a, info_b = adapter.tensor_infos()
-    canonical_a = read_factor(source, info_a)
-    canonical_b = read_factor(source, info_b)
-    factors = split_factors(source.spec, adapter, canonical_a, canonical_b)
-
+def peft_tensors(source: CanonicalWeights) -> dict[str, Tensor]:
+    """All tensors of PEFT's file, in model order; last those that were trained whole."""
     stored_tensors: dict[str, Tensor] = {}
-    for hf_name, released_factors in factors.items():
-        factor_a, factor_b = released_factors
-        if adapter.base.num_experts:
-            # In B, the expert is the last index of a column.
-            factor_a = factor_a.flatten(0, 1)
-            factor_b = factor_b.permute(1, 2, 0)
-            factor_b = factor_b.flatten(1)
-        key_a = peft_key(hf_name, "A", names)
-        key_b = peft_key(hf_name, "B", names)
-        stored_tensors[key_a] = factor_a
-        stored_tensors[key_b] = factor_b
+    adapters = fused_adapters(source.spec, source.lora).values()
+    adapted_names = {part.hf_name for adapter in adapters for part in adapter.parts if part.rank}
+    for adapter in adapters:
+        canonical_factors = (read_whole(source, info.name) for info in adapter.tensor_infos())
+        for hf_name, (factor_a, factor_b) in split_factors(source.spec, adapter, *canonical_factors).items():
+            if adapter.base.num_experts:
+                # In B, the expert is the last index of a column.
+                factor_a, factor_b = factor_a.flatten(0, 1), factor_b.permute(1, 2, 0).flatten(1)
+            stored_tensors[peft_key(hf_name, "A", adapted_names)] = factor_a
+            stored_tensors[peft_key(hf_name, "B", adapted_names)] = factor_b
+
+    for tensor_name in saved_modules(source.spec, source.lora):
+        [(hf_name, shape)] = rules_by_name(source.spec)[tensor_name].hf_shapes.items()
+        stored_tensors[KEY_PREFIX + long_tensor_name(hf_name)] = read_whole(source, tensor_name).view(shape)
     return stored_tensors
 
 
-def saved_tensor_keys(source: WeightSource) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Canonical name of a tensor that was trained whole -> its key in PEFT's file, and its shape there."""
-    conversion_rules = rules_by_name(source.spec)
-    saved_keys: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for tensor_name in saved_modules(source.spec, source.lora):
-        saved_rule = conversion_rules[tensor_name]
-        [(hf_name, shape)] = saved_rule.hf_shapes.items()
-        module_key = long_tensor_name(hf_name)
-        key = KEY_PREFIX + module_key
-        saved_keys[tensor_name] = (key, shape)
-    return saved_keys
-
-
-def peft_header(source: WeightSource) -> bytes:
-    """The header of PEFT's file."""
-    matrix_shapes = released_matrices(source.spec)
-    adapted_names = adapted_matrices(source)
-    stored_types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for adapter in fused_adapters(source.spec, source.lora).values():
-        for part in adapter.parts:
-            if not part.rank:
-                continue
-            *_, row_count, col_count = matrix_shapes[part.hf_name]
-            rank_count = part.rank * max(1, adapter.base.num_experts)
-
-            key_a = peft_key(part.hf_name, "A", adapted_names)
-            dtype_a = source.dtype(adapter.name_a)
-            stored_types[key_a] = (dtype_a, (rank_count, col_count))
-
-            key_b = peft_key(part.hf_name, "B", adapted_names)
-            dtype_b = source.dtype(adapter.name_b)
-            stored_types[key_b] = (dtype_b, (row_count, rank_count))
-    for tensor_name, (key, shape) in saved_tensor_keys(source).items():
-        stored_types[key] = (source.dtype(tensor_name), shape)
-    return make_safetensors_header(stored_types, {"format": "pt"})
-
-
-def adapted_matrices(source: WeightSource) -> list[str]:
-    """The released matrices with an adapter, in model order."""
-    adapted_names: list[str] = []
-    for adapter in fused_adapters(source.spec, source.lora).values():
-        for part in adapter.parts:
-            if part.rank:
-                adapted_names.append(part.hf_name)
-    return adapted_names
-
-
-def peft_config(source: WeightSource, base_name: str) -> dict[str, Any]:
+def peft_config(source: CanonicalWeights, base_name: str) -> dict[str, Any]:
     """The content of ``adapter_config.json``.
 
     Args:
@@ -380,7 +308,7 @@ def _plain_number(number: float) -> float:
 # --- Merging ------------------------------------------------------------------------------------------------
 
 
-class MergedWeights:
+class MergedWeights(CanonicalWeights):
     """The canonical tensors of a model with an adapter added to them.
 
     A tensor with an adapter is the sum in float32, which a writer rounds once. One that was trained whole is
@@ -389,10 +317,10 @@ class MergedWeights:
 
     lora = LoraConfig()
 
-    def __init__(self, base: HfCheckpoint, source: WeightSource) -> None:
+    def __init__(self, base: HfCheckpoint, source: CanonicalWeights) -> None:
         self.base = base
         self.source = source
-        self.spec = base.spec
+        self.spec, self.tensor_infos = base.spec, base.tensor_infos
         self.path = source.path
         self.adapters = fused_adapters(source.spec, source.lora)
         self.saved_modules = saved_modules(source.spec, source.lora)
@@ -404,9 +332,6 @@ class MergedWeights:
         if tensor_name in self.saved_modules:
             return self.source.dtype(tensor_name)
         return self.base.dtype(tensor_name)
-
-    def verify_tensor(self, tensor_name: str) -> None:
-        """Does nothing: the base is a HF folder, and factors are verified when they are read."""
 
     def fingerprint(self) -> dict[str, str]:
         base_facts = self.base.fingerprint()
@@ -447,11 +372,8 @@ class MergedWeights:
         Without experts, E is 1.
         """
         adapter = self.adapters[tensor_name]
-        info_a, info_b = adapter.tensor_infos()
-        factor_a = read_factor(self.source, info_a)
-        factor_a = factor_a.float()
-        narrow_b = read_factor(self.source, info_b)
-        narrow_b = narrow_b.float()
+        factor_a = read_whole(self.source, adapter.name_a).float()
+        narrow_b = read_whole(self.source, adapter.name_b).float()
         if not adapter.base.num_experts:
             factor_a = factor_a[None]
             narrow_b = narrow_b[None]

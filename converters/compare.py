@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.progress_bar import progress
 from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
@@ -23,7 +25,7 @@ from megatron_vl.weights.tensor_files import (
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
-from .copy_jobs import ProgressBar, default_worker_count
+from .copy_jobs import default_worker_count
 from .hf_checkpoint import HfCheckpoint, TensorFolder, short_tensor_name
 
 INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -81,32 +83,12 @@ def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], b
     return tensors, True
 
 
-def _canonical_tensors(source: WeightReader | HfCheckpoint) -> dict[str, _StoredTensor]:
+def _canonical_tensors(source: CanonicalWeights) -> dict[str, _StoredTensor]:
     tensors: dict[str, _StoredTensor] = {}
     for name, info in tensor_table(source.spec).items():
         dtype_code = CODE_BY_DTYPE[source.dtype(name)]
         tensors[name] = _StoredTensor(info.shape, dtype_code, partial(source.read_region, name))
     return tensors
-
-
-def _match_renamed_tensors(first_tensors: Iterable[str], second_tensors: Iterable[str]) -> dict[str, str]:
-    """Matches tensors of two HF folders whose names differ only in style: first name -> second name.
-
-    A tensor that one folder has under both names is left out, because the match would be ambiguous.
-    """
-    names_by_short: dict[str, tuple[list[str], list[str]]] = {}
-    for folder_index, tensor_names in enumerate((first_tensors, second_tensors)):
-        for name in tensor_names:
-            short_name = short_tensor_name(name)
-            names_in_folders = names_by_short.setdefault(short_name, ([], []))
-            names_in_folders[folder_index].append(name)
-
-    renamed_tensors: dict[str, str] = {}
-    for first_names, second_names in names_by_short.values():
-        is_unambiguous = len(first_names) == len(second_names) == 1
-        if is_unambiguous and first_names != second_names:
-            renamed_tensors[first_names[0]] = second_names[0]
-    return renamed_tensors
 
 
 def _element_bytes(dtype_code: str) -> int:
@@ -140,9 +122,14 @@ def compare_weights(
             second_tensors = _canonical_tensors(hf_checkpoint)
 
     # transformers saves one model under two styles of names. Such tensors are still the same tensor.
-    other_names = _match_renamed_tensors(first_tensors, second_tensors) if first_is_hf else {}
-    for first_name, second_name in other_names.items():
-        second_tensors[first_name] = second_tensors.pop(second_name)
+    renamed_examples = []
+    if first_is_hf:
+        first_by_short = {short_tensor_name(name): name for name in first_tensors}
+        for second_name in list(second_tensors):
+            first_name = first_by_short.get(short_tensor_name(second_name), second_name)
+            if second_name not in first_tensors and first_name not in second_tensors:
+                second_tensors[first_name] = second_tensors.pop(second_name)
+                renamed_examples.append(f"{first_name} is {second_name} in the second folder")
     tensor_names = sorted(first_tensors.keys() | second_tensors.keys())
 
     # Tensors that only one folder has are reported without being read.
@@ -152,22 +139,19 @@ def compare_weights(
         element_count = math.prod(tensor.shape)
         compared_bytes += element_count * _element_bytes(tensor.dtype_code)
 
-    with ProgressBar("verify", compared_bytes) as progress_bar:
+    with progress(compared_bytes, "bytes", "verify") as advance:
 
         def compare_tensor(name: str) -> TensorDifference | None:
             first_tensor = first_tensors.get(name)
             second_tensor = second_tensors.get(name)
-            how = _describe_difference(first_tensor, second_tensor, progress_bar)
+            how = _describe_difference(first_tensor, second_tensor, advance)
             return TensorDifference(name, how) if how else None
 
         tensor_differences = _find_differences(compare_tensor, tensor_names, worker_count)
 
-    renamed_example = ""
-    if other_names:
-        first_name = min(other_names)
-        renamed_example = f"{first_name} is {other_names[first_name]} in the second folder"
+    example = min(renamed_examples, default="")
     return CheckpointComparison(
-        len(tensor_names), compared_bytes, tensor_differences, len(other_names), renamed_example
+        len(tensor_names), compared_bytes, tensor_differences, len(renamed_examples), example
     )
 
 
@@ -184,7 +168,7 @@ def _find_differences[Item](
 
 
 def _describe_difference(
-    first: _StoredTensor | None, second: _StoredTensor | None, progress_bar: ProgressBar
+    first: _StoredTensor | None, second: _StoredTensor | None, advance: Callable[[int], None]
 ) -> str:
     """How two tensors of one name differ; empty if they are equal bit for bit."""
     if first is None or second is None:
@@ -215,7 +199,7 @@ def _describe_difference(
             distances = distances.nan_to_num(float("inf"))
             largest_distance = float(distances.max())
             largest_difference = max(largest_difference, largest_distance)
-        progress_bar.add_bytes(first_values.nbytes)
+        advance(first_values.nbytes)
 
     if not differing_elements:
         return ""
@@ -238,12 +222,12 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
             element_count = math.prod(tensor_reader.shape(name))
             total_bytes += element_count * tensor_reader.dtype(name).itemsize
 
-    with ProgressBar("verify", total_bytes) as progress_bar:
+    with progress(total_bytes, "bytes", "verify") as advance:
 
         def check_hash(stored_tensor: tuple[str, str, str]) -> TensorDifference | None:
             file_name, name, expected_digest = stored_tensor
             tensor_reader = reader_by_file[file_name]
-            if tensor_reader.sha256(name, progress_bar.add_bytes) == expected_digest:
+            if tensor_reader.sha256(name, advance) == expected_digest:
                 return None
             return TensorDifference(name, f"differs in {file_name} from the manifest")
 

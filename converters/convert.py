@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import math
-import os
 import shutil
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl import __version__, durable_files
 from megatron_vl.json_files import write_json
-from megatron_vl.spec.adapters import fused_adapters, trained_table
+from megatron_vl.progress_bar import progress
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
+from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
 from megatron_vl.weights.model_digest import model_digest
@@ -37,23 +36,19 @@ from megatron_vl.weights.tensor_files import (
     read_safetensors_header,
 )
 from megatron_vl.weights.trained_media import exported_media, media_entry, trained_media
-from megatron_vl.weights.weight_reader import WeightReader, read_adapters
+from megatron_vl.weights.weight_reader import WeightReader
 
 from .adapters import (
     MergedWeights,
     PeftAdapters,
-    WeightSource,
-    adapted_matrices,
+    open_adapters,
     peft_config,
-    peft_header,
     peft_tensors,
-    read_factor,
-    saved_tensor_keys,
 )
-from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
+from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
 from .output_folder import ConversionOutput, open_output
-from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder
+from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -68,9 +63,9 @@ class WeightsReport:
     tensors: int
     files: int
     bytes: int
-    """Size of all files, including those that an earlier attempt wrote."""
+    """Size of all files."""
     seconds: float
-    """Time for writing the files that no earlier attempt wrote."""
+    """Time for writing them."""
     layout: Layout | None = None
     cast: dict[tuple[str, str], int] = field(default_factory=dict)
     """Number of tensors whose type was changed, by (from, to)."""
@@ -81,10 +76,6 @@ class WeightsReport:
     conversion leaves them out."""
     notes: list[str] = field(default_factory=list)
     """Further information about the source for the user."""
-    kept_files: int = 0
-    """Files that an earlier, interrupted attempt had completed."""
-    kept_tensors: int = 0
-    """Tensors that the earlier attempt had written, including those in incomplete files."""
 
 
 # --- To Megatron --------------------------------------------------------------------------------------------
@@ -145,7 +136,7 @@ def reshard_weights(
 
 
 def _write_weights(
-    source: WeightSource,
+    source: CanonicalWeights,
     input_dirs: list[Path],
     output_dir: str | Path,
     layout_arguments: dict | None,
@@ -163,32 +154,26 @@ def _write_weights(
     """
     output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
-    tensor_infos = trained_table(source.spec, source.lora)
-    file_plan = _plan_files(source, tensor_infos, layout)
-
-    header_by_file = file_plan.make_headers()
-    conversion_facts = _describe_conversion(
-        command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
-    )
+    planned_files = _plan_files(source, layout)
+    header_by_file = {
+        file.name: make_safetensors_header(file.tensors, {"format": "pt"}) for file in planned_files
+    }
     worker_count = worker_count or default_worker_count()
 
-    with open_output(
-        output_dir,
-        input_dirs,
-        header_by_file,
-        conversion_facts,
-        force_overwrite=force_overwrite,
-        worker_count=worker_count,
-    ) as conversion_output:
-        copy_jobs = _shard_jobs(source, tensor_infos, file_plan, conversion_output)
-        write_seconds = _run_copy_jobs(command_name, source, copy_jobs, conversion_output, worker_count)
+    with open_output(output_dir, input_dirs, header_by_file, force_overwrite=force_overwrite) as output:
+        copy_jobs = _shard_jobs(source, planned_files, layout.sharding if layout else UNSHARDED, output)
+        write_seconds = _run_copy_jobs(command_name, source, copy_jobs, output, worker_count)
+        output.commit_files()
+        file_entries = []
+        for file in planned_files:
+            stored = {
+                name: (*types, output.sha256_by_tensor[file.name, name])
+                for name, types in file.tensors.items()
+            }
+            file_entries.append(file_entry(file.name, stored, file.ranks))
+        write_manifest(output.path, source.spec, layout, file_entries, weights_origin, source.lora)
 
-        # The manifest comes last: a folder without one does not count as weights.
-        conversion_output.commit_files()
-        file_entries = _file_entries(file_plan, conversion_output)
-        write_manifest(output_dir, source.spec, layout, file_entries, weights_origin, source.lora)
-
-    return _make_report(output_dir, conversion_output, write_seconds, layout)
+    return _make_report(output_dir, output, write_seconds, layout)
 
 
 def _make_report(
@@ -207,72 +192,34 @@ def _make_report(
         sum(writer.file_size_bytes for writer in file_writers),
         seconds,
         layout,
-        kept_files=conversion_output.count_kept_files(),
-        kept_tensors=len(conversion_output.kept_tensors),
     )
 
 
-def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> list[dict[str, Any]]:
-    """The entries of all files for :func:`write_manifest`."""
-    file_entries = []
-    for file, names in file_plan.tensors_by_file.items():
-        stored_tensors = {}
-        for name in names:
-            tensor_sha256 = conversion_output.sha256_by_tensor[file, name]
-            stored_tensors[name] = (*file_plan.stored_types[name], tensor_sha256)
-        file_entries.append(file_entry(file, stored_tensors, file_plan.ranks_by_file[file]))
-    return file_entries
-
-
 def _shard_jobs(
-    source: WeightSource,
-    tensor_infos: dict[str, TensorInfo],
-    file_plan: _FilePlan,
+    source: CanonicalWeights,
+    planned_files: list[_PlannedFile],
+    sharding: Sharding,
     conversion_output: ConversionOutput,
 ) -> dict[str, list[CopyJob]]:
-    """Tensor -> the jobs that write its shards, except for those that are kept."""
-    jobs_by_tensor: dict[str, list[CopyJob]] = {}
-    for name, file in file_plan.model_order():
-        if (file, name) in conversion_output.kept_tensors:
-            continue
-
+    """Tensor -> the jobs that write its shards, in model order."""
+    tensor_infos = trained_table(source.spec, source.lora)
+    # The shards of a tensor come together, so that it is read only once.
+    jobs_by_tensor: dict[str, list[CopyJob]] = {name: [] for name in tensor_infos}
+    for file in planned_files:
         # The pipeline rank selects tensors; the other ranks select the shard of a tensor.
-        shard_ranks = {}
-        for kind, rank in file_plan.ranks_by_file[file].items():
-            if kind != "pp":
-                shard_ranks[f"{kind}_rank"] = rank
-
-        dtype, shard_shape = file_plan.stored_types[name]
-        shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
-        source_blocks = blocks_of_shard(tensor_infos[name], shard_index, file_plan.sharding)
-        read_region = _gather_from(source, source_blocks, dtype)
-        copy_job = CopyJob(conversion_output.writer_by_file[file], name, shard_shape, dtype, read_region)
-        jobs_by_tensor.setdefault(name, []).append(copy_job)
+        shard_ranks = {f"{kind}_rank": rank for kind, rank in file.ranks.items() if kind != "pp"}
+        writer = conversion_output.writer_by_file[file.name]
+        for name, (dtype, shard_shape) in file.tensors.items():
+            shard_index = sharding.shard_index(tensor_infos[name], **shard_ranks)
+            source_blocks = blocks_of_shard(tensor_infos[name], shard_index, sharding)
+            read_region = _gather_from(source, source_blocks, dtype)
+            jobs_by_tensor[name].append(CopyJob(writer, name, shard_shape, dtype, read_region))
     return jobs_by_tensor
-
-
-def _describe_conversion(
-    command_name: str,
-    source: WeightSource,
-    header_by_file: dict[str, bytes],
-    layout: dict | None,
-    weights_origin: Any,
-) -> dict[str, Any]:
-    """Describes a conversion. An interrupted conversion continues only if its description is unchanged."""
-    files = {file: hashlib.sha256(header).hexdigest() for file, header in header_by_file.items()}
-    return {
-        "command": command_name,
-        "layout": layout,
-        "source": source.fingerprint(),
-        "origin": weights_origin,
-        "files": files,
-        "version": __version__,
-    }
 
 
 def _run_copy_jobs(
     command_name: str,
-    source: WeightSource,
+    source: CanonicalWeights,
     jobs_by_tensor: dict[str, list[CopyJob]],
     conversion_output: ConversionOutput,
     worker_count: int,
@@ -290,13 +237,15 @@ def _run_copy_jobs(
             source.verify_tensor(tensor_name)
 
     total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
-    with ProgressBar(command_name, total_bytes) as progress_bar:
+    start_time = time.monotonic()
+    with progress(total_bytes, "bytes", command_name) as advance:
         run_copy_tasks(
             order_with_checks(jobs_by_tensor, check, worker_count),
             worker_count,
-            progress_bar,
+            advance,
             conversion_output.record_tensor,
         )
+    write_seconds = time.monotonic() - start_time
 
     # A source that was replaced while it was read would give a mixture of two models.
     for source_file, current_fact in source.fingerprint().items():
@@ -304,105 +253,61 @@ def _run_copy_jobs(
             raise WeightsError(
                 f"{source_file} changed while it was read. The output was removed; start again"
             )
-    return progress_bar.elapsed_seconds
+    return write_seconds
 
 
-@dataclass
-class _FilePlan:
-    """Which tensors go into which file."""
+@dataclass(frozen=True)
+class _PlannedFile:
+    """A file to write. What is in it is known in advance, so that threads fill it in any order."""
 
-    stored_types: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Tensor -> type and shape in a file (of one shard)."""
-    tensors_by_file: dict[str, list[str]]
-    """File -> its tensors."""
-    ranks_by_file: dict[str, dict[str, int]]
-    """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
-    sharding: Sharding = UNSHARDED
-
-    def make_headers(self) -> dict[str, bytes]:
-        """File -> its header.
-
-        Names, types and shapes are known in advance, so each file gets its final size and header before any
-        tensor is read, and threads fill it in any order.
-        """
-        header_by_file = {}
-        for file, names in self.tensors_by_file.items():
-            file_types = {name: self.stored_types[name] for name in names}
-            header_by_file[file] = make_safetensors_header(file_types, {"format": "pt"})
-        return header_by_file
-
-    def model_order(self) -> list[tuple[str, str]]:
-        """(tensor, file) in model order. A tensor's shards are adjacent, so that it is read only once."""
-        files_by_tensor: dict[str, list[str]] = {}
-        for file, names in self.tensors_by_file.items():
-            for name in names:
-                files_by_tensor.setdefault(name, []).append(file)
-        return [(name, file) for name in self.stored_types for file in files_by_tensor[name]]
+    name: str
+    ranks: dict[str, int]
+    """The ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Tensor -> type and shape in the file (of one shard)."""
 
 
-def _plan_files(
-    source: WeightSource, tensor_infos: dict[str, TensorInfo], layout: Layout | None
-) -> _FilePlan:
-    """Decides which tensors go into which file: one file for each rank of ``layout``, or files of at most
-    ``MAX_FILE_BYTES`` in model order."""
-    sharding = layout.sharding if layout else UNSHARDED
+def _plan_files(source: CanonicalWeights, layout: Layout | None) -> list[_PlannedFile]:
+    """One file for each rank of ``layout``, or files of at most ``MAX_FILE_BYTES`` in model order."""
+    tensor_infos = trained_table(source.spec, source.lora)
+    if layout is None:
+        return _plan_unsplit_files(source, tensor_infos)
 
-    stored_types = {}
-    for tensor_name, info in tensor_infos.items():
-        stored_types[tensor_name] = (source.dtype(tensor_name), info.shard_shape(sharding))
+    planned_files = []
+    for pp in range(layout.pp):
+        dense: dict[str, Any] = {}
+        experts: dict[str, Any] = {}
+        for name, info in tensor_infos.items():
+            if layout.owning_pipeline_rank(info) == pp:
+                stored_type = (source.dtype(name), info.shard_shape(layout.sharding))
+                (experts if info.num_experts else dense)[name] = stored_type
+        for tp in range(layout.tp):
+            planned_files.append(_PlannedFile(rank_file_name(tp, pp), {"tp": tp, "pp": pp}, dense))
+        # A rank without experts has no file for them.
+        for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
+            ranks = {"ep": ep, "etp": etp, "pp": pp}
+            planned_files.append(_PlannedFile(expert_file_name(ep, etp, pp), ranks, experts))
+    return planned_files
 
-    if layout:
-        return _FilePlan(stored_types, *_shard_files(tensor_infos, layout), sharding)
 
-    file_groups: list[list[str]] = [[]]
+def _plan_unsplit_files(source: CanonicalWeights, tensor_infos: dict[str, TensorInfo]) -> list[_PlannedFile]:
+    groups: list[dict[str, Any]] = [{}]
     group_bytes = 0
-    for tensor_name, (dtype, shape) in stored_types.items():
-        tensor_bytes = math.prod(shape) * dtype.itemsize
+    for name, info in tensor_infos.items():
+        tensor_bytes = math.prod(info.shape) * source.dtype(name).itemsize
         group_bytes += tensor_bytes
-        if file_groups[-1] and group_bytes > MAX_FILE_BYTES:
-            file_groups.append([])
+        if groups[-1] and group_bytes > MAX_FILE_BYTES:
+            groups.append({})
             group_bytes = tensor_bytes
-        file_groups[-1].append(tensor_name)
-
-    tensors_by_file = {}
-    for i, names in enumerate(file_groups):
-        tensors_by_file[f"weights-{i + 1:05d}-of-{len(file_groups):05d}.safetensors"] = names
-
-    return _FilePlan(stored_types, tensors_by_file, {file: {"tp": 0, "pp": 0} for file in tensors_by_file})
-
-
-def _shard_files(
-    tensor_infos: dict[str, TensorInfo], layout: Layout
-) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
-    """File -> tensors, and file -> ranks, for all ranks of a layout. A rank without experts has no file for
-    them."""
-    tensors_by_file: dict[str, list[str]] = {}
-    ranks_by_file: dict[str, dict[str, int]] = {}
-    for pipeline_rank in range(layout.pp):
-        dense_tensors: list[str] = []
-        expert_tensors: list[str] = []
-        for info in tensor_infos.values():
-            if layout.owning_pipeline_rank(info) == pipeline_rank:
-                (expert_tensors if info.num_experts else dense_tensors).append(info.name)
-
-        for tensor_rank in range(layout.tp):
-            tensors_by_file[rank_file_name(tensor_rank, pipeline_rank)] = dense_tensors
-            ranks_by_file[rank_file_name(tensor_rank, pipeline_rank)] = {
-                "tp": tensor_rank,
-                "pp": pipeline_rank,
-            }
-
-        for expert_rank in range(layout.ep if expert_tensors else 0):
-            for tensor_rank in range(layout.etp):
-                file_name = expert_file_name(expert_rank, tensor_rank, pipeline_rank)
-                tensors_by_file[file_name] = expert_tensors
-                ranks_by_file[file_name] = {"ep": expert_rank, "etp": tensor_rank, "pp": pipeline_rank}
-
-    return tensors_by_file, ranks_by_file
+        groups[-1][name] = (source.dtype(name), info.shape)
+    return [
+        _PlannedFile(f"weights-{i + 1:05d}-of-{len(groups):05d}.safetensors", {"tp": 0, "pp": 0}, tensors)
+        for i, tensors in enumerate(groups)
+    ]
 
 
 def _gather_from(
-    source: WeightSource, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
+    source: CanonicalWeights, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
 ) -> Callable[[MatrixRegion], Tensor]:
     """Reads regions of a tensor that consists of these blocks of the source's tensors."""
 
@@ -423,6 +328,7 @@ def export_weights(
     merges_adapter: bool = False,
     workers: int = 0,
     force: bool = False,
+    export_facts: Mapping[str, Any] | None = None,
 ) -> WeightsReport:
     """Exports Megatron weights to a folder like the original Hugging Face folder.
 
@@ -440,6 +346,7 @@ def export_weights(
         merges_adapter: ``checkpoint`` holds adapters, or is a PEFT folder. They are added to the weights of
             ``hf`` in float32, and the sums are rounded once. Matrices without an adapter stay as they are.
         workers, force: as in :func:`convert_weights`.
+        export_facts: further entries of ``megatron_vl.json``.
 
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
@@ -449,7 +356,8 @@ def export_weights(
     source: WeightReader | MergedWeights
     if merges_adapter:
         hf_checkpoint = HfCheckpoint(hf)
-        adapters = open_adapters(checkpoint, hf_checkpoint)
+        adapters = open_adapters(checkpoint, hf_checkpoint.spec)
+        _check_same_model(adapters, hf_checkpoint)
         check_base(adapters, hf_checkpoint)
         source = MergedWeights(hf_checkpoint, adapters)
     else:
@@ -460,7 +368,8 @@ def export_weights(
 
     # Everything that can be refused is refused before the first byte is written.
     _check_padding(source, hf_checkpoint, workers)
-    export_report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), workers, force)
+    training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
+    export_report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), training_facts, workers, force)
     if merges_adapter and not adapters.adapter_base.digest:
         export_report.notes.append(
             f"{checkpoint} does not record which weights its adapters were trained on; the result is right"
@@ -473,6 +382,7 @@ def _write_hf_folder(
     source: WeightReader | MergedWeights,
     hf_checkpoint: HfCheckpoint,
     output_dir: Path,
+    training_facts: dict[str, Any],
     worker_count: int,
     force_overwrite: bool,
 ) -> WeightsReport:
@@ -481,26 +391,22 @@ def _write_hf_folder(
     # With the original headers, unchanged tensors give the original files byte for byte.
     source_files = hf_checkpoint.tensor_folder.reader_by_file
     header_by_file = {file: read_safetensors_header(hf_checkpoint.path / file) for file in source_files}
-    training_facts = _known_training_facts(source, hf_checkpoint)
     with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],
         header_by_file,
-        _describe_conversion("export", source, header_by_file, None, hf_checkpoint.fingerprint()),
         force_overwrite=force_overwrite,
-        worker_count=worker_count,
         is_hf_export=True,
     ) as conversion_output:
         export_jobs = _export_jobs(source, hf_checkpoint, conversion_output)
         write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
         conversion_output.commit_files()
-        copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
-        _write_training_facts(training_facts, output_dir)
-
-        # The journal is deleted after this block, and a folder without a journal counts as finished. So
-        # everything must be on the disk now.
-        for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
-            durable_files.fsync_path(synced_path)
+        for relative_path in companion_files:
+            copied_path = conversion_output.path / relative_path
+            copied_path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
+        if training_facts:
+            write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
 
     export_report = _make_report(output_dir, conversion_output, write_seconds)
     export_report.cast = _count_casts(source, hf_checkpoint)
@@ -509,21 +415,10 @@ def _write_hf_folder(
     return export_report
 
 
-def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) -> list[Path]:
-    """Copies files, and returns their new paths."""
-    copied_paths = []
-    for relative_path in relative_paths:
-        copied_path = target_dir / relative_path
-        durable_files.make_dirs(copied_path.parent)
-        shutil.copyfile(source_dir / relative_path, copied_path)
-        copied_paths.append(copied_path)
-    return copied_paths
-
-
 def _export_jobs(
-    source: WeightSource, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
+    source: CanonicalWeights, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
 ) -> dict[str, list[CopyJob]]:
-    """Canonical or carried tensor -> the jobs that write its HF tensors, except for those that are kept.
+    """Canonical or carried tensor -> the jobs that write its HF tensors.
 
     They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
     page cache.
@@ -532,12 +427,10 @@ def _export_jobs(
     jobs_by_tensor: dict[str, list[CopyJob]] = {}
 
     def add_job(source_name: str, stored_name: str, read_region: Callable[[MatrixRegion], Tensor]) -> None:
-        file_name = tensor_folder.file_by_tensor[stored_name]
-        if (file_name, stored_name) not in conversion_output.kept_tensors:
-            shape, dtype = tensor_folder.shape(stored_name), tensor_folder.dtype(stored_name)
-            writer = conversion_output.writer_by_file[file_name]
-            copy_job = CopyJob(writer, stored_name, shape, dtype, read_region)
-            jobs_by_tensor.setdefault(source_name, []).append(copy_job)
+        shape, dtype = tensor_folder.shape(stored_name), tensor_folder.dtype(stored_name)
+        writer = conversion_output.writer_by_file[tensor_folder.file_by_tensor[stored_name]]
+        copy_job = CopyJob(writer, stored_name, shape, dtype, read_region)
+        jobs_by_tensor.setdefault(source_name, []).append(copy_job)
 
     for hf_name in hf_checkpoint.names_in_order():
         canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
@@ -565,7 +458,7 @@ def _count_casts(
     return dict(cast_counts)
 
 
-def _known_training_facts(source: WeightSource, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
+def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
     """The limits of media in training: those of the weights, else of the folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
     media_limits: dict[str, float] = {}
@@ -576,15 +469,7 @@ def _known_training_facts(source: WeightSource, hf_checkpoint: HfCheckpoint) -> 
     return media_entry(media_limits or exported_media(hf_checkpoint.path))
 
 
-def _write_training_facts(training_facts: dict[str, Any], output_dir: Path) -> None:
-    """Writes what training saw to ``output_dir``, or removes an earlier export's if nothing is known."""
-    if training_facts:
-        write_json(output_dir / EXPORT_FACTS_FILE, training_facts)
-    else:
-        (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
-
-
-def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:
+def _check_same_model(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> None:
     """Raises :class:`WeightsError` unless both are checkpoints of one model."""
     if source.spec.family != hf_checkpoint.spec.family:
         raise WeightsError(
@@ -622,20 +507,6 @@ def _check_padding(
 # --- Adapters -----------------------------------------------------------------------------------------------
 
 
-def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightReader | PeftAdapters:
-    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
-
-    Raises:
-        FileNotFoundError: there is neither.
-        WeightsError: it holds no adapters, or they belong to another model than ``hf_checkpoint``.
-    """
-    if is_peft_folder(adapter):
-        return PeftAdapters(adapter, hf_checkpoint.spec)
-    weight_reader = read_adapters(adapter)
-    _check_same_model(weight_reader, hf_checkpoint)
-    return weight_reader
-
-
 def check_base(adapters: WeightReader | PeftAdapters, base: WeightReader | HfCheckpoint) -> None:
     """Raises :class:`WeightsError` if adapters record that they were trained on other weights than ``base``.
 
@@ -647,37 +518,6 @@ def check_base(adapters: WeightReader | PeftAdapters, base: WeightReader | HfChe
         raise WeightsError(f"the adapters in {adapters.path} {base_difference}")
 
 
-def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
-    """The Megatron weights of adapters. A PEFT folder is converted within ``parent_dir``, once.
-
-    Several processes may call this at the same time; one of their results stays.
-
-    Raises:
-        The errors of :func:`convert_adapter`.
-    """
-    if not is_peft_folder(adapter):
-        return adapter
-    peft_digest = hashlib.sha256()
-    for file_name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE, EXPORT_FACTS_FILE):
-        if (adapter / file_name).is_file():
-            with open(adapter / file_name, "rb") as peft_file:
-                peft_digest.update(hashlib.file_digest(peft_file, "sha256").digest())
-
-    converted_dir = parent_dir / f"adapter_{peft_digest.hexdigest()[:16]}"
-    if not converted_dir.exists():
-        durable_files.make_dirs(parent_dir)
-        with tempfile.TemporaryDirectory(dir=parent_dir, prefix="adapter_") as partial_dir:
-            convert_adapter(adapter, hf, Path(partial_dir) / "weights")
-            try:
-                os.rename(Path(partial_dir) / "weights", converted_dir)
-            except OSError:
-                # Another process may have been faster, and its folder is then not empty.
-                if not converted_dir.is_dir():
-                    raise
-        durable_files.fsync_path(parent_dir)
-    return converted_dir
-
-
 def export_adapter(
     checkpoint: str | Path,
     hf: str | Path,
@@ -685,6 +525,7 @@ def export_adapter(
     *,
     force: bool = False,
     may_have_other_base: bool = False,
+    export_facts: Mapping[str, Any] | None = None,
 ) -> WeightsReport:
     """Exports the adapters of a run to a folder that PEFT loads.
 
@@ -694,57 +535,46 @@ def export_adapter(
         force: whether to replace an adapter that is already in ``output_dir``.
         may_have_other_base: whether the adapters may have been trained on other weights than those in ``hf``.
             PEFT's files then name the folder of these weights as the base, not ``hf``.
+        export_facts: as in :func:`export_weights`.
 
     Raises:
         WeightsError: the adapters belong to another model than ``hf``.
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
     hf_checkpoint = HfCheckpoint(hf)
-    source = open_adapters(checkpoint, hf_checkpoint)
+    source = open_adapters(checkpoint, hf_checkpoint.spec)
+    _check_same_model(source, hf_checkpoint)
     base_name = str(hf)
     if not may_have_other_base:
         check_base(source, hf_checkpoint)
     elif source.adapter_base.digest and source.adapter_base.differs_from(model_digest(hf_checkpoint)):
         base_name = source.adapter_base.path
     output_dir = Path(output_dir)
-    header_by_file = {ADAPTER_FILE: peft_header(source)}
-    training_facts = _known_training_facts(source, hf_checkpoint)
+    stored_tensors = peft_tensors(source)
+    tensor_types = {key: (tensor.dtype, tensor.shape) for key, tensor in stored_tensors.items()}
+    header = make_safetensors_header(tensor_types, {"format": "pt"})
+    training_facts = {
+        **(export_facts or {}),
+        **_known_training_facts(source, hf_checkpoint),
+        **source.adapter_base.entry(),
+    }
     start_time = time.monotonic()
 
     with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],
-        header_by_file,
-        _describe_conversion("export", source, header_by_file, None, str(hf)),
+        {ADAPTER_FILE: header},
         force_overwrite=force,
-        worker_count=1,
         is_hf_export=True,
     ) as conversion_output:
-        _write_adapter_tensors(source, conversion_output)
+        for key, tensor in stored_tensors.items():
+            conversion_output.writer_by_file[ADAPTER_FILE].write_tensor(key, [tensor])
         conversion_output.commit_files()
-        write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
-        _write_training_facts(training_facts | source.adapter_base.entry(), output_dir)
-        durable_files.fsync_path(output_dir)
+        write_json(conversion_output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
+        if training_facts:
+            write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
 
     return _make_report(output_dir, conversion_output, time.monotonic() - start_time)
-
-
-def _write_adapter_tensors(source: WeightSource, conversion_output: ConversionOutput) -> None:
-    """Writes the tensors of PEFT's file that an earlier attempt did not write."""
-    names = adapted_matrices(source)
-    writer = conversion_output.writer_by_file[ADAPTER_FILE]
-
-    def write_tensor(key: str, tensor: Tensor) -> None:
-        if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
-            tensor_sha256 = writer.write_tensor(key, [tensor])
-            conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
-
-    for adapter in fused_adapters(source.spec, source.lora).values():
-        for key, tensor in peft_tensors(source, adapter, names).items():
-            write_tensor(key, tensor)
-    tensor_infos = trained_table(source.spec, source.lora)
-    for tensor_name, (key, _) in saved_tensor_keys(source).items():
-        write_tensor(key, read_factor(source, tensor_infos[tensor_name]))
 
 
 def convert_adapter(
@@ -760,15 +590,16 @@ def convert_adapter(
 
     Args:
         adapter: the PEFT folder.
-        hf: the Hugging Face folder of the model that it belongs to, or its config.json. Its weights are not
-            read.
+        hf: the Hugging Face folder of the model that it belongs to, or its config.json. If there are weights
+            and the adapter names those that it was trained on, the two are compared.
         layout, workers, force: as in :func:`convert_weights`.
 
     Raises:
-        The errors of :func:`open_adapters` and :func:`convert_weights`.
+        The errors of :func:`check_base`, :class:`PeftAdapters` and :func:`convert_weights`.
     """
-    spec = read_spec(hf)
-    source = PeftAdapters(adapter, spec)
+    source = PeftAdapters(adapter, read_spec(hf))
+    if source.adapter_base.digest and any(Path(hf).glob("*.safetensors")):
+        check_base(source, HfCheckpoint(hf))
     media_limits = exported_media(source.path) or exported_media(Path(hf))
     weights_origin = {
         "hf": Path(hf).resolve().name,

@@ -1,4 +1,4 @@
-"""Copies tensors from a source to files, a few megabytes at a time, in several threads, and shows progress.
+"""Copies tensors from a source to files, a few megabytes at a time, in several threads.
 
 Memory is limited to a small constant times :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times the
 number of workers, and does not depend on the size of the model: regions of mapped files are read, and files
@@ -11,9 +11,7 @@ import contextlib
 import ctypes
 import math
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,53 +21,6 @@ import torch
 from torch import Tensor
 
 from megatron_vl.weights.tensor_files import MatrixRegion, TensorWriter, row_regions
-
-
-class ProgressBar:
-    """Shows bytes, rate and time left on stderr.
-
-    On a terminal, the line is redrawn, and removed at the end of the context. Otherwise, a line is printed
-    every 30 seconds.
-    """
-
-    def __init__(self, task_name: str, total_bytes: int) -> None:
-        self._task_name = task_name
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._is_terminal = sys.stderr.isatty()
-        self._print_interval = 0.2 if self._is_terminal else 30.0
-        self._start_time = self._last_shown = time.monotonic()
-        self._update_lock = threading.Lock()
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._is_terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    @property
-    def elapsed_seconds(self) -> float:
-        return time.monotonic() - self._start_time
-
-    def add_bytes(self, byte_count: int) -> None:
-        with self._update_lock:
-            self._done_bytes += byte_count
-            current_time = time.monotonic()
-            if current_time - self._last_shown >= self._print_interval:
-                self._last_shown = current_time
-                self._show_line(current_time - self._start_time)
-
-    def _show_line(self, elapsed_seconds: float) -> None:
-        bytes_per_second = self._done_bytes / elapsed_seconds
-        seconds_left = (self._total_bytes - self._done_bytes) / bytes_per_second if bytes_per_second else 0.0
-        text = (
-            f"{self._task_name}: {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB "
-            f"({100 * self._done_bytes / max(1, self._total_bytes):.0f} %), "
-            f"{bytes_per_second / 1e9:.2f} GB/s, {seconds_left:.0f} s left"
-        )
-        shown_line = f"\r{text}\033[K" if self._is_terminal else f"{text}\n"
-        print(shown_line, end="", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -132,12 +83,13 @@ def order_with_checks(
 def run_copy_tasks(
     copy_tasks: Sequence[CopyTask],
     worker_count: int,
-    progress_bar: ProgressBar,
+    advance: Callable[[int], None],
     record_tensor: Callable[[str, str, str], None],
 ) -> None:
     """Runs all tasks in ``worker_count`` threads. The first failure stops all of them and is raised.
 
     Args:
+        advance: called with the bytes of each piece that is written.
         record_tensor: called with the file, the name and the SHA-256 of each written tensor.
     """
     return_freed_memory()
@@ -149,7 +101,7 @@ def run_copy_tasks(
                 raise _StoppedError
             chunk = copy_job.read_region(region)
             yield chunk
-            progress_bar.add_bytes(chunk.numel() * copy_job.dtype.itemsize)
+            advance(chunk.numel() * copy_job.dtype.itemsize)
 
     def run_task(copy_task: CopyTask) -> None:
         try:

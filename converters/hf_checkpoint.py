@@ -25,14 +25,12 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.families.hf_folder import SINGLE_FILE, WEIGHT_INDEX_FILE
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, tensor_table
 from megatron_vl.weights.canonical_weights import CanonicalWeights
-from megatron_vl.weights.manifest import JOURNAL_FILE
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     TensorReader,
     WeightsError,
-    dtype_name,
     read_safetensors_header,
     row_regions,
 )
@@ -87,10 +85,6 @@ class TensorFolder:
     def _read_index(self) -> dict[str, str] | None:
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is not a folder")
-        if (self.path / JOURNAL_FILE).is_file():
-            raise WeightsError(
-                f"{self.path} holds an unfinished export; run the same export again to continue it"
-            )
 
         index_path = self.path / WEIGHT_INDEX_FILE
         if not index_path.is_file():
@@ -282,10 +276,8 @@ class HfCheckpoint(CanonicalWeights):
         self.rule_by_name: dict[str, ConversionRule] = {
             rule.name: rule for rule in make_conversion_rules(self.spec, expert_style)
         }
-        self.carried_names: list[str] = []
-        for stored_name in self.tensor_folder.file_by_tensor:
-            if is_carried_tensor(self.spec, stored_name):
-                self.carried_names.append(stored_name)
+        stored_names = self.tensor_folder.file_by_tensor
+        self.carried_names = [name for name in stored_names if is_carried_tensor(self.spec, name)]
         self.stored_name_by_released = self._map_released_names()
         self._check_tensors()
 
@@ -363,25 +355,19 @@ class HfCheckpoint(CanonicalWeights):
         if not decay_names or text_config.get("bos_token_id") is not None:
             return ""
 
-        narrow_names = [name for name in decay_names if self.hf_dtype(name) != torch.float32]
-        if narrow_names:
-            storage_text = (
-                f"{len(narrow_names)} of {len(decay_names)} A_log are "
-                f"stored as {dtype_name(self.hf_dtype(narrow_names[0]))}"
-            )
-        else:
-            for name in decay_names:
-                stored_name = self.stored_name_by_released[name]
-                file_name = self.tensor_folder.file_by_tensor[stored_name]
-                decays = self.tensor_folder.reader_by_file[file_name].read_tensor(stored_name)
-                if not torch.equal(decays, decays.bfloat16().float()):
-                    return ""
-            storage_text = "every A_log is stored as float32 but holds only values of bfloat16"
-
+        rounded_count = 0
+        for name in decay_names:
+            stored_name = self.stored_name_by_released[name]
+            file_name = self.tensor_folder.file_by_tensor[stored_name]
+            decays = self.tensor_folder.reader_by_file[file_name].read_tensor(stored_name).float()
+            rounded_count += torch.equal(decays, decays.bfloat16().float())
+        if not rounded_count:
+            return ""
         return (
-            f"{self.path}: {storage_text}; released Qwen3.5 has them in float32. They were "
-            "rounded, as transformers does when it loads the model as bfloat16 (or auto) and "
-            "saves it: decays are up to 1.6 % off. Start from the released folder if you can"
+            f"{self.path}: {rounded_count} of {len(decay_names)} A_log hold only values of bfloat16; released"
+            " Qwen3.5 has them in float32. They were rounded, as transformers does when it loads the model as"
+            " bfloat16 (or auto) and saves it: decays are up to 1.6 % off. Start from the"
+            " released folder if you can"
         )
 
     def check_tied_output(self) -> None:
@@ -392,16 +378,14 @@ class HfCheckpoint(CanonicalWeights):
         folder = self.tensor_folder
         output_name = self.stored_name_by_released[HF_OUTPUT]
         embedding_name = self.stored_name_by_released[self.embedding_name]
-        is_equal = folder.dtype_code(output_name) == folder.dtype_code(embedding_name)
-        if is_equal:
+        is_equal = folder.dtype_code(output_name) == folder.dtype_code(embedding_name) and all(
+            torch.equal(
+                folder.read_region(output_name, region).contiguous().view(torch.uint8),
+                folder.read_region(embedding_name, region).contiguous().view(torch.uint8),
+            )
             # In regions, because the vocabulary's matrix may take gigabytes.
-            for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize):
-                output_bytes = folder.read_region(output_name, region).contiguous().view(torch.uint8)
-                embedding_bytes = folder.read_region(embedding_name, region).contiguous().view(torch.uint8)
-                if not torch.equal(output_bytes, embedding_bytes):
-                    is_equal = False
-                    break
-
+            for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize)
+        )
         if not is_equal:
             raise WeightsError(
                 f"{self.path}: tensor {output_name!r} differs from {embedding_name!r}, but "
@@ -421,9 +405,6 @@ class HfCheckpoint(CanonicalWeights):
         for dtype in hf_dtypes[1:]:
             common_dtype = torch.promote_types(common_dtype, dtype)
         return common_dtype
-
-    def verify_tensor(self, tensor_name: str) -> None:
-        """Does nothing, because HF folders have no hashes. Shapes, types and lengths were checked earlier."""
 
     def fingerprint(self) -> dict[str, str]:
         """The config, and each file's header, size and modification time, which are known without reading the

@@ -16,6 +16,7 @@ PEFT does: gate and up get one A with the rows of both.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -84,8 +85,7 @@ class MatrixFactors:
 
 
 def is_peft_folder(path: str | Path) -> bool:
-    config_path = Path(path) / ADAPTER_CONFIG_FILE
-    return config_path.is_file()
+    return (Path(path) / ADAPTER_CONFIG_FILE).is_file()
 
 
 def is_expert_stack(hf_name: str) -> bool:
@@ -96,18 +96,16 @@ def is_expert_stack(hf_name: str) -> bool:
 @lru_cache(maxsize=4)
 def rules_by_name(spec: ModelSpec) -> dict[str, ConversionRule]:
     """The rules of a model. Stacks of experts are as in transformers 5, and so equal to canonical ones."""
-    conversion_rules = make_conversion_rules(spec, "output_first")
-    return {rule.name: rule for rule in conversion_rules}
+    return {rule.name: rule for rule in make_conversion_rules(spec, "output_first")}
 
 
 def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name of a module or parameter in ``transformers`` 5 -> shape of its weight."""
-    module_shapes: dict[str, tuple[int, ...]] = {}
-    for rule in rules_by_name(spec).values():
-        for hf_name, shape in rule.hf_shapes.items():
-            module_name = long_tensor_name(hf_name).removesuffix(".weight")
-            module_shapes[module_name] = shape
-    return module_shapes
+    return {
+        long_tensor_name(hf_name).removesuffix(".weight"): shape
+        for rule in rules_by_name(spec).values()
+        for hf_name, shape in rule.hf_shapes.items()
+    }
 
 
 @lru_cache(maxsize=4)
@@ -124,19 +122,14 @@ def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
     """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
-    matrix_shapes = released_matrices(spec)
-    return target_settings(matrix_shapes, spec)
+    return target_settings(released_matrices(spec), spec)
 
 
 def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
     """PEFT's ``target_modules`` and ``target_parameters`` for adapters of these matrices."""
-    module_names: list[str] = []
-    stack_names: list[str] = []
-    for hf_name in hf_names:
-        if is_expert_stack(hf_name):
-            stack_names.append(hf_name)
-        else:
-            module_names.append(hf_name)
+    all_names = list(hf_names)
+    stack_names = [name for name in all_names if is_expert_stack(name)]
+    module_names = [name for name in all_names if not is_expert_stack(name)]
     return {
         "target_modules": shortest_suffixes(module_names, spec),
         "target_parameters": shortest_suffixes(stack_names, spec) or None,
@@ -149,30 +142,23 @@ def shortest_suffixes(module_names: Iterable[str], spec: ModelSpec) -> list[str]
     # Modules that contain others count too: "0" is also the end of a layer's name.
     other_names: set[str] = set()
     for module_name in _module_shapes(spec):
-        while module_name:
-            other_names.add(module_name)
-            module_name, _, _ = module_name.rpartition(".")
-
-    forbidden_suffixes: set[str] = set()
-    for other_name in other_names.difference(chosen_names):
-        forbidden_suffixes.update(_name_suffixes(other_name))
-
-    shortest_by_name: dict[str, str] = {}
-    for chosen_name in chosen_names:
-        for suffix in _name_suffixes(chosen_name):
-            if suffix not in forbidden_suffixes:
-                shortest_by_name.setdefault(chosen_name, suffix)
-    return list(dict.fromkeys(shortest_by_name.values()))
+        words = module_name.split(".")
+        other_names.update(".".join(words[:count]) for count in range(1, len(words) + 1))
+    other_suffixes = {
+        suffix for name in other_names.difference(chosen_names) for suffix in _name_suffixes(name)
+    }
+    suffixes = {}
+    for name in chosen_names:
+        # The whole name always stays.
+        own_suffixes = (suffix for suffix in _name_suffixes(name) if suffix not in other_suffixes)
+        suffixes.update(dict.fromkeys(itertools.islice(own_suffixes, 1)))
+    return list(suffixes)
 
 
 def _name_suffixes(module_name: str) -> list[str]:
     """``proj``, ``attn.proj``, ... up to the whole name."""
     words = module_name.split(".")
-    suffixes = [words.pop()]
-    while words:
-        longer_suffix = f"{words.pop()}.{suffixes[-1]}"
-        suffixes.append(longer_suffix)
-    return suffixes
+    return [".".join(words[start:]) for start in reversed(range(len(words)))]
 
 
 # --- Reading ------------------------------------------------------------------------------------------------
@@ -404,18 +390,16 @@ class PeftFolder:
 
             columns: list[list[MatrixFactors]] = []
             for word in words:
-                column: list[MatrixFactors] = []
-                for expert_index in range(expert_count):
-                    expert_name = f"{experts_name}.{expert_index}.{word}"
-                    if expert_name in modules:
-                        pair = modules.pop(expert_name)
-                        column.append(self._matrix_factors(expert_name, word_shape, pair))
-                if column and len(column) < expert_count:
+                expert_names = [f"{experts_name}.{expert}.{word}" for expert in range(expert_count)]
+                given_names = [name for name in expert_names if name in modules]
+                if given_names and given_names != expert_names:
                     raise WeightsError(
-                        f"{self.path}: only {len(column)} of {expert_count} experts of {experts_name!r} have"
-                        f" an adapter of {word}; a stack of experts cannot hold that"
+                        f"{self.path}: only {len(given_names)} of {expert_count} experts of {experts_name!r}"
+                        f" have an adapter of {word}; a stack of experts cannot hold that"
                     )
-                columns.append(column)
+                columns.append(
+                    [self._matrix_factors(name, word_shape, modules.pop(name)) for name in given_names]
+                )
             if any(columns):
                 stacks[hf_name] = self._join_experts(hf_name, word_shape[0], columns)
         return stacks
@@ -429,35 +413,27 @@ class PeftFolder:
             word_rows: rows of one expert's gate, up or down projection.
             columns: for gate and up, or for down: the factors of all experts, or none.
         """
-        present_columns = [column for column in columns if column]
-        first_factors = present_columns[0][0]
-        rank = first_factors.rank
-        alpha = first_factors.alpha
-        for column in present_columns:
-            for factors in column:
-                if (factors.rank, factors.alpha) != (rank, alpha):
-                    raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
+        given_columns = [column for column in columns if column]
+        rank, alpha = given_columns[0][0].rank, given_columns[0][0].alpha
+        if any(
+            (factors.rank, factors.alpha) != (rank, alpha) for column in given_columns for factors in column
+        ):
+            raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
 
         # The factors A of gate and up lie one below the other, and B is zero outside its diagonal blocks.
-        expert_count = len(present_columns[0])
-        growth = len(present_columns)
-        stacked_a: list[Tensor] = []
-        stacked_b: list[Tensor] = []
-        for column in columns:
-            word_b = torch.zeros(expert_count, word_rows, rank * growth)
-            if column:
-                factor_b = torch.stack([factors.factor_b for factors in column])
-                word_b = word_b.to(factor_b.dtype)
-                own_columns = word_b.narrow(2, rank * len(stacked_a), rank)
-                own_columns.copy_(factor_b)
-                stacked_a.append(torch.stack([factors.factor_a for factors in column]))
-            stacked_b.append(word_b)
+        joined_a = torch.cat(
+            [torch.stack([factors.factor_a for factors in column]) for column in given_columns], dim=1
+        )
+        no_factor = torch.empty(word_rows, 0)
+        joined_b = []
+        for expert in range(len(given_columns[0])):
+            blocks = [column[expert].factor_b if column else no_factor for column in columns]
+            joined_b.append(torch.block_diag(*blocks))
 
         # The rank has grown, and the product must be scaled as before.
+        growth = len(given_columns)
         alpha_growth = math.sqrt(growth) if self.config.get("use_rslora") else growth
-        joined_a = torch.cat(stacked_a, dim=1)
-        joined_b = torch.cat(stacked_b, dim=1)
-        return MatrixFactors(joined_a, joined_b, alpha * alpha_growth)
+        return MatrixFactors(joined_a, torch.stack(joined_b), alpha * alpha_growth)
 
     def _resolve_patterns(self, setting: str, module_names: Iterable[str]) -> dict[str, dict[Any, str]]:
         """Name of a matrix -> {value: the entry of ``rank_pattern`` or ``alpha_pattern`` that gives it}.

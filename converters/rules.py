@@ -190,37 +190,20 @@ def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) 
     (hf_name,) = hf_names
     real_columns = spec.vision.ffn_hidden_size
     rows, col_count = matrix_shape(tensor_info.shape)
+    padding = (MatrixRegion(0, rows, real_columns, col_count),) if col_count > real_columns else ()
     block = MatrixBlock(hf_name, rows, real_columns)
-    padding_regions = []
-    if col_count > real_columns:
-        padding_regions.append(MatrixRegion(0, rows, real_columns, col_count))
-    hf_shape = (rows, real_columns)
-    return ConversionRule(
-        tensor_info.name,
-        {hf_name: hf_shape},
-        (block,),
-        tuple(padding_regions),
-    )
+    return ConversionRule(tensor_info.name, {hf_name: (rows, real_columns)}, (block,), padding)
 
 
 def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor equals one HF stack of transposed matrices."""
     (hf_name,) = hf_names
     expert_count, rows, col_count = tensor_info.shape
-    blocks = []
-    for expert_index in range(expert_count):
-        blocks.append(
-            MatrixBlock(
-                hf_name,
-                rows,
-                col_count,
-                row=expert_index * rows,
-                part_row=expert_index * col_count,
-                is_transposed=True,
-            )
-        )
-    hf_shape = (expert_count, col_count, rows)
-    return ConversionRule(tensor_info.name, {hf_name: hf_shape}, tuple(blocks))
+    blocks = tuple(
+        MatrixBlock(hf_name, rows, col_count, row=i * rows, part_row=i * col_count, is_transposed=True)
+        for i in range(expert_count)
+    )
+    return ConversionRule(tensor_info.name, {hf_name: (expert_count, col_count, rows)}, blocks)
 
 
 def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -279,15 +262,8 @@ def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, in
             padding_regions.append(MatrixRegion(first_row, end_row, 0, col_count))
         first_row = end_row
 
-    hf_shapes: dict[str, tuple[int, ...]] = {}
-    for hf_name, row_count in hf_rows.items():
-        hf_shapes[hf_name] = (row_count, *tensor_info.shape[1:])
-    return ConversionRule(
-        tensor_info.name,
-        hf_shapes,
-        tuple(blocks),
-        tuple(padding_regions),
-    )
+    hf_shapes = {hf_name: (row_count, *tensor_info.shape[1:]) for hf_name, row_count in hf_rows.items()}
+    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks), tuple(padding_regions))
 
 
 # --- Tables of names

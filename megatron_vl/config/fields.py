@@ -83,9 +83,9 @@ class LoraConfig:
     norm, input_layernorm, lm_head), or by a regular expression for the whole name. merger: all mergers.
     Written like targets."""
     adapter: str = ""
-    """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, which `megatron-vl train`
-    converts into checkpoint.dir, or what `megatron-vl convert --adapter` made of one. Their ranks, targets
-    and scales hold; leave out the other fields of lora except dropout. Empty: new adapters."""
+    """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, or what `megatron-vl
+    convert --adapter` made of one. Their ranks, targets and scales hold; leave out the other fields of lora
+    except dropout. Empty: new adapters."""
     stated_fields = frozenset[str]()
     """Fields that the user stated beside ``adapter``, defaults included. The parser sets it on its result; it
     is no field of a run, and copies do not have it."""

@@ -33,13 +33,13 @@ from megatron_vl.estimate.layer_kinds import (
     layer_kinds,
     merger_adapters,
 )
+from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.sizes import (
     DELTA_CHUNK,
     LOSS_CHUNK_TOKENS,
     STATE_CHUNK_BYTES,
     STATE_CHUNKS_ON_GPU,
 )
-from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.spec.adapters import (
     freeze_unadapted_parts,
     saved_modules,

@@ -61,9 +61,6 @@ class ProcessGrid:
     """The same ranks over gloo, for small host-side messages."""
     stage_group: dist.ProcessGroup
     """The tp x cp ranks of this replica on this pipeline stage."""
-    tp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
-    """The ranks with the same part of the model and of their rows, one of each replica."""
 
     def shard_index(self, tensor_info: TensorInfo) -> int:
         """The number of the shard of a tensor that this rank holds (see :meth:`Sharding.shard_index`)."""
@@ -192,8 +189,6 @@ def make_grid(layout: Layout) -> ProcessGrid:
         replica_source_rank=min(dist.get_process_group_ranks(replica_group)),
         replica_gloo_group=_replica_gloo_group(layout) or replica_group,
         stage_group=stage_group,
-        tp_group=mpu.get_tensor_model_parallel_group(),
-        dp_group=mpu.get_data_parallel_group(),
     )
 
 

@@ -13,9 +13,6 @@ from megatron_vl.spec.adapters import fused_adapters, saved_modules
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.run_folder import SavedCheckpoint
 
-START_ADAPTER_KEY = "lora_start"
-"""The entry that says with which adapters the run began, see :func:`read_start_adapter`."""
-
 
 def with_start_adapter(
     config: TrainConfig, spec: ModelSpec, source_checkpoint: SavedCheckpoint | None = None
@@ -36,14 +33,10 @@ def with_start_adapter(
     if not adapter_dir:
         return config
 
-    from megatron_vl.weights.weight_reader import WeightReader, WeightsError, read_adapters
+    from converters.adapters import PeftAdapters, open_adapters  # they import torch
+    from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
-    if source_checkpoint is None and (Path(adapter_dir) / "adapter_config.json").is_file():
-        raise RunConfigError(
-            f"lora.adapter {adapter_dir} holds PEFT's files; convert them first: `megatron-vl convert --hf"
-            f" {config.model.hf} --adapter {adapter_dir} --out DIR`"
-        )
-
+    weight_reader: WeightReader | PeftAdapters
     if source_checkpoint is not None:
         from megatron_vl.training.checkpoint import suggest_remedy
 
@@ -53,7 +46,7 @@ def with_start_adapter(
             return config  # check_same_adapters refuses it
     else:
         try:
-            weight_reader = read_adapters(adapter_dir)
+            weight_reader = open_adapters(adapter_dir, spec)
         except FileNotFoundError as error:
             raise RunConfigError(
                 f"lora.adapter: {error}; give a run with LoRA or a folder of adapters, or, to continue a run,"
@@ -84,68 +77,21 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     return dataclasses.replace(config, lora=lora)
 
 
-def read_start_adapter(config: TrainConfig, base_digest: str) -> dict[str, str]:
-    """The ``path`` and ``digest`` of the adapters in ``lora.adapter``; both are empty without any.
+def check_adapter_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> None:
+    """Raises RunConfigError if the adapters in ``lora.adapter`` were trained on other weights than the run's.
 
     Args:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
-
-    Raises:
-        RunConfigError: the adapters were trained on other weights than the run's.
     """
+    from converters.adapters import open_adapters  # it imports torch
+
     adapter_dir = config.lora.adapter
     if not adapter_dir:
-        return {"path": "", "digest": ""}
-
-    from megatron_vl.weights.model_digest import model_digest  # it imports torch
-    from megatron_vl.weights.weight_reader import WeightReader
-
-    weight_reader = WeightReader(adapter_dir, takes_adapters=True, should_verify=False)
-    if base_difference := weight_reader.adapter_base.difference_text(
+        return
+    if base_difference := open_adapters(adapter_dir, spec).adapter_base.difference_text(
         base_digest, config.model.checkpoint or config.model.hf
     ):
         raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {base_difference}")
-    return {"path": str(Path(adapter_dir).resolve()), "digest": model_digest(weight_reader)}
-
-
-def check_start_adapter(
-    checkpoint_path: Path, start_adapter: dict[str, str] | None, config: TrainConfig
-) -> None:
-    """Raises RunConfigError if ``lora.adapter`` of a resumed run names others than the run began with.
-
-    The adapters continue from the checkpoint in any case. So nothing is refused if the folder that the run
-    began with has moved, is gone, or belongs to a run that went on, or if the given folder has no weights.
-
-    Args:
-        start_adapter: the result of :func:`read_start_adapter` at the run's first start; None: not recorded.
-    """
-    adapter_dir = config.lora.adapter
-    if start_adapter is None or not adapter_dir:
-        return
-
-    start_dir, start_digest = start_adapter["path"], start_adapter["digest"]
-    if str(Path(adapter_dir).resolve()) == start_dir:
-        return
-    given_digest = _adapter_digest(adapter_dir)
-    if given_digest in (None, start_digest) or start_dir and _adapter_digest(start_dir) != start_digest:
-        return
-    began_with = start_dir or "new adapters"
-    remedy = f"give lora.adapter {start_dir}" if start_dir else "leave lora.adapter out"
-    raise RunConfigError(
-        f"lora.adapter names {adapter_dir}, but the run in {checkpoint_path.parent} began with {began_with}:"
-        f" {remedy} to continue that run, or give another checkpoint.dir to begin a new one"
-    )
-
-
-def _adapter_digest(adapter_dir: str) -> str | None:
-    """The digest of the adapters in a folder; None if it holds no weights of ours."""
-    from megatron_vl.weights.model_digest import model_digest
-    from megatron_vl.weights.weight_reader import WeightReader, WeightsError
-
-    try:
-        return model_digest(WeightReader(adapter_dir, takes_adapters=True, should_verify=False))
-    except (OSError, WeightsError):
-        return None
 
 
 def check_same_adapters(
@@ -162,20 +108,17 @@ def check_same_adapters(
     if has_same_modules and fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
         return
 
-    other_run = "give another checkpoint.dir to begin a new one"
     # These two decide no shape and no scale.
     current = dataclasses.replace(config.lora, dropout=saved.dropout, adapter=saved.adapter)
-    for field_name in dataclasses.asdict(LoraConfig()):
-        value, saved_value = getattr(current, field_name), getattr(saved, field_name)
-        if value != saved_value:
-            raise RunConfigError(
-                f"lora.{field_name} is {value}, but {checkpoint_path} was saved with {saved_value}; its"
-                f" adapters have other shapes or scales. Set lora.{field_name} to {saved_value} to continue"
-                f" this run, or {other_run}"
-            )
+    differences = [
+        f"lora.{name} was {getattr(saved, name)}, is {getattr(current, name)}"
+        for name in dataclasses.asdict(LoraConfig())
+        if getattr(current, name) != getattr(saved, name)
+    ]
     raise RunConfigError(
-        f"the adapters in {checkpoint_path} have other ranks or alphas; give the lora.adapter that this run"
-        f" began with to continue it, or {other_run}"
+        f"the adapters in {checkpoint_path} have other shapes or scales than this run's"
+        f" ({'; '.join(differences) or 'ranks or alphas of single matrices'}); give the settings or the"
+        " lora.adapter that the run began with, or another checkpoint.dir to begin a new one"
     )
 
 

@@ -626,7 +626,9 @@ def load_checkpoint(
     grid: ProcessGrid,
     layout: Layout,
 ) -> RestoredState:
-    """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
+    """Restores weights and optimizer of a step folder, whatever layout wrote it. Collective.
+
+    Random numbers have no state: what draws them in a step is seeded by the step (``seed_dropout``).
 
     Raises CheckpointError if files are missing or damaged.
     """
@@ -648,13 +650,6 @@ def load_checkpoint(
         )
         restore_optimizer(optimizer_reader, optimizer, live_tensors, weight_reader.tensor_infos, grid)
 
-    # Under another layout, a rank has no counterpart whose random numbers it could continue.
-    if saved_layout == layout and saved_metadata["dp"] == grid.dp:
-        for state_name, rng_state in optimizer_reader.rng_states(state_file_name(grid.rank)).items():
-            if state_name == "rng/cpu":
-                torch.set_rng_state(rng_state)
-            elif torch.cuda.is_available():
-                torch.cuda.set_rng_state(rng_state)
     optimizer_reader.close()
 
     loader_record, loader_state = saved_metadata["files"].get(LOADER_STATE_FILE), None

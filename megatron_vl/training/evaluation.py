@@ -2,21 +2,19 @@
 
 The rows are read once, before the first step. They are the same for each evaluation and in every layout: each
 data-parallel replica reads all of them and keeps its share. Training is not affected: evaluation changes no
-gradient, no random number generator and no training row (tests/training/test_run.py).
+gradient and no training row (tests/training/test_run.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
@@ -66,8 +64,7 @@ class Evaluator:
         failure_text, failure_cause = "", None
         if grid.owns_loader:
             try:
-                with _preserved_rng_state():
-                    self.eval_rows = self._rows_of_replica(self._load_rows(spec))
+                self.eval_rows = self._rows_of_replica(self._load_rows(spec))
             except (ValueError, OSError, RuntimeError) as error:
                 # All ranks must raise this error. Otherwise, the others would wait and report a lost peer.
                 failure_text, failure_cause = describe_error(error), error
@@ -167,15 +164,3 @@ def _gathered_weights(ddp_chunks: list[DistributedDataParallel]) -> Iterator[Non
     finally:
         for ddp_chunk in overlapped_chunks:
             ddp_chunk.enable_forward_pre_hook()
-
-
-@contextmanager
-def _preserved_rng_state() -> Iterator[None]:
-    """Restores this process's random number generators at the end of the context."""
-    rng_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(rng_states[0])
-        np.random.set_state(rng_states[1])
-        torch.set_rng_state(rng_states[2])

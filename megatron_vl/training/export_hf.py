@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_vl import host_memory
+from megatron_vl.partial_folder import remove_partial_folder
 from megatron_vl.processes import python_path_with_tools
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, EXPORTS_DIR, SavedCheckpoint, export_dir_path
@@ -81,16 +81,9 @@ class HfExporter:
 
     def enqueue_missing_exports(self, saved_checkpoints: Iterable[SavedCheckpoint]) -> None:
         """Exports those of the run's checkpoints, sorted by step, that an earlier start did not export."""
-        due_by_partial_dir: dict[Path, SavedCheckpoint] = {}
+        for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):  # of a killed export
+            remove_partial_folder(partial_dir)
         for saved_checkpoint in saved_checkpoints:
-            if self.is_due(saved_checkpoint.step):
-                export_dir = export_dir_path(self.run_dir, saved_checkpoint.step)
-                due_by_partial_dir[export_dir.with_suffix(".partial")] = saved_checkpoint
-
-        for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):
-            if partial_dir not in due_by_partial_dir:  # its checkpoint is gone
-                shutil.rmtree(partial_dir, ignore_errors=True)
-        for saved_checkpoint in due_by_partial_dir.values():
             self.enqueue_export(saved_checkpoint)
 
     def pending_checkpoints(self) -> set[Path]:

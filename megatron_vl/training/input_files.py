@@ -36,6 +36,7 @@ def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint |
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
     from converters.hf_checkpoint import HfCheckpoint  # they import torch
+    from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder
     from megatron_vl.weights.manifest import MANIFEST_FILE
     from megatron_vl.weights.model_digest import model_digest
     from megatron_vl.weights.weight_reader import find_weights_dir
@@ -45,6 +46,8 @@ def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint |
     weights = [config.model.checkpoint] if reads_start_weights else []
     if source_checkpoint is not None:
         files.append(source_checkpoint.path / "run.json")
+    elif is_peft_folder(config.lora.adapter):
+        files += [Path(config.lora.adapter) / name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)]
     else:
         weights.append(config.lora.adapter)
     folders = [folder for folder in weights if folder and folder != RANDOM_WEIGHTS]

@@ -172,10 +172,8 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def snapshot_optimizer(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Host copies of this rank's optimizer state and random number generators."""
-    tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    """Host copies of this rank's optimizer state."""
+    tensors: dict[str, Tensor] = {}
     for optimizer_slice in optimizer_slices(optimizer, live_tensors):
         tensors[optimizer_slice.tensor_key("step")] = torch.tensor(
             [optimizer_slice.step_count], dtype=torch.int64
@@ -508,13 +506,6 @@ class OptimizerStateReader:
             for saved_slice in self._saved_slices.get((state_name, shard_index), []):
                 return saved_slice.step_count
         return 0
-
-    def rng_states(self, file_name: str) -> dict[str, Tensor]:
-        """The states of the random number generators in a rank's file; empty if there is no such file."""
-        if file_name not in self.file_records:
-            return {}
-        tensors = self._open_verified(file_name)
-        return {key: tensors.get_tensor(key) for key in tensors.keys() if key.startswith("rng/")}
 
 
 @torch.no_grad()

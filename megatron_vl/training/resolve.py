@@ -25,11 +25,9 @@ from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training.adapters import (
-    START_ADAPTER_KEY,
+    check_adapter_base,
     check_same_adapters,
     check_same_model,
-    check_start_adapter,
-    read_start_adapter,
     with_start_adapter,
 )
 from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
@@ -156,10 +154,10 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         base_digest = RANDOM_DIGEST
         if start_weights is not None:  # the digest of a Hugging Face folder is known already
             base_digest = model_digests.get(hf_weights_name(config)) or model_digest(start_weights)
-    start_adapter = read_start_adapter(config, base_digest) if source_checkpoint is None else None
-    if source_checkpoint is not None:
-        saved_metadata = check_own_checkpoint(config, spec, source_checkpoint.path, base_digest)
-        start_adapter = saved_metadata.get(START_ADAPTER_KEY)
+    if source_checkpoint is None:
+        check_adapter_base(config, spec, base_digest)
+    else:
+        check_own_checkpoint(config, spec, source_checkpoint.path, base_digest)
 
     if is_synthetic:
         from megatron_vl.data.synthetic import synthetic_identity  # it imports torch
@@ -177,7 +175,6 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         loader_digests=loader_digests,
         run_notes=tuple(run_notes),
         base_digest=base_digest,
-        start_adapter=start_adapter,
     )
 
 
@@ -227,7 +224,7 @@ def check_own_checkpoint(
     spec: ModelSpec,
     checkpoint_path: Path,
     base_digest: str = "",
-) -> dict[str, Any]:
+) -> None:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
 
     The checkpoint's files say which model it holds. Without LoRA, ``model.checkpoint`` is not read and need
@@ -235,9 +232,6 @@ def check_own_checkpoint(
 
     Args:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
-
-    Returns:
-        The checkpoint's ``run.json``.
 
     Raises:
         CheckpointError: files are missing or damaged.
@@ -257,8 +251,6 @@ def check_own_checkpoint(
             f"the adapters in {checkpoint_path} were trained on another model than the one in"
             f" {start_weights_path(config)}; give the weights that the run began with"
         )
-    check_start_adapter(checkpoint_path, saved_metadata.get(START_ADAPTER_KEY), config)
-    return saved_metadata
 
 
 def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:

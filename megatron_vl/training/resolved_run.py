@@ -37,9 +37,6 @@ class ResolvedRun:
     """What every rank reads (:func:`~megatron_vl.training.input_files.read_model_digests`)."""
     loader_digests: dict[str, str] = field(default_factory=dict)
     """What ranks that own a loader read (:func:`~megatron_vl.training.input_files.read_loader_digests`)."""
-    start_adapter: dict[str, str] | None = None
-    """The adapters that the run began with (:func:`~megatron_vl.training.adapters.read_start_adapter`). None
-    if its checkpoints do not record them."""
 
     @property
     def last_step(self) -> int:

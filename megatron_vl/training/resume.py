@@ -13,7 +13,10 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
 
 _RECORDED_SECTIONS = ("model", "fp8", "optimizer")
-_RECORDED_FIELDS = ("data.path", "lora.dropout", "steps", "global_batch_size", "dtype", "seed")
+_RECORDED_FIELDS = (
+    *("data.path", "lora.adapter", "lora.dropout", "steps"),
+    *("global_batch_size", "dtype", "seed"),
+)
 _NOT_RECORDED = (
     "model.hf",
     "model.attention",
@@ -47,6 +50,7 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
     is_used = {
         # With LoRA, a resumed run reads these weights and refuses others, but they may lie elsewhere.
         "model.checkpoint": not config.lora.rank,
+        "lora.adapter": config.lora.rank,
         "lora.dropout": config.lora.rank,
         "fp8.vision": config.fp8.recipe != "none",
         "optimizer.vision_lr": part_rates["vision"] is not None,
@@ -72,7 +76,9 @@ def field_change_notes(
         if saved_fields.get(name, value) == value:
             continue
         # Weights come from the checkpoint, and only dropout draws further random numbers.
-        has_effect = name != "model.checkpoint" and (name != "seed" or current_fields.get("lora.dropout"))
+        has_effect = name not in ("model.checkpoint", "lora.adapter")
+        if name == "seed":
+            has_effect = bool(current_fields.get("lora.dropout"))
         field_changes = effective_changes if has_effect else changes_without_effect
         field_changes.append(f"{name} was {saved_fields[name]!r}, is {value!r}")
 

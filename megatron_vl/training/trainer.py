@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from converters.adapters import open_adapters
 from megatron_vl import progress
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
@@ -31,7 +32,6 @@ from megatron_vl.parallel.start import exit_if_stop_requested
 from megatron_vl.platform import Platform
 from megatron_vl.signals import requested_stop_signal
 from megatron_vl.training import checkpoint
-from megatron_vl.training.adapters import START_ADAPTER_KEY
 from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.checkpoint import CheckpointSaver, load_main_weights
 from megatron_vl.training.evaluation import Evaluator
@@ -57,7 +57,6 @@ from megatron_vl.training.step import (
 )
 from megatron_vl.weights.model_digest import AdapterBase
 from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, saved_checkpoints
-from megatron_vl.weights.weight_reader import WeightReader
 
 MAX_SKIPPED_STEPS = 10
 """A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
@@ -174,7 +173,7 @@ class Trainer:
         start_weights = open_start_weights(config) if config.lora.rank or not is_resumed else None
         adapter_reader = None
         if config.lora.adapter and not is_resumed:
-            adapter_reader = WeightReader(config.lora.adapter, takes_adapters=True)
+            adapter_reader = open_adapters(config.lora.adapter, self.spec)
         built_model = build_model(
             config,
             self.spec,
@@ -419,7 +418,6 @@ class Trainer:
         return data_order_metadata(self.config, self.grid.dp) | {
             _SKIPPED_STEPS_KEY: dict(self.skipped_steps),
             **base.entry(),
-            START_ADAPTER_KEY: self.resolved_run.start_adapter,
             _FIELDS_KEY: self._recorded_fields(),
             _SOURCES_KEY: self.metrics_log.source_meter.state_dict(),
         }

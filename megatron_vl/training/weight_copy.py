@@ -19,25 +19,11 @@ from torch import Tensor
 def copy_weights_together(optimizer: ChainedOptimizer) -> None:
     """Makes each part of ``optimizer`` that copies float32 shards copy all of them in one call.
 
-    Parts without parameters do not change, nor do parts whose weights reach the model in another way
-    (precision-aware optimizers, FP8 weights). Offloaded shards are not copied here.
+    Parts without parameters do not change. Offloaded shards are not copied here.
     """
     for sub_optimizer in optimizer.chained_optimizers:
-        if _copies_float32_shards(sub_optimizer):
+        if isinstance(sub_optimizer, DistributedOptimizer) and not sub_optimizer.is_stub_optimizer:
             sub_optimizer._copy_main_params_to_model_params = _BatchedWeightCopy(sub_optimizer)
-
-
-def _copies_float32_shards(sub_optimizer: object) -> bool:
-    return (
-        isinstance(sub_optimizer, DistributedOptimizer)
-        and not sub_optimizer.is_stub_optimizer
-        and not sub_optimizer.config.use_precision_aware_optimizer
-        and not (
-            sub_optimizer.ddp_config.use_megatron_fsdp
-            or sub_optimizer.ddp_config.fp8_param_gather
-            or sub_optimizer.ddp_config.fp4_param_gather
-        )
-    )
 
 
 class _BatchedWeightCopy:

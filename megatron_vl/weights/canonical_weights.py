@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,13 +16,15 @@ from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape, row_reg
 
 
 class CanonicalWeights(ABC):
-    """Megatron weights of any layout, or a Hugging Face folder that is read as such.
+    """Megatron weights of any layout, or other files that are read as such.
 
     Attributes:
+        path: the folder that is read.
         lora: the adapters whose factors these weights are; its rank is 0 for a whole model.
         tensor_infos: canonical name -> :class:`~megatron_vl.spec.tensors.TensorInfo`.
     """
 
+    path: Path
     spec: ModelSpec
     lora: LoraConfig
     tensor_infos: dict[str, TensorInfo]
@@ -35,7 +38,13 @@ class CanonicalWeights(ABC):
         """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""
 
     @abstractmethod
-    def expect_scattered_reads(self, is_scattered: bool) -> None:
+    def fingerprint(self) -> dict[str, str]:
+        """File -> a fact about it that changes if others write it."""
+
+    def verify_tensor(self, tensor_name: str) -> None:  # noqa: B027
+        """Raises WeightsError if a tensor is not what was written. Only Megatron weights have hashes."""
+
+    def expect_scattered_reads(self, is_scattered: bool) -> None:  # noqa: B027
         """Tells the system whether small regions far from each other are read next."""
 
     def read_shard(

@@ -49,9 +49,6 @@ from megatron_vl.weights.tensor_files import (
 WEIGHTS_FORMAT = "megatron-vl-weights"
 MANIFEST_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-JOURNAL_FILE = "unfinished.jsonl"
-"""Journal of an unfinished conversion (see :mod:`converters.output_folder`). A folder that has a journal and
-no manifest is not a checkpoint."""
 
 
 def rank_file_name(tp_rank: int, pp_rank: int) -> str:

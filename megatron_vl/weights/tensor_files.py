@@ -256,11 +256,6 @@ def read_safetensors_header(file_path: Path) -> bytes:
     return length_field + header_text
 
 
-def partial_path(final_path: Path) -> Path:
-    """The path that a file has until it is complete."""
-    return final_path.with_name(final_path.name + ".partial")
-
-
 class TensorWriter:
     """Writes a safetensors file tensor by tensor, in any order and from several threads.
 
@@ -270,13 +265,11 @@ class TensorWriter:
     Args:
         final_path: the path of the complete file.
         header: the result of :func:`make_safetensors_header`.
-        keep_partial: whether to continue an existing ``FILE.partial`` (see :meth:`stored_sha256`) instead of
-            emptying it.
     """
 
-    def __init__(self, final_path: Path, header: bytes, keep_partial: bool = False) -> None:
+    def __init__(self, final_path: Path, header: bytes) -> None:
         self.path = final_path
-        self._partial_file = partial_path(final_path)
+        self._partial_file = final_path.with_name(final_path.name + durable_files.PARTIAL_SUFFIX)
         header_entries = json.loads(header[8:])
         header_entries.pop("__metadata__", None)
 
@@ -287,9 +280,7 @@ class TensorWriter:
             self._tensor_offsets[tensor_name] = (len(header) + first_offset, len(header) + end_offset)
             self.file_size_bytes = max(self.file_size_bytes, len(header) + end_offset)
 
-        self._file_descriptor = os.open(
-            self._partial_file, os.O_RDWR | os.O_CREAT | (0 if keep_partial else os.O_TRUNC), 0o644
-        )
+        self._file_descriptor = os.open(self._partial_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.ftruncate(self._file_descriptor, self.file_size_bytes)
         self._write_at(header, 0)
 
@@ -324,25 +315,6 @@ class TensorWriter:
                 f"from its header by {file_offset - end_offset:+d} bytes"
             )
         return hasher.hexdigest()
-
-    def stored_sha256(self, tensor_name: str) -> str:
-        """The SHA-256 of the bytes that the file currently has at a tensor's offset."""
-        hasher = hashlib.sha256()
-        file_offset, end_offset = self._tensor_offsets[tensor_name]
-        while file_offset < end_offset:
-            read_bytes = os.pread(
-                self._file_descriptor, min(CHUNK_BYTES, end_offset - file_offset), file_offset
-            )
-            if not read_bytes:  # the file was truncated
-                break
-            hasher.update(read_bytes)
-            file_offset += len(read_bytes)
-        return hasher.hexdigest()
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Number of bytes that the file occupies on the disk so far."""
-        return os.fstat(self._file_descriptor).st_blocks * 512
 
     def commit(self) -> None:
         """Gives the file its final name.

@@ -16,7 +16,6 @@ from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import (
-    JOURNAL_FILE,
     MANIFEST_FILE,
     check_tensor_table,
     locate_shards,
@@ -46,11 +45,6 @@ def find_weights_dir(given_path: str | Path) -> Path:
     for candidate_dir in (given_path, given_path / "weights"):
         if (candidate_dir / MANIFEST_FILE).is_file():
             return candidate_dir
-
-    if (given_path / JOURNAL_FILE).is_file():
-        raise FileNotFoundError(
-            f"{given_path} holds a conversion that is not finished; run it again to continue it"
-        )
 
     try:
         latest_checkpoint = run_folder.find_latest_checkpoint(given_path)
@@ -233,7 +227,7 @@ class WeightReader(CanonicalWeights):
             self._open_shard(shard_index, tensor_name)
 
     def fingerprint(self) -> dict[str, str]:
-        """A value that changes if any of these weights changes."""
+        """The manifest's digest, which changes if any of these weights changes."""
         return {MANIFEST_FILE: self.manifest["digest"]}
 
     def expect_scattered_reads(self, is_scattered: bool) -> None:

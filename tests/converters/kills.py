@@ -16,35 +16,37 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.weights import tensor_files
-from toolkit.cli import main
-from toolkit.weights import command as weights_command
 
 from .helpers import assert_same_folder
 
-SPLIT = "--parallel.tp 2 --parallel.pp 2 --parallel.vpp 2"
-OPERATIONS = ("pwrite", "replace", "unlink", "ftruncate", "fsync")
+OPERATIONS = ("pwrite", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate", "fsync")
 """Calls of :mod:`os` before which a process may be killed."""
 
 
-def commands(hf: Path, folder: Path) -> dict[str, list[str]]:
-    """The four commands, without --out."""
-    full, shards = str(folder / "whole_convert"), str(folder / "whole_split")
+Work = Callable[..., Any]
+"""A conversion, which takes ``out`` and ``force``."""
+
+
+def conversions(hf: Path, folder: Path) -> dict[str, Work]:
+    full, shards = folder / "whole_convert", folder / "whole_split"
     return {
-        "convert": ["convert", "--hf", str(hf)],
-        "split": ["split", "--checkpoint", full, *SPLIT.split()],
-        "merge": ["merge", "--checkpoint", shards],
-        "export": ["export", "--checkpoint", shards, "--hf", str(hf)],
+        "convert": partial(convert_weights, hf),
+        "split": partial(reshard_weights, full, layout={"tp": 2, "pp": 2, "vpp": 2}),
+        "merge": partial(reshard_weights, shards),
+        "export": partial(export_weights, shards, hf),
     }
 
 
 def attempt(
-    words: list[str], out: Path, log: Path, kill_before: int = 0, kill_after: float | None = None
+    work: Work, out: Path, log: Path, force: bool, kill_before: int = 0, kill_after: float | None = None
 ) -> int | None:
-    """Runs a command in a child. Returns its exit code, or None if it was killed.
+    """Runs a conversion in a child. Returns its exit code, or None if it was killed.
 
     Args:
         kill_before: the child kills itself before its n-th writing operation; 0: never.
@@ -57,20 +59,18 @@ def attempt(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         count_operations(kill_before, log.with_suffix(".count"))
-        weights_command._print_report = print_counts
-        code = main([*words, "--out", str(out)])
-        sys.stdout.flush()
+        code = 0
+        try:
+            work(out, workers=2, force=force)
+        except Exception as error:
+            code = 1
+            print(error, flush=True)
         os._exit(code)
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     return None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
-
-
-def print_counts(report: Any, _: Path | None) -> None:
-    names = ("kept_files", "kept_tensors", "files", "tensors")
-    print(json.dumps({name: getattr(report, name) for name in names}))
 
 
 def count_operations(kill_before: int, report: Path) -> None:
@@ -94,51 +94,79 @@ def count_operations(kill_before: int, report: Path) -> None:
         setattr(os, name, counted(getattr(os, name)))
 
 
-def check(command: str, hf: Path, folder: Path, draw: random.Random, at_chosen: int, at_random: int) -> None:
-    words = commands(hf, folder)[command]
-    whole = folder / f"whole_{command}"
-    log = folder / "log"
-    if attempt(words, whole, log):
-        raise AssertionError(log.read_text())
+def check(
+    command: str,
+    hf: Path,
+    folder: Path,
+    draw: random.Random,
+    at_chosen: int,
+    at_random: int,
+    earlier: Path | None = None,
+) -> None:
+    """Kills one conversion at several moments.
 
-    last = int(log.with_suffix(".count").read_text())
+    Args:
+        earlier: weights that are in the output folder before and are replaced (``--force``), with a file of
+            the user beside them.
+    """
+    work, force = conversions(hf, folder)[command], earlier is not None
+    whole = folder / f"whole_{command}"
+    log, out = folder / "log", folder / "out"
+
+    def put_earlier() -> None:
+        if earlier:
+            shutil.copytree(earlier, out)
+            (out / "notes.txt").write_text("mine")
+
+    def check_folder(expected: Path) -> None:
+        if earlier:
+            assert (out / "notes.txt").read_text() == "mine"
+            (out / "notes.txt").rename(folder / "notes.txt")
+        assert_same_folder(expected, out)
+        if earlier:
+            (folder / "notes.txt").rename(out / "notes.txt")
+
+    if not whole.exists() and attempt(work, whole, log, False):
+        raise AssertionError(log.read_text())
+    put_earlier()
     begin = time.monotonic()
-    attempt(words, folder / "again", log, last + 1)
+    if attempt(work, out, log, force):
+        raise AssertionError(log.read_text())
     seconds = time.monotonic() - begin
-    # The first and the last operations are renames, the manifest and the journal; in between are tensors.
-    ends = [1, 2, 3, last // 2, *range(last - 4, last + 1)]
+    last = int(log.with_suffix(".count").read_text())
+    check_folder(whole)
+    shutil.rmtree(out)
+
+    # The first and the last operations make and rename folders; in between are tensors.
+    ends = [1, 2, 3, 4, last // 2, *range(last - (25 if earlier else 10), last + 1)]
     moments: list[dict[str, Any]] = [
-        {"kill_before": n} for n in [*ends, *draw.sample(range(4, last - 4), at_chosen)]
+        {"kill_before": n} for n in [*ends, *draw.sample(range(5, last - 25), at_chosen)]
     ]
     moments += [{"kill_after": draw.uniform(0, seconds)} for _ in range(at_random)]
 
     for moment in moments:
-        out = folder / "out"
-        killed = [attempt(words, out, log, **moment)]
-        if killed == [None] and draw.random() < 0.3:  # killed a second time, while it goes on
-            killed.append(attempt(words, out, log, draw.randrange(1, last)))
-        code = killed[-1]
-        if code is None:
-            unfinished = (out / "unfinished.jsonl").exists()
-            code = attempt(words, out, log)
-            if code:
-                # Killed between its last operation and its end: the output is there, and is not taken for a
-                # partial one.
-                assert not unfinished and "is not empty" in log.read_text(), log.read_text()
+        put_earlier()
+        killed = [attempt(work, out, log, force, **moment)]
+        state = "absent"
+        if out.exists():  # only whole folders have the name; the user's file comes last
+            state = "complete"
+            if earlier and len(list(out.glob("tp*"))) == len(list(earlier.glob("tp*"))):
+                state = "earlier"
+                check_folder(earlier)
+            elif not earlier:
+                check_folder(whole)
+        if killed == [None] and draw.random() < 0.3:  # killed a second time
+            killed.append(attempt(work, out, log, force, draw.randrange(1, last)))
+        if killed[-1] is None:
+            code = attempt(work, out, log, force)
+            # Killed between its last operation and its end: the output is there and complete.
+            assert not code or "is not empty" in log.read_text() and not earlier, log.read_text()
 
-        assert_same_folder(whole, out)
-        text = log.read_text()
-        report = json.loads(text[text.index("{") :]) if code == 0 else {}
-        kept = {key: report.get(key) for key in ("kept_files", "kept_tensors", "files", "tensors")}
-        print(
-            json.dumps(
-                {"command": command, **moment, "of": last, "killed": killed.count(None), "told": text, **kept}
-            )
-        )
-
+        check_folder(whole)
+        assert not out.with_name("out.partial").exists()
+        report = {"command": command, "force": bool(earlier), **moment, "of": last}
+        print(json.dumps({**report, "killed": killed.count(None), "after_kill": state}))
         shutil.rmtree(out)
-
-    shutil.rmtree(folder / "again", ignore_errors=True)
 
 
 if __name__ == "__main__":
@@ -146,3 +174,4 @@ if __name__ == "__main__":
     chosen, at_random, seed = (int(word) for word in (*sys.argv[3:], *("3", "2", "0")[len(sys.argv) - 3 :]))
     for name in ("convert", "split", "merge", "export"):
         check(name, origin, place, random.Random(seed), chosen, at_random)
+    check("merge", origin, place, random.Random(seed), chosen, at_random, place / "whole_split")

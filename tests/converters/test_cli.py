@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.copy_jobs import ProgressBar
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main
 
@@ -150,30 +147,6 @@ def test_bad_layers_are_explained(tmp_path: Path, origin: Path, capsys: pytest.C
     assert (
         "field 'parallel.layers': expected a list of whole numbers such as [8,20]" in capsys.readouterr().err
     )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, one line is redrawn; elsewhere, a plain line is printed every 30 seconds."""
-    now = [0.0]
-    monkeypatch.setattr("converters.copy_jobs.time.monotonic", lambda: now[0])
-    terminal = Terminal()
-    log = io.StringIO()
-    for stream in (terminal, log):
-        now[0] = 0.0
-        monkeypatch.setattr("sys.stderr", stream)
-        with ProgressBar("convert", 4_000_000_000) as progress:
-            for _ in range(40):
-                now[0] += 1.0
-                progress.add_bytes(50_000_000)
-    assert log.getvalue() == "convert: 1.50 of 4.00 GB (38 %), 0.05 GB/s, 50 s left\n"
-    drawn = re.findall(r"\r(convert: [^\033]*)\033\[K", terminal.getvalue())
-    assert len(drawn) == 40 and drawn[-1] == "convert: 2.00 of 4.00 GB (50 %), 0.05 GB/s, 40 s left"
-    assert terminal.getvalue().endswith("\r\033[K")
 
 
 def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:

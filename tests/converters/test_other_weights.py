@@ -94,8 +94,11 @@ def test_adapters_meet_only_the_weights_that_they_were_trained_on(tmp_path: Path
     capsys.readouterr()
     for adapters in (split, tmp_path / "merged adapters", tmp_path / "out"):
         words = ("export", "--checkpoint", adapters, "--out", tmp_path / "whole", "--force")
-        for way in ("--merge", "--adapter"):
-            assert run(*words, way, "--hf", original) == 1
+        ways = [(*words, "--merge"), (*words, "--adapter")]
+        if adapters == tmp_path / "out":  # PEFT's files
+            ways.append(("convert", "--adapter", adapters, "--out", tmp_path / "whole"))
+        for way in ways:
+            assert run(*way, "--hf", original) == 1
             shown = capsys.readouterr().err
             assert f"the adapters in {adapters} were trained on other weights ({tuned})" in shown
             assert f"than those in {original}" in shown
@@ -124,7 +127,7 @@ def test_the_export_of_a_run_names_the_base_of_its_adapters(tmp_path: Path) -> N
     for hf, base in ((original, tuned), (tuned, tuned)):
         out = tmp_path / f"out {hf.name}"
         job = ExportJob(str(tmp_path / "step_00000001"), str(hf), str(out), 0, 0, {"step": 1})
-        export_step(job, out, tmp_path / "partial")
+        export_step(job)
         config = json.loads((out / ADAPTER_CONFIG_FILE).read_text())
         facts = json.loads((out / EXPORT_FACTS_FILE).read_text())
         assert config["base_model_name_or_path"] == str(base) and facts["base"]["path"] == str(tuned)

@@ -106,7 +106,12 @@ def groups_of_layouts(hf: str) -> dict[str, Any]:
 def _sums_over(grid: Any, tp: int, pp: int) -> list[bool]:
     """Whether a sum of ones over each group equals the size that the group should have."""
     right = []
-    for group, size in ((grid.tp_group, tp), (grid.dp_group, 2 // tp // pp), (grid.replica_group, tp * pp)):
+    sizes = (
+        (mpu.get_tensor_model_parallel_group(), tp),
+        (mpu.get_data_parallel_group(), 2 // tp // pp),
+        (grid.replica_group, tp * pp),
+    )
+    for group, size in sizes:
         assert group.size() == size, (tp, pp, size)
         one = torch.ones(1)
         dist.all_reduce(one, group=group)
@@ -134,9 +139,9 @@ def late_rank(hf: str, folder: str) -> list[bool]:
 def gloo_options(hf: str) -> dict[str, Any]:
     """Threads, devices and timeouts of groups made by torch and by core, and a sum over the last of them."""
     init_distributed(get_platform("cpu"))
-    grid = make_grid(make_layout(read_spec(hf), 1, 1, 1, None))
+    make_grid(make_layout(read_spec(hf), 1, 1, 1, None))
     whole = mpu.get_data_parallel_group(with_context_parallel=True)
-    groups = [dist.group.WORLD, grid.dp_group, whole, dist.new_group([0, 1])]
+    groups = [dist.group.WORLD, mpu.get_data_parallel_group(), whole, dist.new_group([0, 1])]
     options = [group._get_backend(torch.device("cpu")).options for group in groups]
     one = torch.ones(1)
     dist.all_reduce(one, group=groups[-1])

@@ -56,7 +56,7 @@ def state(trainer: TinyTrainer) -> dict[str, Tensor]:
     live = live_tensors(trainer)
     held = {f"weight/{one.tensor_name}": one.parameter.detach().clone() for one in live}
     held |= snapshot_optimizer(trainer.optimizer, live)
-    return {name: tensor for name, tensor in held.items() if not name.startswith("rng/")}
+    return held
 
 
 def live_tensors(trainer: TinyTrainer) -> list[LiveTensor]:

@@ -98,11 +98,7 @@ def steps_with_one_skipped(hf: str, second: str, pp: int = 1, **settings: Any) -
 
 def _optimizer_state(trainer: TinyTrainer) -> dict[str, torch.Tensor]:
     named = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
-    return {
-        name: t
-        for name, t in snapshot_optimizer(trainer.optimizer, named).items()
-        if not name.startswith("rng/")
-    }
+    return snapshot_optimizer(trainer.optimizer, named)
 
 
 def parts_that_move(hf: str, still: str) -> list[Any]:

@@ -8,7 +8,6 @@ import json
 import math
 import re
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -190,12 +189,15 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
     assert stored < 0.2 * sum(file.stat().st_size for file in prepared["weights"].glob("*.safetensors"))
 
     for options, message in (
-        (["--lora.rank", "8"], "lora.rank is 8, but .* was saved with 4; .* Set lora.rank to 4 to continue"),
+        (["--lora.rank", "8"], r"other shapes or scales than this run's \(lora.rank was 4, is 8\)"),
         (
             ["--lora.targets", "[mlp]", "--lora.dropout", "0.1"],
-            "lora.targets is .*mlp.*, but .* was saved with",
+            "lora.targets was .*, is .*mlp.*; give the settings",
         ),
-        (["--lora.modules_to_save", "[patch_embed]"], "lora.modules_to_save is .*, but .* was saved with"),
+        (
+            ["--lora.modules_to_save", "[patch_embed]"],
+            "lora.modules_to_save was .*, is .*; give the settings",
+        ),
         (["--lora.rank", "0"], "holds adapters of rank 4, but this run has lora.rank 0"),
         (["--lora.targets", "[qproj]"], "'qproj' matches no matrix of this model"),
         (["--model.freeze_merger", "true"], "model.freeze_merger is set, but lora.targets names"),
@@ -258,33 +260,18 @@ def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_run_resumes_only_with_the_adapters_that_it_began_with(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
-    """Their folder may move, and the run that it names may go on."""
-    start, second, run = tmp_path / "start", tmp_path / "second", tmp_path / "run"
-    for folder, seed in ((start, "1"), (second, "2")):
-        done = train(prepared, folder, *LORA, "--seed", seed, "--stop_after", "1", ranks=1, steps=3)
-        assert done.returncode == 0, done.stderr[-3000:]
+def test_a_resumed_run_continues_its_own_adapters(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Those in ``lora.adapter`` are for its start; others, or the same ones elsewhere, are noted."""
+    start, run = tmp_path / "start", tmp_path / "run"
+    done = train(prepared, start, *LORA, "--stop_after", "1", ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
     done = train(prepared, run, "--lora.adapter", str(start), "--stop_after", "1", ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
-
-    moved_start = start.rename(tmp_path / "moved")
-    for adapter in (start, moved_start):
-        done = train(prepared, run, "--lora.adapter", str(adapter), ranks=1, steps=3)
-        assert done.returncode == 0 and "resumed at step" in done.stdout, done.stderr[-3000:]
-    moved_start.rename(start)
-    for folder, began_with in ((run, str(start)), (start, "new adapters")):
-        refused = train(prepared, folder, "--lora.adapter", str(second), ranks=1, steps=3)
-        assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr[-2000:]
-        assert (
-            f"lora.adapter names {second}, but the run in {folder} began with {began_with}" in refused.stderr
-        )
-
-    done = train(prepared, start, *LORA, "--seed", "1", ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
-    done = train(prepared, run, "--lora.adapter", str(start), ranks=1, steps=3)
-    assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr[-3000:]
+    moved = start.rename(tmp_path / "moved")
+    done = train(prepared, run, "--lora.adapter", str(moved), ranks=1, steps=3)
+    assert done.returncode == 0 and "resumed at step 1" in done.stdout, done.stderr[-3000:]
+    note = f"fields without effect on a resumed run have changed: lora.adapter was '{start}', is '{moved}'"
+    assert note in done.stdout
 
 
 def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
@@ -331,7 +318,7 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
         assert set(values) == set(stored.read_shard(name).flatten().tolist()), name
     assert main_weights.keys() == set(stored.tensor_names())
 
-    # The command takes PEFT's folder as it is. A run that goes on no longer needs it, and nor does its plan.
+    # A run takes PEFT's folder as it is. One that goes on no longer needs it, and nor does its plan.
     moved, direct = tmp_path / "peft", tmp_path / "direct"
     folder.rename(moved)
     words = options_of(prepared, direct, "--lora.adapter", str(moved), "--optimizer.lr", "0", steps=6)
@@ -341,7 +328,6 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
     moved.rename(folder)
-    rmtree(next(direct.glob("adapter_*")))
     planned = make_plan(parse_command_line(PlanOptions, [*words, "--gpus", "2"], "plan"))
     for config in (planned.search_request.config, parse_bench_options(words).config):
         assert trained_table(stored.spec, config.lora) == trained_table(stored.spec, stored.lora)
@@ -352,7 +338,6 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
         (["--lora.rank", "0"], "lora.rank is 0, but the adapters in lora.adapter .* have 4"),
-        (["--lora.adapter", str(folder)], "holds PEFT's files; convert them first"),
         (["--lora.adapter", str(prepared["weights"])], "lora.adapter: .* holds a whole model"),
     ):
         refused = train(prepared, tmp_path / "refused", *start, *options, ranks=1, steps=3)

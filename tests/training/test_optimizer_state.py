@@ -58,7 +58,7 @@ def saved(folder: Path, cut: Sharding, *, kinds: tuple[str, ...] = STATE_KINDS) 
             low = total * dp // DP
             high = total * (dp + 1) // DP
             at = 0
-            tensors: dict[str, Tensor] = {"rng/cpu": torch.zeros(4, dtype=torch.uint8)}
+            tensors: dict[str, Tensor] = {}
             for info, held in parts.items():
                 count = held["main"].numel()
                 start = max(low - at, 0)

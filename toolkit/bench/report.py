@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.estimate.flops import language_forward_flops, recompute_flops, row_flops
+from megatron_vl.estimate.flops import needed_flops, recompute_flops, row_flops, row_sizes
 from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.estimate.memory import count_parameters
 from megatron_vl.plurals import count_text, trained_text
@@ -48,14 +48,11 @@ def row_work(
         whole_head: whether the system computes the output layer for every token.
     """
     documents, frames, _ = lengths
-    no_head, needed, all_tokens = (
-        row_flops(spec, config.model, *lengths, head_tokens, config.lora)
-        for head_tokens in (0, loss_tokens, sum(documents))
-    )
+    by_part = needed_flops(spec, config.model, config.lora, row_sizes(*lengths, loss_tokens))
+    needed = by_part.by_half
+    all_tokens = row_flops(spec, config.model, *lengths, sum(documents), config.lora)
     is_decoupled = config.vision.placement == "decoupled"
     again = recompute_flops(spec, config.model, config.recompute, *lengths, is_decoupled, config.lora)
-    # Forward and backward of a matrix that is trained are three products.
-    experts = 3 * language_forward_flops(spec.language, documents, 0).mlp if spec.language.moe else 0.0
     work: Counter[str] = Counter(rows=1, samples=len(documents), images=images, patches=sum(frames))
     work.update(tokens=sum(documents), loss_tokens=loss_tokens)
     flops = {
@@ -63,9 +60,9 @@ def row_work(
         "tower": needed.vision,
         "all-token": all_tokens.total,
         "executed": (all_tokens if whole_head else needed).total + again.total,
-        "output layer": needed.language - no_head.language,
-        "experts": experts,
-        "decoder": no_head.language - experts,
+        "output layer": by_part.output,
+        "experts": sum(layer.experts for layer in by_part.layers),
+        "decoder": sum(layer.dense for layer in by_part.layers),
     }
     work.update({f"{name} flops": count for name, count in flops.items()})
     return work

@@ -75,7 +75,7 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
             facts={"step": step},
             merges_adapter=bool(reader.lora.rank),
         )
-        export_step(job, export_dir, export_dir.with_name(f"{export_dir.name}.partial"))
+        export_step(job)
     return export_dir
 
 

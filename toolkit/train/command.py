@@ -8,9 +8,8 @@ import sys
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.config.checks import check_inputs
 from megatron_vl.data.source.location import check_data_path
-from megatron_vl.errors import UsageError, UserError
+from megatron_vl.errors import UsageError
 from toolkit.launch import single_rank_variables, usable_gpus
-from toolkit.run_adapters import with_megatron_adapter
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
@@ -45,7 +44,6 @@ def train(options: TrainOptions) -> int:
     run_words = options.fields
     if not launch_environment.is_rank:
         launcher_arguments = _launcher_arguments(options, launch_environment)
-        run_words = _with_converted_adapter(run_words)
         if launcher_arguments is not None:
             from megatron_vl.launch import main as launch
 
@@ -63,13 +61,6 @@ def train(options: TrainOptions) -> int:
 
     is_rank = launch_environment.is_rank
     os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
-    # The other ranks get the fields that rank 0 has settled.
-    if is_rank and os.environ.get("RANK") == "0":
-        try:
-            run_words = _with_converted_adapter(run_words)
-        except (UserError, OSError) as error:
-            # The run refuses PEFT's files on all ranks, which would otherwise wait for this one.
-            print(f"megatron-vl train: {error}", file=sys.stderr, flush=True)
     return main(run_words)
 
 
@@ -101,15 +92,6 @@ def _read_config(run_words: list[str]) -> TrainConfig:
         return parse_config(run_words)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
-
-
-def _with_converted_adapter(run_words: list[str]) -> list[str]:
-    """The words of a run with PEFT's files in ``lora.adapter`` converted into its folder."""
-    config = _read_config(run_words)
-    converted_config = with_megatron_adapter(config, config.checkpoint.dir)
-    if converted_config == config:
-        return run_words
-    return [*run_words, "--lora.adapter", converted_config.lora.adapter]
 
 
 def _rendezvous_arguments(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from typing import Any
 
 from megatron_vl import host_memory
@@ -19,7 +18,6 @@ from megatron_vl.training.resolve import MachineMemory, resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
 from toolkit.layouts import layout_sizes_text
 from toolkit.memory_table import memory_table, wide_console
-from toolkit.run_adapters import with_megatron_adapter
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int) -> None:
@@ -30,10 +28,7 @@ def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int) -
     if local_gpus and config.platform != "cpu":
         host_gib = host_memory.available_bytes() / host_memory.GIB / ranks_per_node
         machine_memory = MachineMemory((local_gpu() or find_gpu()).memory_gib, host_gib)
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-") as temporary_dir:
-        # A start converts PEFT's files into checkpoint.dir, and is refused without one.
-        config = with_megatron_adapter(config, temporary_dir if config.checkpoint.dir else "")
-        resolved_run = resolve_run(config, nnodes * ranks_per_node, machine_memory)
+    resolved_run = resolve_run(config, nnodes * ranks_per_node, machine_memory)
     _print_facts(resolved_run, _run_facts(resolved_run, nnodes * ranks_per_node))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.errors import UsageError, UserError
+from megatron_vl.errors import UsageError
 from megatron_vl.plurals import pluralize
 
 from .options import (
@@ -81,20 +81,8 @@ def _run_conversion(
         run_conversion: converts with these arguments and settings, and returns a
             :class:`converters.convert.WeightsReport`.
         original_dir: the original folder of an export.
-
-    Raises:
-        UserError: writing failed, and the unfinished folder was kept.
     """
-    from megatron_vl.weights.manifest import JOURNAL_FILE
-
-    try:
-        conversion_report = run_conversion(*arguments, force=options.force, **settings)
-    except OSError as error:
-        if isinstance(error, FileExistsError) or not (options.out / JOURNAL_FILE).is_file():
-            raise
-        raise UserError(
-            f"{error}\n{options.out} keeps what was written; run the same command again to continue"
-        ) from error
+    conversion_report = run_conversion(*arguments, force=options.force, **settings)
 
     if isinstance(options, ExportOptions):
         from .export_step import media_note
@@ -113,13 +101,6 @@ def _print_report(conversion_report: Any, original_dir: Path | None) -> None:
         f"in {pluralize(conversion_report.files, 'file')}, {size_gb:.2f} GB, "
         f"{conversion_report.seconds:.1f} s, {gb_per_second:.2f} GB/s"
     )
-    if conversion_report.kept_tensors:
-        kept_note = (
-            f"{conversion_report.kept_files} of {conversion_report.files} files "
-            "were kept from before the interruption"
-        )
-        print(f"continued: {kept_note}")
-
     if conversion_report.layout:
         layers_text = ",".join(map(str, conversion_report.layout.layers_per_chunk))
         experts_note = (

@@ -59,10 +59,10 @@ class WeightOutputOptions(CommandOptions):
     """Options of all commands that write weights."""
 
     out: Path = option(metavar="DIR")
-    """Write to this folder. It must be new, empty, or left by the same command when that was interrupted; the
-    command then continues from there."""
+    """Write to this folder, which must be new or empty. It appears when it is complete; until then, the output
+    is in DIR.partial, and a command that was interrupted starts again."""
     force: bool = False
-    """Replace the checkpoint or unfinished conversion in --out."""
+    """Replace the checkpoint in --out."""
 
 
 @dataclass(kw_only=True)
