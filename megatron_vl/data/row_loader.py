@@ -79,15 +79,14 @@ class RowLoader:
     def __next__(self) -> TrainingRow:
         if self._is_closed:
             raise LoaderError("the loader is closed")
-        # Processes start with the first row, because a state may be loaded before it.
-        if self._rank_rows is None:
-            worker_count = self._data_config.num_workers
-            self._rank_rows = PlannedRankRows(
-                self._planning_context, self._dp_rank, self._dp_size, worker_count, self._start_row
-            )
-
         # An error of a loader process comes with that process's traceback, which says nothing to a user.
         try:
+            # Processes start with the first row, because a state may be loaded before it.
+            if self._rank_rows is None:
+                worker_count = self._data_config.num_workers
+                self._rank_rows = PlannedRankRows(
+                    self._planning_context, self._dp_rank, self._dp_size, worker_count, self._start_row
+                )
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
