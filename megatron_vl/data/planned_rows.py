@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.structs import ShardInfo
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -30,7 +32,12 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from megatron_vl.data.packing.plan_rows import LOOKAHEAD_FACTOR, MOST_CHOICES, assign_rows_to_ranks, plan_rows
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.blend import BlendSource
-from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError
+from megatron_vl.data.source.dataset_description import (
+    METADATA_DIR,
+    SIZES_DIR,
+    LoaderError,
+    join_content_ids,
+)
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
@@ -100,6 +107,26 @@ class PlannedBatch:
         return rank_rows
 
 
+class JoinedDataset:
+    """Energon's data sets of the parts of a folder, as one. The name of a shard begins with its part's."""
+
+    def __init__(self, path: EPath, parts: list[Any]) -> None:
+        self.path, self.parts = path, parts
+        self.shards = []
+        for part in parts:
+            for shard in part.shards:
+                name = f"{part.path.name}/{shard.name}"
+                self.shards.append(ShardInfo(name=name, path=shard.path, count=shard.count))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def sample_filter(self, sample_name: str) -> bool:
+        part_name, _, name = sample_name.partition("/")
+        part_filter = next(part.sample_filter for part in self.parts if part.path.name == part_name)
+        return part_filter is None or bool(part_filter(name))
+
+
 class SizedSource:
     """One data set and the stored sizes of its samples.
 
@@ -113,27 +140,49 @@ class SizedSource:
     """
 
     def __init__(self, loaded_dataset: LoadedDataset, tokenization_id: str, content_id: str) -> None:
-        dataset = loaded_dataset.dataset
-        shard_counts = [(shard.name, shard.count) for shard in dataset.shards]
-        metadata_dir = resolve_location(str(dataset.path)) / METADATA_DIR
-        self.stored_sizes: StoredSizes = open_stored_sizes(metadata_dir, tokenization_id)
-        if self.stored_sizes.content_id != content_id:
+        dataset: Any = loaded_dataset.dataset
+        self._stored_sizes: list[StoredSizes] = []
+        """The sizes of each part; one if there are no parts."""
+        part_of_shard: list[int] = []
+        first_numbers = []
+        for part_index, part in enumerate(getattr(dataset, "parts", [dataset])):
+            metadata_dir = resolve_location(str(part.path)) / METADATA_DIR
+            part_sizes = open_stored_sizes(metadata_dir, tokenization_id)
+            first_numbers.append(
+                part_sizes.first_sample_numbers([(shard.name, shard.count) for shard in part.shards])
+            )
+            part_of_shard += [part_index] * len(part.shards)
+            self._stored_sizes.append(part_sizes)
+        if join_content_ids([sizes.content_id for sizes in self._stored_sizes]) != content_id:
             raise SizesError(
                 f"{metadata_dir / SIZES_DIR / tokenization_id} is of the content"
-                f" {self.stored_sizes.content_id!r}, and the run reads {content_id!r}: let all nodes see the"
-                " same data set, or run `megatron-vl data index` again"
+                f" {self._stored_sizes[-1].content_id!r}, and the run reads {content_id!r}: let all nodes see"
+                " the same data set, or run `megatron-vl data index` again"
             )
-
-        self._first_numbers = self.stored_sizes.first_sample_numbers(shard_counts)
-        self._shard_starts = np.cumsum([0, *(count for _, count in shard_counts)])
+        self._first_numbers = np.concatenate(first_numbers)
+        self._part_of_shard = np.array(part_of_shard, np.int64)
+        self._shard_starts = np.cumsum([0, *(shard.count for shard in dataset.shards)])
 
     def __len__(self) -> int:
         return int(self._shard_starts[-1])
 
-    def size_numbers(self, sample_indices: Integers) -> Integers:
-        """The numbers under which the sizes of samples are stored, int64 [n]."""
+    def count_samples(
+        self, size_counter: SampleSizeCounter, sample_indices: Integers
+    ) -> tuple[Integers, Integers]:
+        """Tokens and patches of samples, int64 [n] each."""
         shard_indices = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
-        return self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
+        size_numbers = self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
+        if len(self._stored_sizes) == 1:
+            return size_counter.count_samples(self._stored_sizes[0], size_numbers)
+
+        parts = self._part_of_shard[shard_indices]
+        sample_sizes = np.zeros((2, len(sample_indices)), np.int64)
+        for part in np.unique(parts).tolist():
+            is_of_part = parts == part
+            sample_sizes[:, is_of_part] = size_counter.count_samples(
+                self._stored_sizes[part], size_numbers[is_of_part]
+            )
+        return sample_sizes[0], sample_sizes[1]
 
     def shard_sizes(self, first_sample: int, sample_count: int) -> Integers:
         """Number of samples of each shard of a subset, int64 [shards].
@@ -472,8 +521,7 @@ class PlanningContext:
         size_counter = SampleSizeCounter(row_encoder.chat_encoder, row_encoder.pixel_settings)
 
         def lookup_sizes(source_index: int, sample_indices: Integers) -> tuple[Integers, Integers]:
-            source = self.sized_sources[source_index]
-            return size_counter.count_samples(source.stored_sizes, source.size_numbers(sample_indices))
+            return self.sized_sources[source_index].count_samples(size_counter, sample_indices)
 
         shard_sizes = []
         for sized_source, source in zip(self.sized_sources, self.blend_sources, strict=True):

@@ -153,12 +153,11 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     spec, data = read_spec(hf(family)), data_config(folder, seq_len=4096, **changes)
     index_datasets(data_config(folder), spec, hf(family))
 
-    stored = open_stored_sizes(folder / METADATA_DIR, compute_tokenization_id(hf(family), spec, data))
     loader = build_loader(data, spec, hf(family))
     encoder = loader._planning_context.row_encoder
     counted = SampleSizeCounter(encoder.chat_encoder, read_pixel_settings(hf(family), data))
     source = loader._planning_context.sized_sources[0]
-    tokens, patches = counted.count_samples(stored, source.size_numbers(np.arange(len(source))))
+    tokens, patches = source.count_samples(counted, np.arange(len(source)))
     reader = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
