@@ -1,10 +1,10 @@
 """The rows of a run whose batches are planned from stored sizes (see
 :mod:`megatron_vl.data.packing.plan_rows`).
 
-Every rank plans all batches, and all ranks plan the same. A rank's planner is a process that works ahead and
-sends each loader process the rows that it makes. Without loader processes, batches are planned when they are
-needed. The state consists of the samples that were drawn but not used yet, by number. It does not depend on
-ranks or processes.
+Every rank plans all batches, and all ranks plan the same. Torch's DataLoader runs the processes: one plans ahead
+(:class:`PlannedSteps`), the others make the rows (:class:`RowDataset`), and the plan is their sampler. Without
+loader processes, batches are planned when they are needed. The state consists of the samples that were drawn but
+not used yet, by number. It does not depend on ranks or processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from megatron_vl.data.packing.plan_rows import LOOKAHEAD_FACTOR, MOST_CHOICES, assign_rows_to_ranks, plan_rows
+from megatron_vl.data.packing.plan_rows import (
+    CHOICES_PER_ROW,
+    LOOKAHEAD_FACTOR,
+    assign_rows_to_ranks,
+    plan_rows,
+)
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.blend import BlendSource
 from megatron_vl.data.source.dataset_description import (
@@ -239,7 +244,7 @@ class BatchPlanner:
         self._draws_of_removed: dict[str, int] = {}
         """Number of draws from each data set that the blend no longer has. It may come back."""
         self._draws_set_aside: dict[str, list[int]] = {}
-        """Draws that waited when their data set left the blend or got the weight 0, the oldest first."""
+        """Samples drawn but unused when their data set was removed, oldest first."""
         self._waiting_samples = np.zeros((5, 0), np.int64)
         """Samples that were drawn and wait, the oldest first, as :meth:`_with_sizes` returns them."""
 
@@ -309,7 +314,7 @@ class BatchPlanner:
             if waiting_count:
                 filling_count = -(-tokens_per_step * waiting_count // max(int(cumulative_tokens[-1]), 1))
 
-        most_ahead = MOST_CHOICES * self.rows_per_step
+        most_ahead = CHOICES_PER_ROW * self.rows_per_step
         ahead_count = max(self.least_ahead, min(filling_count // LOOKAHEAD_FACTOR, most_ahead))
         missing_count = filling_count + ahead_count - waiting_count
         # An estimate from few samples may be far too high, so the number that waits at most doubles.
