@@ -1,10 +1,10 @@
 """The rows of a run whose batches are planned from stored sizes (see
 :mod:`megatron_vl.data.packing.plan_rows`).
 
-Every rank plans all batches, and all ranks plan the same. Torch's DataLoader runs the processes: one plans ahead
-(:class:`PlannedSteps`), the others make the rows (:class:`RowDataset`), and the plan is their sampler. Without
-loader processes, batches are planned when they are needed. The state consists of the samples that were drawn but
-not used yet, by number. It does not depend on ranks or processes.
+Every rank plans all batches, and all ranks plan the same. Torch's DataLoader runs the processes: one plans
+ahead (:class:`PlannedSteps`), the others make the rows (:class:`RowDataset`), and the plan is their sampler.
+Without loader processes, batches are planned when they are needed. The state consists of the samples that
+were drawn but not used yet, by number. It does not depend on ranks or processes.
 """
 
 from __future__ import annotations
