@@ -76,7 +76,7 @@ class PlannedSample(NamedTuple):
     """One planned sample."""
 
     source: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple has a method of this name
     """Number of the sample in its data set."""
     tokens: int
     """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""

@@ -284,15 +284,16 @@ def _read_cached(
 
 
 def _split_names(description: Description) -> set[str]:
-    is_dataset = isinstance(description, DatasetDescription)
-    return set(description.shards_by_split if is_dataset else description.split_fields)
+    if isinstance(description, DatasetDescription):
+        return set(description.shards_by_split)
+    return set(description.split_fields)
 
 
 def _join_parts(dataset_path: Location, parts: list[DatasetDescription]) -> DatasetDescription:
     """Parts as one data set. The name of a shard begins with its part's."""
     shards_by_split: dict[str, list[str]] = {}
     excluded_names: list[str] = []
-    samples_by_shard = {}
+    samples_by_shard: dict[str, int] = {}
     for part in parts:
         for split_name, shard_names in part.shards_by_split.items():
             shards = shards_by_split.setdefault(split_name, [])

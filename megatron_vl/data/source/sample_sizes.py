@@ -118,7 +118,7 @@ def find_datasets_without_sizes(
         LoaderError: there is no such split.
     """
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
-    datasets = {}
+    datasets: dict[str, DatasetDescription] = {}
     for dataset, _ in list_split_datasets(description, split_name):
         datasets |= {str(part.path): part for part in dataset.parts or (dataset,)}
     return [dataset for dataset in datasets.values() if not has_stored_sizes(dataset, tokenization_id)]

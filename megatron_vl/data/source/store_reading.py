@@ -321,7 +321,7 @@ class StoreSamples:
             ReadingManager.register("read_ahead", lambda: read_ahead, exposed=("expect", "take"))
             self._manager = ReadingManager(ctx=get_context("fork"))
             self._manager.start(_prepare_reading_process, (datasets,))
-            self._read_ahead = self._manager.read_ahead()
+            self._read_ahead = self._manager.read_ahead()  # type: ignore[attr-defined]
 
     def expect(self, samples: list[tuple[int, int]]) -> None:
         """As :meth:`ReadAhead.expect`. Raises FatalSampleError if the process that reads has ended."""
