@@ -36,7 +36,6 @@ from megatron_vl.data.source.dataset_description import (
     DatasetDescription,
     read_description,
 )
-from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import (
     MEDIUM_DTYPE,
     SAMPLE_DTYPE,
@@ -91,7 +90,7 @@ def index_datasets(
 
 
 def _local_datasets(data_config: DataConfig) -> list[DatasetDescription]:
-    datasets = list_all_datasets(read_description(resolve_location(data_config.path)))
+    datasets = list_all_datasets(read_description(data_config.path))
     for dataset in datasets:
         if not isinstance(dataset.path, Path):
             raise SizesWriteError(

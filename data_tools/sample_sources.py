@@ -23,7 +23,7 @@ from megatron_vl.data.source.dataset_description import (
     LoaderError,
     read_description,
 )
-from megatron_vl.data.source.location import Location
+from megatron_vl.data.source.location import DataPath, Location
 from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.errors import UserError
@@ -128,15 +128,15 @@ class SampleSource:
         return index if index < self.shard_starts[shard_number + 1] and index in self.indices else None
 
 
-def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
+def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSource]:
     """The data sets that a run reads for a split, with their shares.
 
     Raises:
         LoaderError, DescriptionError: as
             :func:`~megatron_vl.data.source.dataset_description.read_description`; or the split is empty.
     """
-    description = read_description(dataset_location)
-    sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, dataset_location.name)
+    description = read_description(data_path)
+    sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, description.path.name)
 
     drawn_sources = []
     split_datasets = list_split_datasets(description, split)
@@ -147,13 +147,13 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
             drawn_sources += _sources_of_parts(source)
 
     if not sum(source.shard_starts[-1] for source in drawn_sources):
-        raise LoaderError(f"{dataset_location}: the split {split!r} is empty")
+        raise LoaderError(f"{data_path}: the split {split!r} is empty")
     return drawn_sources
 
 
 def _sources_of_parts(source: SampleSource) -> list[SampleSource]:
     """A source for each data set of a folder of parts; the source itself if it is one data set."""
-    parts = getattr(source.dataset, "parts", ())
+    parts = source.dataset.parts
     part_sources = []
     part_start = 0
     for part in parts:
@@ -170,9 +170,9 @@ def _sources_of_parts(source: SampleSource) -> list[SampleSource]:
     return part_sources if parts else [source]
 
 
-def list_splits(dataset_location: Location) -> list[str]:
+def list_splits(data_path: DataPath | Location) -> list[str]:
     """The splits of a data set that have shards, or those of a metadataset."""
-    description = read_description(dataset_location)
+    description = read_description(data_path)
     if isinstance(description, DatasetDescription):
         return [name for name, shards in description.shards_by_split.items() if shards]
     return list(description.split_fields)

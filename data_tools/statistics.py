@@ -25,7 +25,6 @@ from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.packing.fill_row import choose_row_samples
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
-from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import (
     SampleSizeCounter,
     SizesError,
@@ -163,9 +162,8 @@ def count_statistics(
         LoaderError, DescriptionError: as :func:`~data_tools.sample_sources.read_sources`.
     """
     data_config = encoder.data_config
-    dataset_location = resolve_location(data_config.path)
-    drawn_sources = read_sources(dataset_location, split)
-    if missing_reason := missing_sizes_advice(read_description(dataset_location), hf_dir, data_config, split):
+    drawn_sources = read_sources(data_config.path, split)
+    if missing_reason := missing_sizes_advice(read_description(data_config.path), hf_dir, data_config, split):
         raise SizesError(missing_reason)
     sizes_name = compute_tokenization_id(hf_dir, encoder.spec, data_config)
     sample_sizes = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)

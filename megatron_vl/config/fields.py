@@ -203,10 +203,11 @@ class Fp8Config:
 class DataConfig:
     """The data set, and how rows are made from it."""
 
-    path: str = ""
-    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
-    store (`msc://PROFILE/FOLDER`). synthetic:images or synthetic:text: random rows, to try a layout or its
-    speed without a data set, tokenizer or image processor."""
+    path: list[dict[str, Any]] | str = ""
+    """Folder written by `megatron-vl data convert`, a folder of its parts (part-00000-of-00008, ...), or an
+    Energon metadataset YAML; here or in an object store (`msc://PROFILE/FOLDER`). A list of `{path, weight}`
+    is a blend. synthetic:images or synthetic:text: random rows, to try a layout or its speed without a data
+    set, tokenizer or image processor."""
     seq_len: int = option(4096, minimum=1)
     """Tokens of a row."""
     pack: bool = True
@@ -244,7 +245,7 @@ class DataConfig:
     @property
     def is_synthetic(self) -> bool:
         """Whether rows are random, and there is no data set."""
-        return self.path.startswith("synthetic:")
+        return isinstance(self.path, str) and self.path.startswith("synthetic:")
 
 
 @dataclass(frozen=True)
@@ -437,6 +438,7 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
     type(None): "nothing (null)",
     list[int]: "a list of whole numbers such as [8,20]",
     list[str]: "a list of words such as [one,two]",
+    list[dict[str, Any]]: "a list of {path, weight}",
 }
 
 

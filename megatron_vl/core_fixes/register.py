@@ -539,10 +539,13 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/models/test_recompute.py::test_other_values_in_its_memory_are_kept",
     ),
     DependencyFix(
-        fix_location="megatron_vl.data.planned_rows:PlannedRankRows",
+        fix_location="megatron_vl.data.planned_rows:_end_processes",
         touched_names=(
-            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown",
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._worker_pids_set",
             "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers",
+            "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._index_queues",
+            "torch.utils.data._utils.signal_handling._remove_worker_pids",
         ),
         fix_reason="Torch does not end loader processes on request, and waits for one after the other.",
         written_for=_TORCH,

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from megatron.energon import WorkerConfig
+from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset import load_dataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
@@ -38,7 +39,7 @@ from megatron_vl.data import planned_rows
 from megatron_vl.data.packing import assemble_row
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
 from megatron_vl.data.packing.training_row import TrainingRow
-from megatron_vl.data.planned_rows import PlanningContext, open_sample_reader
+from megatron_vl.data.planned_rows import JoinedDataset, PlanningContext, open_sample_reader
 from megatron_vl.data.row_loader import PIXEL_FIELDS, PROCESSOR_PREFIX, STATE_VERSION, RowLoader
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
@@ -62,7 +63,7 @@ from megatron_vl.data.source.bad_samples import (
 )
 from megatron_vl.data.source.blend import BlendSource, list_names, read_blend_sources
 from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, read_description
-from megatron_vl.data.source.location import resolve_location
+from megatron_vl.data.source.location import part_folders, resolve_location
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
@@ -528,11 +529,11 @@ def build_loader(
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    split_facts = split_facts or read_description(resolve_location(data_config.path)).split_facts("train")
+    split_facts = split_facts or read_description(data_config.path).split_facts("train")
     # Workers are forked, which the tokenizer's own threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
-    blend_sources, datasets = _load_datasets(data_config, split_facts, "train")
+    blend_sources, datasets = _load_datasets(split_facts)
     if empty_sources := [s.source_name for s in blend_sources if s.sample_share and not s.sample_count]:
         advice = "widen its subset, or leave it out"
         raise LoaderError(f"{data_config.path}: {list_names(empty_sources)} has no samples; {advice}")
@@ -602,11 +603,11 @@ def validation_rows(
     Args:
         split_facts: as for :func:`build_loader`.
     """
-    split_facts = split_facts or read_description(resolve_location(data_config.path)).split_facts(split_name)
+    split_facts = split_facts or read_description(data_config.path).split_facts(split_name)
     row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
     buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
 
-    blend_sources, datasets = _load_datasets(data_config, split_facts, split_name)
+    blend_sources, datasets = _load_datasets(split_facts)
     waiting_samples: list[EncodedSample] = []
     for encoded_sample in _samples_in_order(row_encoder, blend_sources, datasets):
         waiting_samples.append(encoded_sample)
@@ -643,21 +644,31 @@ def _make_row_encoder(
     return row_encoder
 
 
-def _load_datasets(
-    data_config: DataConfig, split_facts: SplitFacts, split_name: str
-) -> tuple[tuple[BlendSource, ...], list[LoadedDataset]]:
+def _load_datasets(split_facts: SplitFacts) -> tuple[tuple[BlendSource, ...], list[LoadedDataset]]:
     """The sources of a split, and Energon's data set of each source."""
-    blend_sources = read_blend_sources(split_facts.dataset_identity, resolve_location(data_config.path).name)
-    single_worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    loaded_split = load_dataset(data_config.path).get_datasets(
-        training=False, split_part=split_name, worker_config=single_worker, decoder=None
-    )
-    loaded_counts = [len(loaded.dataset) for loaded in loaded_split.datasets]
+    first_path, _ = split_facts.datasets[0]
+    blend_sources = read_blend_sources(split_facts.dataset_identity, resolve_location(first_path).name)
+    loaded_datasets = [_load_dataset(*dataset) for dataset in split_facts.datasets]
+    loaded_counts = [len(loaded.dataset) for loaded in loaded_datasets]
     if loaded_counts != [source.full_sample_count for source in blend_sources]:
         raise RuntimeError(
             f"Energon reads other data sets than {[source.source_name for source in blend_sources]}"
         )
-    return blend_sources, loaded_split.datasets
+    return blend_sources, loaded_datasets
+
+
+def _load_dataset(dataset_path: str, split_name: str) -> LoadedDataset:
+    """Energon's data set, or those of the parts of a folder as one."""
+    single_worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    part_datasets = []
+    for folder in part_folders(resolve_location(dataset_path)) or [dataset_path]:
+        loaded_split = load_dataset(str(folder)).get_datasets(
+            training=False, split_part=split_name, worker_config=single_worker, decoder=None
+        )
+        part_datasets.append(loaded_split.datasets[0].dataset)
+    if len(part_datasets) == 1:
+        return loaded_split.datasets[0]
+    return LoadedDataset(dataset=JoinedDataset(EPath(dataset_path), part_datasets))
 
 
 def _check_patch_sizes(pixel_settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:

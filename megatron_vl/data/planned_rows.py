@@ -1,41 +1,53 @@
 """The rows of a run whose batches are planned from stored sizes (see
 :mod:`megatron_vl.data.packing.plan_rows`).
 
-Every rank plans all batches, and all ranks plan the same. A rank's planner is a process that works ahead and
-sends each loader process the rows that it makes. Without loader processes, batches are planned when they are
-needed. The state consists of the samples that were drawn but not used yet, by number. It does not depend on
-ranks or processes.
+Every rank plans all batches, and all ranks plan the same. Torch's DataLoader runs the processes: one plans
+ahead (:class:`PlannedSteps`), the others make the rows (:class:`RowDataset`), and the plan is their sampler.
+Without loader processes, batches are planned when they are needed. The state consists of the samples that
+were drawn but not used yet, by number. It does not depend on ranks or processes.
 """
 
 from __future__ import annotations
 
 import gc
+import pickle
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
+from functools import cached_property, partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.structs import ShardInfo
 from megatron.energon.metadataset.loader_interface import LoadedDataset
-from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from megatron_vl.data.packing.plan_rows import LOOKAHEAD_FACTOR, MOST_CHOICES, assign_rows_to_ranks, plan_rows
+from megatron_vl.data.packing.plan_rows import (
+    CHOICES_PER_ROW,
+    LOOKAHEAD_FACTOR,
+    assign_rows_to_ranks,
+    plan_rows,
+)
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.blend import BlendSource
-from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError
+from megatron_vl.data.source.dataset_description import (
+    METADATA_DIR,
+    SIZES_DIR,
+    LoaderError,
+    join_content_ids,
+)
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
-from megatron_vl.data.source.store_reading import ReadAhead, ServedSamples, StoreReader, serve_samples
-from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader, reconnect_stores
+from megatron_vl.data.source.store_reading import ReadAhead, StoreReader, StoreSamples
+from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.signals import shield_loader_worker
 
@@ -45,13 +57,12 @@ PACKING_BUFFER = 64
 """Smallest number of samples among which the packer chooses."""
 
 Integers = NDArray[np.int64]
-PLANNER_ENDED_TEXT = "the process that plans batches has ended"
 
 MAX_OPEN_SHARDS = 16
 """Number of shards of each data set that a process keeps open."""
 SHARED_MEMORY_ADVICE = "`docker run --shm-size=16g` or `--ipc=host`"
-PREFETCHED_ROWS = 2
-"""Number of rows that a loader process makes before they are asked for."""
+PREFETCHED = 2
+"""Number of rows that a loader process makes, and of steps that are planned, before they are asked for."""
 
 MIN_SEARCHED = 10_000
 """A search for usable samples of a blend does not end before this many consecutive unusable ones, because a
@@ -61,12 +72,11 @@ MAX_SEARCHED = 1_000_000
 once every sample was drawn twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSample:
+class PlannedSample(NamedTuple):
     """One planned sample."""
 
     source: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple has a method of this name
     """Number of the sample in its data set."""
     tokens: int
     """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
@@ -102,6 +112,26 @@ class PlannedBatch:
         return rank_rows
 
 
+class JoinedDataset:
+    """Energon's data sets of the parts of a folder, as one. The name of a shard begins with its part's."""
+
+    def __init__(self, path: EPath, parts: list[Any]) -> None:
+        self.path, self.parts = path, parts
+        self.shards = []
+        for part in parts:
+            for shard in part.shards:
+                name = f"{part.path.name}/{shard.name}"
+                self.shards.append(ShardInfo(name=name, path=shard.path, count=shard.count))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def sample_filter(self, sample_name: str) -> bool:
+        part_name, _, name = sample_name.partition("/")
+        part_filter = next(part.sample_filter for part in self.parts if part.path.name == part_name)
+        return part_filter is None or bool(part_filter(name))
+
+
 class SizedSource:
     """One data set and the stored sizes of its samples.
 
@@ -115,27 +145,49 @@ class SizedSource:
     """
 
     def __init__(self, loaded_dataset: LoadedDataset, tokenization_id: str, content_id: str) -> None:
-        dataset = loaded_dataset.dataset
-        shard_counts = [(shard.name, shard.count) for shard in dataset.shards]
-        metadata_dir = resolve_location(str(dataset.path)) / METADATA_DIR
-        self.stored_sizes: StoredSizes = open_stored_sizes(metadata_dir, tokenization_id)
-        if self.stored_sizes.content_id != content_id:
+        dataset: Any = loaded_dataset.dataset
+        self._stored_sizes: list[StoredSizes] = []
+        """The sizes of each part; one if there are no parts."""
+        part_of_shard: list[int] = []
+        first_numbers = []
+        for part_index, part in enumerate(getattr(dataset, "parts", [dataset])):
+            metadata_dir = resolve_location(str(part.path)) / METADATA_DIR
+            part_sizes = open_stored_sizes(metadata_dir, tokenization_id)
+            first_numbers.append(
+                part_sizes.first_sample_numbers([(shard.name, shard.count) for shard in part.shards])
+            )
+            part_of_shard += [part_index] * len(part.shards)
+            self._stored_sizes.append(part_sizes)
+        if join_content_ids([sizes.content_id for sizes in self._stored_sizes]) != content_id:
             raise SizesError(
                 f"{metadata_dir / SIZES_DIR / tokenization_id} is of the content"
-                f" {self.stored_sizes.content_id!r}, and the run reads {content_id!r}: let all nodes see the"
-                " same data set, or run `megatron-vl data index` again"
+                f" {self._stored_sizes[-1].content_id!r}, and the run reads {content_id!r}: let all nodes see"
+                " the same data set, or run `megatron-vl data index` again"
             )
-
-        self._first_numbers = self.stored_sizes.first_sample_numbers(shard_counts)
-        self._shard_starts = np.cumsum([0, *(count for _, count in shard_counts)])
+        self._first_numbers = np.concatenate(first_numbers)
+        self._part_of_shard = np.array(part_of_shard, np.int64)
+        self._shard_starts = np.cumsum([0, *(shard.count for shard in dataset.shards)])
 
     def __len__(self) -> int:
         return int(self._shard_starts[-1])
 
-    def size_numbers(self, sample_indices: Integers) -> Integers:
-        """The numbers under which the sizes of samples are stored, int64 [n]."""
+    def count_samples(
+        self, size_counter: SampleSizeCounter, sample_indices: Integers
+    ) -> tuple[Integers, Integers]:
+        """Tokens and patches of samples, int64 [n] each."""
         shard_indices = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
-        return self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
+        size_numbers = self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
+        if len(self._stored_sizes) == 1:
+            return size_counter.count_samples(self._stored_sizes[0], size_numbers)
+
+        parts = self._part_of_shard[shard_indices]
+        sample_sizes = np.zeros((2, len(sample_indices)), np.int64)
+        for part in np.unique(parts).tolist():
+            is_of_part = parts == part
+            sample_sizes[:, is_of_part] = size_counter.count_samples(
+                self._stored_sizes[part], size_numbers[is_of_part]
+            )
+        return sample_sizes[0], sample_sizes[1]
 
     def shard_sizes(self, first_sample: int, sample_count: int) -> Integers:
         """Number of samples of each shard of a subset, int64 [shards].
@@ -192,7 +244,7 @@ class BatchPlanner:
         self._draws_of_removed: dict[str, int] = {}
         """Number of draws from each data set that the blend no longer has. It may come back."""
         self._draws_set_aside: dict[str, list[int]] = {}
-        """Draws that waited when their data set left the blend or got the weight 0, the oldest first."""
+        """Samples drawn but unused when their data set was removed, oldest first."""
         self._waiting_samples = np.zeros((5, 0), np.int64)
         """Samples that were drawn and wait, the oldest first, as :meth:`_with_sizes` returns them."""
 
@@ -262,7 +314,7 @@ class BatchPlanner:
             if waiting_count:
                 filling_count = -(-tokens_per_step * waiting_count // max(int(cumulative_tokens[-1]), 1))
 
-        most_ahead = MOST_CHOICES * self.rows_per_step
+        most_ahead = CHOICES_PER_ROW * self.rows_per_step
         ahead_count = max(self.least_ahead, min(filling_count // LOOKAHEAD_FACTOR, most_ahead))
         missing_count = filling_count + ahead_count - waiting_count
         # An estimate from few samples may be far too high, so the number that waits at most doubles.
@@ -474,8 +526,7 @@ class PlanningContext:
         size_counter = SampleSizeCounter(row_encoder.chat_encoder, row_encoder.pixel_settings)
 
         def lookup_sizes(source_index: int, sample_indices: Integers) -> tuple[Integers, Integers]:
-            source = self.sized_sources[source_index]
-            return size_counter.count_samples(source.stored_sizes, source.size_numbers(sample_indices))
+            return self.sized_sources[source_index].count_samples(size_counter, sample_indices)
 
         shard_sizes = []
         for sized_source, source in zip(self.sized_sources, self.blend_sources, strict=True):
@@ -506,136 +557,100 @@ class PlanningContext:
         return batch_planner
 
 
-@dataclass(frozen=True)
-class PlannedRow:
-    """A row as a loader process sends it."""
-
-    packed_row: TrainingRow
-    planner_state: dict[str, Any] | None
-    """The planner's state after the step. Only the last row of the step on the first rank has it."""
+type PlannedStep = tuple[list[list[PlannedSample]], dict[str, Any] | None]
+"""The rows of one rank in a step, and the planner's state after the step (on the first rank only)."""
 
 
-@dataclass(frozen=True)
-class StepShare:
-    """The rows of a step that one process of a rank makes."""
-
-    rows: list[list[PlannedSample]]
-    planner_state: dict[str, Any] | None
-    """The planner's state after the step, for the process that makes the first rank's last row."""
-
-
-def plan_shares(
-    planning_context: PlanningContext, rank: int, rank_count: int, worker_count: int, read_ahead: ReadAhead
-) -> Iterator[list[StepShare]]:
-    """For each step, the shares of all processes of a rank, which make its rows in turn.
+class PlannedSteps(IterableDataset[PlannedStep]):
+    """The steps of a rank.
 
     Args:
-        read_ahead: starts to read the samples of the step.
+        expect: announces the samples of a step, by source and index, before they are read.
 
     Raises:
         LoaderError: no sample can be used.
     """
-    batch_planner = planning_context.make_planner()
-    first_worker = 0  # the process that makes the step's first row
-    while True:
-        # Every rank plans the whole batch and takes its rows of it, so that no rank waits for another.
-        rows = batch_planner.next_batch().assign_to_ranks(rank_count).rows_of_rank(rank, rank_count)
-        if read_ahead:
-            read_ahead.expect((sample.source, sample.index) for row in rows for sample in row)
 
-        # A step need not have a multiple of the workers' number of rows. The next one continues after its
-        # last worker, because rows are fetched from the workers in turn.
-        next_worker = (first_worker + len(rows)) % worker_count
-        shares = []
-        for worker in range(worker_count):
-            is_last = (worker + 1) % worker_count == next_worker
-            # All ranks have the same state, and the first one saves it.
-            planner_state = batch_planner.planner_state() if is_last and rank == 0 else None
-            worker_rows = rows[(worker - first_worker) % worker_count :: worker_count]
-            shares.append(StepShare(worker_rows, planner_state))
-        yield shares
-        first_worker = next_worker
+    def __init__(
+        self,
+        planning_context: PlanningContext,
+        rank: int,
+        rank_count: int,
+        expect: Callable[[list[tuple[int, int]]], None],
+    ) -> None:
+        self.planning_context, self.expect = planning_context, expect
+        self.rank, self.rank_count = rank, rank_count
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        batch_planner = self.planning_context.make_planner()
+        while True:
+            # Every rank plans the whole batch and takes its rows of it, so that no rank waits for another.
+            planned_batch = batch_planner.next_batch().assign_to_ranks(self.rank_count)
+            rows = planned_batch.rows_of_rank(self.rank, self.rank_count)
+            self.expect([(sample.source, sample.index) for row in rows for sample in row])
+            yield rows, None if self.rank else batch_planner.planner_state()
 
 
-def start_planner(
-    planning_context: PlanningContext, rank: int, rank_count: int, worker_count: int
-) -> tuple[BaseProcess, list[Connection]]:
-    """Starts the process that plans and reads ahead.
+@dataclass(frozen=True)
+class PickledRow:
+    """A row whose tensors are in shared memory. Whoever unpickles it gets the row."""
 
-    Fork the loader processes next, and then close the returned connections here. A process notices that
-    another one has ended when its connection closes, so no third process may hold it open.
+    row_bytes: bytes
 
-    Returns:
-        The process, and the loader processes' connections to it: for each loader process, one over which it
-        gets its shares; then, for each, one over which it gets its samples from object stores.
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self.row_bytes,)
+
+
+class RowDataset(Dataset[PickledRow | TrainingRow]):
+    """Makes rows: ``row_dataset[samples]`` is the row of planned samples.
+
+    Args:
+        take: returns the bytes of a sample in an object store, by source and index.
     """
-    fork_context = get_context("fork")
-    connection_pairs = [fork_context.Pipe() for _ in range(2 * worker_count)]
-    planner_connections = [planner_end for planner_end, _ in connection_pairs]
-    worker_connections = [worker_end for _, worker_end in connection_pairs]
-    planner_process = fork_context.Process(
-        target=_plan_ahead,
-        args=(planning_context, rank, rank_count, planner_connections, worker_connections),
-        daemon=True,
+
+    def __init__(self, planning_context: PlanningContext, take: Callable[[int, int], bytes]) -> None:
+        self.planning_context, self.take = planning_context, take
+
+    @cached_property
+    def _encoder_and_readers(self) -> tuple[Any, list[TolerantReader]]:
+        """What each process has of its own."""
+        planning_context = self.planning_context
+        return planning_context.row_encoder.copy_for_process(), planning_context.sample_readers(self.take)
+
+    def __getitem__(self, samples: list[PlannedSample]) -> PickledRow | TrainingRow:
+        packed_row = read_planned_row(*self._encoder_and_readers, samples)
+        if get_worker_info() is None:
+            return packed_row
+        # Moves the tensors to shared memory. Torch would do so in a thread, and drop the row if it fails.
+        with explain_shared_memory():
+            return PickledRow(bytes(ForkingPickler.dumps(packed_row)))
+
+
+def start_loader(dataset: Any, sampler: Any, worker_count: int) -> Any:
+    """Torch's iterator over a data set, with processes that work ahead.
+
+    Args:
+        sampler: yields the arguments of ``dataset``; None for an iterable data set.
+        worker_count: 0: no processes.
+    """
+    torch_loader = partial(
+        DataLoader,
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=worker_count,
+        prefetch_factor=PREFETCHED if worker_count else None,
+        multiprocessing_context="fork" if worker_count else None,
+        worker_init_fn=_prepare_process,
+        collate_fn=lambda item: item,
+        generator=torch.Generator(),  # torch would draw from this process's random numbers
     )
-    planner_process.start()
-    for connection in planner_connections:
-        connection.close()
-    return planner_process, worker_connections
+    with explain_shared_memory(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more processes than cores
+        return iter(torch_loader())
 
 
-def _plan_ahead(
-    planning_context: PlanningContext,
-    rank: int,
-    rank_count: int,
-    planner_connections: list[Connection],
-    worker_connections: list[Connection],
-) -> None:
-    """Sends each loader process its shares, at most two steps before the slowest one needs them."""
-    _prepare_forked_process()
-    for connection in worker_connections:
-        connection.close()
-
-    reconnect_stores(planning_context.loaded_datasets)
-    read_ahead = planning_context.read_ahead(rank_count)
-    worker_count = len(planner_connections) // 2
-    share_connections = planner_connections[:worker_count]
-    for connection in planner_connections[worker_count:]:
-        serve_samples(read_ahead, connection)
-
-    planned_steps = plan_shares(planning_context, rank, rank_count, worker_count, read_ahead)
-    with suppress(EOFError, ConnectionError):  # the loader was closed
-        try:
-            for step_index, shares in enumerate(planned_steps):
-                for connection, share in zip(share_connections, shares, strict=True):
-                    connection.send(share)
-                # Each process answers when it has made its rows of a step. Waiting for the answers of the
-                # step before keeps the planner from running away.
-                if step_index:
-                    for connection in share_connections:
-                        connection.recv()
-        except LoaderError as error:
-            for connection in share_connections:
-                connection.send(error)
-            while True:  # rows of earlier steps may still need samples
-                share_connections[0].recv()
-
-
-def _receive_shares(share_connection: Connection) -> Iterator[StepShare]:
-    """Yields the shares of one loader process as the planner sends them."""
-    while True:
-        try:
-            share = share_connection.recv()
-        except (EOFError, ConnectionError) as error:
-            raise RuntimeError(PLANNER_ENDED_TEXT) from error
-        if isinstance(share, LoaderError):
-            raise share
-        yield share
-        with suppress(ConnectionError):  # the planner has ended, which the next ``recv`` reports
-            share_connection.send(None)
-
-
-def _prepare_forked_process() -> None:
+def _prepare_process(_: int) -> None:
     """Prepares a new process of the loader.
 
     Garbage collection leaves out what the process inherits. So the forked pages stay shared, and the next
@@ -644,39 +659,6 @@ def _prepare_forked_process() -> None:
     shield_loader_worker()
     gc.freeze()
     gc.collect()  # So that the next full collection is measured against the few objects after the freeze.
-
-
-class WorkerRowDataset(IterableDataset):
-    """The rows that one process of a rank makes.
-
-    Args:
-        shares: the process's share of each step.
-        take: returns the bytes of a sample in an object store, by source and index.
-    """
-
-    def __init__(
-        self,
-        planning_context: PlanningContext,
-        shares: Iterator[StepShare],
-        take: Callable[[int, int], bytes],
-    ) -> None:
-        self.planning_context, self.shares, self.take = planning_context, shares, take
-
-    def __iter__(self) -> Iterator[PlannedRow]:
-        planning_context = self.planning_context
-        if get_worker_info() is not None:
-            _prepare_forked_process()
-
-        row_encoder = planning_context.row_encoder.copy_for_process()
-        sample_readers = planning_context.sample_readers(self.take)
-        for share in self.shares:
-            for row_number, samples in enumerate(share.rows, start=1):
-                # The state belongs to the end of the step, so it comes with the last row.
-                planner_state = share.planner_state if row_number == len(share.rows) else None
-                packed_row = read_planned_row(row_encoder, sample_readers, samples)
-                if get_worker_info() is not None:
-                    share_row(packed_row)
-                yield PlannedRow(packed_row, planner_state)
 
 
 def read_planned_row(
@@ -720,41 +702,6 @@ def explain_shared_memory() -> Iterator[None]:
         ) from error
 
 
-def share_row(packed_row: TrainingRow) -> None:
-    """Moves the tensors of a row to shared memory, through which the rank gets them.
-
-    Otherwise a thread of torch does so. If it fails there, it drops the row, and the rank waits for it.
-
-    Raises:
-        LoaderError: they do not fit, or no more files may be opened.
-    """
-    with explain_shared_memory():
-        for record in (packed_row, packed_row.vision):
-            for value in vars(record).values():
-                if isinstance(value, torch.Tensor):
-                    value.share_memory_()
-
-
-def start_worker_iterators(datasets: Sequence[IterableDataset]) -> list[Any]:
-    """Starts one process for each data set. Returns an iterator over the rows of each."""
-    worker_iterators = []
-    for dataset in datasets:
-        # One loader for each process, since torch takes rows from all processes of a loader in turn.
-        worker_loader = DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=1,
-            prefetch_factor=PREFETCHED_ROWS,
-            multiprocessing_context="fork",
-            worker_init_fn=gc_init_worker,
-            collate_fn=lambda row: row,
-            generator=torch.Generator(),  # torch would draw from this process's random numbers
-        )
-        with explain_shared_memory():
-            worker_iterators.append(iter(worker_loader))
-    return worker_iterators
-
-
 class PlannedRankRows:
     """Iterator over the planned rows of a data-parallel rank.
 
@@ -772,40 +719,36 @@ class PlannedRankRows:
         self.taken_rows = 0
         self.planner_state = planning_context.planner_state
         """The planner's state after the last whole step."""
-        self._planner_process: BaseProcess | None = None
-        if not worker_count:
-            read_ahead = planning_context.read_ahead(rank_count)
-            planned_steps = plan_shares(planning_context, rank, rank_count, 1, read_ahead)
-            shares = (step_shares[0] for step_shares in planned_steps)
-            self._worker_iterators = [iter(WorkerRowDataset(planning_context, shares, read_ahead.take))]
-            return
-
-        self._planner_process, worker_connections = start_planner(
-            planning_context, rank, rank_count, worker_count
+        self._later_states: deque[dict[str, Any] | None] = deque()
+        """The states after the steps that are not taken yet."""
+        self._store_samples = StoreSamples(
+            [loaded.dataset for loaded in planning_context.loaded_datasets],
+            planning_context.read_ahead(rank_count),
+            has_processes=worker_count > 0,
         )
-        row_datasets = []
-        for share_connection, sample_connection in zip(
-            worker_connections[:worker_count], worker_connections[worker_count:], strict=True
-        ):
-            served_samples = ServedSamples(sample_connection, PLANNER_ENDED_TEXT)
-            row_datasets.append(
-                WorkerRowDataset(planning_context, _receive_shares(share_connection), served_samples.take)
-            )
-        self._worker_iterators = start_worker_iterators(row_datasets)
-        # The forked processes have their own copies.
-        for connection in worker_connections:
-            connection.close()
+        planned_steps = PlannedSteps(planning_context, rank, rank_count, self._store_samples.expect)
+        row_dataset = RowDataset(planning_context, self._store_samples.take)
+        # A single process plans, because the next plan begins where the last one ends.
+        self._rows: Any = None
+        self._planned_steps = start_loader(planned_steps, None, min(worker_count, 1))
+        try:
+            self._rows = start_loader(row_dataset, self._samples_of_rows(), worker_count)
+        except BaseException:
+            self.close()
+            raise
+
+    def _samples_of_rows(self) -> Iterator[list[PlannedSample]]:
+        for rows, planner_state in self._planned_steps:
+            self._later_states.append(planner_state)
+            yield from rows
 
     def __next__(self) -> TrainingRow:
-        # The processes make the rows in turn, so that the order does not depend on their speed.
-        planned_row = next(self._worker_iterators[self.taken_rows % len(self._worker_iterators)])
+        packed_row: TrainingRow = next(self._rows)
         self.taken_rows += 1
-
-        # Processes work ahead. The state comes with the row to which it belongs, so a save sees the right
-        # one.
-        if planned_row.planner_state is not None:
-            self.planner_state = planned_row.planner_state
-        return planned_row.packed_row
+        # Rows are made ahead. The state goes on with the last row of a step, so a save sees the right one.
+        if self.taken_rows % self.rows_per_rank == 0:
+            self.planner_state = self._later_states.popleft()
+        return packed_row
 
     @property
     def total_rows_taken(self) -> int:
@@ -820,23 +763,20 @@ class PlannedRankRows:
         return self.start_row + steps * self.rows_per_step
 
     def close(self) -> None:
-        """Ends the processes. One that makes a row has five seconds to finish it, whatever their number."""
-        # The planner ends first, because a process that waits for its share or for a sample ends with it.
-        if self._planner_process is not None:
-            self._planner_process.kill()
-            self._planner_process.join()
-            self._planner_process = None
-        process_iterators: list[Any] = [i for i in self._worker_iterators if hasattr(i, "_shutdown_workers")]
-        self._worker_iterators = []
-        if not process_iterators:
-            return
+        """Ends the processes."""
+        for iterator in (self._rows, self._planned_steps):
+            if hasattr(iterator, "_workers"):  # it has processes
+                _end_processes(iterator)
+        self._store_samples.close()
 
-        # Torch waits up to five seconds for each process, so the waits run at the same time. It leaves a
-        # process to itself that is not done by then.
-        with ThreadPoolExecutor(len(process_iterators)) as executor:
-            list(executor.map(lambda iterator: iterator._shutdown_workers(), process_iterators))
-        for process_iterator in process_iterators:
-            for worker_process in process_iterator._workers:
-                worker_process.kill()
-                # One that hangs in a file system does not end.
-                worker_process.join(timeout=1)
+
+def _end_processes(iterator: Any) -> None:
+    """Kills the processes of an iterator. Torch would wait five seconds for each that makes a row."""
+    iterator._shutdown = True
+    _remove_worker_pids(id(iterator))  # or torch raises an error for each killed process
+    iterator._worker_pids_set = False
+    for process in iterator._workers:
+        process.kill()
+    for process, index_queue in zip(iterator._workers, iterator._index_queues, strict=True):
+        index_queue.cancel_join_thread()
+        process.join(timeout=1)  # one that hangs in a file system does not end

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron.energon.errors import FatalSampleError
@@ -15,8 +16,8 @@ from megatron.energon.errors import FatalSampleError
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
-from megatron_vl.data.source.blend import summarize_blend
-from megatron_vl.data.source.blend_change import BlendChange, read_saved_sources
+from megatron_vl.data.source.blend import BlendSource, list_names, summarize_blend
+from megatron_vl.data.source.blend_change import blend_change_lines, read_saved_sources
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.json_files import check_format_version
@@ -67,8 +68,6 @@ class RowLoader:
         self._data_config = data_config
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._change_lines: list[str] = []
-        self._known_source_keys = {source.source_key for source in planning_context.blend_sources}
-        """Keys of all sources that were ever in the run's blend."""
         self._start_row = 0
         self._rank_rows: PlannedRankRows | None = None
         self._is_closed = False
@@ -79,15 +78,14 @@ class RowLoader:
     def __next__(self) -> TrainingRow:
         if self._is_closed:
             raise LoaderError("the loader is closed")
-        # Processes start with the first row, because a state may be loaded before it.
-        if self._rank_rows is None:
-            worker_count = self._data_config.num_workers
-            self._rank_rows = PlannedRankRows(
-                self._planning_context, self._dp_rank, self._dp_size, worker_count, self._start_row
-            )
-
         # An error of a loader process comes with that process's traceback, which says nothing to a user.
         try:
+            # Processes start with the first row, because a state may be loaded before it.
+            if self._rank_rows is None:
+                worker_count = self._data_config.num_workers
+                self._rank_rows = PlannedRankRows(
+                    self._planning_context, self._dp_rank, self._dp_size, worker_count, self._start_row
+                )
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
@@ -133,7 +131,6 @@ class RowLoader:
             planner_state = self._rank_rows.planner_state
         return {
             "identity": self._identity,
-            "begun": sorted(self._known_source_keys),
             "num_workers": self._data_config.num_workers,
             "ranks": self._dp_size,
             "rows_per_step": self._planning_context.rows_per_step,
@@ -155,8 +152,11 @@ class RowLoader:
 
         try:
             self._check_saved_state(saved_state)
-            self._known_source_keys |= set(saved_state["begun"])
-            self._planning_context.planner_state = state_from_json(saved_state["planner"])
+            planner_state = state_from_json(saved_state["planner"])
+            self._note_blend_change(
+                saved_state["identity"].get("dataset"), (planner_state or {}).get("drawn", ())
+            )
+            self._planning_context.planner_state = planner_state
             # Damage is found here, and not by the processes that plan.
             self._planning_context.make_planner()
             self._start_row = int(saved_state["rows"])
@@ -181,11 +181,6 @@ class RowLoader:
             LoaderStateError,
         )
 
-        # A change of the blend is the only difference with which a run may go on.
-        blend_change = self._blend_change(saved_identity.get("dataset"), frozenset(saved_state["begun"]))
-        if not blend_change.is_same_data:
-            self._note_blend_change(blend_change)
-
         for field_name, current_value in self._identity.items():
             saved_value = saved_identity.get(field_name)
             if field_name != "dataset" and saved_value != current_value:
@@ -197,25 +192,25 @@ class RowLoader:
                     f" {current_value!r} and would not make the same rows; {advice}"
                 )
 
-    def _blend_change(
-        self, saved_identity: Any, known_source_keys: frozenset[str] = frozenset()
-    ) -> BlendChange:
-        new_sources = tuple(self._planning_context.blend_sources)
-        return BlendChange(read_saved_sources(saved_identity), new_sources, known_source_keys)
+    def _note_blend_change(self, saved_dataset: Any, drawn_keys: Collection[str]) -> None:
+        """Notes what changes in the blend, the only difference with which a run may go on.
 
-    def _note_blend_change(self, blend_change: BlendChange) -> None:
-        """Notes what changes in the blend.
+        Args:
+            drawn_keys: the keys of all sources from which the run has ever drawn.
 
         Raises:
             LoaderStateError: no earlier source is left.
         """
-        if not blend_change.keeps_any_source:
+        old_sources = read_saved_sources(saved_dataset)
+        new_sources = self._planning_context.blend_sources
+        if not {one.source_key for one in old_sources} & {one.source_key for one in new_sources}:
             raise LoaderStateError(
-                f"the loader state was saved with another data set: {blend_change.summary()};"
-                f" {GIVE_ORIGINAL_DATASET}"
+                f"the loader state was saved with another data set: {_list_sources(old_sources)} before,"
+                f" {_list_sources(new_sources)} now; {GIVE_ORIGINAL_DATASET}"
             )
-        self._change_lines.append("the blend has changed; from here on:")
-        self._change_lines += [f"  {line}" for line in blend_change.change_lines()]
+        if change_lines := blend_change_lines(old_sources, new_sources, drawn_keys):
+            self._change_lines.append("the blend has changed; from here on:")
+            self._change_lines += [f"  {line}" for line in change_lines]
 
     def _parallelism_changes(self, saved_state: dict[str, Any]) -> list[str]:
         """What differs from the run that saved."""
@@ -239,6 +234,11 @@ class RowLoader:
         self._is_closed = True
         if self._rank_rows is not None:
             self._rank_rows.close()
+
+
+def _list_sources(sources: Sequence[BlendSource]) -> str:
+    texts = [f"{one.source_name} ({one.sample_count:,} samples)" for one in sources]
+    return list_names(texts) or "data that cannot be read"
 
 
 def _without_traceback(error_message: str) -> str:

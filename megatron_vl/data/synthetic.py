@@ -156,7 +156,7 @@ def distinct_row_count(seq_len: int) -> int:
 def draw_rows(data_config: DataConfig, spec: ModelSpec) -> Iterator[list[TokenizedSample]]:
     """Yields the samples of each different row of ``data.path``."""
     rng, seq_len = random.Random(data_config.seed), data_config.seq_len
-    draw_sample = {"synthetic:images": image_sample, "synthetic:text": text_sample}[data_config.path]
+    draw_sample = {"synthetic:images": image_sample, "synthetic:text": text_sample}[str(data_config.path)]
 
     def draw_samples() -> Iterator[TokenizedSample]:
         while True:

@@ -7,6 +7,7 @@ that is interrupted is continued by the next one.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from megatron_vl import progress
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
-from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.parallel.start import exit_if_stop_requested
@@ -70,7 +70,7 @@ def write_missing_sizes_alone(data_config: DataConfig, hf_dir: str | Path) -> No
     Raises:
         LoaderError: there is no data set, or the sizes cannot be written.
     """
-    dataset_description = read_description(resolve_location(data_config.path))
+    dataset_description = read_description(data_config.path)
     unsized_datasets = find_datasets_without_sizes(dataset_description, hf_dir, data_config)
     if not unsized_datasets:
         return
@@ -105,7 +105,9 @@ class IndexingProcess:
             f" chat template: they are written now, once, on {core_count} cores (megatron-vl data index)"
         )
         config_fields = {
-            "data.path": data_config.path,
+            "data.path": data_path
+            if isinstance(data_path := data_config.path, str)
+            else json.dumps(data_path),
             "model.hf": str(hf_dir),
         }
         option_words = ["--workers", str(core_count)]

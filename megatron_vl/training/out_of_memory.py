@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 
 from megatron_vl import host_memory
-from megatron_vl.data.planned_rows import PLANNER_ENDED_TEXT, SHARED_MEMORY_ADVICE
+from megatron_vl.data.planned_rows import SHARED_MEMORY_ADVICE
+from megatron_vl.data.source.store_reading import READING_ENDED_TEXT
 from megatron_vl.errors import HOST_MEMORY_PATTERN, UserError
 from megatron_vl.estimate.memory import GIB, GPU_MEMORY_PARTS, stage_memories
 from megatron_vl.training.resolved_run import ResolvedRun
@@ -71,9 +72,9 @@ def host_memory_message(error: BaseException) -> str | None:
 
 def _dead_loader_message(error: BaseException | None) -> str:
     """The message for the death of a process of the loader; empty for any other error and cause."""
-    if error is not None and PLANNER_ENDED_TEXT in str(error):
+    if error is not None and READING_ENDED_TEXT in str(error):
         return (
-            f"{PLANNER_ENDED_TEXT}. If it printed no error, it was killed from outside."
+            f"{READING_ENDED_TEXT}. If it printed no error, it was killed from outside."
             f" {host_memory.explain_kill()}"
         )
     while error is not None and not (death_match := _LOADER_DEATH_PATTERN.search(str(error))):

@@ -17,7 +17,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.config.checks import check_inputs, check_outputs, config_remarks
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
-from megatron_vl.data.source.location import check_data_path, resolve_location
+from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
 from megatron_vl.estimate.memory_check import check_host_memory, check_memory, resolve_offload_fraction
 from megatron_vl.estimate.split import run_layout, split_source, with_split
@@ -165,7 +165,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         facts_by_split = {"train": SplitFacts(synthetic_identity(config.data), largest_shard=0)}
         loader_digests = {}
     else:
-        dataset_description = read_description(resolve_location(config.data.path))
+        dataset_description = read_description(config.data.path)
         facts_by_split = read_split_facts(config, dataset_description)
         loader_digests = read_loader_digests(config, dataset_description)
     return dataclasses.replace(
@@ -192,7 +192,7 @@ def read_split_facts(
     """
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
-    dataset_description = dataset_description or read_description(resolve_location(config.data.path))
+    dataset_description = dataset_description or read_description(config.data.path)
     facts_by_split = {
         split: dataset_description.split_facts(split)
         for split in sorted({"train", config.eval.split} if config.eval.interval else {"train"})

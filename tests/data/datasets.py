@@ -11,7 +11,6 @@ from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import RowLoader, build_loader
 from megatron_vl.data.source.dataset_description import read_description
-from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes
 from megatron_vl.spec.families import read_spec
 
@@ -65,6 +64,6 @@ def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, D
 
 def open_loader(data: DataConfig, hf: Path, **place: Any) -> RowLoader:
     """The loader of a data set, whose sizes are written first if they are missing."""
-    if find_datasets_without_sizes(read_description(resolve_location(data.path)), hf, data):
+    if find_datasets_without_sizes(read_description(data.path), hf, data):
         index_datasets(data, read_spec(hf), hf)
     return build_loader(data, read_spec(hf), hf, **place)

@@ -29,8 +29,7 @@ from megatron_vl.data.source import store_reading, tolerant_reader
 from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
 from megatron_vl.data.source.location import ObjectStoreError, resolve_location
 from megatron_vl.data.source.sample_order import LANES
-from megatron_vl.data.source.store_reading import ReadAhead
-from megatron_vl.data.source.tolerant_reader import reconnect_stores
+from megatron_vl.data.source.store_reading import ReadAhead, reconnect_stores
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -124,7 +123,7 @@ def test_a_forked_process_has_connections_of_its_own(dataset):
     before = data.path.fs
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
 
-    reconnect_stores(loader._planning_context.loaded_datasets)
+    reconnect_stores([data])
     connections = {id(path.fs) for path in (data.path, *(shard.path for shard in data.shards))}
     assert len(connections) == 1 and data.path.fs is not before
 
@@ -234,8 +233,8 @@ def test_a_process_that_ended_while_it_read_ends_the_run(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(config("msc://pictures/sets/first", num_workers=2), read_spec(folder), folder)
     next(loader)
-    os.kill(loader._rank_rows._planner_process.pid, signal.SIGKILL)
-    with closing(loader), pytest.raises((RuntimeError, LoaderError), match="plans batches has ended"):
+    os.kill(loader._rank_rows._store_samples._manager._process.pid, signal.SIGKILL)
+    with closing(loader), pytest.raises(LoaderError, match="reads from the object store has ended"):
         for _ in range(100):
             next(loader)
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import time
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
-from megatron_vl.data.loader import build_loader, cook_sample
+from megatron_vl.data.loader import RowLoader, build_loader, cook_sample
 from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedRankRows, open_sample_reader
 from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.data.sample.tokenizer import compute_tokenizer_digest
@@ -131,6 +132,11 @@ def moved(path: Path, places: list[tuple[int, int, int]], **changes: Any) -> Ite
         state = run.stop()
 
 
+def planner_pid(loader: RowLoader) -> int:
+    (planner,) = loader._rank_rows._planned_steps._workers
+    return planner.pid
+
+
 def flat(rows: list[list[str]]) -> list[str]:
     return sorted(key for keys in rows for key in keys)
 
@@ -146,12 +152,11 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     spec, data = read_spec(hf(family)), data_config(folder, seq_len=4096, **changes)
     index_datasets(data_config(folder), spec, hf(family))
 
-    stored = open_stored_sizes(folder / METADATA_DIR, compute_tokenization_id(hf(family), spec, data))
     loader = build_loader(data, spec, hf(family))
     encoder = loader._planning_context.row_encoder
     counted = SampleSizeCounter(encoder.chat_encoder, read_pixel_settings(hf(family), data))
     source = loader._planning_context.sized_sources[0]
-    tokens, patches = counted.count_samples(stored, source.size_numbers(np.arange(len(source))))
+    tokens, patches = source.count_samples(counted, np.arange(len(source)))
     reader = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
@@ -184,8 +189,7 @@ def test_a_closed_loader_has_no_processes(dataset):
     """Torch would keep them for as long as anything refers to its iterators."""
     loader = Run(dataset, 1, workers=2).loaders[0]
     next(iter(loader))
-    pids = [worker.pid for iterator in loader._rank_rows._worker_iterators for worker in iterator._workers]
-    pids.append(loader._rank_rows._planner_process.pid)
+    pids = [planner_pid(loader), *(process.pid for process in loader._rank_rows._rows._workers)]
     assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert not any(map(psutil.pid_exists, pids))
@@ -205,14 +209,13 @@ def test_a_loader_whose_processes_wait_for_the_planner_closes_at_once(dataset, m
     for _ in range(12):
         next(loader)
     time.sleep(0.5)
-    (worker,) = loader._rank_rows._worker_iterators[0]._workers
+    planner = planner_pid(loader)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 4 and not psutil.pid_exists(worker.pid)
+    assert time.monotonic() - began < 4 and not psutil.pid_exists(planner)
 
 
-@SLOW
-def test_processes_that_read_slowly_share_the_time_to_end(dataset, monkeypatch):
+def test_processes_that_read_slowly_end_at_once(dataset, monkeypatch):
     """Torch waits five seconds for each of them."""
     reading = multiprocessing.Value("i", 0)
 
@@ -224,10 +227,10 @@ def test_processes_that_read_slowly_share_the_time_to_end(dataset, monkeypatch):
     monkeypatch.setattr(planned_rows, "read_planned_row", never_ends)
     rows = PlannedRankRows(Run(dataset, 1, workers=3).loaders[0]._planning_context, 0, 1, 3, 0)
     wait_until(lambda: reading.value == 3)
-    pids = [worker.pid for iterator in rows._worker_iterators for worker in iterator._workers]
+    pids = [process.pid for process in rows._rows._workers]
     began = time.monotonic()
     rows.close()
-    assert 4 < time.monotonic() - began < 9 and not any(map(psutil.pid_exists, pids))
+    assert time.monotonic() - began < 4 and not any(map(psutil.pid_exists, pids))
 
 
 def test_the_planner_shares_the_memory_of_its_rank(dataset):
@@ -235,7 +238,7 @@ def test_the_planner_shares_the_memory_of_its_rank(dataset):
     inherited: list[list[None]] = [[] for _ in range(1_000_000)]
     with closing(Run(dataset, 1, workers=1).loaders[0]) as loader:
         next(loader)
-        planner = psutil.Process(loader._rank_rows._planner_process.pid)
+        planner = psutil.Process(planner_pid(loader))
         assert planner.memory_full_info().uss < 40 * len(inherited)  # an empty list takes 72 bytes
 
 
@@ -252,7 +255,7 @@ def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
     with closing(Run(dataset, 2, workers=3).loaders[0]) as loader:
         for _ in range(6 * 4):
             next(loader)
-        of_planner = str(loader._rank_rows._planner_process.pid)
+        of_planner = str(planner_pid(loader))
         wait_until(lambda: len(plans.read_text().split()) >= 6)
         # Each process makes two rows of a step, and two rows before they are asked for.
         assert len(plans.read_text().split()) <= 4 + 1 + 3
@@ -281,11 +284,13 @@ def test_memory_of_the_loaders_processes_stays_the_same(tmp_path):
         assert after - before < 8 << 20
 
 
-def test_a_planner_that_was_killed_ends_the_run(dataset):
+@pytest.mark.parametrize("process", ["planner", "worker"])
+def test_a_killed_process_ends_the_run_and_is_named(dataset, process):
     with closing(Run(dataset, 1, workers=2).loaders[0]) as loader:
         next(loader)
-        os.kill(loader._rank_rows._planner_process.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="the process that plans batches has ended"):
+        pid = planner_pid(loader) if process == "planner" else loader._rank_rows._rows._workers[1].pid
+        with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid.* {pid}\)"):
+            os.kill(pid, signal.SIGKILL)
             for _ in range(100):
                 next(loader)
 
@@ -306,6 +311,16 @@ def test_a_row_that_cannot_be_shared_ends_the_run_at_once(dataset, monkeypatch, 
             next(loader)
     finally:
         loader.close()
+
+
+def test_a_process_that_may_open_no_more_files_ends_the_run(dataset):
+    with closing(Run(dataset, 1, workers=1).loaders[0]) as loader:
+        next(loader)
+        process = psutil.Process(loader._rank_rows._rows._workers[0].pid)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() + 3,) * 2)
+        with pytest.raises(LoaderError, match="Too many open files.*`ulimit -n`"):
+            for _ in range(100):
+                next(loader)
 
 
 def read_keys(path: Path) -> set[str]:

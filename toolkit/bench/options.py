@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
+from megatron_vl.data.source.location import DataPath
 from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.options import CommandOptions, option, parse_command_line
@@ -59,8 +60,8 @@ class BenchRun:
     config: TrainConfig
     workloads: tuple[str, ...]
     """``images`` and ``text`` are random rows, ``data`` those of a data set."""
-    dataset: str
-    """Path of the data set, if there is one."""
+    dataset: DataPath
+    """Path of the data set, or the blend, if there is one."""
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -105,7 +106,7 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     if not config.model.hf:
         raise UsageError("--model.hf is missing; give a Hugging Face folder or a config.json")
     dataset = "" if config.data.is_synthetic else config.data.path
-    synthetic = config.data.path.removeprefix("synthetic:")
+    synthetic = str(config.data.path).removeprefix("synthetic:")
     workloads = ("data",) if dataset else (synthetic,) if synthetic else RANDOM_WORKLOADS
     if options.even_routing and not _read_spec(options, config).language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")

@@ -69,7 +69,7 @@ def write_page(
     environment = template_environment(Path(__file__).parent)
     environment.filters |= {"printable": _printable, "number": format_number, "images": _frame_images}
     page = environment.get_template("page.html.jinja").render(
-        path=prepared.dataset_location,
+        path=prepared.data_path,
         settings=_settings(prepared),
         splits=splits,
         samples=samples,
@@ -91,7 +91,7 @@ def _settings(prepared: PreparedDataset) -> dict[str, str]:
     data = prepared.config.data
     names = ("max_patches", "min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_pixels")
     return {
-        "data set": str(prepared.dataset_location),
+        "data set": str(prepared.data_path),
         "processor": f"{prepared.processor_dir}, {prepared.spec.family}",
         "rows": f"seq_len {data.seq_len:,}, " + ("packed" if data.pack else "one sample each"),
         "limits": ", ".join(f"{name} {value:g}" for name in names if (value := getattr(data, name))),

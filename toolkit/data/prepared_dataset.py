@@ -9,7 +9,7 @@ from pathlib import Path
 from data_tools.sample_sources import open_encoder
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import RowEncoder
-from megatron_vl.data.source.location import Location, check_data_path, resolve_location
+from megatron_vl.data.source.location import DataPath, check_data_path
 from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
 
@@ -24,8 +24,8 @@ class PreparedDataset:
     spec: ModelSpec
 
     @property
-    def dataset_location(self) -> Location:
-        return resolve_location(self.config.data.path)
+    def data_path(self) -> DataPath:
+        return self.config.data.path
 
     @property
     def processor_dir(self) -> Path:

@@ -37,7 +37,7 @@ def count_splits(prepared: PreparedDataset) -> SplitStatistics:
     """Counts all samples of each split. Sizes that are missing are written first."""
     index_datasets(prepared.config.data, prepared.spec, prepared.processor_dir, default_workers())
     statistics = {}
-    for split in list_splits(prepared.dataset_location):
+    for split in list_splits(prepared.data_path):
         statistics[split] = count_statistics(prepared.row_encoder, prepared.processor_dir, split)
     return statistics
 
@@ -98,7 +98,7 @@ def dataset_facts(prepared: PreparedDataset, statistics: SplitStatistics) -> dic
     for name, reasons in quarantined_records(statistics).items():
         quarantined[name] = {reason: count for reason, (count, _) in reasons.items()}
     return {
-        "data": str(prepared.dataset_location),
+        "data": str(prepared.data_path),
         "seq_len": prepared.config.data.seq_len,
         "splits": {split: split_facts(prepared, counted) for split, counted in statistics.items()},
         "quarantined": quarantined,

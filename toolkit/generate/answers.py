@@ -19,7 +19,6 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.chat import read_stop_tokens
 from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
-from megatron_vl.data.source.location import resolve_location
 from megatron_vl.errors import UserError
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
 from megatron_vl.weights.trained_media import exported_media
@@ -186,7 +185,7 @@ def _encoded_samples(
     """(key, sample) as a run trains on it. Counts the samples that a run leaves out in ``left_out``."""
     data_config = answerer.encoder.data_config
     row_encoder = open_encoder(data_config, answerer.encoder.spec, answerer.hf_dir)
-    for source in read_sources(resolve_location(data_config.path), config.eval.split):
+    for source in read_sources(data_config.path, config.eval.split):
         with closing(SampleReader(source)) as reader:
             for index in source.indices:
                 raw_sample = reader.read_sample(index, with_media=True)

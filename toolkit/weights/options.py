@@ -59,8 +59,8 @@ class WeightOutputOptions(CommandOptions):
     """Options of all commands that write weights."""
 
     out: Path = option(metavar="DIR")
-    """Write to this folder, which must be new or empty. It appears when it is complete; until then, the output
-    is in DIR.partial, and a command that was interrupted starts again."""
+    """Write to this folder, which must be new or empty. It appears when it is complete; until then,
+    the output is in DIR.partial, and a command that was interrupted starts again."""
     force: bool = False
     """Replace the checkpoint in --out."""
 

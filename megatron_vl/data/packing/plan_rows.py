@@ -20,8 +20,6 @@ Integers = NDArray[np.int64]
 
 LOOKAHEAD_FACTOR = 2
 """One extra sample waits per LOOKAHEAD_FACTOR samples of a step, so that there is a choice."""
-MOST_CHOICES = 16
-"""Largest number of waiting samples per row that are considered."""
 BUNDLE_FRACTION = 16
 """Old samples smaller than 1 / BUNDLE_FRACTION of a row are bundled, and a bundle is placed at once."""
 BUNDLED = 6
@@ -29,7 +27,7 @@ BUNDLED = 6
 TURNS_PER_ROUND = 4
 """Number of turns in which each row gets one bundle of old samples."""
 CHOICES_PER_ROW = 16
-"""Number of samples that a row compares in a round."""
+"""Number of samples that a row compares in a round, and of waiting samples per row that are considered."""
 SCALES = 8
 """The range of sizes among which rows search repeats after this many rounds
 (:meth:`_RowPlan._best_of_block`)."""
@@ -40,15 +38,14 @@ REPLACEABLE = 3
 PATCHES_PER_TOKEN = 16
 """Cost of a token of padding. A patch more or less than the mean costs 1."""
 ENOUGH_FRACTION = 2048
-"""A row is finished once no exchange gains more than 1 / ENOUGH_FRACTION of it."""
-ALIKE_FRACTION = 2048
-"""Samples whose sizes differ by less than 1 / ALIKE_FRACTION of a row count as equally large."""
+"""A row is finished once no exchange gains more than 1 / ENOUGH_FRACTION of it. Samples whose sizes differ by
+less than that count as equally large."""
 BLOCK = 512
 """Number of rows that choose together, so that their choices fit into the processor's cache."""
 MAX_EXCHANGE_ROUNDS = 16
 """Number of rounds in which ranks exchange rows."""
-ROWS_DEALT_AGAIN = 4
-"""Largest number of rows of each of two ranks that they deal again; there are 35 ways to part eight rows."""
+SWAP_POOL = 4
+"""Rows of each of two ranks that are re-split between them (35 ways to halve eight rows)."""
 UNREACHABLE_PATCHES = 1 << 30
 """More patches than any row has, and a higher cost than that of any choice."""
 
@@ -169,7 +166,7 @@ class _RowPlan:
         replaceable = self._replaceable_samples()
 
         # The pool is sorted by tokens, so that a row finds the samples that fit by bisection.
-        waiting_samples = np.flatnonzero(self.row_of_sample < 0)[: MOST_CHOICES * len(unfinished_rows)]
+        waiting_samples = np.flatnonzero(self.row_of_sample < 0)[: CHOICES_PER_ROW * len(unfinished_rows)]
         pool = np.concatenate([waiting_samples, replaceable[replaceable >= 0]])
         pool = pool[stable_argsort(self.sizes[0, pool])]
         pool_sizes = np.take(self.sizes, pool, axis=1)
@@ -284,7 +281,7 @@ class _RowPlan:
         end_index = np.searchsorted(free_sizes[0], token_room, side="right")
         largest_tokens = free_sizes[0, np.maximum(end_index - 1, 0)]
         smallest_tokens = (
-            largest_tokens - self.seq_len // ALIKE_FRACTION - (token_room >> (1 + round_index % SCALES))
+            largest_tokens - self.seq_len // ENOUGH_FRACTION - (token_room >> (1 + round_index % SCALES))
         )
         num_alike = end_index - np.searchsorted(free_sizes[0], smallest_tokens) - CHOICES_PER_ROW
         end_index -= (row_indices[:, None] * (7919 * (2 * round_index + 1))) % np.maximum(num_alike, 1)
@@ -377,7 +374,7 @@ def _exchange_rows(rows_by_rank: Integers, patch_counts: Integers, round_index: 
 
     # Ranks with many rows deal some of them, which other rounds follow with others.
     rows_per_rank = rows_by_rank.shape[1]
-    dealt_count = min(ROWS_DEALT_AGAIN, rows_per_rank)
+    dealt_count = min(SWAP_POOL, rows_per_rank)
     columns = (round_index + np.arange(dealt_count)) % rows_per_rank
     rank_pairs = np.stack([fuller_ranks, emptier_ranks], axis=1)
     pair_rows = rows_by_rank[rank_pairs[:, :, None], columns].reshape(half_count, 2 * dealt_count)

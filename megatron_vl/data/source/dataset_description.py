@@ -27,10 +27,13 @@ from braceexpand import braceexpand
 from megatron_vl.config.run_file import yaml_error_message
 from megatron_vl.data.source.blend import NAME_FIELD, read_blend_sources
 from megatron_vl.data.source.location import (
+    DataPath,
     Location,
     location_is_file,
     location_size_bytes,
+    part_folders,
     read_text_file,
+    resolve_location,
 )
 from megatron_vl.errors import UserError
 
@@ -84,9 +87,11 @@ class SplitFacts:
 
     dataset_identity: dict[str, Any]
     """Determines the order of samples, as JSON values.
-    :class:`~megatron_vl.data.source.blend_change.BlendChange` compares two of them."""
+    :func:`~megatron_vl.data.source.blend_change.blend_change_lines` compares two of them."""
     largest_shard: int
     """Number of samples in the largest shard."""
+    datasets: tuple[tuple[str, str], ...] = ()
+    """The data sets that the split reads, in the order of a blend's sources: path, and split of it."""
     datasets_without_sizes: tuple[str, ...] = ()
     """Data sets whose samples' sizes are not stored for the run's tokenizer and chat template."""
 
@@ -105,6 +110,8 @@ class DatasetDescription:
     content_id: str
     """An id that the converter makes from the SHA-256 of all shards. It is empty if the data set was prepared
     without one."""
+    parts: tuple[DatasetDescription, ...] = ()
+    """The data sets of a folder of parts, which are read as one."""
 
     def split_identity(self, split_name: str) -> dict[str, Any]:
         """The identity by content. It does not contain the path, so that the folder can be moved."""
@@ -124,7 +131,7 @@ class DatasetDescription:
         """The facts of a split. Raises :class:`LoaderError` if it is empty."""
         names = self._split_shards(split_name)
         largest_shard = max(self.samples_by_shard.get(name, 0) for name in names)
-        return SplitFacts(self.split_identity(split_name), largest_shard)
+        return SplitFacts(self.split_identity(split_name), largest_shard, ((str(self.path), split_name),))
 
     def _split_shards(self, split_name: str) -> list[str]:
         names = self.shards_by_split.get(split_name) or []
@@ -173,7 +180,8 @@ class MetadatasetDescription:
         dataset_identity = self.split_identity(split_name)
         # This refuses impossible weights before Energon reads them.
         read_blend_sources(dataset_identity, description_path=str(self.path))
-        return SplitFacts(dataset_identity, largest_shard)
+        datasets = tuple(dataset for part in part_facts for dataset in part.datasets)
+        return SplitFacts(dataset_identity, largest_shard, datasets)
 
     def split_parts(self, split_name: str) -> list[tuple[DatasetDescription | MetadatasetDescription, str]]:
         """The data sets and metadatasets that a split names, each with the split that is read of it."""
@@ -229,15 +237,24 @@ class MetadatasetDescription:
 Description = DatasetDescription | MetadatasetDescription
 
 
-def read_description(dataset_path: Location) -> Description:
-    """Reads the description of a data set, or of a metadataset and all data sets that it names.
+def read_description(data_path: DataPath | Location) -> Description:
+    """Reads the description of a data set, or of a metadataset or list and all data sets that it names.
 
     Raises:
-        LoaderError: ``dataset_path`` is not such a data set.
+        LoaderError: ``data_path`` is not such a data set.
         DescriptionError: a description does more than list shards.
     """
-    if not location_is_file(dataset_path) and not location_is_file(
-        dataset_path / METADATA_DIR / "split.yaml"
+    if isinstance(data_path, list):
+        inner_by_path = {part["path"]: read_description(part["path"]) for part in data_path}
+        blend = {"blend": [{"weight": 1, **part} for part in data_path]}
+        split_names = set().union(*map(_split_names, inner_by_path.values()))
+        return MetadatasetDescription(Path("data.path"), dict.fromkeys(split_names, blend), inner_by_path)
+
+    dataset_path = resolve_location(data_path) if isinstance(data_path, str) else data_path
+    if (
+        not part_folders(dataset_path)
+        and not location_is_file(dataset_path)
+        and not location_is_file(dataset_path / METADATA_DIR / "split.yaml")
     ):
         raise LoaderError(
             f"data.path {dataset_path} is not a data set; give a folder written by `megatron-vl data convert`"
@@ -258,10 +275,42 @@ def _read_cached(
         description: Description
         if location_is_file(description_path):
             description = _read_metadataset(description_path, nesting_depth, read_descriptions)
+        elif folders := part_folders(description_path):
+            description = _join_parts(description_path, [_read_dataset(folder) for folder in folders])
         else:
             description = _read_dataset(description_path)
         read_descriptions[description_path] = description
     return read_descriptions[description_path]
+
+
+def _split_names(description: Description) -> set[str]:
+    if isinstance(description, DatasetDescription):
+        return set(description.shards_by_split)
+    return set(description.split_fields)
+
+
+def _join_parts(dataset_path: Location, parts: list[DatasetDescription]) -> DatasetDescription:
+    """Parts as one data set. The name of a shard begins with its part's."""
+    shards_by_split: dict[str, list[str]] = {}
+    excluded_names: list[str] = []
+    samples_by_shard: dict[str, int] = {}
+    for part in parts:
+        for split_name, shard_names in part.shards_by_split.items():
+            shards = shards_by_split.setdefault(split_name, [])
+            shards += (f"{part.path.name}/{name}" for name in shard_names)
+        excluded_names += (f"{part.path.name}/{name}" for name in part.excluded_names)
+        samples_by_shard |= {f"{part.path.name}/{name}": n for name, n in part.samples_by_shard.items()}
+    content_id = join_content_ids([part.content_id for part in parts])
+    return DatasetDescription(
+        dataset_path, shards_by_split, excluded_names, samples_by_shard, content_id, tuple(parts)
+    )
+
+
+def join_content_ids(content_ids: list[str]) -> str:
+    """The id of the content of several parts; empty if one has none."""
+    if len(content_ids) == 1 or not all(content_ids):
+        return content_ids[0] if all(content_ids) else ""
+    return hashlib.sha256("\n".join(content_ids).encode()).hexdigest()[:32]
 
 
 def _read_dataset(dataset_path: Location) -> DatasetDescription:

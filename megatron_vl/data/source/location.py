@@ -6,6 +6,7 @@ in the file that ``MSC_CONFIG`` names, so that run files contain no credentials.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
 
 type Location = Path | EPath
+type DataPath = str | list[dict[str, Any]]
+"""``data.path``: one data set, or a blend as a list of ``{path, weight}``."""
+
+_PART_NAME = re.compile(r"part-\d{5}-of-(\d{5})")
 
 STORE_PREFIX = "msc://"
 """Beginning of the path of a data set in an object store: ``msc://PROFILE/FOLDER``."""
@@ -91,12 +96,43 @@ def read_text_file(file_location: Location, **decode_arguments: Any) -> str:
     return file_location.read_bytes().decode("utf-8", **decode_arguments)
 
 
-def check_data_path(dataset_path: str) -> None:
-    """Raises RunConfigError unless ``dataset_path`` is a data set's folder or a metadataset.
+def part_folders(dataset_path: Location) -> list[Location]:
+    """The data sets ``part-I-of-N`` of a folder in order; none if it has no such folder.
+
+    Raises:
+        RunConfigError: a part is missing, or something else is there.
+    """
+    if location_is_file(dataset_path) or location_is_file(dataset_path / ".nv-meta" / "split.yaml"):
+        return []  # a data set, whose shards may be many
+    if isinstance(dataset_path, Path):
+        names = [entry.name for entry in dataset_path.iterdir()] if dataset_path.is_dir() else []
+    else:
+        names = [file.parent.parent.name for file in dataset_path.glob("part-*/.nv-meta/split.yaml")]
+    counts = {match[1] for name in names if (match := _PART_NAME.fullmatch(name))}
+    if not counts:
+        return []
+    wanted_names = [f"part-{i:05}-of-{count}" for count in counts for i in range(int(count))]
+    for name in sorted(set(wanted_names) ^ set(names)):
+        problem = "is missing" if name in wanted_names else "is no part"
+        raise RunConfigError(f"data.path {dataset_path} holds the parts of a data set, and {name} {problem}")
+    return [dataset_path / name for name in sorted(names)]
+
+
+def check_data_path(data_path: DataPath) -> None:
+    """Raises RunConfigError unless ``data_path`` is a data set's folder, a metadataset or a list of them.
 
     Only the existence of files is checked, because importing Energon takes seconds.
     """
     remedy_text = "give a folder written by `megatron-vl data convert`"
+    if isinstance(data_path, list):
+        for blend_part in data_path:
+            has_path = isinstance(blend_part.get("path"), str) and not blend_part.keys() - {"path", "weight"}
+            if not has_path or blend_part["path"].startswith("synthetic:"):
+                raise RunConfigError(f"data.path: {blend_part} is not {{path: FOLDER, weight: NUMBER}}")
+            check_data_path(blend_part["path"])
+    dataset_path = data_path if isinstance(data_path, str) else ""
+    if data_path and not dataset_path:
+        return
     if not dataset_path:
         raise RunConfigError(f"data.path is empty; {remedy_text}")
     if is_in_object_store(dataset_path):
@@ -112,7 +148,7 @@ def check_data_path(dataset_path: str) -> None:
                 f"data.path {dataset_path} is neither a data set's folder nor a metadataset (.yaml);"
                 f" {remedy_text}"
             )
-    elif not (dataset_dir / ".nv-meta").is_dir():
+    elif not (dataset_dir / ".nv-meta").is_dir() and not part_folders(dataset_dir):
         if (dataset_dir / ".convert").is_dir():
             raise RunConfigError(
                 f"data.path {dataset_path} holds an unfinished conversion; run `megatron-vl data convert`"

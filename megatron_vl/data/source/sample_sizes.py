@@ -118,7 +118,9 @@ def find_datasets_without_sizes(
         LoaderError: there is no such split.
     """
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
-    datasets = {str(dataset.path): dataset for dataset, _ in list_split_datasets(description, split_name)}
+    datasets: dict[str, DatasetDescription] = {}
+    for dataset, _ in list_split_datasets(description, split_name):
+        datasets |= {str(part.path): part for part in dataset.parts or (dataset,)}
     return [dataset for dataset in datasets.values() if not has_stored_sizes(dataset, tokenization_id)]
 
 
@@ -142,9 +144,9 @@ def missing_sizes_advice(
 
 
 def list_all_datasets(description: Description) -> list[DatasetDescription]:
-    """A data set, or all data sets that a metadataset names, each once."""
+    """A data set or its parts, or those that a metadataset names, each once."""
     if isinstance(description, DatasetDescription):
-        return [description]
+        return list(description.parts or (description,))
     dataset_by_path: dict[str, DatasetDescription] = {}
     for inner_description in description.inner_by_path.values():
         for dataset in list_all_datasets(inner_description):

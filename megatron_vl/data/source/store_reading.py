@@ -4,7 +4,7 @@ Energon 7.4.1 copies a shard of up to 512 MB into memory to read one sample of i
 twice each time. Here a request names the bytes of one sample, or of a block of samples that are drawn at
 about the same time (:class:`megatron_vl.data.source.sample_order.BlockOrder`). One process of a rank reads
 what the rows of the next steps need (:class:`ReadAhead`), so that no block is read twice, and gives the
-rank's loader processes their samples (:func:`serve_samples`, :class:`ServedSamples`).
+rank's loader processes their samples (:class:`StoreSamples`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from itertools import count
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,9 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from multistorageclient.types import Range
 from numpy.typing import NDArray
 
+from megatron_vl.signals import shield_loader_worker
+
+READING_ENDED_TEXT = "the process that reads from the object store has ended"
 MAX_REQUESTS = 16
 """Largest number of concurrent requests for samples that are not needed yet."""
 MAX_BLOCK_BYTES = 16 << 20
@@ -298,71 +300,64 @@ class StoreReader(ShardInfosITarReader):
             yield tar_file
 
 
-def serve_samples(read_ahead: ReadAhead, connection: Connection) -> None:
-    """Sends another process its samples, in threads, until that process ends."""
-    send_lock = threading.Lock()
-
-    def answer_request(request_number: int, source: int, index: int) -> None:
-        content: bytes | BaseException
-        try:
-            content = read_ahead.take(source, index)
-        except BaseException as error:  # raised again in the process that asked
-            content = error
-        with send_lock, suppress(OSError):
-            connection.send((request_number, content))
-
-    def receive_requests() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                # Each request has a thread, so that a store that does not answer delays no other sample.
-                threading.Thread(target=answer_request, args=connection.recv(), daemon=True).start()
-
-    threading.Thread(target=receive_requests, daemon=True, name="give samples").start()
-
-
-class ServedSamples:
-    """Samples that another process reads (:func:`serve_samples`).
+class StoreSamples:
+    """The samples of a rank in object stores, for all processes of its loader.
 
     Args:
-        ended_message: the error's message if that process has ended.
+        datasets: Energon's data sets.
+        read_ahead: what reads their samples.
+        has_processes: whether several processes take samples. Then one more process reads for all of them, so
+            that no block is read twice. Fork the others afterwards.
     """
 
-    def __init__(self, connection: Connection, ended_message: str) -> None:
-        self._connection = connection
-        self._ended_message = ended_message
-        self._lock = threading.Lock()
-        self._request_numbers = count()
-        self._pending_answers: dict[int, Future[Any]] = {}
-        self._receiving_thread: threading.Thread | None = None
+    def __init__(self, datasets: Sequence[Any], read_ahead: ReadAhead, *, has_processes: bool) -> None:
+        self._read_ahead: Any = read_ahead
+        self._manager: BaseManager | None = None
+        if has_processes and read_ahead:
+
+            class ReadingManager(BaseManager):
+                """Its process has the only ReadAhead that is used."""
+
+            ReadingManager.register("read_ahead", lambda: read_ahead, exposed=("expect", "take"))
+            self._manager = ReadingManager(ctx=get_context("fork"))
+            self._manager.start(_prepare_reading_process, (datasets,))
+            self._read_ahead = self._manager.read_ahead()  # type: ignore[attr-defined]
+
+    def expect(self, samples: list[tuple[int, int]]) -> None:
+        """As :meth:`ReadAhead.expect`. Raises FatalSampleError if the process that reads has ended."""
+        with _explain_end():
+            self._read_ahead.expect(samples)
 
     def take(self, source: int, index: int) -> bytes:
-        """As :meth:`ReadAhead.take`.
+        """As :meth:`ReadAhead.take`. Raises FatalSampleError if the process that reads has ended."""
+        with _explain_end():
+            return bytes(self._read_ahead.take(source, index))
 
-        Raises:
-            FatalSampleError: the process that reads has ended.
-        """
-        answer: Future[Any] = Future()
-        with self._lock:
-            if self._receiving_thread is None:  # not earlier, because threads do not survive the fork
-                self._receiving_thread = threading.Thread(
-                    target=self._receive_answers, daemon=True, name="receive samples"
-                )
-                self._receiving_thread.start()
-            request_number = next(self._request_numbers)
-            self._pending_answers[request_number] = answer
-            try:
-                self._connection.send((request_number, source, index))
-            except OSError as error:
-                raise FatalSampleError(self._ended_message) from error
-        content = answer.result()
-        if isinstance(content, BaseException):
-            raise content
-        return bytes(content)
+    def close(self) -> None:
+        """Ends the process."""
+        if self._manager is not None:
+            self._manager.shutdown()
 
-    def _receive_answers(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                request_number, content = self._connection.recv()
-                self._pending_answers.pop(request_number).set_result(content)
-        for answer in list(self._pending_answers.values()):
-            answer.set_result(FatalSampleError(self._ended_message))
+
+@contextmanager
+def _explain_end() -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, EOFError) as error:  # those of stores are plain OSErrors
+        raise FatalSampleError(READING_ENDED_TEXT) from error
+
+
+def _prepare_reading_process(datasets: Sequence[Any]) -> None:
+    shield_loader_worker()
+    reconnect_stores(datasets)
+
+
+def reconnect_stores(datasets: Sequence[Any]) -> None:
+    """Opens new connections to object stores in a forked process.
+
+    Two processes with one connection would read each other's answers.
+    """
+    for dataset in datasets:
+        for path in (dataset.path, *(shard.path for shard in dataset.shards)):
+            if not path.is_local():
+                path.fs = EPath(str(path)).fs

@@ -13,15 +13,13 @@ import queue
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITarFile
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
-from megatron.energon.metadataset.loader_interface import LoadedDataset
 
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S
 from megatron_vl.errors import is_machine_fault, retry_machine_faults
@@ -213,17 +211,6 @@ class _ReadingThread:
                 read_result = error
             self.is_busy = False
             self.result_queue.put(read_result)
-
-
-def reconnect_stores(loaded_datasets: Iterable[LoadedDataset]) -> None:
-    """Opens new connections to object stores in a forked process.
-
-    Two processes with one connection would read each other's answers.
-    """
-    for loaded_dataset in loaded_datasets:
-        for path in (loaded_dataset.dataset.path, *(shard.path for shard in loaded_dataset.dataset.shards)):
-            if not path.is_local():
-                path.fs = EPath(str(path)).fs
 
 
 def append_crc32(json_bytes: bytes) -> bytes:
