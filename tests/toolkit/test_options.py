@@ -127,7 +127,7 @@ def test_a_removed_option_is_answered_with_what_to_do(name: str, capsys: pytest.
 def test_there_are_at_most_90_options() -> None:
     from toolkit.options import shown_options
 
-    assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 116
+    assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 90
 
 
 def test_options_become_words_again():
