@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
     survive_closed_outputs()
     raise_open_file_limit()  # this process serves the store of all ranks
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         limit_s = join_limit_s(run_config.failures.timeout_s if run_config else 0)
-        if torchrun_args.rdzv_backend == "static" and torchrun_args.nnodes != "1":
+        if torchrun_args.rdzv_backend == "static" and parse_min_max_nnodes(torchrun_args.nnodes)[1] > 1:
             _nodes_store = _meet_numbered_nodes(torchrun_args, limit_s)  # kept while the ranks run
         elif torchrun_args.rdzv_backend == "c10d" and torchrun_args.rdzv_endpoint:
             _meet_nodes(torchrun_args, limit_s)
@@ -120,11 +120,14 @@ def _meet_numbered_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> o
     Returns the store of the meeting, which torch then finds by its port. Raises JoinError.
     """
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import parse_min_max_nnodes
 
     address = f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
     torchrun_args.rdzv_endpoint = torchrun_args.rdzv_endpoint or address
     host, port = parse_rendezvous_endpoint(torchrun_args.rdzv_endpoint, default_port=29500)
-    return join_nodes(host, port, torchrun_args.node_rank, int(torchrun_args.nnodes), limit_s)
+    return join_nodes(
+        host, port, torchrun_args.node_rank, parse_min_max_nnodes(torchrun_args.nnodes)[1], limit_s
+    )
 
 
 def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> None:

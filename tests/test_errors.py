@@ -44,7 +44,7 @@ def test_every_refusal_has_the_one_base():
 
     errors = {name for name, bases in known.items() if bases & BUILT_IN and name != "UserError"}
     assert {name for name in errors if not is_users(name)} == set(NOT_SHOWN)
-    assert {"RunConfigError", "WeightsError", "CheckpointError", "LoaderError", "RecordError"} <= errors
+    assert {"RunConfigError", "WeightsError", "CheckpointError", "LoaderError", "UnusableError"} <= errors
 
 
 class OutOfMemoryError(RuntimeError):

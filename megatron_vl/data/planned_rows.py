@@ -743,7 +743,15 @@ class PlannedRankRows:
             yield from rows
 
     def __next__(self) -> TrainingRow:
-        packed_row: TrainingRow = next(self._rows)
+        try:
+            packed_row: TrainingRow = next(self._rows)
+        except (OSError, EOFError) as error:
+            # A process that is killed after it sent a row no longer serves the row's shared memory.
+            if ended := _ended_processes(self._rows):
+                raise RuntimeError(
+                    f"DataLoader worker (pid(s) {', '.join(map(str, ended))}) exited unexpectedly"
+                ) from error
+            raise
         self.taken_rows += 1
         # Rows are made ahead. The state goes on with the last row of a step, so a save sees the right one.
         if self.taken_rows % self.rows_per_rank == 0:
@@ -768,6 +776,13 @@ class PlannedRankRows:
             if hasattr(iterator, "_workers"):  # it has processes
                 _end_processes(iterator)
         self._store_samples.close()
+
+
+def _ended_processes(iterator: Any) -> list[int]:
+    processes = getattr(iterator, "_workers", [])
+    for process in processes:
+        process.join(timeout=0.1)  # the kernel may still be about to end it
+    return [process.pid for process in processes if not process.is_alive()]
 
 
 def _end_processes(iterator: Any) -> None:

@@ -79,7 +79,7 @@ def test_adapters_of_an_earlier_run_are_planned_with_their_own_rank(capsys, tmp_
         run_file = tmp_path / "planned.yaml"
         adapter = ["--lora.adapter", str(folder)]
         assert plan(capsys, *words, *adapter, "--yaml", str(run_file))["own"] == expected
-        settings.append(parse_bench_options(["--hf", str(hf), *adapter]).config.lora)
+        settings.append(parse_bench_options(["--model.hf", str(hf), *adapter]).config.lora)
         # A benchmark takes the settings of the adapters, and random weights.
         assert dataclasses.replace(parse_config(["--config", str(run_file)]).lora, adapter="") == settings[-1]
         assert main(["plan", *words, *adapter, "--lora.rank", "8"]) == 1
@@ -87,7 +87,7 @@ def test_adapters_of_an_earlier_run_are_planned_with_their_own_rank(capsys, tmp_
         assert told in capsys.readouterr().err
     assert settings[0] == settings[1]
 
-    for words_of_command in (["plan", *words], ["bench", "--hf", str(hf), "--processes", "1"]):
+    for words_of_command in (["plan", *words], ["bench", "--model.hf", str(hf), "--nproc-per-node", "1"]):
         assert main([*words_of_command, "--lora.adapter", str(tmp_path / "gone")]) == 1
         told = f"lora.adapter: {tmp_path / 'gone'} holds no weights"
         message = capsys.readouterr().err

@@ -69,7 +69,7 @@ def write_page(
     environment = template_environment(Path(__file__).parent)
     environment.filters |= {"printable": _printable, "number": format_number, "images": _frame_images}
     page = environment.get_template("page.html.jinja").render(
-        path=prepared.data_path,
+        path=str(prepared.data_path),
         settings=_settings(prepared),
         splits=splits,
         samples=samples,

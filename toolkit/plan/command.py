@@ -118,7 +118,7 @@ def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> st
 
 def plan_as_json(found: Plan) -> dict[str, Any]:
     """What ``--json`` prints."""
-    request = found.request
+    request, rows = found.request, found.chosen.rows
     return {
         "family": request.spec.family,
         "gpus": request.world_size,
@@ -126,7 +126,14 @@ def plan_as_json(found: Plan) -> dict[str, Any]:
         "measured": request.gpu.is_measured,
         "seq_len": request.config.data.seq_len,
         "global_batch_size": request.config.global_batch_size,
-        "rows": found.chosen.rows._asdict(),
+        "rows": {
+            "tokens": rows.tokens,
+            "token_pairs": rows.token_pairs,
+            "loss_tokens": rows.loss_tokens,
+            "patches": rows.patches,
+            "frame_pairs": rows.frame_pairs,
+            "window_pairs": rows.window_pairs,
+        },
         "own": None if found.own is None else _prediction_facts(found.own, request),
         "layouts": [_prediction_facts(prediction, request) for prediction in found.fitting],
     }
