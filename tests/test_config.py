@@ -93,7 +93,7 @@ def test_help_explains_every_field(capsys):
         (["--model.attention", "flash"], r"model.attention.*'reference'"),
         (["--optimizer.lr", "nan"], r"optimizer.lr.*nan"),
         (["--config", "no_such.yaml"], r"no_such.yaml"),
-        (["--confg", "run.yaml"], r"^confg is unknown; did you mean config"),
+        (["--configs", "run.yaml"], r"^configs is unknown; did you mean config"),
         (["run.yaml"], r"^unexpected word run.yaml; did you mean --config run.yaml\?$"),
         (["--model.freeze_vision"], r"--model.freeze_vision needs a value after it.*true or false"),
     ],
