@@ -329,7 +329,7 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
     moved.rename(folder)
     planned = make_plan(parse_command_line(PlanOptions, [*words, "--gpus", "2"], "plan"))
-    for config in (planned.search_request.config, parse_bench_options(words).config):
+    for config in (planned.request.config, parse_bench_options(words).config):
         assert trained_table(stored.spec, config.lora) == trained_table(stored.spec, stored.lora)
         assert fused_adapters(stored.spec, config.lora) == fused_adapters(stored.spec, stored.lora)
     done = run_module("toolkit", ["train", *words], 2, cwd=prepared["folder"])
