@@ -191,7 +191,7 @@ def test_each_part_has_the_flops_per_second_of_its_own_time() -> None:
     spans = Counter(
         {"chunk forward": 4.0, "chunk backward": 6.0, "vision forward": 1.0, "vision backward": 2.0}
     )
-    spans += Counter({"experts forward": 1.0, "experts backward": 1.0, "output layer forward": 1.0})
+    spans += Counter({"experts forward": 1.0, "experts backward": 1.0, "output forward": 1.0})
     work = Counter({"tower flops": 6e12, "decoder flops": 8e12, "experts flops": 1e12})
     assert step_parts.tflops_by_part(spans, work) == {"tower": 2.0, "decoder": 2.0, "experts": 0.5}
 

@@ -116,8 +116,12 @@ class Measure(Hook):
         work = report.add_work(gather_to_all(report.count_work(trainer, self.fed_steps)))
         spans_by_rank = gather_to_all(report.add_work(spans_by_step))
         by_rank = gather_to_all((parts, trainer.grid.pp_rank))
+        tflops = step_parts.tflops_by_part(report.add_work(spans_by_rank), work)
+        peak = self.figures["machine"]["peak_tflops"]
         return step_parts.summarize_parts(*zip(*by_rank, strict=True)) | {
-            "tflops_by_part": step_parts.tflops_by_part(report.add_work(spans_by_rank), work)
+            "tflops_by_part": tflops,
+            # As in the table of the estimate (megatron_vl/estimate/gpus.json).
+            "efficiencies": {part: round(reached / peak, 2) for part, reached in tflops.items() if peak},
         }
 
 

@@ -60,7 +60,7 @@ def row_work(
         "tower": needed.vision,
         "all-token": all_tokens.total,
         "executed": (all_tokens if whole_head else needed).total + again.total,
-        "output layer": by_part.output,
+        "output": by_part.output,
         "experts": sum(layer.experts for layer in by_part.layers),
         "decoder": sum(layer.dense for layer in by_part.layers),
     }

@@ -61,7 +61,7 @@ class PartTimer:
                     trained = (weight for weight in module.parameters() if weight.requires_grad)
                     self._time_module(module, "vision", next(trained, None))
                 elif name.endswith("output_layer"):
-                    self._time_module(module, "output layer")
+                    self._time_module(module, "output")
                 elif hasattr(module, "router"):
                     self._time_module(module, "experts")
         decoupled_tower = trainer.model_chunks[0].module.decoupled
@@ -204,8 +204,8 @@ def tflops_by_part(spans: Counter[str], work: Counter[str]) -> dict[str, float]:
         return spans[f"{name} forward"] + spans[f"{name} backward"]
 
     seconds = {"tower": both("vision") + both("tower"), "decoder": both("chunk") - both("vision")}
-    seconds |= {name: both(name) for name in ("experts", "output layer")}
-    seconds["decoder"] -= both("experts") + both("output layer")
+    seconds |= {name: both(name) for name in ("experts", "output")}
+    seconds["decoder"] -= both("experts") + both("output")
     return {
         name: work[f"{name} flops"] / part_seconds / 1e12
         for name, part_seconds in seconds.items()
