@@ -21,7 +21,7 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 NEWEST := $(VENV)/transformers-5.24.0
 RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fields.py \
           data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py \
-          data/test_qwen3_5_prompts.py toolkit/test_hf_videos.py planning/test_flops.py)
+          data/test_qwen3_5_prompts.py toolkit/test_hf_videos.py estimate/test_flops.py)
 
 # The newest released Megatron-core, beside the pinned one.
 NEXT := $(VENV)/next
