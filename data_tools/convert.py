@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sqlite3
 import zlib
@@ -31,6 +30,7 @@ from typing import Any, Literal
 from megatron_vl import durable_files
 from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium
 from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
+from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.errors import UserError, is_machine_fault
 from megatron_vl.partial_folder import open_partial_folder
 from megatron_vl.processes import end_with_parent
@@ -50,7 +50,6 @@ RECORDS_PER_BLOCK = 256
 table that it does not need."""
 MAX_IGNORED_KEYS = 100
 OTHER_KEYS = "other keys"
-PART_NAME = re.compile(r"part-(\d{5})-of-(\d{5})")
 
 
 class ConvertError(UserError, ValueError):
@@ -140,7 +139,7 @@ class ConversionOptions:
     def dataset_dir(self) -> Path:
         """The folder of the data set; that of a part lies in ``out``."""
         index, num_parts = self.part
-        return self.out if num_parts == 1 else self.out / f"part-{index:05d}-of-{num_parts:05d}"
+        return self.out if num_parts == 1 else self.out / part_name(index, num_parts)
 
     def is_wanted(self, first_record: int, end_record: int) -> bool:
         """Whether one of the records from ``first_record`` to before ``end_record`` belongs to the part."""

@@ -2,7 +2,7 @@
 
 There are two rules. A file's bytes are on the disk before the file gets its name, and a name is on the disk
 before anything refers to it. On POSIX, this takes ``fsync`` of the file, a rename, and ``fsync`` of the
-folder with the new name. Each function of this module returns when all of this is done. At any moment, a file
+folder with the new name. Each function that writes returns when all of this is done. At any moment, a file
 has either its old content or its new content.
 """
 
@@ -23,6 +23,9 @@ PARTIAL_SUFFIX = ".partial"
 """The end of a file's name until the file is complete."""
 FLUSH_PIECE_BYTES = 256 << 20
 """Bytes that are flushed between two reports of progress."""
+_BLOCK_BYTES = 1 << 16
+"""Bytes that are read at a time to find the end of the last complete line."""
+
 _SYNC_FILE_RANGE_FLAGS = 1 | 2 | 4
 """Linux's flags of sync_file_range: wait for earlier writes of the range, write it, and wait for that."""
 
@@ -125,3 +128,17 @@ def make_dirs(dir_path: Path) -> None:
     make_dirs(dir_path.parent)
     dir_path.mkdir(exist_ok=True)
     fsync_path(dir_path.parent)
+
+
+def drop_incomplete_line(lines_path: Path) -> None:
+    """Cuts off a last line that a kill or a full disk left incomplete, so that none is appended to it."""
+    if not lines_path.exists():
+        return
+    with lines_path.open("r+b") as lines_file:
+        complete_bytes, last_line_end = lines_file.seek(0, os.SEEK_END), 0
+        while complete_bytes and not last_line_end:
+            block_start = max(0, complete_bytes - _BLOCK_BYTES)
+            lines_file.seek(block_start)
+            last_line_end = lines_file.read(complete_bytes - block_start).rfind(b"\n") + 1
+            complete_bytes = block_start + last_line_end
+        lines_file.truncate(complete_bytes)

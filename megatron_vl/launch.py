@@ -93,8 +93,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         limit_s = join_limit_s(run_config.failures.timeout_s if run_config else 0)
-        if torchrun_args.rdzv_backend == "static" and parse_min_max_nnodes(torchrun_args.nnodes)[1] > 1:
-            _nodes_store = _meet_numbered_nodes(torchrun_args, limit_s)  # kept while the ranks run
+        _, num_nodes = parse_min_max_nnodes(torchrun_args.nnodes)
+        if torchrun_args.rdzv_backend == "static" and num_nodes > 1:
+            _nodes_store = _meet_numbered_nodes(torchrun_args, num_nodes, limit_s)  # kept while the ranks run
         elif torchrun_args.rdzv_backend == "c10d" and torchrun_args.rdzv_endpoint:
             _meet_nodes(torchrun_args, limit_s)
         run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
@@ -114,20 +115,17 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + error.sigval.value
 
 
-def _meet_numbered_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> object:
+def _meet_numbered_nodes(torchrun_args: argparse.Namespace, num_nodes: int, limit_s: float) -> object:
     """Waits for all nodes of ``--node-rank``: torch would do so in native code, silent and deaf to signals.
 
     Returns the store of the meeting, which torch then finds by its port. Raises JoinError.
     """
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-    from torch.distributed.run import parse_min_max_nnodes
 
     address = f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
     torchrun_args.rdzv_endpoint = torchrun_args.rdzv_endpoint or address
     host, port = parse_rendezvous_endpoint(torchrun_args.rdzv_endpoint, default_port=29500)
-    return join_nodes(
-        host, port, torchrun_args.node_rank, parse_min_max_nnodes(torchrun_args.nnodes)[1], limit_s
-    )
+    return join_nodes(host, port, torchrun_args.node_rank, num_nodes, limit_s)
 
 
 def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> None:

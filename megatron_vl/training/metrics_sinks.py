@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_vl import durable_files
 from megatron_vl.config import TrainConfig
+from megatron_vl.durable_files import drop_incomplete_line
 from megatron_vl.errors import UserError
-from megatron_vl.journal import drop_incomplete_line
 from megatron_vl.json_files import write_json
 from megatron_vl.training.evaluation import ValidationResult
 

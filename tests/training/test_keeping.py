@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.journal import drop_incomplete_line
+from megatron_vl.durable_files import drop_incomplete_line
 from megatron_vl.parallel.heartbeat import own_process
 from megatron_vl.training.checkpoint import (
     OWNER_FILE,

@@ -105,9 +105,11 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     config = parse_config(options.fields)
     if not config.model.hf:
         raise UsageError("--model.hf is missing; give a Hugging Face folder or a config.json")
-    dataset = "" if config.data.is_synthetic else config.data.path
-    synthetic = str(config.data.path).removeprefix("synthetic:")
-    workloads = ("data",) if dataset else (synthetic,) if synthetic else RANDOM_WORKLOADS
+    path = config.data.path
+    dataset = "" if config.data.is_synthetic else path
+    workloads = ("data",) if path else RANDOM_WORKLOADS
+    if isinstance(path, str) and config.data.is_synthetic:
+        workloads = (path.removeprefix("synthetic:"),)
     if options.even_routing and not _read_spec(options, config).language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")
     # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_vl import durable_files
-from megatron_vl.journal import drop_incomplete_line
+from megatron_vl.durable_files import drop_incomplete_line
 from megatron_vl.training.checkpoint import (
     drop_loader_state,
     has_all_files,

@@ -20,7 +20,8 @@ type Location = Path | EPath
 type DataPath = str | list[dict[str, Any]]
 """``data.path``: one data set, or a blend as a list of ``{path, weight}``."""
 
-_PART_NAME = re.compile(r"part-\d{5}-of-(\d{5})")
+PART_NAME = re.compile(r"part-(\d{5})-of-(\d{5})")
+"""The name of a part of a data set: its number from 0, and the number of parts."""
 
 STORE_PREFIX = "msc://"
 """Beginning of the path of a data set in an object store: ``msc://PROFILE/FOLDER``."""
@@ -96,6 +97,11 @@ def read_text_file(file_location: Location, **decode_arguments: Any) -> str:
     return file_location.read_bytes().decode("utf-8", **decode_arguments)
 
 
+def part_name(index: int, num_parts: int) -> str:
+    """The folder's name of a part, which :data:`PART_NAME` matches."""
+    return f"part-{index:05d}-of-{num_parts:05d}"
+
+
 def part_folders(dataset_path: Location) -> list[Location]:
     """The data sets ``part-I-of-N`` of a folder in order; none if it has no such folder.
 
@@ -108,10 +114,10 @@ def part_folders(dataset_path: Location) -> list[Location]:
         names = [entry.name for entry in dataset_path.iterdir()] if dataset_path.is_dir() else []
     else:
         names = [file.parent.parent.name for file in dataset_path.glob("part-*/.nv-meta/split.yaml")]
-    counts = {match[1] for name in names if (match := _PART_NAME.fullmatch(name))}
+    counts = {int(match[2]) for name in names if (match := PART_NAME.fullmatch(name))}
     if not counts:
         return []
-    wanted_names = [f"part-{i:05}-of-{count}" for count in counts for i in range(int(count))]
+    wanted_names = [part_name(i, count) for count in counts for i in range(count)]
     for name in sorted(set(wanted_names) ^ set(names)):
         problem = "is missing" if name in wanted_names else "is no part"
         raise RunConfigError(f"data.path {dataset_path} holds the parts of a data set, and {name} {problem}")
@@ -124,36 +130,27 @@ def check_data_path(data_path: DataPath) -> None:
     Only the existence of files is checked, because importing Energon takes seconds.
     """
     remedy_text = "give a folder written by `megatron-vl data convert`"
+    if not data_path:
+        raise RunConfigError(f"data.path is empty; {remedy_text}")
     if isinstance(data_path, list):
         for blend_part in data_path:
             has_path = isinstance(blend_part.get("path"), str) and not blend_part.keys() - {"path", "weight"}
             if not has_path or blend_part["path"].startswith("synthetic:"):
                 raise RunConfigError(f"data.path: {blend_part} is not {{path: FOLDER, weight: NUMBER}}")
             check_data_path(blend_part["path"])
-    dataset_path = data_path if isinstance(data_path, str) else ""
-    if data_path and not dataset_path:
         return
-    if not dataset_path:
-        raise RunConfigError(f"data.path is empty; {remedy_text}")
-    if is_in_object_store(dataset_path):
-        resolve_location(dataset_path)
+    if is_in_object_store(data_path):
+        resolve_location(data_path)
         return
 
-    dataset_dir = Path(dataset_path)
+    dataset_dir = Path(data_path)
     if not dataset_dir.exists():
-        raise RunConfigError(f"data.path {dataset_path} does not exist; {remedy_text}")
+        raise RunConfigError(f"data.path {data_path} does not exist; {remedy_text}")
     if dataset_dir.is_file():
         if dataset_dir.suffix != ".yaml":
             raise RunConfigError(
-                f"data.path {dataset_path} is neither a data set's folder nor a metadataset (.yaml);"
+                f"data.path {data_path} is neither a data set's folder nor a metadataset (.yaml);"
                 f" {remedy_text}"
             )
     elif not (dataset_dir / ".nv-meta").is_dir() and not part_folders(dataset_dir):
-        if (dataset_dir / ".convert").is_dir():
-            raise RunConfigError(
-                f"data.path {dataset_path} holds an unfinished conversion; run `megatron-vl data convert`"
-                " again"
-            )
-        raise RunConfigError(
-            f"data.path {dataset_path} is not a data set (it holds no .nv-meta); {remedy_text}"
-        )
+        raise RunConfigError(f"data.path {data_path} is not a data set (it holds no .nv-meta); {remedy_text}")
