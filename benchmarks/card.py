@@ -40,7 +40,7 @@ from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, TrainCo
 from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.bench.command import ALLOCATOR_VARIABLES
 from toolkit.bench.options import BenchRun, parse_bench_options
-from toolkit.launch import REPOSITORY_ROOT
+from toolkit.common.launch import REPOSITORY_ROOT
 
 TIMED_ROWS, TIMED_STEPS = 4, 8
 """Rows in a timed step, and timed steps."""
@@ -120,7 +120,7 @@ def prepare_curve(
     """Writes random weights in both forms and a tokenizer to ``folder``, and encodes the conversations."""
     from converters.convert import convert_weights
     from megatron_vl.data.synthetic import fill_rows
-    from toolkit.sample_encoder import SampleEncoder
+    from toolkit.common.sample_encoder import SampleEncoder
 
     conversations = write_conversations(CONVERSATION_COUNT)
     config = TrainConfig(
@@ -162,7 +162,7 @@ def write_random_checkpoint(spec: ModelSpec, hf_dir: Path, texts: list[str], con
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from megatron_vl.spec.families.base import QWEN2_SPECIAL_TOKENS
-    from toolkit.tiny_checkpoint import SPECIAL_TOKENS, TinySizes, write_small_files
+    from toolkit.common.tiny_checkpoint import SPECIAL_TOKENS, TinySizes, write_small_files
 
     hf_dir.mkdir(parents=True)
     vocabulary = min(VOCABULARY_SIZE, spec.language.vocab_size - len(SPECIAL_TOKENS))

@@ -40,11 +40,11 @@ from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.pixels import PixelNorm
 from megatron_vl.data.synthetic import draw_rows
-from megatron_vl.errors import UsageError, UserError
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
-from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.lora import fused_adapters
+from megatron_vl.system.errors import UsageError, UserError
 from toolkit.bench import report
 from toolkit.bench.options import BenchRun, parse_bench_options
 from toolkit.parity.reference import hf_pixels

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl import host_memory
 from megatron_vl.platform import get_platform
+from megatron_vl.system import host_memory
 from toolkit.bench.options import parse_bench_options
 
 

@@ -33,8 +33,8 @@ from megatron_vl.data.sample.pixels import decode_image, image_size
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.data.synthetic import PICTURE_SIZES
 from megatron_vl.spec.families import read_spec
+from toolkit.common.hf_loading import load_hf_processor
 from toolkit.demo.demo_data import load_pictures
-from toolkit.hf_loading import load_hf_processor
 
 
 def random_crop(photograph: Image.Image, size: tuple[int, int], generator: random.Random) -> Image.Image:
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turn", type=int, help="samples of one side before the other's; default: all")
     args = parser.parse_args()
-    from toolkit.tiny_checkpoint import write_tiny_checkpoint
+    from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
     torch.set_num_threads(1)
     if args.hf is None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.progress_bar import progress
 from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.tensor_files import (

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.json_files import write_json
-from megatron_vl.progress_bar import progress
-from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import Layout, make_layout
+from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
+from megatron_vl.system.json_files import write_json
+from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
@@ -38,15 +38,9 @@ from megatron_vl.weights.tensor_files import (
 from megatron_vl.weights.trained_media import exported_media, media_entry, trained_media
 from megatron_vl.weights.weight_reader import WeightReader
 
-from .adapters import (
-    MergedWeights,
-    PeftAdapters,
-    open_adapters,
-    peft_config,
-    peft_tensors,
-)
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
+from .lora import MergedWeights, PeftAdapters, open_adapters, peft_config, peft_tensors
 from .output_folder import ConversionOutput, open_output
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from .rules import ConversionRule

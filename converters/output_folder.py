@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_vl.partial_folder import open_partial_folder
+from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.weights.manifest import MANIFEST_FILE, WEIGHTS_FORMAT
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import MixedLora, fused_adapters, whole_module
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.lora import MixedLora, fused_adapters, whole_module
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
 
 from . import make_conversion_rules

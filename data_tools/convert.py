@@ -27,14 +27,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_vl import durable_files
 from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium
 from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
 from megatron_vl.data.source.location import PART_NAME, part_name
-from megatron_vl.errors import UserError, is_machine_fault
-from megatron_vl.partial_folder import open_partial_folder
-from megatron_vl.processes import end_with_parent
-from megatron_vl.progress_bar import progress
+from megatron_vl.system import durable_files
+from megatron_vl.system.errors import UserError, is_machine_fault
+from megatron_vl.system.partial_folder import open_partial_folder
+from megatron_vl.system.processes import end_with_parent
+from megatron_vl.system.progress_bar import progress
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity

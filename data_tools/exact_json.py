@@ -6,7 +6,7 @@ import json
 from decimal import Decimal
 from typing import Any
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 EXACT_DIGITS = 15
 """A decimal number of so many digits is the same after it was a float."""

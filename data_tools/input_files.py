@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 from .exact_json import unique_keys
 from .tables import TABLE_SUFFIXES

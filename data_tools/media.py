@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, Sampling, pack_frames
-from megatron_vl.errors import is_machine_fault, retry_machine_faults
+from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 
 from .formats import RecordError
 from .formats.frame_sequence import FrameSequence, may_be_frame_folder

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 from . import tables
 from .exact_json import EXACT_DECODER, DuplicateKeyError

@@ -25,7 +25,6 @@ import numpy as np
 from megatron.energon.errors import FatalSampleError
 from numpy.typing import NDArray
 
-from megatron_vl import durable_files
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import RawSample, RowEncoder, stored_media_grid, stored_video_info
 from megatron_vl.data.sample.chat import ChatError, ChatTemplateError
@@ -45,10 +44,11 @@ from megatron_vl.data.source.sample_sizes import (
     has_stored_sizes,
     list_all_datasets,
 )
-from megatron_vl.errors import UserError, is_machine_fault
-from megatron_vl.processes import end_with_parent
-from megatron_vl.progress_bar import progress
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.system import durable_files
+from megatron_vl.system.errors import UserError, is_machine_fault
+from megatron_vl.system.processes import end_with_parent
+from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
 

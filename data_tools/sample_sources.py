@@ -26,8 +26,8 @@ from megatron_vl.data.source.dataset_description import (
 from megatron_vl.data.source.location import DataPath, Location
 from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
-from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.system.errors import UserError
 
 from .shards import MEDIA_NAMES_FILE
 

@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from megatron_vl import durable_files
 from megatron_vl.data.sample.medium import MediaInfo
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.tolerant_reader import append_crc32
-from megatron_vl.errors import UserError
+from megatron_vl.system import durable_files
+from megatron_vl.system.errors import UserError
 
 from .formats import Conversation
 from .media import is_embedded

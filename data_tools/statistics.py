@@ -32,7 +32,7 @@ from megatron_vl.data.source.sample_sizes import (
     missing_sizes_advice,
     open_stored_sizes,
 )
-from megatron_vl.plurals import pluralize
+from megatron_vl.system.plurals import pluralize
 
 from .sample_sources import SampleSource, read_sources
 

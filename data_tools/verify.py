@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_vl.errors import UserError
-from megatron_vl.progress_bar import progress
+from megatron_vl.system.errors import UserError
+from megatron_vl.system.progress_bar import progress
 
 from .shards import CONVERSION_FILE, METADATA_DIR, file_sha256
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.html_templates import template_environment
+from toolkit.common.html_templates import template_environment
 
 PLOT_LEFT = 60
 PLOT_WIDTH = 600

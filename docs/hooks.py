@@ -37,9 +37,9 @@ from megatron_vl.estimate.split import run_layout  # noqa: E402
 from megatron_vl.estimate.step import RunPrediction, predict_layout  # noqa: E402
 from megatron_vl.spec.families import ModelSpec, read_spec  # noqa: E402
 from megatron_vl.spec.tensors import LayoutError  # noqa: E402
-from tests.distributed import matrix  # noqa: E402
+from tests.parity import matrix  # noqa: E402
 from toolkit.commands import COMMANDS  # noqa: E402
-from toolkit.options import CommandOptions, field_docstrings, option_flag, shown_options  # noqa: E402
+from toolkit.common.options import CommandOptions, field_docstrings, option_flag, shown_options  # noqa: E402
 
 # --- The fields of a run ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 
-from megatron_vl.processes import python_path_with_tools, tools_dir
+from megatron_vl.system.processes import python_path_with_tools, tools_dir
 
 
 def main() -> int:

@@ -32,13 +32,13 @@ from types import FrameType
 
 import psutil
 
-from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel import joining
 from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes
 from megatron_vl.parallel.open_file_limit import raise_open_file_limit
-from megatron_vl.processes import list_children
-from megatron_vl.signals import (
+from megatron_vl.system import host_memory
+from megatron_vl.system.processes import list_children
+from megatron_vl.system.signals import (
     STOP_SIGNALS,
     handle_stop_signals,
     note_stop_request,

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_or_exit
-from megatron_vl.errors import exit_code_of_error
 from megatron_vl.parallel import failures
-from megatron_vl.signals import handle_stop_signals, survive_closed_outputs
+from megatron_vl.system import host_memory
+from megatron_vl.system.errors import exit_code_of_error
+from megatron_vl.system.signals import handle_stop_signals, survive_closed_outputs
 
 if TYPE_CHECKING:
     from megatron_vl.spec.families import ModelSpec

@@ -8,10 +8,10 @@ import shlex
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 from toolkit.bench.options import BenchOptions, resolve_bench_run
 from toolkit.cli import find_command, read_command_line
-from toolkit.options import CommandOptions
+from toolkit.common.options import CommandOptions
 from toolkit.train.options import TrainOptions
 
 ROOT = Path(__file__).resolve().parent.parent

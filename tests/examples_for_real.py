@@ -24,8 +24,8 @@ import torch
 
 from megatron_vl.config import ParallelConfig, parse_config
 from megatron_vl.spec.families import ModelSpec, read_spec
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 from toolkit.demo.demo_data import write_raw_data
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 NARROW = {

@@ -22,12 +22,12 @@ from megatron_vl import config
 from megatron_vl.core_fixes.register import TESTED_CORE_VERSIONS
 from megatron_vl.estimate.gpus import known_gpus
 from megatron_vl.spec.families import FAMILIES
-from tests.distributed import matrix
-from tests.distributed.cases import CASES
 from tests.docs_site import docs_hooks
+from tests.parity import matrix
+from tests.parity.cases import CASES
 from toolkit.cli import main as toolkit_main
 from toolkit.commands import COMMANDS
-from toolkit.options import build_parser
+from toolkit.common.options import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl import durable_files, progress
-from megatron_vl.training.optimizer_state import write_hashed_safetensors
+from megatron_vl.system import durable_files, progress
+from megatron_vl.training.state.optimizer_state import write_hashed_safetensors
 from megatron_vl.weights.tensor_files import TensorWriter, make_safetensors_header
 from tests.disk import Disk
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.errors import UsageError, UserError, describe_error, exit_code_of_error, is_user_fixable
+from megatron_vl.system.errors import (
+    UsageError,
+    UserError,
+    describe_error,
+    exit_code_of_error,
+    is_user_fixable,
+)
 from megatron_vl.train import main
 
 ROOT = Path(__file__).resolve().parent.parent

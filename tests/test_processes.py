@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_vl.processes import list_children
-from toolkit.process_tree import kill_process_tree
+from megatron_vl.system.processes import list_children
+from toolkit.common.process_tree import kill_process_tree
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -108,8 +108,8 @@ def test_the_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
 
 
 def test_without_proc_memory_and_this_process_are_still_known(monkeypatch):
-    from megatron_vl import host_memory
     from megatron_vl.parallel import heartbeat
+    from megatron_vl.system import host_memory
 
     def fails(*_):
         raise FileNotFoundError("/proc/meminfo")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_vl import progress_bar
+from megatron_vl.system import progress_bar
 
 
 class Stream(io.StringIO):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.training.small_run import command, environment, prepare
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 

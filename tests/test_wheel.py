@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megatron_vl
-from megatron_vl.processes import tools_dir
+from megatron_vl.system.processes import tools_dir
 from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,11 +196,11 @@ def test_the_demo_passes_outside_the_checkout(program):
 TINY = """
 import json
 from pathlib import Path
-from megatron_vl.processes import tools_dir
+from megatron_vl.system.processes import tools_dir
 import sys
 sys.path.insert(0, str(tools_dir()))
 from toolkit.demo.demo_data import write_raw_data
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 import torch
 write_tiny_checkpoint(Path("hf"), "qwen2_5_vl", dtype=torch.float32)
 write_raw_data(Path("raw"))

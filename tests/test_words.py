@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_vl.plurals import pluralize
+from megatron_vl.system.plurals import pluralize
 from toolkit.cli import main
 
 HF = str(Path(__file__).parent / "hf_configs" / "Qwen2-VL-2B-Instruct.json")

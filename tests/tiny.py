@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.tiny_checkpoint import TINY_FAMILIES, TinySizes, write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import TINY_FAMILIES, TinySizes, write_tiny_checkpoint
 
 __all__ = ["TINY_FAMILIES", "TinySizes", "tiny_checkpoint", "write_tiny_checkpoint"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 from megatron_vl.config.removed import REMOVED, explain_unknown
-from megatron_vl.errors import UsageError, describe_error, exit_code_of_error
-from megatron_vl.signals import open_missing_streams
+from megatron_vl.system.errors import UsageError, describe_error, exit_code_of_error
+from megatron_vl.system.signals import open_missing_streams
 from toolkit.commands import COMMANDS
-from toolkit.options import CommandOptions, check_paths, parse_command_line
+from toolkit.common.options import CommandOptions, check_paths, parse_command_line
 
 PROGRAM_NAME = "megatron-vl"
 PROGRAM_DESCRIPTION = "Convert, train and check Qwen-VL models with Megatron-core."

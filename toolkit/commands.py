@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from toolkit.options import CommandOptions
+from toolkit.common.options import CommandOptions
 
 
 @dataclass(frozen=True)

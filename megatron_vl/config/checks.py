@@ -19,7 +19,7 @@ from megatron_vl.config.fields import (
     TrainConfig,
 )
 from megatron_vl.config.options import valid_range
-from megatron_vl.plurals import pluralize
+from megatron_vl.system.plurals import pluralize
 
 
 def validate_config(config: TrainConfig, world_size: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_vl.config.options import option
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 CALLS_WITHOUT_ACTIVATIONS = 4
 """How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 CORE_PACKAGE = "megatron-core"
 TESTED_CORE_VERSIONS = ("0.19.2",)
@@ -57,7 +57,7 @@ _TE = "transformer-engine 2.20.2"
 _TORCH = "torch 2.11.0"
 _ENERGON = "megatron-energon 7.4.1"
 _TRANSFORMERS = "transformers 5.17.0"
-_PARITY = "tests/distributed/test_parity.py::test_parity"
+_PARITY = "tests/parity/test_parity.py::test_parity"
 _WEIGHT_COPY = (
     "tests/training/test_optimizer.py::test_weights_copied_together_are_those_that_core_copies_one_by_one"
 )
@@ -501,7 +501,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test=_WEIGHT_COPY,
     ),
     DependencyFix(
-        fix_location="megatron_vl.training.optimizer_state:optimizer_slices",
+        fix_location="megatron_vl.training.state.optimizer_state:optimizer_slices",
         touched_names=(
             f"{_DISTRIBUTED_OPTIMIZER}._get_model_param_range_map",
             f"{_DISTRIBUTED_OPTIMIZER}.model_param_gbuf_map",

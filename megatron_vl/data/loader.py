@@ -67,9 +67,9 @@ from megatron_vl.data.source.location import part_folders, resolve_location
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
-from megatron_vl.errors import is_machine_fault
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
+from megatron_vl.system.errors import is_machine_fault
 
 log = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, 
 from megatron_vl.data.source.store_reading import ReadAhead, StoreReader, StoreSamples
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.data.state_json import LoaderStateError
-from megatron_vl.signals import shield_loader_worker
+from megatron_vl.system.signals import shield_loader_worker
 
 SHUFFLE_BLOCK = 16
 """Successive samples of a shard that are drawn at about the same time: storage sees few large reads."""

@@ -20,7 +20,7 @@ from megatron_vl.data.source.blend import BlendSource, list_names, summarize_ble
 from megatron_vl.data.source.blend_change import blend_change_lines, read_saved_sources
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
-from megatron_vl.json_files import check_format_version
+from megatron_vl.system.json_files import check_format_version
 
 STATE_VERSION = 1
 """Version of a state's format, of the order of samples and of the planning of rows."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 
 class LoaderStateError(UserError, ValueError):

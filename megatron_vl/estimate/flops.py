@@ -24,8 +24,8 @@ from megatron_vl.estimate.layer_kinds import (
     layer_kinds,
     merger_adapters,
 )
-from megatron_vl.spec.adapters import saved_modules, trained_parts, trains_own_matrices
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.spec.lora import saved_modules, trained_parts, trains_own_matrices
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
 
 EXPERTS = "mlp.experts."

@@ -15,7 +15,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import FusedAdapter, fused_adapters, initial_bound, row_runs
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.lora import FusedAdapter, fused_adapters, initial_bound, row_runs
 
 _MODULE_NAME = re.compile(r"(.*?\.(?:layers\.\d+|merger|deepstack_mergers\.\d+))\.(.*)\.weight")
 

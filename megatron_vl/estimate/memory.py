@@ -40,15 +40,15 @@ from megatron_vl.kernels.sizes import (
     STATE_CHUNK_BYTES,
     STATE_CHUNKS_ON_GPU,
 )
-from megatron_vl.spec.adapters import (
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, key_value_copies
+from megatron_vl.spec.lora import (
     freeze_unadapted_parts,
     saved_modules,
     trained_table,
     trained_tensors,
     trains_own_matrices,
 )
-from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
 GIB = 2**30

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.estimate.gpus import Gpu, reserve_gib
 from megatron_vl.estimate.memory import GIB, peak_stage_gib, stage_memories
-from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
+from megatron_vl.system import host_memory
+from megatron_vl.system.plurals import pluralize
 
 EXPERT_OVERESTIMATE = 1.12  # with experts, the estimate was up to this many times too high
 FRACTION_STEPS = 20  # the offloaded shares that are tried are multiples of 1 / 20

@@ -26,9 +26,9 @@ from megatron_vl.estimate.memory import (
     stage_parameters,
 )
 from megatron_vl.estimate.rows import assumed_rows, executed_flops
-from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
+from megatron_vl.spec.lora import freeze_unadapted_parts
 
 GPUS_PER_NODE = 8
 

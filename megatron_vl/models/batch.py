@@ -1,7 +1,7 @@
 """The input of a forward pass: one packed row on the device of this rank.
 
 The loader's :class:`megatron_vl.data.packing.training_row.TrainingRow` holds the same data on the host;
-:mod:`megatron_vl.training.batch_broadcast` moves it to the device.
+:mod:`megatron_vl.training.rows.batch_broadcast` moves it to the device.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
-from megatron_vl.models.adapters import AdaptedModel, seed_dropout
 from megatron_vl.models.attention import choose_backend, flash_attention_is_right
 from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.layer_specs import transformer_block_spec
+from megatron_vl.models.lora import AdaptedModel, seed_dropout
 from megatron_vl.models.parameter_names import LiveTensor, named_tensors
 from megatron_vl.models.rotary_embedding import MultimodalRope
 from megatron_vl.models.transformer_configs import language_config, vision_config
@@ -31,9 +31,9 @@ from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageMo
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.process_groups import group_of_this_rank, nested_context_groups
 from megatron_vl.platform import Platform
-from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts, trained_tensors
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, attention_heads
+from megatron_vl.spec.lora import adapter_table, freeze_unadapted_parts, trained_tensors
 from megatron_vl.spec.tensors import OUTPUT_TENSOR, tensor_table
 
 

@@ -14,7 +14,7 @@ of the model need other shards:
   data-parallel ranks.
 
 What a rank exchanges depends on the row. It is computed on the CPU from the whole row
-(:mod:`megatron_vl.training.row_shards`), so that no rank reads a number from its device.
+(:mod:`megatron_vl.training.rows.row_shards`), so that no rank reads a number from its device.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import host_memory, progress
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.errors import TRACEBACK_VARIABLE, describe_error, follows_lost_rank, traceback_helps
 from megatron_vl.parallel.heartbeat import HeartbeatMonitor, RankProcess, RunFailure
-from megatron_vl.processes import kill_descendants
+from megatron_vl.system import host_memory, progress
+from megatron_vl.system.errors import TRACEBACK_VARIABLE, describe_error, follows_lost_rank, traceback_helps
+from megatron_vl.system.processes import kill_descendants
 
 _ALL_SEEN_TIMEOUT_S = 5.0
 """Seconds that an ending rank waits for all others to read the message, because the store may end with it."""

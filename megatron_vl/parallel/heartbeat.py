@@ -3,8 +3,9 @@
 A rank that is killed cannot write a message. Neither does a rank that is stopped, or whose file system hangs.
 So a thread of each rank holds a connection to rank 0. When the connection ends, rank 0 knows at once that
 the process has ended, on any node and however it was started. Over the connection, the rank sends lines with
-its progress (see :mod:`megatron_vl.progress`): one per second in small jobs, and fewer in large jobs, so that
-rank 0 reads at most :data:`MAX_LINES_PER_S` lines per second. Neither the store nor collectives are involved.
+its progress (see :mod:`megatron_vl.system.progress`): one per second in small jobs, and fewer in large jobs,
+so that rank 0 reads at most :data:`MAX_LINES_PER_S` lines per second. Neither the store nor collectives are
+involved.
 
 A run hangs if no rank makes progress for ``timeout_s``: no row, no micro-batch, no part of a file. A rank
 that waits for another one is not at fault. The diagnosis names the ranks that sent no lines, because they are
@@ -37,9 +38,9 @@ from typing import Any
 
 import psutil
 
-from megatron_vl import progress
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.progress import RankProgress
+from megatron_vl.system import progress
+from megatron_vl.system.progress import RankProgress
 
 MAX_LINES_PER_S = 128
 """Largest number of lines per second that rank 0 reads: 4,096 ranks send one line every 32 seconds."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from megatron_vl.errors import UserError
 from megatron_vl.parallel.heartbeat import list_ranks, slow_start_timeout_s
-from megatron_vl.signals import requested_stop_signal
+from megatron_vl.system.errors import UserError
+from megatron_vl.system.signals import requested_stop_signal
 
 NOTE_AFTER_S = 30.0
 """Seconds after which a line says who is missing. Further lines follow, each after twice the time."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.errors import UserError, is_user_fixable
+from megatron_vl.system.errors import UserError, is_user_fixable
 
 _GroupKind = tuple[tuple[int, ...], str | None, str | None]
 """Members, backend and purpose."""

@@ -14,7 +14,7 @@ from megatron_vl.parallel.heartbeat import slow_start_timeout_s
 from megatron_vl.parallel.joining import STOPPED_EARLY, join_limit_s
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.signals import requested_stop_signal
+from megatron_vl.system.signals import requested_stop_signal
 
 
 def join_ranks(config: TrainConfig) -> Platform:

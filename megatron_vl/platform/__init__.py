@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 
 class PlatformError(UserError, RuntimeError):

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron_vl.errors import UserError
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.system.errors import UserError
 
 ParallelStyle = Literal["replicated", "column", "row", "gated", "sections"]
 """How a matrix is cut: not at all, along dim 0, along dim 1, along dim 0 of each of two stacked halves (gate,

@@ -21,11 +21,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.dataset_description import SplitFacts
-from megatron_vl.errors import describe_error
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.batch_broadcast import BatchBroadcast
+from megatron_vl.system.errors import describe_error
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
 from megatron_vl.training.step import reduce_losses, run_schedule
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import progress
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
-from megatron_vl.training.batch_broadcast import StepBatch
-from megatron_vl.training.checkpoint import CheckpointSaver
+from megatron_vl.system import progress
 from megatron_vl.training.evaluation import Evaluator
-from megatron_vl.training.export_hf import HfExporter
-from megatron_vl.training.metrics_sinks import is_evaluated
-from megatron_vl.training.profiling import StepProfiler
+from megatron_vl.training.report.profiling import StepProfiler
+from megatron_vl.training.report.sinks import is_evaluated
+from megatron_vl.training.rows.batch_broadcast import StepBatch
+from megatron_vl.training.state.checkpoint import CheckpointSaver
+from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.step import StepResult
 
 type Trainer = Any

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import SavedCheckpoint
 

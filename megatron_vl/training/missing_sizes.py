@@ -18,20 +18,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_vl import progress
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.parallel.start import exit_if_stop_requested
 from megatron_vl.platform import Platform
-from megatron_vl.processes import python_path_with_tools
+from megatron_vl.system import progress
+from megatron_vl.system.processes import python_path_with_tools
 from megatron_vl.training.resolved_run import ResolvedRun
 
 POLL_INTERVAL_S = 10.0
 """Seconds between two looks at the process. The other ranks wait in a collective for this long."""
 _PROGRAM = """
-from megatron_vl.processes import end_with_parent
+from megatron_vl.system.processes import end_with_parent
 
 end_with_parent({parent})
 from megatron_vl.__main__ import main

@@ -11,11 +11,11 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
-from megatron_vl.spec.adapters import is_adapter_tensor
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.checkpoint import load_weights
+from megatron_vl.spec.lora import is_adapter_tensor
 from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
+from megatron_vl.training.state.checkpoint import load_weights
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 
 HALF_PIXEL_NORM = PixelNorm((0.5,) * 3, (0.5,) * 3)

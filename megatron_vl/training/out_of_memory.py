@@ -10,11 +10,11 @@ import errno
 import re
 from collections.abc import Iterator
 
-from megatron_vl import host_memory
 from megatron_vl.data.planned_rows import SHARED_MEMORY_ADVICE
 from megatron_vl.data.source.store_reading import READING_ENDED_TEXT
-from megatron_vl.errors import HOST_MEMORY_PATTERN, UserError
 from megatron_vl.estimate.memory import GIB, GPU_MEMORY_PARTS, stage_memories
+from megatron_vl.system import host_memory
+from megatron_vl.system.errors import HOST_MEMORY_PATTERN, UserError
 from megatron_vl.training.resolved_run import ResolvedRun
 
 MEMORY_PAGE_TEXT = "docs/pipelines.md says how to lower it: recompute, offload, more stages"

@@ -21,16 +21,16 @@ from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
 from megatron_vl.estimate.memory_check import check_host_memory, check_memory, resolve_offload_fraction
 from megatron_vl.estimate.split import run_layout, split_source, with_split
-from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.training.adapters import (
+from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
+from megatron_vl.training.lora import (
     check_adapter_base,
     check_same_adapters,
     check_same_model,
     with_start_adapter,
 )
-from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import (
     SavedCheckpoint,
@@ -237,8 +237,8 @@ def check_own_checkpoint(
         CheckpointError: files are missing or damaged.
         RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
     """
-    from megatron_vl.training import checkpoint
     from megatron_vl.training.start_weights import start_weights_path
+    from megatron_vl.training.state import checkpoint
     from megatron_vl.weights.model_digest import recorded_base
 
     with checkpoint.suggest_remedy(checkpoint_path):

@@ -7,7 +7,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl.estimate.memory import count_parameters
 from megatron_vl.models.build import aux_loss_reason
 from megatron_vl.platform import Platform
-from megatron_vl.plurals import pluralize, trained_text
+from megatron_vl.system.plurals import pluralize, trained_text
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE

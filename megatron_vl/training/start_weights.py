@@ -11,7 +11,7 @@ from pathlib import Path
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.adapters import check_same_model
+from megatron_vl.training.lora import check_same_model
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.weight_reader import WeightReader
 

@@ -27,7 +27,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from megatron_vl import progress
 from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.embedding import fuse_vocabulary_gradients
@@ -35,6 +34,7 @@ from megatron_vl.models.moe.router import expert_load, notify_ddp_directly, rese
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_absent_tower
 from megatron_vl.parallel.process_grid import ProcessGrid
+from megatron_vl.system import progress
 from megatron_vl.training.optimizer import clip_and_update
 from megatron_vl.training.source_counts import SourceCounts
 

@@ -16,13 +16,11 @@ from typing import Any, Self
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from converters.adapters import open_adapters
-from megatron_vl import progress
+from converters.lora import open_adapters
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.synthetic import SyntheticRows
-from megatron_vl.errors import UserError
-from megatron_vl.models.adapters import seed_dropout
+from megatron_vl.models.lora import seed_dropout
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.ddp import ReplicaDDP
@@ -30,24 +28,26 @@ from megatron_vl.parallel.process_grid import ProcessGrid, make_grid
 from megatron_vl.parallel.process_groups import destroy_groups
 from megatron_vl.parallel.start import exit_if_stop_requested
 from megatron_vl.platform import Platform
-from megatron_vl.signals import requested_stop_signal
-from megatron_vl.training import checkpoint
-from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
-from megatron_vl.training.checkpoint import CheckpointSaver, load_main_weights
+from megatron_vl.system import progress
+from megatron_vl.system.errors import UserError
+from megatron_vl.system.signals import requested_stop_signal
 from megatron_vl.training.evaluation import Evaluator
-from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.hooks import Evaluate, Hook, Profile, SaveCheckpoints
 from megatron_vl.training.input_files import check_same_files
-from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.profiling import StepProfiler
+from megatron_vl.training.report.metrics import MetricsLog, log_rank_0
+from megatron_vl.training.report.profiling import StepProfiler
 from megatron_vl.training.resolve import data_order_metadata
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.training.resume import field_change_notes, recorded_fields
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import run_summary, skipped_steps_message
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.start_weights import open_start_weights, start_weights_path
+from megatron_vl.training.state import checkpoint
+from megatron_vl.training.state.checkpoint import CheckpointSaver, load_main_weights
+from megatron_vl.training.state.export_hf import HfExporter
+from megatron_vl.training.state.resume import field_change_notes, recorded_fields
 from megatron_vl.training.step import (
     NO_GRADIENT,
     SKIP_REASONS,

@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl import durable_files
 from megatron_vl.config import LoraConfig
-from megatron_vl.json_files import check_format_version, manifest_digest
-from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
+from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, TensorInfo
+from megatron_vl.system import durable_files
+from megatron_vl.system.json_files import check_format_version, manifest_digest
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
     DTYPE_BY_NAME,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_vl.spec.adapters import trained_table
+from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import TensorInfo
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 EXPORTS_DIR = "hf"
 """Subfolder of a run in which ``checkpoint.export_hf`` writes Hugging Face folders."""

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl import durable_files, progress
-from megatron_vl.errors import UserError
+from megatron_vl.system import durable_files, progress
+from megatron_vl.system.errors import UserError
 
 CHUNK_BYTES = 4 << 20
 """Number of bytes to read, hash and write at a time. Together with the number of workers, it bounds the

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.json_files import manifest_digest
+from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 
 MEDIA_KEY = "media"

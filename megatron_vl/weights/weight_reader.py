@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.spec.adapters import stored_lora, trained_table
 from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.spec.lora import stored_lora, trained_table
 from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.canonical_weights import CanonicalWeights

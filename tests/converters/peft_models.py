@@ -10,7 +10,7 @@ from torch import Tensor
 
 from converters.peft_folder import adapter_targets
 from megatron_vl.spec.families import read_spec
-from toolkit.hf_loading import load_hf_model
+from toolkit.common.hf_loading import load_hf_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 MOE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")

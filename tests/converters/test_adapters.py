@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from converters.adapters import PeftAdapters
 from converters.convert import convert_adapter, export_adapter, export_weights, reshard_weights
 from converters.hf_checkpoint import long_tensor_name
+from converters.lora import PeftAdapters
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import fused_adapters, stored_lora
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.lora import fused_adapters, stored_lora
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.tiny import tiny_checkpoint

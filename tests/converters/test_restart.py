@@ -93,7 +93,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) 
     """A living owner is named; what a dead one left is removed."""
     out = tmp_path / "out"
     program = (
-        "import sys, time; from pathlib import Path; from megatron_vl.partial_folder import *\n"
+        "import sys, time; from pathlib import Path; from megatron_vl.system.partial_folder import *\n"
         "with open_partial_folder(Path(sys.argv[1])) as new:\n"
         "    (new / 'half').write_text('x'); print('ready', flush=True); time.sleep(60)"
     )

@@ -68,7 +68,7 @@ def released_tokenizer_folder() -> Path:
     import tempfile
 
     from tests.tiny import tiny_checkpoint
-    from toolkit.tiny_checkpoint import _write_tokenizer
+    from toolkit.common.tiny_checkpoint import _write_tokenizer
 
     file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
     ranks = {
@@ -245,7 +245,7 @@ def test_times_before_frames_equal_the_hf_processor(name):
     from types import SimpleNamespace
 
     from tests.tiny import tiny_checkpoint
-    from toolkit.hf_loading import apply_video_prompt
+    from toolkit.common.hf_loading import apply_video_prompt
 
     folder = tiny_checkpoint("qwen3_vl")
     spec = read_spec(folder)

@@ -443,7 +443,7 @@ def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault):
         return real_read(*arguments)
 
     monkeypatch.setattr(ShardInfosITarReader, "_get_item_by_sample_pointer", fails)
-    monkeypatch.setattr("megatron_vl.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("megatron_vl.system.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
     assert epoch(dataset) == (whole, {}) and not failures_left
     failures_left, attempts = 1 << 30, 0
     with pytest.raises(

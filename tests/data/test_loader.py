@@ -26,7 +26,7 @@ from megatron_vl.data.state_json import LoaderStateError, state_from_json, state
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.tiny import tiny_checkpoint
-from toolkit.hf_loading import apply_video_prompt
+from toolkit.common.hf_loading import apply_video_prompt
 
 from .datasets import converted, mixed_records, open_loader
 from .helpers import positions_one_by_one

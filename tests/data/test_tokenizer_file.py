@@ -14,8 +14,8 @@ from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
 from tests.training.test_resolve import describe_data
-from toolkit.hf_loading import load_hf_processor
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.hf_loading import load_hf_processor
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 HINDI = "मशीन लर्निंग में हम मॉडल को डेटा से सिखाते हैं।"
 TEXTS = [

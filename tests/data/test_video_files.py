@@ -34,7 +34,7 @@ from megatron_vl.data.sample.pixels import (
     video_grid,
     video_planes,
 )
-from toolkit.sample_encoder import SampleEncoder
+from toolkit.common.sample_encoder import SampleEncoder
 
 SIDE = 64
 DIGITS = 12

@@ -513,7 +513,7 @@ def test_a_fault_of_the_machine_is_not_blamed_on_a_record(tmp_path, monkeypatch,
         return real_method(path, **arguments)
 
     monkeypatch.setattr(Path, method, fails)
-    monkeypatch.setattr("megatron_vl.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("megatron_vl.system.errors.RETRY_WAITS_S", (0.0, 0.0, 0.0))
     assert run(tmp_path, records, "--max-quarantined", "0.4") == 0
     assert list(refused(tmp_path / "out")) == [3], "only a loop of links is the record's"
 

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from data_tools.convert import ConversionOptions, ConvertError, WorkerPool, convert_dataset
-from megatron_vl.partial_folder import open_partial_folder
+from megatron_vl.system.partial_folder import open_partial_folder
 from tests.data.datasets import mixed_records
 from tests.disk import Disk
 

@@ -13,7 +13,7 @@ from data_tools.records import read_records
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from tests.data.ordinary_answers import TOOL, ordinary_records
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TEMPLATES = Path(__file__).parents[1] / "hf_configs"
 USER = {"role": "user", "content": "Hi"}

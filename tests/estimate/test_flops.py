@@ -29,8 +29,8 @@ from megatron_vl.estimate.flops import (
     tower_forward_flops,
 )
 from megatron_vl.estimate.layer_kinds import layer_kinds
-from megatron_vl.spec.adapters import fused_adapters, saved_modules, stored_lora
 from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.lora import fused_adapters, saved_modules, stored_lora
 from tests.support.ranks import call
 from tests.training.programs import counted_flops
 from toolkit.bench.report import row_work

@@ -23,10 +23,10 @@ from megatron_vl.estimate.memory import (
 from megatron_vl.estimate.memory_check import least_offload_fraction
 from megatron_vl.estimate.search import SearchRequest, search_layouts
 from megatron_vl.estimate.split import run_layout
-from megatron_vl.plurals import count_text
-from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
+from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.system.plurals import count_text
 from tests.examples import ROOT, read_example
 from tests.support.planned import predict_run
 from tests.support.ranks import call

@@ -10,9 +10,9 @@ import pytest
 from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.estimate.layer_kinds import LayerKind
 from megatron_vl.estimate.memory import _ActivationEstimator
-from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
+from megatron_vl.spec.lora import freeze_unadapted_parts
 from tests.support.ranks import run_module
 
 CONFIGS = Path(__file__).resolve().parents[1] / "hf_configs"

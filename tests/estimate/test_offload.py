@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.estimate.gpus import find_gpu, reserve_gib
 from megatron_vl.estimate.memory import GIB, StageMemory, peak_stage_gib
@@ -21,6 +20,7 @@ from megatron_vl.estimate.memory_check import (
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
+from megatron_vl.system import host_memory
 from tests.examples import HF_CONFIGS
 from tests.support.planned import estimate_stage_memory
 

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_vl.config import FailuresConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.synthetic import PICTURE_SIZES, TEXT_LENGTHS
-from megatron_vl.errors import UserError
 from megatron_vl.estimate import gpus
 from megatron_vl.estimate.gpus import find_gpu, known_gpus, peak_tflops
 from megatron_vl.estimate.memory_check import check_memory
@@ -18,6 +17,7 @@ from megatron_vl.estimate.split import balance_layers, run_layout
 from megatron_vl.estimate.step import RunPrediction, mean_ranks_per_token
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
+from megatron_vl.system.errors import UserError
 from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"

@@ -33,16 +33,16 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import parse_config
-from megatron_vl.json_files import manifest_digest
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, tensor_table
+from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from megatron_vl.weights.tensor_files import WeightsError, read_safetensors_header
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main as command
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 CHECKPOINTS = ("full", "shards", "run", "run_of_four")
 
@@ -383,9 +383,9 @@ class Bench:
 
     def _as_four_ranks(self) -> None:
         """The run's checkpoints as TP2 x PP2 would have written them."""
-        from megatron_vl.json_files import write_json
-        from megatron_vl.training.checkpoint import read_run_metadata
-        from megatron_vl.training.optimizer_state import (
+        from megatron_vl.system.json_files import write_json
+        from megatron_vl.training.state.checkpoint import read_run_metadata
+        from megatron_vl.training.state.optimizer_state import (
             INDEX_FILE,
             STATE_KINDS,
             OptimizerStateReader,
@@ -484,8 +484,8 @@ class Bench:
 
     def resume(self, checkpoint: Path) -> str:
         """Resumes with the trainer's own function into a model and optimizer full of other numbers."""
-        from megatron_vl.training import checkpoint as saved
-        from megatron_vl.training.optimizer_state import optimizer_slices
+        from megatron_vl.training.state import checkpoint as saved
+        from megatron_vl.training.state.optimizer_state import optimizer_slices
 
         run = self.run
         parameters = saved.collect_live_tensors(self.run.model_chunks, self.run.layout, self.run.grid)

@@ -26,8 +26,8 @@ from PIL import Image
 from converters.convert import convert_weights, export_weights
 from tests.gpu.parity import MOE_SIZES, SIZES
 from tests.training.small_run import torchrun
-from toolkit.hf_loading import load_hf_model, load_hf_processor
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.hf_loading import load_hf_model, load_hf_processor
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 200), "grey": (128, 128, 128)}
 QUESTION = "What is in this picture?"

@@ -24,8 +24,8 @@ from megatron_vl.weights.run_folder import find_latest_checkpoint
 from tests.gpu.parity import SIZES
 from tests.training.small_run import environment, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.process_tree import kill_process_tree
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.process_tree import kill_process_tree
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TIMEOUT_S = 20
 STEPS = 100_000

@@ -24,7 +24,7 @@ import torch
 
 from converters.convert import convert_weights
 from tests.gpu.parity import SIZES
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 REFERENCES = {"bf16": [], "bf16, other order of samples": ["--data.seed", "77"]}
 RECIPES = {

@@ -26,7 +26,7 @@ from converters.convert import convert_weights
 from tests.gpu.parity import FAMILY_SIZES, SIZES
 from tests.training.lora_programs import train_layouts
 from tests.training.small_run import torchrun
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 FAMILIES = {
     "qwen2_5_vl": ["language", "vision", "merger"],

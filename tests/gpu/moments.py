@@ -30,7 +30,7 @@ from megatron_vl.config import parse_config
 from megatron_vl.spec.families import read_spec
 from tests.gpu.parity import SIZES
 from tests.support.planned import estimate_stage_memory
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 RUNS = {f"{moments}, {share}": (moments, share) for moments in ("float32", "bfloat16") for share in (0, 1)}
 GIB = 2**30

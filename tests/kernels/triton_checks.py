@@ -477,7 +477,7 @@ def experts_error(
 
 def adapters_error(counts: list[int], features_in: int, features_out: int, rank: int, **kind: Any) -> float:
     """Largest error of the adapters of experts: output, and gradients of the input and both factors."""
-    from megatron_vl.models.moe.expert_adapters import GroupedAdapter
+    from megatron_vl.models.moe.lora import GroupedAdapter
 
     x, output, output_grad = (
         torch.randn(sum(counts), features, **kind) for features in (features_in, features_out, features_out)

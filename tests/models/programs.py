@@ -14,8 +14,8 @@ from megatron_vl.kernels.layers import biased_activation as activation_kernels
 from megatron_vl.models import build, head, layer_specs
 from megatron_vl.models.build import check_live_tensors, chunk_tensors
 from megatron_vl.models.fused_layers import PendingSum, ResidualNorm, add_to_residual, postpone_addition
-from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.step import reduce_losses, run_schedule, token_loss
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample

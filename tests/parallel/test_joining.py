@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import python_path
-from toolkit.launch import free_port
+from toolkit.common.launch import free_port
 
 RANK = """
 import os, sys
 from megatron_vl.parallel import joining
-from megatron_vl.signals import handle_stop_signals
+from megatron_vl.system.signals import handle_stop_signals
 joining.NOTE_AFTER_S = 0.2
 handle_stop_signals()
 joining.join_store(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), float(sys.argv[1]))

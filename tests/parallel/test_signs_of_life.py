@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_vl import progress
 from megatron_vl.parallel import heartbeat
 from megatron_vl.parallel.heartbeat import (
     Heartbeat,
@@ -26,7 +25,8 @@ from megatron_vl.parallel.heartbeat import (
     is_in_debugger,
     own_process,
 )
-from megatron_vl.progress import (
+from megatron_vl.system import progress
+from megatron_vl.system.progress import (
     FORWARD_BACKWARD,
     LOADING_ROWS,
     SAVING_CHECKPOINT,

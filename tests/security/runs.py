@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.json_files import manifest_digest
+from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from tests.fuzz.checkpoints import Bench, Refused
 from tests.security.payload import Mark

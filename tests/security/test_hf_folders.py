@@ -17,9 +17,9 @@ from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.tensor_files import WeightsError
+from toolkit.common.hf_loading import check_hf_folder, load_hf_model, load_hf_processor
 from toolkit.demo.reference import DemoReference
 from toolkit.evaluate.checkpoint_model import CheckpointModel
-from toolkit.hf_loading import check_hf_folder, load_hf_model, load_hf_processor
 from toolkit.parity.reference import load_hf_for_training
 
 from .payload import calls_of, edit

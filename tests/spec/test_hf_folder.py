@@ -20,7 +20,7 @@ from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_te
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
-from toolkit.hf_loading import check_hf_folder
+from toolkit.common.hf_loading import check_hf_folder
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"

@@ -78,7 +78,7 @@ def run_group(
     timeout: float | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Replaces :func:`toolkit.launch.run_group`, whose launcher would import the stack again."""
+    """Replaces :func:`toolkit.common.launch.run_group`, whose launcher would import the stack again."""
     done = run_module(
         module, arguments, ranks, environment=environment, cwd=Path.cwd(), timeout_s=timeout or 600
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.json_files import manifest_digest, write_json
+from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.weights.run_folder import step_of_dir
 
 

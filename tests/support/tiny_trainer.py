@@ -19,8 +19,8 @@ from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
-from megatron_vl.training.batch_broadcast import BatchBroadcast
 from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
 from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
 from toolkit.parity.case import resolve_on_given_rows

@@ -19,8 +19,8 @@ from pyarrow import Table
 from pyarrow.parquet import write_table as write_parquet
 from safetensors.torch import load_file, save_file
 
+from toolkit.common.hf_loading import load_hf_processor
 from toolkit.evaluate.evaluation import read_answers
-from toolkit.hf_loading import load_hf_processor
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
 

@@ -17,9 +17,9 @@ import pytest
 
 from megatron_vl.config import DataConfig, ModelConfig, RecomputeConfig
 from megatron_vl.data.synthetic import SyntheticRows
-from megatron_vl.errors import UsageError
 from megatron_vl.estimate.flops import ModelFlops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
+from megatron_vl.system.errors import UsageError
 from tests.support.ranks import call, python_path, run_module
 from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare

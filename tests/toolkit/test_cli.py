@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.json_files import manifest_digest
+from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, MANIFEST_VERSION, WEIGHTS_FORMAT
 from tests.support.run_json import write_run_json
 from toolkit.cli import main

@@ -18,15 +18,15 @@ import torch
 from PIL import Image
 
 from converters.convert import convert_weights, export_weights, reshard_weights
-from megatron_vl.errors import UsageError
+from megatron_vl.system.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.tiny import tiny_checkpoint
 from tests.toolkit.evaluation import answers_letters, damage, photograph_table, write_table
 from toolkit.cli import main
+from toolkit.common.hf_loading import load_hf_model, load_hf_processor
 from toolkit.evaluate import evaluation
 from toolkit.evaluate.command import find_dataset
 from toolkit.evaluate.vlmevalkit_adapter import VlmEvalKitModel
-from toolkit.hf_loading import load_hf_model, load_hf_processor
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--max-new-tokens", "1"]

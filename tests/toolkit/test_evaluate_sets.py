@@ -27,9 +27,9 @@ from tests.toolkit.evaluation import (
     write_video,
 )
 from toolkit.cli import main
+from toolkit.common.hf_loading import load_hf_model, load_hf_processor
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 from toolkit.evaluate.checkpoint_model import CheckpointModel
-from toolkit.hf_loading import load_hf_model, load_hf_processor
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_vl.data.sample.thinking import GeneratedAnswer
-from megatron_vl.errors import UsageError
+from megatron_vl.system.errors import UsageError
 from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
 from toolkit.evaluate.checkpoint_model import CheckpointModel
 from toolkit.evaluate.evaluation import read_answers, run_evaluation

@@ -13,9 +13,9 @@ import torch
 from converters.convert import convert_adapter, convert_weights, export_weights
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.errors import UserError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
+from megatron_vl.system.errors import UserError
 from tests.converters.peft_models import all_targets, peft_folder
 from toolkit.cli import main
 from toolkit.demo.demo_data import write_raw_data

@@ -12,7 +12,7 @@ from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
-from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model
+from toolkit.common.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs, load_hf_for_training
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch import last_output_lines, run_group
+from toolkit.common.launch import last_output_lines, run_group
 
 pytestmark = pytest.mark.ranks
 PROGRAM = "tests.toolkit.forked_program"

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_vl.config import field_types, parse_config
 from megatron_vl.config.removed import REMOVED
-from megatron_vl.errors import UsageError, UserError
+from megatron_vl.system.errors import UsageError, UserError
 from toolkit.cli import main, read_command_line
 from toolkit.commands import COMMANDS
-from toolkit.options import CommandOptions, option, parse_command_line, to_command_line
+from toolkit.common.options import CommandOptions, option, parse_command_line, to_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,7 +125,7 @@ def test_a_removed_option_is_answered_with_what_to_do(name: str, capsys: pytest.
 
 
 def test_there_are_at_most_90_options() -> None:
-    from toolkit.options import shown_options
+    from toolkit.common.options import shown_options
 
     assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 90
 
@@ -141,7 +141,7 @@ def test_options_become_words_again():
 def test_every_option_of_every_command_is_explained(name, capsys):
     """Help texts are in words, with a capital and not empty; options have hyphens; the fields of a
     run are listed."""
-    from toolkit.options import field_docstrings, shown_options
+    from toolkit.common.options import field_docstrings, shown_options
 
     options = COMMANDS[name].load_options_class()
     texts = field_docstrings(options)

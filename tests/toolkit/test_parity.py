@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert_weights
 from tests.converters.peft_models import SAVED, peft_folder
 from toolkit.cli import main
-from toolkit.layouts import parse_layout, parse_layouts
-from toolkit.options import parse_command_line
+from toolkit.common.layouts import parse_layout, parse_layouts
+from toolkit.common.options import parse_command_line
 from toolkit.parity import compare
 from toolkit.parity.options import ParityOptions
 

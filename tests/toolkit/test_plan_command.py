@@ -20,7 +20,7 @@ from tests.support.planned import predict_run
 from tests.tiny import tiny_checkpoint
 from toolkit.bench.options import parse_bench_options
 from toolkit.cli import main
-from toolkit.options import parse_command_line
+from toolkit.common.options import parse_command_line
 from toolkit.plan.command import make_plan
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.print_plan import run_options

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
-from toolkit.tiny_checkpoint import SPECIAL_TOKENS, write_tiny_checkpoint
+from toolkit.common.tiny_checkpoint import SPECIAL_TOKENS, write_tiny_checkpoint
 
 CASES = [
     ("qwen2_vl", {"tied": True}),

@@ -19,7 +19,7 @@ from tests.converters.peft_models import peft_folder
 from tests.support.planned import planned_run
 from tests.training.small_run import environment, metrics, options_of, prepare, train
 from toolkit.cli import main
-from toolkit.memory_table import memory_table, wide_console
+from toolkit.common.memory_table import memory_table, wide_console
 from toolkit.train import command, dry_run
 from toolkit.train.launch_environment import LaunchEnvironment, first_host, read_launch_environment
 

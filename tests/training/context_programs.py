@@ -17,9 +17,9 @@ from megatron_vl.models import build
 from megatron_vl.models.attention import PackedAttention, PackedRow
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
-from megatron_vl.training.batch_broadcast import BatchBroadcast
-from megatron_vl.training.checkpoint import load_checkpoint
 from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
+from megatron_vl.training.state.checkpoint import load_checkpoint
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path
 from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step

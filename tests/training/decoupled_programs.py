@@ -11,9 +11,14 @@ from torch import Tensor
 
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
-from megatron_vl.training.checkpoint import CheckpointSaver, load_checkpoint, read_run_metadata, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.optimizer_state import STATE_KINDS, OptimizerStateReader
+from megatron_vl.training.state.checkpoint import (
+    CheckpointSaver,
+    load_checkpoint,
+    read_run_metadata,
+    take_snapshot,
+)
+from megatron_vl.training.state.optimizer_state import STATE_KINDS, OptimizerStateReader
 from megatron_vl.training.step import replicated_modules
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path

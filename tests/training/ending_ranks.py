@@ -18,7 +18,7 @@ from megatron_vl.parallel import failures
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.parallel.process_groups import destroy_groups
 from megatron_vl.platform import get_platform
-from megatron_vl.signals import handle_stop_signals
+from megatron_vl.system.signals import handle_stop_signals
 from megatron_vl.train import _report_failure
 
 

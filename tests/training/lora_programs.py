@@ -12,7 +12,7 @@ from torch import Tensor
 from converters.convert import convert_weights, export_weights
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.spec.adapters import trained_table
+from megatron_vl.spec.lora import trained_table
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path

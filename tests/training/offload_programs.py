@@ -20,7 +20,6 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training import optimizer as optimizer_module
-from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import ChunkedOptimizerState, chunked_state
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer, DeviceSlot, SlotPhase
@@ -28,7 +27,8 @@ from megatron_vl.training.offload.chunked_step import ChunkedStep
 from megatron_vl.training.offload.pinned_memory import allocate_device_chunks, allocate_host_chunks
 from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.optimizer_state import (
+from megatron_vl.training.rows.batch_broadcast import StepBatch
+from megatron_vl.training.state.optimizer_state import (
     INDEX_FILE,
     STATE_KINDS,
     OptimizerStateReader,

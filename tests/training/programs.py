@@ -34,12 +34,13 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import UNSHARDED, model_part
 from megatron_vl.train import train
-from megatron_vl.training import batch_broadcast, metrics
-from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.optimizer_state import optimizer_slices, snapshot_optimizer
+from megatron_vl.training.report import metrics
+from megatron_vl.training.report.step_metrics import StepMetrics
+from megatron_vl.training.rows import batch_broadcast
+from megatron_vl.training.rows.batch_broadcast import StepBatch
+from megatron_vl.training.state.optimizer_state import optimizer_slices, snapshot_optimizer
 from megatron_vl.training.step import StepResult, run_schedule
-from megatron_vl.training.step_metrics import StepMetrics
 from megatron_vl.weights import run_folder
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample

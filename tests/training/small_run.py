@@ -92,6 +92,6 @@ def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 def small_checkpoint(folder: Path) -> Path:
     """A tied checkpoint with real architecture, fp32."""
-    from toolkit.tiny_checkpoint import write_tiny_checkpoint
+    from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
     return write_tiny_checkpoint(folder, "qwen2_5_vl", tied=True, dtype=torch.float32)

@@ -11,7 +11,7 @@ from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.training.batch_broadcast import BatchBroadcast
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import reduce_losses, run_schedule
 from megatron_vl.training.trainer import Trainer

@@ -25,20 +25,20 @@ from megatron_vl.estimate.step import predict_layout
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.batch import Segments
 from megatron_vl.models.context_parallel import heads_for_tokens
-from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
+from megatron_vl.spec.lora import freeze_unadapted_parts
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training import batch_broadcast
-from megatron_vl.training.picture_scatter import frame_plane_bounds
-from megatron_vl.training.row_shards import (
+from megatron_vl.training.rows import batch_broadcast
+from megatron_vl.training.rows.image_scatter import frame_plane_bounds
+from megatron_vl.training.rows.row_shards import (
     RowSharding,
     complete_part,
     cut_feature_index,
     cut_pictures,
     cut_text,
 )
-from tests.distributed.cases import THREE_HEADS, TWO_HEADS
+from tests.parity.cases import THREE_HEADS, TWO_HEADS
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
 from tests.training.context_programs import (

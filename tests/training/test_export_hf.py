@@ -16,7 +16,7 @@ from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
 from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.config.checks import check_export_weights
-from megatron_vl.training.export_hf import HfExporter
+from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
@@ -213,7 +213,7 @@ def test_a_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: 
 
 @pytest.mark.slow
 def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("megatron_vl.training.export_hf._dir_size_bytes", lambda path: 1 << 60)
+    monkeypatch.setattr("megatron_vl.training.state.export_hf._dir_size_bytes", lambda path: 1 << 60)
     exporter = steps.exporter(4, 8)
     exporter.enqueue_export(steps.save(4))
     wait(exporter)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.durable_files import drop_incomplete_line
 from megatron_vl.parallel.heartbeat import own_process
-from megatron_vl.training.checkpoint import (
+from megatron_vl.system.durable_files import drop_incomplete_line
+from megatron_vl.training.state.checkpoint import (
     OWNER_FILE,
     CheckpointSaver,
     last_good_text,
@@ -34,7 +34,7 @@ from tests.training.programs import what_trainings_say
 from tests.training.small_run import environment, metrics, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.cli import main
-from toolkit.launch import single_rank_variables
+from toolkit.common.launch import single_rank_variables
 
 QUICK = ["--data.num_workers", "0", "--checkpoint.keep", "1", "--checkpoint.interval", "1"]
 ELSEWHERE = dataclasses.replace(own_process(), machine_id="another", host_name="node7")

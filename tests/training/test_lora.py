@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from megatron_vl.models.adapters import add_to_output
-from megatron_vl.spec.adapters import fused_adapters, stored_lora, trained_table
+from megatron_vl.models.lora import add_to_output
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.lora import fused_adapters, stored_lora, trained_table
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
@@ -28,7 +28,7 @@ from tests.training.context_programs import moved
 from tests.training.lora_programs import UNCOMPARED_LOGITS, dropout_masks, train_layouts
 from tests.training.small_run import metrics, options_of, prepare, train
 from toolkit.bench.options import parse_bench_options
-from toolkit.options import parse_command_line
+from toolkit.common.options import parse_command_line
 from toolkit.plan.command import make_plan
 from toolkit.plan.options import PlanOptions
 

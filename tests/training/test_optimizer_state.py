@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
-from megatron_vl.training import optimizer_state
-from megatron_vl.training.optimizer_state import (
+from megatron_vl.training.state import optimizer_state
+from megatron_vl.training.state.optimizer_state import (
     INDEX_FILE,
     STATE_KINDS,
     OptimizerStateReader,

@@ -15,7 +15,7 @@ from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import frame_flops, make_tower_frames, split_by_cost
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
-from megatron_vl.training.picture_scatter import PictureShares, _concatenated_shares, frame_plane_bounds
+from megatron_vl.training.rows.image_scatter import PictureShares, _concatenated_shares, frame_plane_bounds
 from tests.tiny import tiny_checkpoint
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.config.checks import config_remarks
-from megatron_vl.training.profiling import StepProfiler
+from megatron_vl.training.report.profiling import StepProfiler
 from tests.training.small_run import metrics, prepare, train
 
 DIR = ["--checkpoint.dir", "run"]

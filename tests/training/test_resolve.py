@@ -21,7 +21,7 @@ from megatron_vl.config import (
 from megatron_vl.config.checks import config_remarks
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training.adapters import with_stored_lora
+from megatron_vl.training.lora import with_stored_lora
 from megatron_vl.training.resolve import resolve_run
 from tests.training.small_run import environment
 

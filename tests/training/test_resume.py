@@ -19,7 +19,7 @@ from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
-from megatron_vl.training.resume import field_change_notes, recorded_fields
+from megatron_vl.training.state.resume import field_change_notes, recorded_fields
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call
 from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say

@@ -40,7 +40,7 @@ def whole(prepared: dict[str, Path]) -> Path:
 
 def test_the_load_of_the_busiest_rank() -> None:
     """Ranks of [3 + 1, 0 + 0] and [1 + 2, 3 + 2] tokens: 4 / 2 and 5 / 4, on average 1.625."""
-    from megatron_vl.training.metrics import busiest_rank_load
+    from megatron_vl.training.report.metrics import busiest_rank_load
 
     expert_tokens = torch.tensor([[3.0, 1.0, 0.0, 0.0], [1.0, 2.0, 3.0, 2.0]])
     assert busiest_rank_load(expert_tokens, 2) == 1.625

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megatron_vl import launch
-from megatron_vl.processes import list_children
-from megatron_vl.signals import handle_stop_signals, shield_loader_worker
+from megatron_vl.system.processes import list_children
+from megatron_vl.system.signals import handle_stop_signals, shield_loader_worker
 from tests.training.small_run import command, environment, metrics, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
 

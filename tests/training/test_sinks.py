@@ -22,9 +22,9 @@ import torch
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.config.checks import check_wandb_installed
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 from megatron_vl.training.evaluation import ValidationResult
-from megatron_vl.training.metrics_sinks import (
+from megatron_vl.training.report.sinks import (
     WANDB_RUN_FILE,
     JsonLinesSink,
     MetricsSink,

@@ -12,8 +12,8 @@ from converters.convert import convert_weights
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.blend import read_blend_sources
-from megatron_vl.training import batch_broadcast
-from megatron_vl.training.metrics_sinks import scalar_metrics
+from megatron_vl.training.report.sinks import scalar_metrics
+from megatron_vl.training.rows import batch_broadcast
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter, abbreviate_count
 from megatron_vl.training.step import _loss_by_source, token_loss
 from tests.data.helpers import spec_of

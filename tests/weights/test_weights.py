@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_vl.json_files import manifest_digest
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import (
@@ -23,6 +22,7 @@ from megatron_vl.spec.tensors import (
     TensorInfo,
     tensor_table,
 )
+from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import MatrixBlock, cut_shard, gather_region, shard_blocks
 from megatron_vl.weights.tensor_files import (

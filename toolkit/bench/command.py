@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_vl.config import validate_config
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.split import run_layout
-from toolkit.launch import run_group, usable_gpus
-from toolkit.options import to_command_line
+from toolkit.common.launch import run_group, usable_gpus
+from toolkit.common.options import to_command_line
 
 from .options import BenchOptions, resolve_bench_run
 

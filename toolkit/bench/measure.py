@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from megatron_vl.errors import UserError
 from megatron_vl.models.moe.router import iterate_routers
+from megatron_vl.system.errors import UserError
 from megatron_vl.train import train
-from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.hooks import Hook
 from megatron_vl.training.offload.build import chunked_state
+from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.step import StepResult, replicated_modules
 from megatron_vl.training.trainer import Trainer
 

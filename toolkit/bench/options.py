@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
 from megatron_vl.data.source.location import DataPath
-from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
-from toolkit.options import CommandOptions, option, parse_command_line
-from toolkit.run_adapters import with_adapter_settings
+from megatron_vl.system.errors import UsageError
+from toolkit.common.lora import with_adapter_settings
+from toolkit.common.options import CommandOptions, option, parse_command_line
 
 RANDOM_WORKLOADS = ("images", "text")
 UNMEASURED_SECTIONS = ("checkpoint", "eval", "profile", "wandb")

@@ -22,11 +22,11 @@ from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.flops import needed_flops, recompute_flops, row_flops, row_sizes
 from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.estimate.memory import count_parameters
-from megatron_vl.plurals import count_text, trained_text
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.batch_broadcast import StepBatch
+from megatron_vl.system.plurals import count_text, trained_text
+from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
-from toolkit.layouts import layout_sizes_text
+from toolkit.common.layouts import layout_sizes_text
 
 from .options import BenchOptions, BenchRun
 

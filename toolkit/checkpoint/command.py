@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.layouts import layout_sizes_text
+from toolkit.common.layouts import layout_sizes_text
 
 from .contents import describe_checkpoint, find_step_dir, verify_checkpoint
 from .options import CheckpointVerifyOptions, RestartDataOptions, RollbackOptions, ShowOptions

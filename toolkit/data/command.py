@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vl.plurals import pluralize
+from megatron_vl.system.plurals import pluralize
 
 from .options import DataConvertOptions, DataIndexOptions, DataShowOptions, DataVerifyOptions
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from data_tools.sample_sources import SampleSource, SourceError
 from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_values
-from megatron_vl import durable_files
-from megatron_vl.errors import UserError
-from toolkit.html_templates import jpeg_base64, template_environment
+from megatron_vl.system import durable_files
+from megatron_vl.system.errors import UserError
+from toolkit.common.html_templates import jpeg_base64, template_environment
 
 from .prepared_dataset import PreparedDataset
 from .sample_view import SampleView, view_sample

@@ -10,8 +10,8 @@ from data_tools.sample_sources import open_encoder
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.source.location import DataPath, check_data_path
-from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.system.errors import UsageError
 
 from .options import PreparedOptions
 

@@ -15,8 +15,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_vl.errors import UserError
-from toolkit.process_tree import kill_process_tree
+from megatron_vl.system.errors import UserError
+from toolkit.common.process_tree import kill_process_tree
 
 from .options import DemoOptions
 
@@ -39,8 +39,8 @@ def demo(options: DemoOptions) -> int:
     """Empties the folder and runs every command in it. Returns exit code 1 if a check fails."""
     import torch
 
+    from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
     from toolkit.demo.demo_data import conversation_texts, write_raw_data
-    from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
     start_time = time.perf_counter()
     folder, steps = options.dir, options.steps

@@ -16,7 +16,12 @@ from PIL import Image
 from torch import Tensor
 
 from megatron_vl.spec.families import read_spec
-from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model, load_hf_processor
+from toolkit.common.hf_loading import (
+    apply_video_prompt,
+    follow_video_positions,
+    load_hf_model,
+    load_hf_processor,
+)
 
 
 class DemoReference:

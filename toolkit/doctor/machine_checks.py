@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_vl.estimate.gpus import GpuInfo, query_gpus
-from megatron_vl.plurals import pluralize
+from megatron_vl.system.plurals import pluralize
 
 GIB = 2**30
 INSTALL_GPU = "pip install -e '.[gpu]' -c constraints.txt --no-build-isolation"
@@ -239,7 +239,7 @@ def _check_environment(has_gpu: bool) -> Iterator[Finding]:
 
 def check_all_reduce(num_gpus: int) -> Finding:
     """Runs a real all-reduce over all GPUs, or over two gloo processes if there are none."""
-    from toolkit.launch import last_output_lines, run_group
+    from toolkit.common.launch import last_output_lines, run_group
 
     num_ranks, backend = num_gpus or 2, "nccl" if num_gpus else "gloo"
     reduced = run_group("toolkit.doctor.all_reduce", [backend], num_ranks)

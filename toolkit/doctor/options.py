@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.options import CommandOptions
+from toolkit.common.options import CommandOptions
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_vl.errors import UsageError
+from megatron_vl.system.errors import UsageError
 
 from .options import EvaluateOptions
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from toolkit.options import CommandOptions, option
+from toolkit.common.options import CommandOptions, option
 
 
 @dataclass(kw_only=True)

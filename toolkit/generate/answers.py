@@ -19,13 +19,13 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.chat import read_stop_tokens
 from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
 from megatron_vl.weights.trained_media import exported_media
 from megatron_vl.weights.weight_reader import WeightReader
-from toolkit.hf_loading import follow_video_positions, greedy_settings, load_hf_model
+from toolkit.common.hf_loading import follow_video_positions, greedy_settings, load_hf_model
+from toolkit.common.sample_encoder import SampleEncoder
 from toolkit.parity.reference import hf_inputs
-from toolkit.sample_encoder import SampleEncoder
 from toolkit.weights.export_step import ExportJob, export_step
 
 from .options import GenerateOptions

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from megatron_vl.config import parse_config
-from megatron_vl.errors import UsageError
+from megatron_vl.system.errors import UsageError
 
 from .options import GenerateOptions
 

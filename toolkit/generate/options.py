@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megatron_vl.errors import UsageError
-from toolkit.options import CommandOptions, option
+from megatron_vl.system.errors import UsageError
+from toolkit.common.options import CommandOptions, option
 
 NOTES = """
 Answers are greedy: each token is the likeliest one, until a token ends the turn (generation_config.json;

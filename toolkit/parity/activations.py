@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.batch_broadcast import StepBatch
+from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
 
 from .errors import ErrorSums

@@ -28,16 +28,16 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
-from megatron_vl.spec.adapters import MixedLora
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import configured_layout
-from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
+from megatron_vl.spec.lora import MixedLora
 from megatron_vl.training.hooks import Hook
 from megatron_vl.training.input_files import read_model_digests
 from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
-from toolkit.sample_encoder import SampleEncoder
+from toolkit.common.sample_encoder import SampleEncoder
 
 from .random_samples import make_sample
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toolkit.options import check_path
+from toolkit.common.options import check_path
 
 from .options import ParityOptions
 

@@ -16,17 +16,17 @@ import torch
 from converters.convert import convert_adapter, convert_weights
 from data_tools.formats import read_conversation
 from megatron_vl.data.packing.assemble_row import TokenizedSample
-from megatron_vl.errors import UserError
-from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import LayoutError
+from megatron_vl.system.errors import UserError
+from megatron_vl.system.plurals import pluralize
 from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.common.hf_loading import check_hf_folder
+from toolkit.common.launch import last_output_lines, run_group
+from toolkit.common.layouts import LayoutSpec
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 from toolkit.demo.demo_data import write_raw_data
-from toolkit.hf_loading import check_hf_folder
-from toolkit.launch import last_output_lines, run_group
-from toolkit.layouts import LayoutSpec
-from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 from .case import ParityCase, encode_conversations, write_cases
 from .options import ParityOptions

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import FAMILIES
-from toolkit.layouts import LAYOUT_GRAMMAR, LayoutSpec, LayoutTextError, parse_layouts
-from toolkit.options import CommandOptions, option
+from megatron_vl.system.errors import UsageError, UserError
+from toolkit.common.layouts import LAYOUT_GRAMMAR, LayoutSpec, LayoutTextError, parse_layouts
+from toolkit.common.options import CommandOptions, option
 
 MEMORY_NOTES = """
 Memory. transformers runs first and alone, in float32, on a GPU that holds it and otherwise on CPU. It needs

@@ -25,10 +25,10 @@ from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_ta
 from megatron_vl.config import OptimizerConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
-from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
-from toolkit.hf_loading import SAFE_LOADING_ARGUMENTS, load_hf_model
+from megatron_vl.system.errors import UserError
+from toolkit.common.hf_loading import SAFE_LOADING_ARGUMENTS, load_hf_model
 
 RANDOM_B_SCALE = 0.1
 """Size of what random adapters add, relative to what their matrices compute. New ones would add nothing."""

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixels import decode_image, read_pixel_norm
-from megatron_vl.errors import UserError
 from megatron_vl.spec.families import read_spec
+from megatron_vl.system.errors import UserError
 from megatron_vl.weights.weight_reader import WeightReader
-from toolkit.hf_loading import load_hf_processor
+from toolkit.common.hf_loading import load_hf_processor
 
 from .activations import HfActivationRecorder
 from .case import ADAM_CONFIG, ParityCase, draw_samples, encode_conversations

@@ -28,10 +28,10 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.parallel.process_grid import end_distributed, init_distributed
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import model_part
-from megatron_vl.training.checkpoint import read_live_shard
+from megatron_vl.training.state.checkpoint import read_live_shard
 from megatron_vl.training.step import reduce_losses, replicated_modules, run_schedule
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.weight_reader import WeightReader

@@ -8,9 +8,7 @@ import json
 import math
 from typing import Any
 
-from megatron_vl import host_memory
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
-from megatron_vl.errors import UsageError, UserError
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
 from megatron_vl.estimate.memory import GPU_MEMORY_PARTS
 from megatron_vl.estimate.memory_check import with_offload_fraction
@@ -18,7 +16,9 @@ from megatron_vl.estimate.search import SearchRequest, describe_layout, search_l
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layout
 from megatron_vl.spec.families import read_spec
-from toolkit.run_adapters import with_adapter_settings
+from megatron_vl.system import host_memory
+from megatron_vl.system.errors import UsageError, UserError
+from toolkit.common.lora import with_adapter_settings
 
 from .options import PlanOptions
 from .print_plan import Plan, print_plan

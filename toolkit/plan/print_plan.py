@@ -14,8 +14,8 @@ from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
 from megatron_vl.estimate.search import SearchRequest, describe_layout
 from megatron_vl.estimate.split import with_split
 from megatron_vl.estimate.step import RunPrediction
-from megatron_vl.plurals import count_text, pluralize, trained_text
-from toolkit.memory_table import memory_table, wide_console
+from megatron_vl.system.plurals import count_text, pluralize, trained_text
+from toolkit.common.memory_table import memory_table, wide_console
 
 
 @dataclass(frozen=True)

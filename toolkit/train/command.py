@@ -8,8 +8,8 @@ import sys
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.config.checks import check_inputs
 from megatron_vl.data.source.location import check_data_path
-from megatron_vl.errors import UsageError
-from toolkit.launch import single_rank_variables, usable_gpus
+from megatron_vl.system.errors import UsageError
+from toolkit.common.launch import single_rank_variables, usable_gpus
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig
-from megatron_vl.errors import UserError
 from megatron_vl.estimate.gpus import find_gpu, known_gpus, local_gpu, query_gpus, reserve_gib
 from megatron_vl.estimate.memory import count_parameters
 from megatron_vl.estimate.memory_check import least_offload_fraction
 from megatron_vl.estimate.step import predict_layout
-from megatron_vl.plurals import pluralize, trained_text
 from megatron_vl.spec.layout import Layout
+from megatron_vl.system import host_memory
+from megatron_vl.system.errors import UserError
+from megatron_vl.system.plurals import pluralize, trained_text
 from megatron_vl.training.resolve import MachineMemory, resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
-from toolkit.layouts import layout_sizes_text
-from toolkit.memory_table import memory_table, wide_console
+from toolkit.common.layouts import layout_sizes_text
+from toolkit.common.memory_table import memory_table, wide_console
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.options import CommandOptions, option
+from toolkit.common.options import CommandOptions, option
 
 
 @dataclass(kw_only=True)

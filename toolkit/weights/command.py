@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.errors import UsageError
-from megatron_vl.plurals import pluralize
+from megatron_vl.system.errors import UsageError
+from megatron_vl.system.plurals import pluralize
 
 from .options import (
     ONE_RANK,

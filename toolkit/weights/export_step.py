@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import durable_files
-from megatron_vl.errors import UserError, describe_error
-from megatron_vl.processes import end_with_parent
+from megatron_vl.system import durable_files
+from megatron_vl.system.errors import UserError, describe_error
+from megatron_vl.system.processes import end_with_parent
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import unused_path
 from megatron_vl.weights.weight_reader import WeightReader

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_vl.errors import UsageError
-from toolkit.options import CommandOptions, option
+from megatron_vl.system.errors import UsageError
+from toolkit.common.options import CommandOptions, option
 
 if TYPE_CHECKING:
     from megatron_vl.config import TrainConfig

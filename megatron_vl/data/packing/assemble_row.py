@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_vl.data.packing.training_row import TrainingRow, VisionBatch
-from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.positions import (
@@ -25,6 +24,7 @@ from megatron_vl.spec.positions import (
     placeholder_runs,
     window_order,
 )
+from megatron_vl.system.errors import UserError
 
 
 class PackingError(UserError, ValueError):

@@ -53,10 +53,10 @@ from megatron_vl.data.sample.tokenizer import (
     compute_tokenizer_digest,
     load_tokenizer,
 )
-from megatron_vl.errors import is_machine_fault
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
+from megatron_vl.system.errors import is_machine_fault
 
 PROBE_FUNCTION = "look_up_the_weather"
 PROBE_TURNS: list[dict[str, Any]] = [

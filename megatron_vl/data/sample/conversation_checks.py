@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_vl.data.sample.thinking import THINK_CLOSING, THINK_TAG
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 CONTROL_TOKEN = re.compile(r"<\|(?:im_start|im_end|endoftext|vision_start|vision_end|vision_pad)\|>")
 """Tokens that begin or end turns, documents and media. Those of boxes and of code may stand in a text; the

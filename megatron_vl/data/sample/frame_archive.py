@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 FRAME_ARCHIVE_FORMAT = "megatron-vl frames"

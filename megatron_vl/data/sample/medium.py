@@ -17,7 +17,7 @@ from megatron_vl.data.sample.pixels import (
     open_image,
     probe_video,
 )
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 SAFE_SUFFIX = re.compile(r"[a-z0-9]{1,8}")
 VIDEO_SUFFIXES = set("mp4 mov mkv webm avi mpg mpeg m4v flv wmv ts gif ogv 3gp".split())

@@ -56,8 +56,8 @@ from megatron_vl.data.sample.frame_archive import (
     is_frame_rate,
 )
 from megatron_vl.data.sample.video_decoding import decode_frames_at, describe_video, upright_frame
-from megatron_vl.errors import is_machine_fault
 from megatron_vl.spec.positions import GridTHW
+from megatron_vl.system.errors import is_machine_fault
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

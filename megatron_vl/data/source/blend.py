@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 NAME_FIELD = "source"
 """The entry of ``subflavors`` that names a source."""

@@ -35,7 +35,7 @@ from megatron_vl.data.source.location import (
     read_text_file,
     resolve_location,
 )
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 METADATA_DIR = ".nv-meta"
 SIZES_DIR = "sizes"

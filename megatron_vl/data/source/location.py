@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath

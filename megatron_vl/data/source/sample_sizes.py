@@ -39,10 +39,10 @@ from megatron_vl.data.source.dataset_description import (
     Description,
 )
 from megatron_vl.data.source.location import Location, location_is_file, read_text_file
-from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW
+from megatron_vl.system.errors import UserError
 
 SHARDS_FILE = "shards.json"
 SIZES_VERSION = 2

@@ -28,7 +28,7 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from multistorageclient.types import Range
 from numpy.typing import NDArray
 
-from megatron_vl.signals import shield_loader_worker
+from megatron_vl.system.signals import shield_loader_worker
 
 READING_ENDED_TEXT = "the process that reads from the object store has ended"
 MAX_REQUESTS = 16

@@ -22,7 +22,7 @@ from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITa
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S
-from megatron_vl.errors import is_machine_fault, retry_machine_faults
+from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 
 BROKEN_FIELD = "__broken__"
 """Field of a crude sample that could not be read; its value is (reason, detail)."""

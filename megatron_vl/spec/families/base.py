@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 
 class ConfigError(UserError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl import progress
+from megatron_vl.system import progress
 from megatron_vl.training.offload.state_chunks import StateChunk
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_vl import durable_files
 from megatron_vl.config import TrainConfig
+from megatron_vl.system import durable_files
 
 PROFILE_DIR = "profile"
 """The subfolder of ``checkpoint.dir`` for traces."""

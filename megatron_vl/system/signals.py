@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from megatron_vl.processes import end_with_parent, list_children
+from megatron_vl.system.processes import end_with_parent, list_children
 
 _MESSAGE_TIMEOUT_S = 10.0
 """Seconds after which a rank whose peer is gone ends, with or without a message."""

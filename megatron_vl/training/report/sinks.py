@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl import durable_files
 from megatron_vl.config import TrainConfig
-from megatron_vl.durable_files import drop_incomplete_line
-from megatron_vl.errors import UserError
-from megatron_vl.json_files import write_json
+from megatron_vl.system import durable_files
+from megatron_vl.system.durable_files import drop_incomplete_line
+from megatron_vl.system.errors import UserError
+from megatron_vl.system.json_files import write_json
 from megatron_vl.training.evaluation import ValidationResult
 
 EVALUATIONS_FILE = "eval.jsonl"

@@ -4,7 +4,7 @@ The rank at (stage 0, cp 0, tp 0) owns the loader. Once per step, one broadcast 
 positions and segment bounds of all its rows to the whole replica. Pixels and their indices go only to the
 ranks on stage 0. Sizes are sent first in a small message between hosts, so that no rank reads a number from
 the device. Under context parallelism, each rank then keeps its part of the rows
-(:mod:`megatron_vl.training.row_shards`).
+(:mod:`megatron_vl.training.rows.row_shards`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl import progress
 from megatron_vl.data.packing.training_row import TrainingRow, loss_index
-from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
+from megatron_vl.system import progress
+from megatron_vl.system.errors import UserError
 from megatron_vl.training.out_of_memory import host_memory_message
-from megatron_vl.training.picture_scatter import (
+from megatron_vl.training.rows.image_scatter import (
     PictureShares,
     frame_plane_bounds,
     pin_memory,
     scatter_pictures,
 )
-from megatron_vl.training.row_shards import (
+from megatron_vl.training.rows.row_shards import (
     RowSharding,
     complete_part,
     cut_feature_index,

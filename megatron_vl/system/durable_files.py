@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_vl import progress
+from megatron_vl.system import progress
 
 PARTIAL_SUFFIX = ".partial"
 """The end of a file's name until the file is complete."""

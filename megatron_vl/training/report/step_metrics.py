@@ -33,7 +33,7 @@ class StepMetrics:
     dropped_samples: int = 0
     """Samples that could not be used."""
     sending_ranks: int = 0
-    """Ranks that also send a message (see :mod:`megatron_vl.training.rank_0_gather`)."""
+    """Ranks that also send a message (see :mod:`megatron_vl.training.report.gather`)."""
     data_wait_s: float = 0.0
     memory_gib: float = 0.0
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_vl import host_memory
-from megatron_vl.partial_folder import remove_partial_folder
-from megatron_vl.processes import python_path_with_tools
+from megatron_vl.system import host_memory
+from megatron_vl.system.partial_folder import remove_partial_folder
+from megatron_vl.system.processes import python_path_with_tools
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, EXPORTS_DIR, SavedCheckpoint, export_dir_path
 

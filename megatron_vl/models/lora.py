@@ -1,4 +1,4 @@
-"""LoRA adapters beside the linear layers of a built model (:mod:`megatron_vl.spec.adapters`).
+"""LoRA adapters beside the linear layers of a built model (:mod:`megatron_vl.spec.lora`).
 
 An adapter is a child module of its linear layer, and a forward hook adds what it computes to the layer's
 output. So every module that holds a linear layer stays as it is, and a layer without an adapter costs
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.models.parameter_names import LiveTensor
-from megatron_vl.spec.adapters import FusedAdapter, fused_adapters, initial_bound, row_runs
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.lora import FusedAdapter, fused_adapters, initial_bound, row_runs
 from megatron_vl.spec.tensors import Sharding, TensorInfo
 from megatron_vl.weights.matrix_blocks import cut_shard
 
@@ -291,7 +291,7 @@ class AdaptedModel:
         self, adapter: FusedAdapter, linear: Any, base_tensors: list[LiveTensor]
     ) -> nn.Module:
         """The adapter of all experts of a rank, for grouped products on a GPU."""
-        from megatron_vl.models.moe.expert_adapters import MIN_RANK_MULTIPLE, GroupedAdapter
+        from megatron_vl.models.moe.lora import MIN_RANK_MULTIPLE, GroupedAdapter
 
         [part] = adapter.parts
         if not linear.takes_tile_plan or self.sharding.etp > 1 or part.rank % MIN_RANK_MULTIPLE:

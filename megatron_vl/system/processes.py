@@ -50,7 +50,7 @@ def end_with_parent(parent: int = 0) -> None:
 
 def tools_dir() -> Path:
     """The folder that holds ``toolkit``."""
-    package_dir = Path(__file__).resolve().parent
+    package_dir = Path(__file__).resolve().parents[1]
     installed_tools = package_dir / "_tools"
     return installed_tools if installed_tools.is_dir() else package_dir.parent
 

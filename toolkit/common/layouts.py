@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import ParallelConfig
-from megatron_vl.errors import UserError
+from megatron_vl.system.errors import UserError
 
 
 class LayoutTextError(UserError, ValueError):

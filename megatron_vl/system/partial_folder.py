@@ -18,7 +18,7 @@ from typing import TextIO
 
 import psutil
 
-from megatron_vl import durable_files
+from megatron_vl.system import durable_files
 
 OWNER_FILE, NEW_DIR, OLD_DIR = "owner", "new", "old"
 

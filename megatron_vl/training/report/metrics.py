@@ -1,5 +1,5 @@
 """The metrics of a run: one printed line per step, and the same numbers in every sink (see
-:mod:`megatron_vl.training.metrics_sinks`)."""
+:mod:`megatron_vl.training.report.sinks`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.evaluation import ValidationResult
-from megatron_vl.training.metrics_sinks import MetricsSink, open_metrics_sinks
 from megatron_vl.training.optimizer import PartLearningRates
-from megatron_vl.training.rank_0_gather import Rank0Gather
+from megatron_vl.training.report.gather import Rank0Gather
+from megatron_vl.training.report.sinks import MetricsSink, open_metrics_sinks
+from megatron_vl.training.report.step_metrics import StepMetrics
+from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter
 from megatron_vl.training.step import SKIP_REASONS, StepResult
-from megatron_vl.training.step_metrics import StepMetrics
 
 MAX_LIST_BYTES = 4 << 20
 """Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""

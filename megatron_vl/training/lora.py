@@ -9,8 +9,8 @@ import dataclasses
 from pathlib import Path
 
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig
-from megatron_vl.spec.adapters import fused_adapters, saved_modules
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.lora import fused_adapters, saved_modules
 from megatron_vl.weights.run_folder import SavedCheckpoint
 
 
@@ -33,12 +33,12 @@ def with_start_adapter(
     if not adapter_dir:
         return config
 
-    from converters.adapters import PeftAdapters, open_adapters  # they import torch
+    from converters.lora import PeftAdapters, open_adapters
     from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
     weight_reader: WeightReader | PeftAdapters
     if source_checkpoint is not None:
-        from megatron_vl.training.checkpoint import suggest_remedy
+        from megatron_vl.training.state.checkpoint import suggest_remedy
 
         with suggest_remedy(source_checkpoint.path):
             weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
@@ -83,7 +83,7 @@ def check_adapter_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -
     Args:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
     """
-    from converters.adapters import open_adapters  # it imports torch
+    from converters.lora import open_adapters
 
     adapter_dir = config.lora.adapter
     if not adapter_dir:

@@ -1,6 +1,6 @@
 """LoRA adapters of a rank's experts, with one kernel launch per factor.
 
-See :mod:`megatron_vl.models.adapters`.
+See :mod:`megatron_vl.models.lora`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from megatron_vl.config.fields import field_types
 from megatron_vl.config.options import MISSING, valid_range
 from megatron_vl.config.options import option as option
 from megatron_vl.config.removed import explain_unknown
-from megatron_vl.errors import UsageError
+from megatron_vl.system.errors import UsageError
 
 RUN_FIELDS_HELP = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
 WIDTH = 100

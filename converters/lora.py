@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import (
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.lora import (
     FusedAdapter,
     fused_adapters,
     is_adapter_tensor,
@@ -24,7 +25,6 @@ from megatron_vl.spec.adapters import (
     saved_modules,
     trained_table,
 )
-from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.model_digest import AdapterBase, recorded_base
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE

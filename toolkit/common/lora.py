@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.adapters import with_start_adapter
+from megatron_vl.training.lora import with_start_adapter
 from megatron_vl.training.resolve import find_source_checkpoint
 
 

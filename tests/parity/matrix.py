@@ -1,7 +1,7 @@
 """The support matrix of the documentation: family x feature, with the test that proves each cell.
 
-``python -m tests.distributed.matrix`` prints it as Markdown. The cells of layouts, rows and training come
-from the settings of the parity table (:mod:`tests.distributed.cases`); what other tests prove is in
+``python -m tests.parity.matrix`` prints it as Markdown. The cells of layouts, rows and training come
+from the settings of the parity table (:mod:`tests.parity.cases`); what other tests prove is in
 :data:`PROOFS`. Nothing here imports torch. ``tests/test_docs_generated.py`` checks that every test exists.
 """
 
@@ -23,7 +23,7 @@ FAMILIES = {
     Q35: "Qwen3.5",
     MOE35: "Qwen3.5 with experts",
 }
-PARITY = "tests/distributed/test_parity.py::test_parity"
+PARITY = "tests/parity/test_parity.py::test_parity"
 
 
 # --- What the parity table holds ----------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import durable_files
-from megatron_vl.errors import UserError
+from megatron_vl.system import durable_files
+from megatron_vl.system.errors import UserError
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@
                                         fields, and files with their hashes
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
     DIR/step_00000120/optimizer/        one safetensors file per rank and an index of them
-                                        (see :mod:`megatron_vl.training.optimizer_state`)
+                                        (see :mod:`megatron_vl.training.state.optimizer_state`)
     DIR/step_00000120/loader/           the position in the data set
 
 A save copies the state to host memory and returns; a thread writes it while training continues. Ranks agree
@@ -37,20 +37,21 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_vl import durable_files, progress
 from megatron_vl.config import LoraConfig
 from megatron_vl.data.source.bad_samples import BadSampleMeter, add_pending_counts
-from megatron_vl.json_files import check_format_version, manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.heartbeat import RankProcess, own_process
 from megatron_vl.parallel.process_grid import ProcessGrid
-from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.training.export_hf import HfExporter
-from megatron_vl.training.optimizer_state import (
+from megatron_vl.spec.lora import trained_table
+from megatron_vl.system import durable_files, progress
+from megatron_vl.system.json_files import check_format_version, manifest_digest, write_json
+from megatron_vl.training.out_of_memory import host_memory_message
+from megatron_vl.training.state.export_hf import HfExporter
+from megatron_vl.training.state.optimizer_state import (
     INDEX_FILE,
     MissingOptimizerStateError,
     OptimizerStateReader,
@@ -63,7 +64,6 @@ from megatron_vl.training.optimizer_state import (
     write_hashed_safetensors,
     write_slice_index,
 )
-from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard

@@ -32,11 +32,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl import durable_files, progress
-from megatron_vl.json_files import write_json
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.tensors import Sharding, TensorInfo, model_part
+from megatron_vl.system import durable_files, progress
+from megatron_vl.system.json_files import write_json
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.offload.chunked_step import counts_steps_by_group
 from megatron_vl.training.offload.state_chunks import ChunkedParameter

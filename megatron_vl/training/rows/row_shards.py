@@ -24,7 +24,7 @@ from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import Array, cumulative_starts
 from megatron_vl.spec.families import VisionSpec
-from megatron_vl.training.picture_scatter import PictureShares, cumulative, pin_memory
+from megatron_vl.training.rows.image_scatter import PictureShares, cumulative, pin_memory
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class RowSharding:
 
         Args:
             vision_lengths: the numbers of patches of the row's frames and windows.
-            plane_bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds`; None if
-                the planes of a rank are not needed.
+            plane_bounds: result of :func:`~megatron_vl.training.rows.image_scatter.frame_plane_bounds`;
+                None if the planes of a rank are not needed.
         """
         return PictureShares(self.vision_spec, [vision_lengths], [plane_bounds or []], self.context_size)
 
@@ -229,7 +229,8 @@ def cut_pictures(
     A rank without frames gets the first merge unit of the row's pictures, for a tower that must always run.
 
     Args:
-        plane_bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds` for the row.
+        plane_bounds: result of :func:`~megatron_vl.training.rows.image_scatter.frame_plane_bounds` for the
+            row.
     """
     picture_shares = row_sharding.picture_shares(row_header["vision_lengths"], plane_bounds)
     rank_frames, _, _ = picture_shares.share_of_rank(rank)
