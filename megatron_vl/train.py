@@ -68,6 +68,7 @@ def train(config: TrainConfig, spec: ModelSpec | None = None, hooks: Sequence[Ho
     from megatron_vl.parallel.start import join_ranks
     from megatron_vl.training.missing_sizes import write_missing_sizes
     from megatron_vl.training.out_of_memory import explain_memory_errors
+    from megatron_vl.training.passes import with_counted_steps
     from megatron_vl.training.resolve import MachineMemory, resolve_run
     from megatron_vl.training.trainer import Trainer
 
@@ -81,6 +82,7 @@ def train(config: TrainConfig, spec: ModelSpec | None = None, hooks: Sequence[Ho
             lambda: resolve_run(config, launched_world_size(), machine_memory, spec=spec)
         )
         write_missing_sizes(resolved_run, platform)
+        resolved_run = with_counted_steps(resolved_run, launched_world_size())
         with Trainer(resolved_run, platform, hooks) as trainer, explain_memory_errors(resolved_run):
             trainer.build()
             trainer.restore()

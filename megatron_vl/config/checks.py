@@ -147,7 +147,13 @@ def _check_pipeline_chunks(config: TrainConfig, data_parallel_size: int) -> None
 
 def _check_step_counts(config: TrainConfig) -> None:
     """Checks the length of the run and of its warm-up."""
-    if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
+    if config.steps and config.epochs:
+        raise RunConfigError(f"steps {config.steps} and epochs {config.epochs} exclude each other: give one")
+    if not config.steps and config.data.is_synthetic:
+        raise RunConfigError(f"data.path {config.data.path} has no end: give steps")
+    if not config.steps:
+        return  # they are counted from the data, and checked then
+    if config.optimizer.warmup_steps and config.optimizer.warmup_steps >= config.steps:
         raise RunConfigError(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}"
         )
@@ -229,10 +235,11 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     if not profile.steps:
         return
 
-    if len(profile.steps) != 2 or not 1 <= profile.steps[0] <= profile.steps[1] <= config.steps:
+    last_step = config.steps or profile.steps[-1]  # 0: not counted yet
+    if len(profile.steps) != 2 or not 1 <= profile.steps[0] <= profile.steps[1] <= last_step:
         raise RunConfigError(
             f"profile.steps {profile.steps} must be the first and the last step to trace, as in [5, 7],"
-            f" between 1 and steps {config.steps}"
+            f" between 1 and steps {last_step}"
         )
     if not profile.ranks or not set(profile.ranks) <= set(range(world_size)):
         raise RunConfigError(
@@ -364,7 +371,7 @@ def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
         remark_texts.append("checkpoint.dir is empty: no checkpoint of this run is saved")
     elif not config.checkpoint.interval:
         remark_texts.append(
-            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}), so a"
+            "checkpoint.interval is 0: the only checkpoint is that of the last step, so a"
             " run that fails earlier loses everything. Set an interval, for instance --checkpoint.interval"
             " 500"
         )

@@ -18,6 +18,8 @@ from megatron_vl.system.errors import UserError
 
 CALLS_WITHOUT_ACTIVATIONS = 4
 """How many times ``vision.patches_a_call`` patches a call of the tower takes that keeps no activations."""
+WARMUP_SHARE = 0.03
+"""Share of a run's steps in which the learning rate rises, unless the user gives their number."""
 RANDOM_WEIGHTS = "random"
 """The value of ``model.checkpoint`` for new weights."""
 SYNTHETIC_ROWS = ("synthetic:images", "synthetic:text")
@@ -263,8 +265,9 @@ class OptimizerConfig:
     """Final learning rate as a fraction of the peak (cosine)."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
-    warmup_steps: int = option(0, minimum=0)
-    """Steps of linear warm-up: of n steps, the first has 1/n of the rate, and the last the whole."""
+    warmup_steps: int | None = option(None, minimum=0)
+    """Steps of linear warm-up: of n steps, the first has 1/n of the rate, and the last the whole. Empty: 3 %
+    of the run's steps."""
     weight_decay: float = option(0.1, minimum=0)
     """Weight decay of matrices; biases and norms have none."""
     beta1: float = option(0.9, minimum=0, maximum=1)
@@ -396,8 +399,11 @@ class TrainConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     failures: FailuresConfig = field(default_factory=FailuresConfig)
-    steps: int = option(100, minimum=1)
-    """Optimizer steps of the whole run. The schedule ends here."""
+    steps: int = option(0, minimum=0)
+    """Optimizer steps of the whole run. The schedule ends here. 0: those of epochs passes over the data."""
+    epochs: int = option(0, minimum=0)
+    """Passes over the data, each of which trains on every usable sample exactly once; excludes steps. 0: one
+    pass, if steps is 0 too. A blend by weights has no passes."""
     stop_after: int | None = option(None, minimum=1)
     """Save and stop at this step; the schedule still ends at `steps`."""
     global_batch_size: int = option(8, minimum=1)
@@ -409,6 +415,12 @@ class TrainConfig:
     """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the random initial weights."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up of a run whose ``steps`` are known."""
+        given_steps = self.optimizer.warmup_steps
+        return int(WARMUP_SHARE * self.steps) if given_steps is None else given_steps
 
 
 @functools.cache

@@ -79,6 +79,11 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
 
 
+def stated_fields(argv: Sequence[str]) -> set[str]:
+    """Dotted names of the fields that the words of a run give, here or in its file."""
+    return {name for name, _, _ in _given_values(argv)}
+
+
 def parse_or_exit(argv: list[str] | None = None) -> TrainConfig:
     """:func:`parse_config` for the entry point. Rank 0 prints an error, and all ranks exit with code 2."""
     try:

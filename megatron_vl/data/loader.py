@@ -512,8 +512,9 @@ def build_loader(
     dp_size: int = 1,
     split_facts: SplitFacts | None = None,
     rows_per_step: int = 0,
+    epochs: int = 0,
 ) -> RowLoader:
-    """The loader of data-parallel rank ``dp_rank``. It gives rows of the split ``train`` and never ends.
+    """The loader of data-parallel rank ``dp_rank``. It gives rows of the split ``train``.
 
     Args:
         data_config: the data set, and how rows are made from it.
@@ -522,6 +523,7 @@ def build_loader(
             None, this function reads it.
         rows_per_step: number of rows of a step on all ranks, a multiple of ``dp_size``; 0: one row on each
             rank. A state can be saved between steps.
+        epochs: number of passes over the data; 0: the rows never end.
 
     Raises:
         LoaderError: the folder is not a data set, or the split or a drawn source of it is empty.
@@ -546,6 +548,7 @@ def build_loader(
         compute_tokenization_id(hf_dir, spec, data_config),
         row_encoder,
         rows_per_step or dp_size,
+        epochs,
     )
     loader_identity = _loader_identity(data_config, row_encoder, split_facts)
     return RowLoader(planning_context, loader_identity, dp_rank, dp_size, data_config)

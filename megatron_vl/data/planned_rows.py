@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -225,6 +226,7 @@ class BatchPlanner:
         seq_len, max_patches: largest number of tokens and patches in a row; 0 patches: no limit.
         least_ahead: smallest number of samples to choose from beyond those that fill a step.
         packs_samples: whether several samples may share a row.
+        draw_limit: number of draws after which the data end; None: they never do.
     """
 
     def __init__(
@@ -237,7 +239,9 @@ class BatchPlanner:
         *,
         least_ahead: int = 64,
         packs_samples: bool = True,
+        draw_limit: int | None = None,
     ) -> None:
+        self.draw_limit = draw_limit
         self.sample_order, self.lookup_sizes = sample_order, lookup_sizes
         self.rows_per_step, self.seq_len, self.max_patches = rows_per_step, seq_len, max_patches
         self.least_ahead, self.packs_samples = least_ahead, packs_samples
@@ -248,8 +252,18 @@ class BatchPlanner:
         self._waiting_samples = np.zeros((5, 0), np.int64)
         """Samples that were drawn and wait, the oldest first, as :meth:`_with_sizes` returns them."""
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every sample was planned, as often as ``draw_limit`` allows."""
+        return self._draws_left() == 0 and not self._waiting_samples.size
+
+    def _draws_left(self) -> int:
+        if self.draw_limit is None:
+            return sys.maxsize
+        return max(0, self.draw_limit - self.sample_order.total_draws)
+
     def next_batch(self) -> PlannedBatch:
-        """Plans the rows of the next step.
+        """Plans the rows of the next step. At the end of the data, rows may be empty.
 
         Raises:
             LoaderError: no sample can be used.
@@ -285,7 +299,7 @@ class BatchPlanner:
         sample_counts = self.sample_order.sample_counts
         min_searched = MIN_SEARCHED if len(sample_counts) > 1 else 0
         max_refused = min(max(min_searched, 2 * sum(sample_counts)), MAX_SEARCHED)
-        while draw_count := self._next_draw_count():
+        while draw_count := min(self._next_draw_count(), self._draws_left()):
             drawn_samples = self._with_sizes(*self.sample_order.draw_samples(draw_count))
             is_usable = usable_search.find_usable(drawn_samples[3], drawn_samples[4])
             if usable_search.consecutive_unusable > max_refused:
@@ -480,6 +494,7 @@ class PlanningContext:
         tokenization_id: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
         row_encoder: a :class:`~megatron_vl.data.loader.RowEncoder`.
         rows_per_step: number of rows of a step, on all ranks.
+        epochs: number of passes over the data; 0: they never end.
     """
 
     def __init__(
@@ -489,7 +504,9 @@ class PlanningContext:
         tokenization_id: str,
         row_encoder: Any,
         rows_per_step: int,
+        epochs: int = 0,
     ) -> None:
+        self.epochs = epochs
         self.loaded_datasets = list(loaded_datasets)
         self.row_encoder = row_encoder
         self.rows_per_step = rows_per_step
@@ -542,6 +559,14 @@ class PlanningContext:
             shard_sizes=shard_sizes,
             block_size=SHUFFLE_BLOCK,
         )
+        draw_limit = None
+        if self.epochs:
+            if sample_order.pass_size is None:
+                raise LoaderError(
+                    "a blend by weights has no passes: give steps instead of epochs, or repetitions"
+                    " (blend_epochized) instead of weights"
+                )
+            draw_limit = self.epochs * sample_order.pass_size
 
         batch_planner = BatchPlanner(
             sample_order,
@@ -551,6 +576,7 @@ class PlanningContext:
             data_config.max_patches,
             least_ahead=PACKING_BUFFER,
             packs_samples=data_config.pack,
+            draw_limit=draw_limit,
         )
         if self.planner_state is not None:
             batch_planner.restore_state(self.planner_state)
@@ -583,7 +609,7 @@ class PlannedSteps(IterableDataset[PlannedStep]):
 
     def __iter__(self) -> Iterator[PlannedStep]:
         batch_planner = self.planning_context.make_planner()
-        while True:
+        while not batch_planner.is_at_end:
             # Every rank plans the whole batch and takes its rows of it, so that no rank waits for another.
             planned_batch = batch_planner.next_batch().assign_to_ranks(self.rank_count)
             rows = planned_batch.rows_of_rank(self.rank, self.rank_count)
@@ -773,7 +799,7 @@ class PlannedRankRows:
     def close(self) -> None:
         """Ends the processes."""
         for iterator in (self._rows, self._planned_steps):
-            if hasattr(iterator, "_workers"):  # it has processes
+            if not getattr(iterator, "_shutdown", True):  # it has processes, which the end of the data ends
                 _end_processes(iterator)
         self._store_samples.close()
 

@@ -48,7 +48,7 @@ ADVICE_BY_FIELD = {
 
 
 class RowLoader:
-    """Iterator over the rows of one data-parallel rank. It never ends. All ranks plan the same batches.
+    """Iterator over the rows of one data-parallel rank. All ranks plan the same batches.
 
     Args:
         loader_identity: the settings that determine the rows, as JSON values.
@@ -89,6 +89,14 @@ class RowLoader:
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
+
+    def count_steps(self) -> int:
+        """Number of steps until the data end, from their start. Plans all of them."""
+        batch_planner, steps = self._planning_context.make_planner(), 0
+        while not batch_planner.is_at_end:
+            batch_planner.next_batch()
+            steps += 1
+        return steps
 
     @property
     def row_settings(self) -> dict[str, Any]:

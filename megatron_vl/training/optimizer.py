@@ -126,7 +126,7 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
     of the run has almost the final rate. The rate depends on the step alone, so a resumed run needs no state
     of the schedule.
     """
-    schedule, warmup_steps = config.optimizer.schedule, config.optimizer.warmup_steps
+    schedule, warmup_steps = config.optimizer.schedule, config.warmup_steps
     if step < warmup_steps:
         return peak_rate * (step + 1) / warmup_steps
     if schedule == "constant":

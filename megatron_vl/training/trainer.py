@@ -229,6 +229,7 @@ class Trainer:
             dp_size=self.grid.dp,
             split_facts=self.resolved_run.facts_by_split["train"] if is_of_run else None,
             rows_per_step=rows_per_step,
+            epochs=self.config.epochs if is_of_run else 0,
         )
 
     def _build_hooks(self) -> None:

@@ -22,7 +22,7 @@ def bench(options: BenchOptions) -> int:
     bench_run = resolve_bench_run(options)
     if bench_run.dataset:  # before anything heavy is imported
         check_data_path(bench_run.dataset)
-    world_size = options.nproc_per_node or usable_gpus()
+    world_size = options.nproc_per_node or usable_gpus() or 1
     validate_config(bench_run.config, world_size)
     run_layout(bench_run.config, bench_run.spec, world_size)
     on_cpu = bench_run.config.platform == "cpu" or not usable_gpus(world_size)

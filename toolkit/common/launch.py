@@ -61,17 +61,13 @@ def usable_gpus(ranks: int | None = None) -> int:
         ranks: the ranks that are to run on them; None: as many as there are GPUs.
 
     Raises:
-        UsageError: there are fewer GPUs than ranks, or none and ``ranks`` is not given.
+        UsageError: there are fewer GPUs than ranks.
     """
     import torch
 
     gpu_count = torch.cuda.device_count()
     if gpu_count and ranks and ranks > gpu_count:
         raise UsageError(f"--nproc-per-node {ranks}: torch sees {gpu_count} GPUs here")
-    if not gpu_count and ranks is None:
-        raise UsageError(
-            "torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU"
-        )
     return gpu_count
 
 

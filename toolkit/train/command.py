@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
@@ -13,6 +14,7 @@ from toolkit.common.launch import single_rank_variables, usable_gpus
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
+from .prepare import prepare_run
 
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
@@ -43,7 +45,15 @@ def train(options: TrainOptions) -> int:
 
     run_words = options.fields
     if not launch_environment.is_rank:
-        launcher_arguments = _launcher_arguments(options, launch_environment)
+        num_gpus = usable_gpus()
+        run_words = prepare_run(
+            run_words,
+            _read_config(run_words),
+            is_first_node=_is_first_node(options, launch_environment),
+            has_gpu=num_gpus > 0,
+            media_root=options.media_root,
+        )
+        launcher_arguments = _launcher_arguments(options, launch_environment, run_words, num_gpus or 1)
         if launcher_arguments is not None:
             from megatron_vl.launch import main as launch
 
@@ -64,11 +74,34 @@ def train(options: TrainOptions) -> int:
     return main(run_words)
 
 
-def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnvironment) -> list[str] | None:
-    """The launcher's options that start this node's ranks; None if this process is the only rank."""
-    config = _read_config(options.fields)
+def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment) -> bool:
+    """Whether this is the node at the address where all nodes meet, which every run has."""
+    if (options.nnodes or launch_environment.nnodes) == 1:
+        return True
+    host = (options.master_addr or launch_environment.master_addr).rpartition(":")[0]
+    host = host or options.master_addr or launch_environment.master_addr
+    own_names = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn(), "localhost"}
+    return host in own_names or _address(host) in {_address(name) for name in own_names}
+
+
+def _address(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
+
+
+def _launcher_arguments(
+    options: TrainOptions, launch_environment: LaunchEnvironment, run_words: list[str], num_ranks: int
+) -> list[str] | None:
+    """The launcher's options that start this node's ranks; None if this process is the only rank.
+
+    Args:
+        num_ranks: number of ranks of this node unless the user gives it.
+    """
+    config = _read_config(run_words)
     nnodes = options.nnodes or launch_environment.nnodes
-    ranks_per_node = options.nproc_per_node or usable_gpus()
+    ranks_per_node = options.nproc_per_node or num_ranks
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).

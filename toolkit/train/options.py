@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from toolkit.common.options import CommandOptions, option
@@ -19,13 +20,19 @@ class TrainOptions(CommandOptions):
     run_fields: ClassVar[bool] = True
     explains_run: ClassVar[bool] = True
 
-    nproc_per_node: int | None = option(None, metavar="N", minimum=1, shown_default="the GPUs of this node")
+    nproc_per_node: int | None = option(
+        None, metavar="N", minimum=1, shown_default="the GPUs of this node, or 1"
+    )
     """Start N ranks on this node, with or without GPUs."""
     nnodes: int | None = option(None, metavar="N", minimum=1, shown_default="1, or those of the Slurm step")
     """Train on N nodes; start the same command on each of them."""
     master_addr: str = option("", metavar="HOST[:PORT]", shown_default="the first node of the Slurm step")
     """Host name of one of the nodes; give the same one on all nodes. Runs that share it need different, free
     ports. Without PORT: 29500, or one derived from the Slurm job's number."""
+    media_root: Path | None = option(
+        None, metavar="DIR", shown_default="the folder of the records", must_exist=True
+    )
+    """If data.path is a file of conversations: the folder of their images and videos."""
     dry_run: bool = False
     """Start nothing; make every check of a start, and print layout, split, memory of each pipeline stage and
     estimated speed. Needs no GPU."""

@@ -214,6 +214,14 @@ class SampleOrder:
         self.total_draws = 0
         """Number of all draws, including those from data sets that the blend no longer has."""
 
+    @property
+    def pass_size(self) -> int | None:
+        """Number of draws in which each sample comes once, or as often as its data set repeats; None for a
+        blend by weights."""
+        if len(self.sample_counts) == 1:
+            return self.sample_counts[0]
+        return int(self._pass_bounds[-1]) or None
+
     def draw_samples(self, draw_count: int) -> tuple[Integers, Integers]:
         """Draws the next samples.
 

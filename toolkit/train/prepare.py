@@ -1,0 +1,252 @@
+"""What ``megatron-vl train`` does before ranks start, so that one command trains.
+
+It downloads a model that is given by name, and converts conversations that are given as files, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.config.parsing import stated_fields
+from megatron_vl.system.errors import UserError
+from megatron_vl.system.json_files import write_json
+from megatron_vl.system.plurals import pluralize
+
+if TYPE_CHECKING:
+    from data_tools.convert import DataReport
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A model's name on the Hub: ``Qwen/Qwen2.5-VL-7B-Instruct``."""
+RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".gz", ".zst")
+SOURCE_FILE = "source.json"
+"""In the data set's folder: the files that it was converted from."""
+WAIT_S = 30
+"""Seconds between two lines of a node that waits for the data set."""
+ROW_TOKENS = (2048, 32768)
+"""Smallest and largest row that is chosen by the sizes of samples."""
+ROW_MULTIPLE = 256
+MAX_QUARANTINED = 0.01
+"""Share of the records that may be unusable, as in ``data convert``."""
+
+
+class PrepareError(UserError, ValueError):
+    """Model or data that cannot be prepared. The message says what to do."""
+
+
+def prepare_run(
+    run_args: list[str],
+    config: TrainConfig,
+    *,
+    is_first_node: bool,
+    has_gpu: bool,
+    media_root: Path | None = None,
+) -> list[str]:
+    """Makes the model and the data set available on this node.
+
+    Args:
+        run_args: the fields of the run as words.
+        is_first_node: whether this node converts; the others wait for it.
+        media_root: as for :func:`convert_once`.
+
+    Returns:
+        The words with those fields added that follow: the folders, the length of a row, the type on CPU.
+
+    Raises:
+        PrepareError: the model cannot be downloaded, or the conversations cannot be used.
+    """
+    stated, added = stated_fields(run_args), {}
+    if not has_gpu and "dtype" not in stated:
+        added["dtype"] = "float32"  # Megatron-core rounds bfloat16 more on CPU than transformers does
+    if is_hub_name(config.model.hf):
+        added["model.hf"] = download_model(config.model.hf)
+        config = replace(config, model=replace(config.model, hf=added["model.hf"]))
+
+    if is_records(config.data.path):
+        records_path = Path(str(config.data.path))
+        run_dir = Path(config.checkpoint.dir or Path("runs") / records_path.name.split(".")[0])
+        dataset_dir = run_dir / "data"
+        if is_first_node:
+            convert_once(records_path, dataset_dir, media_root)
+        else:
+            wait_for_dataset(dataset_dir)
+        added |= {"data.path": str(dataset_dir), "checkpoint.dir": str(run_dir)}
+        if "data.seq_len" not in stated:
+            data_config = replace(config.data, path=str(dataset_dir))
+            added["data.seq_len"] = str(choose_row_length(replace(config, data=data_config)))
+    return run_args + [f"--{name}={value}" for name, value in added.items()]
+
+
+# --- The model ----------------------------------------------------------------------------------------------
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether ``model.hf`` is a name on the Hub and not a folder."""
+    return bool(HUB_NAME.fullmatch(model)) and not Path(model).exists()
+
+
+def download_model(name: str) -> str:
+    """Downloads a model into the cache of ``huggingface_hub``, unless it is there. Returns its folder.
+
+    Raises:
+        PrepareError: it cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(name, ignore_patterns=["*.pth", "*.bin", "*.gguf", "original/*"])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        folder = f"checkpoints/{name.partition('/')[2]}"
+        raise PrepareError(
+            f"model.hf {name} is no folder here and cannot be downloaded ({_first_line(error)}). Where the"
+            f" Hub can be reached, run `hf download {name} --local-dir {folder}`, then give --model.hf"
+            f" {folder}"
+        ) from error
+
+
+def say(text: str) -> None:
+    """Prints what happens before any rank prints."""
+    print(f"data: {text}", file=sys.stderr, flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# --- The data -----------------------------------------------------------------------------------------------
+
+
+def is_records(data_path: Any) -> bool:
+    """Whether ``data.path`` is a file of records, or a folder that ``datasets`` saved, and no data set."""
+    if not isinstance(data_path, str) or "://" in data_path:
+        return False
+    path = Path(data_path)
+    if path.is_dir():
+        return (path / "state.json").is_file() and not (path / ".nv-meta").exists()
+    return path.name.endswith(RECORD_SUFFIXES)
+
+
+def convert_once(records_path: Path, dataset_dir: Path, media_root: Path | None = None) -> None:
+    """Converts records into a data set, unless it was made of the same records before.
+
+    Args:
+        media_root: folder of the media; None: that of the records.
+
+    Raises:
+        PrepareError: the records have changed, none can be used, or more than 1 % cannot.
+        ConvertError, ReadError: as :func:`data_tools.convert.convert_dataset` raises them.
+    """
+    from data_tools.convert import ConversionOptions, convert_dataset, default_workers
+
+    if not records_path.exists():
+        raise RunConfigError(f"data.path {records_path} does not exist")
+    source_path = dataset_dir / SOURCE_FILE
+    if source_path.is_file():
+        source = json.loads(source_path.read_text())
+        if source["usable"]:
+            _check_unchanged(records_path, dataset_dir, source)
+            say(f"{dataset_dir} was converted from {records_path} before")
+            return
+        shutil.rmtree(dataset_dir)  # too many of its records could not be used
+    if dataset_dir.exists():
+        raise PrepareError(f"{dataset_dir} was not converted from {records_path} by a run; rename it")
+
+    say(f"converting {records_path} into {dataset_dir}, once")
+    source = {"files": _file_facts(records_path), "sha256": _digest(records_path)}
+    options = ConversionOptions(
+        media_root=media_root or records_path.parent, out=dataset_dir, workers=default_workers()
+    )
+    report = convert_dataset([records_path], options)
+    say(f"{report.samples} of {pluralize(report.records, 'record')} converted")
+    usable = report.quarantined_records <= MAX_QUARANTINED * report.records
+    # This file lets runs use the data set, so it is written last.
+    write_json(source_path, source | {"usable": usable})
+    if not usable:
+        raise PrepareError(_unusable_text(report, dataset_dir))
+
+
+def _unusable_text(report: DataReport, dataset_dir: Path) -> str:
+    quarantine = dataset_dir / "quarantine.jsonl"
+    first = json.loads(quarantine.read_text(encoding="utf-8").splitlines()[0])
+    return (
+        f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first"
+        f" one (record {first['record']}) because of {first['reason']}: {first['detail']}. {quarantine} lists"
+        " them. Correct them and start again, or give the folder of their media with --media-root;"
+        " `megatron-vl data convert` has further options, and its folder is a data.path too"
+    )
+
+
+def _files(records_path: Path) -> list[Path]:
+    if records_path.is_file():
+        return [records_path]
+    return sorted(path for path in records_path.rglob("*") if path.is_file())
+
+
+def _file_facts(records_path: Path) -> list[dict[str, Any]]:
+    facts = []
+    for path in _files(records_path):
+        stat = path.stat()
+        facts.append({"name": path.name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
+    return facts
+
+
+def _digest(records_path: Path) -> str:
+    """SHA-256 of the digests of all files."""
+    digests = []
+    for path in _files(records_path):
+        with path.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _check_unchanged(records_path: Path, dataset_dir: Path, source: dict[str, Any]) -> None:
+    """Raises PrepareError if a data set was converted from other records: a run must not mix the two."""
+    if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
+        return
+    raise PrepareError(
+        f"{dataset_dir} was converted from other records than {records_path} holds now. To train on these,"
+        f" give another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+    )
+
+
+def wait_for_dataset(dataset_dir: Path) -> None:
+    """Waits until the first node has converted the data set, and says so every 30 s."""
+    waited = 0
+    while not (dataset_dir / SOURCE_FILE).is_file():
+        if waited % WAIT_S == 0:
+            say(f"waiting for the first node to write {dataset_dir} ({waited} s)")
+        time.sleep(1)
+        waited += 1
+
+
+def choose_row_length(config: TrainConfig) -> int:
+    """Number of tokens of a row that holds every sample, within :data:`ROW_TOKENS`.
+
+    Writes the sizes of samples if they are missing.
+    """
+    from data_tools.convert import default_workers
+    from data_tools.sample_sizes import index_datasets
+    from data_tools.sample_sources import open_encoder
+    from data_tools.statistics import count_statistics
+    from megatron_vl.spec.families import read_spec
+
+    spec = read_spec(config.model.hf)
+    index_datasets(config.data, spec, config.model.hf, default_workers())
+    any_length = replace(config.data, seq_len=sys.maxsize)
+    statistics = count_statistics(open_encoder(any_length, spec, config.model.hf), config.model.hf)
+    tokens, _ = statistics.sample_quantity("tokens")
+    least, most = ROW_TOKENS
+    row_length = min(max(-(-int(tokens.max()) // ROW_MULTIPLE) * ROW_MULTIPLE, least), most)
+    too_long = int((tokens > row_length).sum())
+    note = f"; {pluralize(too_long, 'sample')} longer than that are left out" if too_long else ""
+    say(f"rows of {row_length:,} tokens; the longest sample has {tokens.max():,}{note}")
+    return row_length
