@@ -38,7 +38,7 @@ from megatron_vl.system.progress_bar import progress
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
-from .input_files import InputError, InputFile, find_input_files, input_names
+from .input_files import InputError, InputFile, find_input_files, input_names, parse_columns
 from .media import is_embedded, read_media
 from .record_ids import RecordIds
 from .records import UnreadableRecord, read_records
@@ -125,6 +125,12 @@ class ConversionOptions:
     """Largest image or video frame; larger ones are refused by their header, before decoding."""
     format: str = ""
     """Name of the format (:data:`data_tools.formats.FORMATS`) of all records; empty: each record's own."""
+    columns: str = ""
+    """The columns of questions and answers (:func:`~data_tools.input_files.parse_columns`); empty: the fields
+    of the format."""
+    missing_markers: Literal["first", "refuse"] = "refuse"
+    """What to do with a record that lists media and has no marker in its text: put the media before the first
+    question, or refuse the record."""
     duplicate_ids: Literal["refuse", "keep"] = "refuse"
     """What to do with a record whose ``id`` occurred in an earlier usable record of the same part."""
     part: tuple[int, int] = (0, 1)
@@ -156,6 +162,8 @@ class ConversionOptions:
             "max_pixels",
             "duplicate_ids",
             "format",
+            "columns",
+            "missing_markers",
         )
         input_paths = [source.path for source in input_files]
         inputs = []
@@ -219,6 +227,9 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
     """The files of the inputs. Raises ConvertError if an argument cannot be used."""
     try:
         input_files = find_input_files(input_paths)
+        if options.columns:
+            field_by_column = parse_columns(options.columns)
+            input_files = [InputFile(source.path, "alpaca", field_by_column) for source in input_files]
     except InputError as error:
         raise ConvertError(str(error)) from error
 
@@ -378,7 +389,7 @@ def read_record(
     """
     if isinstance(record, UnreadableRecord):
         raise RecordError(record.reason, str(record))
-    conversation = read_conversation(record, options.format or record_format)
+    conversation = read_conversation(record, options.format or record_format, options.missing_markers)
     media = []
     for (media_kind, reference), field_path in zip(
         conversation.media_references, conversation.field_paths, strict=True

@@ -56,6 +56,12 @@ DEFAULT_TAGS = {
 SPLIT_PATTERN = re.compile(r"(?i)(?:^|[-_./])(train|test|validation|valid|val|dev)(?:[-_.]|$)")
 
 
+COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images", "video": "videos"} | {
+    name: name for name in ("images", "videos", "system", "tools", "id")
+}
+"""Our field for each entry of ``--columns``."""
+
+
 class InputError(UserError, ValueError):
     """An input that cannot be used; the message says what to do."""
 
@@ -139,8 +145,6 @@ def find_input_files(input_paths: list[Path]) -> list[InputFile]:
             input_files += [InputFile(file) for file in _folder_files(path)]
         elif not path.exists():
             raise InputError(f"--input {path} is not a file or folder")
-        elif path.suffix.lower() in (".csv", ".tsv"):
-            raise InputError(f"--input {path}: tables of text are not read; write JSON lines or Parquet")
         elif path.name == INDEX_FILE:
             input_files += _index_files(path, None)
         else:
@@ -148,6 +152,26 @@ def find_input_files(input_paths: list[Path]) -> list[InputFile]:
     if not input_files:
         raise InputError("the inputs name no file")
     return input_files
+
+
+def parse_columns(columns_text: str) -> dict[str, str]:
+    """``question=user,answer=assistant``: our field for each column.
+
+    Raises:
+        InputError: an entry is something else, or no column is the answer.
+    """
+    field_by_column = {}
+    for entry in columns_text.split(","):
+        column, _, part = entry.strip().partition("=")
+        if not column or part not in COLUMN_FIELDS or COLUMN_FIELDS[part] in field_by_column.values():
+            raise InputError(
+                f"--columns {columns_text}: {entry!r} is not COLUMN=PART, with each of the parts"
+                f" {', '.join(COLUMN_FIELDS)} once"
+            )
+        field_by_column[column] = COLUMN_FIELDS[part]
+    if "output" not in field_by_column.values():
+        raise InputError(f"--columns {columns_text}: no column is the answer; add COLUMN=assistant")
+    return field_by_column
 
 
 def input_names(input_paths: list[Path]) -> list[str]:

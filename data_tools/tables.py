@@ -1,4 +1,4 @@
-"""Reads the rows of Parquet and Arrow files as records, a few at a time.
+"""Reads the rows of Parquet, Arrow and CSV files as records, a few at a time.
 
 A column of pictures is a structure of ``bytes`` and ``path``, as ``datasets`` writes it, or bytes. Tables
 fill the fields that a structure lacks with null, so null fields are left out, at every depth: a tool call
@@ -7,11 +7,12 @@ would otherwise get the arguments of all others, with null in them.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-TABLE_SUFFIXES = (".parquet", ".arrow")
+TABLE_SUFFIXES = (".parquet", ".arrow", ".csv", ".tsv")
 MAX_BATCH_BYTES = 32 << 20
 MAX_BATCH_ROWS = 64
 
@@ -29,7 +30,7 @@ def read_rows(
     Raises:
         ValueError: the file is damaged (pyarrow's errors are such).
     """
-    read_table = _read_parquet if table_path.suffix == ".parquet" else _read_arrow
+    read_table = {".parquet": _read_parquet, ".arrow": _read_arrow}.get(table_path.suffix, _read_csv)
     file_size = table_path.stat().st_size
     row_number = reported_bytes = 0
     for table_rows, total_rows in read_table(table_path, is_wanted):
@@ -80,6 +81,24 @@ def _read_arrow(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iter
                 batch_slice = record_batch.slice(i, rows_per_batch)
                 yield _batch_records(batch_slice, row_start, is_wanted), 0
                 row_start += batch_slice.num_rows
+
+
+def _read_csv(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
+    """Yields (rows, 0). The first line names the columns; an empty field is a missing one."""
+    delimiter = "\t" if table_path.suffix == ".tsv" else ","
+    csv.field_size_limit(MAX_BATCH_BYTES)
+    with table_path.open(encoding="utf-8-sig", newline="") as table_file:
+        reader = csv.reader(table_file, delimiter=delimiter, strict=True)
+        names = next(reader, [])
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"the first line must name each column once, and is {names}")
+        try:
+            for values in filter(None, reader):
+                if len(values) != len(names):
+                    raise ValueError(f"{len(values)} fields instead of {len(names)}")
+                yield [{name: text for name, text in zip(names, values, strict=True) if text}], 0
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"line {reader.line_num}: {error}") from error
 
 
 def _rows_per_batch(num_rows: int, num_bytes: int) -> int:

@@ -10,11 +10,11 @@ that nothing reads are listed in :attr:`Conversation.ignored_keys`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens, order_results
 
-from . import alpaca, llamafactory, openai, qwen, sharegpt, turn_pairs
+from . import alpaca, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
 from .conversation import (
     Conversation,
     RecordError,
@@ -41,7 +41,8 @@ from .tool_calls import drop_null_arguments, read_tools
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
 FORMATS: dict[str, RecordFormat] = {
-    module.FORMAT.name: module.FORMAT for module in (llamafactory, openai, qwen, sharegpt, turn_pairs, alpaca)
+    module.FORMAT.name: module.FORMAT
+    for module in (llamafactory, openai, qwen, sharegpt, turn_pairs, trl, alpaca)
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
@@ -56,11 +57,14 @@ UNSUPERVISED_FIELDS = {
 """Fields that belong to the task and have no place in a supervised sample."""
 
 
-def read_conversation(record: Any, format_name: str = "") -> Conversation:
+def read_conversation(
+    record: Any, format_name: str = "", missing_markers: Literal["first", "refuse"] = "refuse"
+) -> Conversation:
     """Reads a record. Raises RecordError if it cannot be used.
 
     Args:
         format_name: name in :data:`FORMATS`; empty: the format is recognised.
+        missing_markers: whether listed media come first if no text has a marker, or the record is refused.
     """
     _check_object(record)
     refuse_listed_audio(record, "")
@@ -69,6 +73,8 @@ def read_conversation(record: Any, format_name: str = "") -> Conversation:
     reader = RecordReader(record, record_format)
     messages = record_format.read_messages(record, reader)
     # Media are known to belong to their markers only after all turns are read.
+    if missing_markers == "first":
+        reader.place_media_first(messages)
     reader.check_media_counts()
     if reader.media_references:
         refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS), "")

@@ -1,4 +1,5 @@
-"""Alpaca: ``instruction``, ``input``, ``output``, ``history`` and ``system``; ms-swift's query and response.
+"""Alpaca: ``instruction``, ``input``, ``output``, ``history`` and ``system``; ms-swift's query and response;
+TRL's prompt and completion.
 
 The question is ``instruction``, a newline and ``input``, or the one of them that is not empty, as in
 LLaMA-Factory. ``history`` holds pairs of question and answer; their answers are learnt too.
@@ -12,7 +13,7 @@ from .conversation import Message, RecordError, shorten_value
 from .record_reader import RecordFormat, RecordReader
 
 QUESTION_FIELDS = ("instruction", "query", "prompt")
-ANSWER_FIELDS = ("output", "response")
+ANSWER_FIELDS = ("output", "response", "completion")
 
 
 def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
@@ -81,7 +82,8 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
 FORMAT = RecordFormat(
     "alpaca",
     "instruction",
-    "instruction, input, output, history and system (LLaMA-Factory); query and response (ms-swift)",
+    "instruction, input, output, history and system (LLaMA-Factory); query and response (ms-swift); prompt"
+    " and completion (TRL)",
     lambda record: (
         any(record.get(key) is not None for key in (*QUESTION_FIELDS, "input"))
         and any(key in record for key in ANSWER_FIELDS)

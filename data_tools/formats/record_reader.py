@@ -459,6 +459,17 @@ class RecordReader:
             self.field_paths.append(field_path)
         return {"type": media_kind}
 
+    def place_media_first(self, messages: list[Message]) -> None:
+        """Puts the listed media before the text of the first question, if no text has a marker."""
+        question = next((message for message in messages if message["role"] == "user"), None)
+        if question is None or self.media_references or any(self.marker_counts.values()):
+            return
+        media = [
+            self.next_listed_medium(kind) for kind in MEDIA_KINDS for _ in range(self.listed_counts[kind])
+        ]
+        text = question["content"]
+        question["content"] = [*media, *([{"type": "text", "text": text}] if isinstance(text, str) else text)]
+
     def check_media_counts(self) -> None:
         """Refuses markers without media, and media without markers.
 
@@ -479,6 +490,8 @@ class RecordReader:
                 if media_kind == "video" and 1 <= marker_count < listed_count:
                     detail += "; to give one video as pictures, write a list of them in the place of its file"
                 unread_fields = [key for key_location, key in self.ignored_keys if key_location == "records"]
+                if not marker_count:
+                    detail += "; --missing-markers first puts them before the first question"
                 if self.unlisted_markers and unread_fields:
                     detail += f"; nothing is read from {shorten_value(', '.join(unread_fields))}"
                 if self.unlisted_markers:

@@ -45,6 +45,8 @@ def convert(command_options: DataConvertOptions) -> int:
         workers=command_options.workers if command_options.workers is not None else default_workers(),
         val_fraction=command_options.val_fraction,
         format=command_options.format or "",
+        columns=command_options.columns or "",
+        missing_markers=command_options.missing_markers,
         duplicate_ids=command_options.duplicate_ids,
         part=command_options.part_numbers(),
     )

@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 
 from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
+from toolkit.common.record_options import RecordOptions
 
 
 @dataclass(kw_only=True)
-class DataConvertOptions(CommandOptions):
+class DataConvertOptions(RecordOptions):
     """Convert conversations into tar shards prepared for Energon.
 
     Every media file is decoded once. Unusable records are counted by reason and listed with file, record and
@@ -22,12 +23,10 @@ class DataConvertOptions(CommandOptions):
 
     input: list[Path] = option(metavar="FILE", several=True)
     """Read conversations from these files or folders: JSON or JSON lines (also .gz, .zst), Parquet, Arrow,
-    a folder of `datasets`, or LLaMA-Factory's dataset_info.json (dataset_info.json:NAME,NAME takes only these
-    data sets of it)."""
+    CSV, a folder of `datasets`, or LLaMA-Factory's dataset_info.json (dataset_info.json:NAME,NAME takes only
+    these data sets of it)."""
     format: str | None = option(None, metavar="NAME", shown_default="the record's own")
     """Read all records in this format (see the documentation of data for the names)."""
-    media_root: Path | None = option(None, metavar="DIR", shown_default="no files of media", must_exist=True)
-    """Resolve media paths relative to this folder; paths that leave it are refused."""
     out: Path = option(metavar="DIR")
     """Folder for the data set, which must not exist or be empty."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")

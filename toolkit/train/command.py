@@ -51,7 +51,7 @@ def train(options: TrainOptions) -> int:
             _read_config(run_words),
             is_first_node=_is_first_node(options, launch_environment),
             has_gpu=num_gpus > 0,
-            media_root=options.media_root,
+            options=options,
         )
         launcher_arguments = _launcher_arguments(options, launch_environment, run_words, num_gpus or 1)
         if launcher_arguments is not None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-from toolkit.common.options import CommandOptions, option
+from toolkit.common.options import option
+from toolkit.common.record_options import RecordOptions
 
 
 @dataclass(kw_only=True)
-class TrainOptions(CommandOptions):
+class TrainOptions(RecordOptions):
     """Train a model: start one rank per GPU or, under torchrun or srun with one task per GPU, act as a rank.
 
     On SIGTERM or SIGUSR1 all ranks finish the current step, save and exit with code 0. Run the same command
-    again to continue from the latest checkpoint.
+    again to continue from the latest checkpoint. If data.path is a file of conversations, it is converted
+    once into checkpoint.dir/data; a model's name is downloaded.
     """
 
     run_fields: ClassVar[bool] = True
@@ -29,10 +30,6 @@ class TrainOptions(CommandOptions):
     master_addr: str = option("", metavar="HOST[:PORT]", shown_default="the first node of the Slurm step")
     """Host name of one of the nodes; give the same one on all nodes. Runs that share it need different, free
     ports. Without PORT: 29500, or one derived from the Slurm job's number."""
-    media_root: Path | None = option(
-        None, metavar="DIR", shown_default="the folder of the records", must_exist=True
-    )
-    """If data.path is a file of conversations: the folder of their images and videos."""
     dry_run: bool = False
     """Start nothing; make every check of a start, and print layout, split, memory of each pipeline stage and
     estimated speed. Needs no GPU."""

@@ -20,6 +20,7 @@ from megatron_vl.config.parsing import stated_fields
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import write_json
 from megatron_vl.system.plurals import pluralize
+from toolkit.common.record_options import RecordOptions
 
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
@@ -48,14 +49,14 @@ def prepare_run(
     *,
     is_first_node: bool,
     has_gpu: bool,
-    media_root: Path | None = None,
+    options: RecordOptions,
 ) -> list[str]:
     """Makes the model and the data set available on this node.
 
     Args:
         run_args: the fields of the run as words.
         is_first_node: whether this node converts; the others wait for it.
-        media_root: as for :func:`convert_once`.
+        options: how records are read.
 
     Returns:
         The words with those fields added that follow: the folders, the length of a row, the type on CPU.
@@ -75,7 +76,7 @@ def prepare_run(
         run_dir = Path(config.checkpoint.dir or Path("runs") / records_path.name.split(".")[0])
         dataset_dir = run_dir / "data"
         if is_first_node:
-            convert_once(records_path, dataset_dir, media_root)
+            convert_once(records_path, dataset_dir, options)
         else:
             wait_for_dataset(dataset_dir)
         added |= {"data.path": str(dataset_dir), "checkpoint.dir": str(run_dir)}
@@ -135,11 +136,8 @@ def is_records(data_path: Any) -> bool:
     return path.name.endswith(RECORD_SUFFIXES)
 
 
-def convert_once(records_path: Path, dataset_dir: Path, media_root: Path | None = None) -> None:
+def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) -> None:
     """Converts records into a data set, unless it was made of the same records before.
-
-    Args:
-        media_root: folder of the media; None: that of the records.
 
     Raises:
         PrepareError: the records have changed, none can be used, or more than 1 % cannot.
@@ -162,10 +160,14 @@ def convert_once(records_path: Path, dataset_dir: Path, media_root: Path | None 
 
     say(f"converting {records_path} into {dataset_dir}, once")
     source = {"files": _file_facts(records_path), "sha256": _digest(records_path)}
-    options = ConversionOptions(
-        media_root=media_root or records_path.parent, out=dataset_dir, workers=default_workers()
+    conversion_options = ConversionOptions(
+        media_root=options.media_root or records_path.parent,
+        out=dataset_dir,
+        workers=default_workers(),
+        columns=options.columns or "",
+        missing_markers=options.missing_markers,
     )
-    report = convert_dataset([records_path], options)
+    report = convert_dataset([records_path], conversion_options)
     say(f"{report.samples} of {pluralize(report.records, 'record')} converted")
     usable = report.quarantined_records <= MAX_QUARANTINED * report.records
     # This file lets runs use the data set, so it is written last.
