@@ -39,7 +39,7 @@ from megatron_vl.system.progress_bar import progress
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
 from .input_files import InputError, InputFile, find_input_files, input_names, parse_columns
-from .media import is_embedded, read_media
+from .media import MediaRoots, is_embedded, read_media
 from .record_ids import RecordIds
 from .records import UnreadableRecord, read_records
 from .shards import CONVERSION_FILE, MEDIA_NAMES_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
@@ -114,9 +114,11 @@ class DataReport:
 class ConversionOptions:
     """Settings of a conversion."""
 
-    media_root: Path | None
-    """Folder of the media; None: no record refers to a file."""
+    media_roots: tuple[Path, ...]
+    """Folders of the media; empty: no record refers to a file."""
     out: Path
+    follow_links: bool = False
+    """Whether a link may lead out of its media root."""
     workers: int = 1
     val_fraction: float = 0.0
     samples_per_shard: int = 1000
@@ -137,9 +139,9 @@ class ConversionOptions:
     """(i, n): convert only the i-th of n parts of the records, into the folder :attr:`dataset_dir`."""
 
     @cached_property
-    def root(self) -> Path | None:
-        """The media root with links resolved."""
-        return self.media_root.resolve() if self.media_root else None
+    def roots(self) -> MediaRoots:
+        """The media roots with links resolved."""
+        return MediaRoots(tuple(root.resolve() for root in self.media_roots), self.follow_links)
 
     @property
     def dataset_dir(self) -> Path:
@@ -233,8 +235,9 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
     except InputError as error:
         raise ConvertError(str(error)) from error
 
-    if options.media_root and not options.media_root.is_dir():
-        raise ConvertError(f"--media-root {options.media_root} is not a folder")
+    for root in options.media_roots:
+        if not root.is_dir():
+            raise ConvertError(f"--media-root {root} is not a folder")
     if not 0 <= options.val_fraction < 1:
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
     if options.format and options.format not in FORMATS:
@@ -395,7 +398,7 @@ def read_record(
         conversation.media_references, conversation.field_paths, strict=True
     ):
         try:
-            media_bytes = read_media(media_kind, reference, options.root)
+            media_bytes = read_media(media_kind, reference, options.roots)
             media.append((_inspect_once(media_kind, reference, media_bytes, options), media_bytes))
         except UnusableError as error:
             raise RecordError(error.reason, str(error), field_path) from error

@@ -160,7 +160,7 @@ def parse_columns(columns_text: str) -> dict[str, str]:
     Raises:
         InputError: an entry is something else, or no column is the answer.
     """
-    field_by_column = {}
+    field_by_column: dict[str, str] = {}
     for entry in columns_text.split(","):
         column, _, part = entry.strip().partition("=")
         if not column or part not in COLUMN_FIELDS or COLUMN_FIELDS[part] in field_by_column.values():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import itertools
+import os
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -20,45 +22,74 @@ from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 
 PICTURE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
 """Suffixes of the pictures in a folder of frames. Other files are ignored."""
+BASE64_IMAGE_PREFIXES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+"""How JPEG, PNG, GIF and WebP begin in base64."""
+MAX_SHOWN = 200
+"""Characters of a reference that a message shows."""
+MISSING = "medium missing"
 ASSUMED_FPS = 2.0
 """Frames a second of a video that is given as pictures, if its record does not say: as in qwen-vl-utils and
 LLaMA-Factory."""
 
 
-def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: bool = False) -> Path:
-    """Resolves ``reference`` to a file inside ``media_root``, following links.
+@dataclass(frozen=True)
+class MediaRoots:
+    """The folders in which media are looked for, one after the other.
 
     Args:
-        media_root: a resolved path; None: there is none.
+        folders: resolved paths.
+        follow_links: whether a link may lead out of its folder.
+    """
+
+    folders: tuple[Path, ...] = ()
+    follow_links: bool = False
+
+
+def resolve_reference(reference: str, roots: MediaRoots, *, allow_folder: bool = False) -> Path:
+    """Resolves ``reference`` to a file inside the first of the folders that has it.
+
+    Args:
         allow_folder: it may also be a folder.
 
     Raises:
-        RecordError: it is remote, lies outside ``media_root``, is missing, or is not a regular file.
+        RecordError: it is remote, lies outside the folders, is missing, or is not a regular file.
     """
+    shown_reference = reference[:MAX_SHOWN]
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
-            "remote medium", f"{reference}: only local files and data: URIs are read; download it first"
+            "remote medium", f"{shown_reference}: only local files and data: URIs are read; download it first"
         )
-    if media_root is None:
-        raise RecordError("no media root", f"{reference[:200]!r} is a file; give its folder as --media-root")
+    if not roots.folders:
+        raise RecordError("no media root", f"{shown_reference!r} is a file; give its folder as --media-root")
 
-    reference = _local_path(reference)
+    refusals = []
+    for folder in roots.folders:
+        try:
+            return _resolve_in(folder, _local_path(reference), roots.follow_links, allow_folder)
+        except RecordError as refusal:
+            refusals.append(refusal)
+    raise next((refusal for refusal in refusals if refusal.reason != MISSING), refusals[0])
+
+
+def _resolve_in(folder: Path, reference: str, follow_links: bool, allow_folder: bool) -> Path:
+    shown_reference = reference[:MAX_SHOWN]
     try:
-        media_path = (media_root / reference).resolve()
-        if not media_path.is_relative_to(media_root):
-            raise RecordError("outside the media root", _outside_message(reference, media_root))
+        media_path = folder / reference
+        media_path = Path(os.path.normpath(media_path)) if follow_links else media_path.resolve()
+        if not media_path.is_relative_to(folder):
+            raise RecordError("outside the media root", _outside_message(reference, folder))
         mode = retry_machine_faults(media_path.stat, media_path).st_mode
     except RecordError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise RecordError("medium missing", f"{reference} does not exist in the media root") from error
+        raise RecordError(MISSING, f"{shown_reference} does not exist in the media root") from error
     except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a name too long, a loop of links
         if is_machine_fault(error):
             raise
-        raise RecordError("bad media reference", f"{reference[:200]!r}: {error}") from error
+        raise RecordError("bad media reference", f"{shown_reference!r}: {error}"[: 2 * MAX_SHOWN]) from error
 
     if not (stat.S_ISREG(mode) or allow_folder and stat.S_ISDIR(mode)):
-        raise RecordError("not a file", f"{reference} is not a regular file")
+        raise RecordError("not a file", f"{shown_reference} is not a regular file")
     return media_path
 
 
@@ -83,23 +114,29 @@ def _outside_message(reference: str, media_root: Path) -> str:
         ):
             return (
                 f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not "
-                "inside the media root; copy what it leads to, or give a --media-root that holds both"
+                "inside the media root; copy what it leads to, give a --media-root that holds both, or"
+                " --follow-links"
             )
-    return f"{reference} is not inside the media root"
+    return f"{reference[:MAX_SHOWN]} is not inside the media root"
 
 
 def is_embedded(reference: Any) -> bool:
     """Whether a reference holds the medium itself, or an image of it."""
     if isinstance(reference, FrameSequence):
         return not isinstance(reference.pictures, str) and any(map(is_embedded, reference.pictures))
-    return isinstance(reference, bytes) or (isinstance(reference, str) and reference[:5].lower() == "data:")
+    return isinstance(reference, bytes) or reference[:5].lower() == "data:" or _is_base64_image(reference)
 
 
-def read_media(media_kind: str, reference: Any, media_root: Path | None) -> bytes:
+def _is_base64_image(reference: str) -> bool:
+    """Whether a reference is an image in base64 without ``data:``: it begins as the formats do."""
+    return len(reference) > MAX_SHOWN and reference.startswith(BASE64_IMAGE_PREFIXES)
+
+
+def read_media(media_kind: str, reference: Any, roots: MediaRoots) -> bytes:
     """Reads the bytes of a medium. A video that is given as pictures becomes a file of frames.
 
     Args:
-        reference: a path inside ``media_root``, a base64 ``data:`` URI, or the bytes themselves.
+        reference: a path inside one of the folders, a base64 ``data:`` URI, base64 alone, or the bytes.
 
     Raises:
         RecordError: the medium cannot be read.
@@ -107,22 +144,28 @@ def read_media(media_kind: str, reference: Any, media_root: Path | None) -> byte
     if isinstance(reference, bytes):
         return reference
     if isinstance(reference, FrameSequence):
-        return _read_frames(reference, media_root)
+        return _read_frames(reference, roots)
 
+    if _is_base64_image(reference):
+        return _decode_base64(reference)
     if reference[:5].lower() == "data:":
         uri_header, comma, uri_body = reference.partition(",")
         if not comma or not uri_header.lower().endswith(";base64"):
             raise RecordError("bad media reference", "a data: URI must be base64")
-        try:
-            return base64.b64decode(unquote(uri_body) if "%" in uri_body else uri_body, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise RecordError("bad media reference", f"a data: URI is not base64: {error}") from error
+        return _decode_base64(unquote(uri_body) if "%" in uri_body else uri_body)
 
     allow_folder = media_kind == "video" and may_be_frame_folder(reference)
-    media_path = resolve_reference(reference, media_root, allow_folder=allow_folder)
+    media_path = resolve_reference(reference, roots, allow_folder=allow_folder)
     if media_path.is_dir():
-        return _read_frames(FrameSequence(reference), media_root)
+        return _read_frames(FrameSequence(reference), roots)
     return _file_bytes(media_path, reference)
+
+
+def _decode_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RecordError("bad media reference", f"embedded bytes are not base64: {error}") from error
 
 
 def _file_bytes(file_path: Path, reference: str) -> bytes:
@@ -134,10 +177,10 @@ def _file_bytes(file_path: Path, reference: str) -> bytes:
         raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
 
 
-def _read_frames(frame_sequence: FrameSequence, media_root: Path | None) -> bytes:
+def _read_frames(frame_sequence: FrameSequence, roots: MediaRoots) -> bytes:
     sampling: Sampling = "whole"
     if isinstance(frame_sequence.pictures, str):
-        path = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
+        path = resolve_reference(frame_sequence.pictures, roots, allow_folder=True)
         if not path.is_dir():  # the file of a video, which has a rate of its own
             return _file_bytes(path, frame_sequence.pictures)
         sampling = "as a file"
@@ -146,14 +189,14 @@ def _read_frames(frame_sequence: FrameSequence, media_root: Path | None) -> byte
     )
 
     def read_pictures() -> Iterator[tuple[str, bytes]]:
-        for picture in list_pictures(frame_sequence, media_root):
+        for picture in list_pictures(frame_sequence, roots):
             file_name = "" if is_embedded(picture) else PurePosixPath(picture).name
-            yield file_name, read_media("image", picture, media_root)
+            yield file_name, read_media("image", picture, roots)
 
     return pack_frames(read_pictures(), frame_file_info)
 
 
-def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> list[Any]:
+def list_pictures(frame_sequence: FrameSequence, roots: MediaRoots) -> list[Any]:
     """The references of a video's pictures, those of a folder in the natural order of their names.
 
     Raises:
@@ -161,7 +204,7 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
     """
     if not isinstance(frame_sequence.pictures, str):
         return list(frame_sequence.pictures)
-    frame_dir = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
+    frame_dir = resolve_reference(frame_sequence.pictures, roots, allow_folder=True)
     ordered_names = []
     try:
         for path in retry_machine_faults(lambda: list(frame_dir.iterdir()), frame_dir):

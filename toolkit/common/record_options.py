@@ -13,10 +13,19 @@ from toolkit.common.options import CommandOptions, option
 class RecordOptions(CommandOptions):
     """How records are read."""
 
-    media_root: Path | None = option(
-        None, metavar="DIR", shown_default="the folder of the records", must_exist=True
+    def media_roots(self, inputs: list[Path]) -> tuple[Path, ...]:
+        """The folders of the media: those given, or those of the inputs."""
+        if self.media_root:
+            return tuple(self.media_root)
+        folders = [path if path.is_dir() else path.parent for path in inputs]
+        return tuple(dict.fromkeys(folders))
+
+    media_root: list[Path] | None = option(
+        None, metavar="DIR", several=True, shown_default="the folder of the records", must_exist=True
     )
-    """Resolve media paths relative to this folder; paths that leave it are refused."""
+    """Look for media in these folders, one after the other; paths that leave them are refused."""
+    follow_links: bool = False
+    """Also read media behind links that lead out of their folder."""
     columns: str | None = option(None, metavar="COLUMN=PART,...", shown_default="the fields of the format")
     """Read a question and an answer from these columns, such as question=user,answer=assistant,image=image
     (also video, system, tools and id)."""

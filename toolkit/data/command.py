@@ -40,7 +40,8 @@ def convert(command_options: DataConvertOptions) -> int:
     from data_tools.convert import ConversionOptions, ConvertError, convert_dataset, default_workers
 
     conversion_options = ConversionOptions(
-        media_root=command_options.media_root,
+        media_roots=command_options.media_roots(command_options.input),
+        follow_links=command_options.follow_links,
         out=command_options.out,
         workers=command_options.workers if command_options.workers is not None else default_workers(),
         val_fraction=command_options.val_fraction,

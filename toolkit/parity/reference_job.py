@@ -154,7 +154,7 @@ def _train(job: ReferenceJob, step_samples: list[list[TokenizedSample]]) -> dict
     trainer = ReferenceTrainer(job.hf, ADAM_CONFIG, device=job.device)
     results = []
     for step_number, samples in enumerate(step_samples):
-        warm_up = min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
+        warm_up = min(1.0, (step_number + 1) / (ADAM_CONFIG.warmup_steps or 1))
         results.append(trainer.train_step(samples, ADAM_CONFIG.lr * warm_up))
     write_canonical(trainer.main_weights, job.hf, Path(job.out) / "weights")
     adam_state = trainer.adam_optimizer.state
