@@ -1,0 +1,146 @@
+"""Records of questions and answers: CSV, columns, TRL, media without markers and in several folders."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.formats import RecordError, read_conversation
+from data_tools.input_files import InputError, parse_columns
+from data_tools.media import MediaRoots, is_embedded, read_media
+from data_tools.records import ReadError, read_records
+from tests.data.media import encoded
+
+
+def test_csv_rows_are_records_with_quotes_newlines_and_missing_fields(tmp_path: Path):
+    table = tmp_path / "q.csv"
+    table.write_text(
+        '\ufeffquestion,answer,image\n"Say ""hi""\nnow",Hi,a.png\n\nWhat?,That,\n', encoding="utf-8"
+    )
+    assert list(read_records(table)) == [
+        (1, {"question": 'Say "hi"\nnow', "answer": "Hi", "image": "a.png"}),
+        (2, {"question": "What?", "answer": "That"}),
+    ]
+    tabs = tmp_path / "q.tsv"
+    tabs.write_text("query\tresponse\na, b\tc\n")
+    assert list(read_records(tabs)) == [(1, {"query": "a, b", "response": "c"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2,3\n", "line 2: 3 fields instead of 2"),
+        ("a,a\n1,2\n", "must name each column once"),
+        ('a,b\n1,"2\n', "line 2: unexpected end of data"),
+        ("a,b\n1,\xe9\n", "decode"),
+    ],
+)
+def test_csv_that_is_broken_is_refused(tmp_path: Path, text: str, message: str):
+    table = tmp_path / "q.csv"
+    table.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ReadError, match=message):
+        list(read_records(table))
+
+
+def test_columns_name_question_answer_and_image(tmp_path: Path):
+    assert parse_columns("q=user,a=assistant,pic=image") == {
+        "q": "instruction",
+        "a": "output",
+        "pic": "images",
+    }
+    for wrong in ("q=user", "q=foo,a=assistant", "q=user,p=user,a=assistant", "q"):
+        with pytest.raises(InputError, match="--columns"):
+            parse_columns(wrong)
+
+    table = tmp_path / "q.csv"
+    table.write_text("q,a,pic,output\nWhat?,A dot,dot.png,never read\n")
+    (tmp_path / "dot.png").write_bytes(encoded(64, 64))
+    options = ConversionOptions(
+        media_roots=(tmp_path,),
+        out=tmp_path / "out",
+        columns="q=user,a=assistant,pic=image",
+        missing_markers="first",
+    )
+    report = convert_dataset([table], options)
+    assert (report.samples, report.images, report.records) == (1, 1, 1)
+    with pytest.raises(ConvertError, match="--columns"):
+        convert_dataset([table], ConversionOptions((), tmp_path / "other", columns="q=nothing"))
+
+
+def test_trl_trains_on_the_completion_alone():
+    turns = {
+        "prompt": [
+            {"role": "user", "content": "A?"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "B?"},
+        ],
+        "completion": [{"role": "assistant", "content": "b"}],
+    }
+    messages = read_conversation(turns).messages
+    assert [message.get("loss_weight") for message in messages] == [None, 0.0, None, None]
+    text = read_conversation({"prompt": "Sky is", "completion": "blue"}).messages
+    assert [message["content"] for message in text] == ["Sky is", "blue"]
+
+
+def test_missing_markers_are_refused_or_put_first():
+    record = {"query": "What?", "response": "A dot", "images": ["a.png", "b.png"]}
+    with pytest.raises(RecordError, match="--missing-markers first"):
+        read_conversation(record)
+    conversation = read_conversation(record, missing_markers="first")
+    assert conversation.messages[0]["content"] == [
+        {"type": "image"},
+        {"type": "image"},
+        {"type": "text", "text": "What?"},
+    ]
+    assert conversation.media_references == [("image", "a.png"), ("image", "b.png")]
+    # One marker for two images is a mistake in either case.
+    with pytest.raises(RecordError, match="1 <image> in the text, but 2"):
+        read_conversation({**record, "query": "<image> What?"}, missing_markers="first")
+
+
+def test_media_are_found_in_the_first_root_that_has_them(tmp_path: Path):
+    for name, files in {"one": ("a",), "two": ("a", "b")}.items():
+        for file in files:
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / file).write_text(f"{name}/{file}")
+    roots = MediaRoots((tmp_path / "one", tmp_path / "two"))
+    assert [read_media("image", name, roots) for name in "ab"] == [b"one/a", b"two/b"]
+    with pytest.raises(RecordError, match="c does not exist"):
+        read_media("image", "c", roots)
+    with pytest.raises(RecordError, match="not inside the media root"):
+        read_media("image", "../one/a", MediaRoots((tmp_path / "two",)))
+
+
+def test_links_out_of_a_root_are_followed_only_on_request(tmp_path: Path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "a").write_text("a")
+    (tmp_path / "root").mkdir()
+    os.symlink(tmp_path / "store", tmp_path / "root" / "link")
+    with pytest.raises(RecordError, match="--follow-links"):
+        read_media("image", "link/a", MediaRoots((tmp_path / "root",)))
+    followed = MediaRoots((tmp_path / "root",), follow_links=True)
+    assert read_media("image", "link/a", followed) == b"a"
+    with pytest.raises(RecordError, match="not inside the media root"):
+        read_media("image", "../store/a", followed)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_base64_is_recognised_without_data(kind: str):
+    image = encoded(64, 64, kind)
+    text = base64.b64encode(image).decode()
+    assert is_embedded(text) and read_media("image", text, MediaRoots()) == image
+    broken = text[:-8] + "!" * 300
+    with pytest.raises(RecordError, match="not base64"):
+        read_media("image", broken, MediaRoots())
+
+
+def test_a_long_reference_is_cut_in_messages():
+    with pytest.raises(RecordError) as refusal:
+        read_media("image", "A" * 100_000, MediaRoots((Path("/nowhere"),)))
+    assert len(str(refusal.value)) < 1000
+    assert len(json.dumps(str(refusal.value))) < 1000

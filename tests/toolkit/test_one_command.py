@@ -1,0 +1,191 @@
+"""`megatron-vl train` on records as they are, and on a model's name."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import TrainConfig, parse_config
+from tests.data.media import encoded
+from toolkit.cli import main
+from toolkit.train import prepare
+from toolkit.train.options import TrainOptions
+from toolkit.train.prepare import PrepareError, convert_once, is_hub_name, is_records, prepare_run
+
+
+def questions(folder: Path, count: int = 6, image: str = "dot.png") -> Path:
+    """Records of questions about an image in the folder ``media``."""
+    (folder / "media").mkdir(parents=True)
+    (folder / "media" / "dot.png").write_bytes(encoded(56, 84))
+    records = folder / "conversations.json"
+    content = [
+        {"id": str(i), "query": f"<image>Question {i}?", "response": f"Answer {i}.", "images": [image]}
+        for i in range(count)
+    ]
+    records.write_text(json.dumps(content))
+    return records
+
+
+def prepared(records: Path, model: Path, *words: str, **options: object) -> TrainConfig:
+    words = (f"--model.hf={model}", f"--data.path={records}", *words)
+    config = parse_config(words)
+    run_args = prepare_run(
+        list(words), config, is_first_node=True, has_gpu=False, options=TrainOptions(fields=[], **options)
+    )
+    return parse_config(run_args)
+
+
+@pytest.mark.ranks
+def test_one_command_trains_on_records_and_a_second_finds_them_again(
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    records = questions(tmp_path / "raw")
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "toolkit", "train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    command += ["--data.path", str(records), "--media-root", str(tmp_path / "raw" / "media")]
+    command += ["--global_batch_size", "2", "--log.samples", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "6 of 6 records converted" in done.stderr
+    lines = (tmp_path / "runs/conversations/samples.jsonl").read_text().splitlines()
+    keys = [key for line in lines for row in json.loads(line)["rows"] for key in row]
+    assert sorted(keys) == [f"{i:09d}" for i in range(6)]  # each exactly once
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "converted from" in again.stderr and "nothing to do" in again.stdout
+
+
+def test_preparation_chooses_what_the_user_leaves_out(
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    records, model = questions(tmp_path / "raw", image="media/dot.png"), tiny_checkpoint("qwen2_5_vl")
+    config = prepared(records, model)
+    assert config.checkpoint.dir == "runs/conversations" and config.data.path == "runs/conversations/data"
+    assert config.data.seq_len == prepare.ROW_TOKENS[0] and config.dtype == "float32"
+    stated = prepared(records, model, "--data.seq_len=512", "--dtype=bfloat16", "--checkpoint.dir=runs/mine")
+    assert (stated.data.seq_len, stated.dtype, stated.checkpoint.dir) == (512, "bfloat16", "runs/mine")
+
+
+def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    records, model = questions(tmp_path / "raw"), tiny_checkpoint("qwen2_5_vl")
+    with pytest.raises(PrepareError, match="6 of 6 records cannot be used.*dot.png does not exist"):
+        prepared(records, model)
+    media = [tmp_path / "raw" / "media"]
+    prepared(records, model, media_root=media)
+
+    text = records.read_text()
+    records.write_text(text)  # another time, the same records
+    prepared(records, model, media_root=media)
+    records.write_text(text.replace("Answer 3", "Answer 4"))
+    with pytest.raises(PrepareError, match="was converted from other records"):
+        prepared(records, model, media_root=media)
+    (tmp_path / "runs/conversations/data/source.json").unlink()
+    with pytest.raises(PrepareError, match="was not converted from"):
+        convert_once(records, Path("runs/conversations/data"), TrainOptions(fields=[]))
+
+
+def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def write() -> None:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": true}')
+
+    timer = threading.Timer(0.5, write)
+    timer.start()
+    prepare.wait_for_dataset(tmp_path / "data")
+    assert "waiting for the first node" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("a.jsonl", True), ("a.csv", True), ("b.parquet", True), ("a.json.gz", True), ("blend.yaml", False),
+     ("synthetic:images", False), ("msc://p/a.json", False), ("", False)],
+)  # fmt: skip
+def test_files_of_records_are_told_from_data_sets(path: str, expected: bool):
+    assert is_records(path) is expected
+
+
+def test_folders_saved_by_datasets_are_records(tmp_path: Path):
+    (tmp_path / "state.json").write_text("{}")
+    assert is_records(str(tmp_path))
+    (tmp_path / ".nv-meta").mkdir()
+    assert not is_records(str(tmp_path))
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the Hub's API that a download needs."""
+
+    files = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}'}
+    sha = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith("/api/models/Org/Model/revision/main"):
+            body = {"id": "Org/Model", "sha": self.sha, "siblings": [{"rfilename": f} for f in self.files]}
+            self.answer(json.dumps(body).encode())
+        elif self.path.startswith("/api/models/Org/Model/tree"):
+            body = [
+                {"type": "file", "path": f, "size": len(c), "oid": "a" * 40} for f, c in self.files.items()
+            ]
+            self.answer(json.dumps(body).encode())
+        elif "/resolve/" in self.path and name in self.files:
+            self.answer(self.files[name])
+        else:
+            self.send_error(404)
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("ETag", f'"{hash(body)}"')
+        self.send_header("X-Repo-Commit", self.sha)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def download(name: str, home: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from toolkit.train.prepare import download_model; print(download_model(sys.argv[1]))"
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    return subprocess.run(
+        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_model_is_downloaded_by_its_name(tmp_path: Path):
+    assert is_hub_name("Qwen/Qwen2.5-VL-7B-Instruct")
+    assert not any(map(is_hub_name, ("checkpoints/a/b", "", "/abs/dir", "tests/data")))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    done = download("Org/Model", tmp_path, endpoint)
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip().splitlines()[-1])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == Hub.files
+
+    missing = download("Org/Other", tmp_path, endpoint)
+    server.shutdown()
+    assert missing.returncode != 0
+    assert "hf download Org/Other --local-dir checkpoints/Other" in missing.stderr
+
+
+def test_steps_and_epochs_exclude_each_other(tiny_checkpoint, capsys: pytest.CaptureFixture[str]):
+    words = ["train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl")), "--dry-run", "--steps", "5"]
+    assert main([*words, "--epochs", "2", "--data.path", "synthetic:text"]) == 1
+    assert "exclude each other" in capsys.readouterr().err
+    assert main([*words[:-2], "--data.path", "synthetic:text"]) == 1
+    assert "has no end: give steps" in capsys.readouterr().err
