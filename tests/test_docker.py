@@ -1,4 +1,4 @@
-"""The images: each instruction is one that Docker knows, what it copies and installs exists, and versions agree."""
+"""The images: Docker knows each instruction, and what they copy and install exists."""
 
 from __future__ import annotations
 
