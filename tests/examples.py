@@ -16,7 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 GPUS = re.compile(r"# GPUs: (\d+) x (.*?), (\d+) GiB estimated on the fullest, when a row is all pictures\n")
 SPEED = re.compile(
     r"# Speed: ([\d,]+) tokens/s on image rows, "
-    r"(?:estimated at (\d+) % MFU|measured on 4 of these GPUs \(([\d,]+) each, docs/log/speed\.md\)); "
+    r"(?:estimated at (\d+) % MFU|measured on 4 of these GPUs \(([\d,]+) each, benchmarks/log/speed\.md\)); "
     r"([\d.]+) hours per billion tokens\n"
 )
 

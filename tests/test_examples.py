@@ -156,7 +156,7 @@ def flops_per_token(example: Example) -> float:
 
 
 def base_mfu(example: Example) -> float:
-    """Measured MFU (docs/log/speed.md 2026-11-21): 7B and 3B data parallel, 7B under TP2, 30B-A3B in short
+    """Measured MFU (benchmarks/log/speed.md 2026-11-21): 7B and 3B data parallel, 7B under TP2, 30B-A3B in short
     and long rows. Since then, the 7B with 10 layers takes 3,137 instead of 3,337 ms a step (2026-11-26).
     """
     tensor = 3337 / 3137 * (39.0 / 50.1 if example.config.parallel.tp > 1 else 1.0)
@@ -168,7 +168,7 @@ def base_mfu(example: Example) -> float:
 
 
 def text_mfu(example: Example) -> float:
-    """Measured MFU of text rows (docs/log/speed.md 2026-11-21), carried over to another width: where every
+    """Measured MFU of text rows (benchmarks/log/speed.md 2026-11-21), carried over to another width: where every
     rank has the tower, that is not cut, and what is left is the decoder's.
 
     The time for an operation has a part that shrinks with the width (all but the large products; with TP2,
