@@ -47,7 +47,7 @@ def test_site_adds_the_reference_to_its_pages(name: str) -> None:
     assert shown.startswith(introduction) and shown.count("\n## ") >= 5
 
 
-# --- The support matrix; tests/test_docs.py checks that the tests that it names exist ------------------------
+# --- The support matrix; test_docs.py checks that the tests that it names exist -----------------------------
 
 
 def test_matrix_has_every_family_and_only_cases_of_the_parity_table() -> None:
