@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.config import parse_config, validate_config
+from megatron_vl.config import field_types, parse_config, validate_config
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
 from toolkit.demo.demo_data import write_raw_data
 
@@ -150,6 +150,17 @@ def test_runs_are_valid(run, tmp_path):
     path.write_text(run)
     config = parse_config(["--config", str(path)])
     assert validate_config(config, config.parallel.replica_ranks) == 1
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_fields_of_a_run_exist(document):
+    """``section.field`` in backquotes, perhaps with a value."""
+    if document.name in ("coming-from.md", "CHANGELOG.md"):
+        return  # names fields of other toolkits, and removed ones
+    fields = field_types()
+    sections = "|".join({name.partition(".")[0] for name in fields if "." in name})
+    named = re.findall(rf"`(?:--)?((?:{sections})\.(?!jsonl?|py\b)\w+)(?::? [^`]*)?`", document.read_text())
+    assert [name for name in named if name not in fields] == []
 
 
 # --- Links --------------------------------------------------------------------------------------------------
