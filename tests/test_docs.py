@@ -173,7 +173,7 @@ def anchors(document: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a document.
 
     Words in small letters are joined with hyphens, without other signs; the second heading of the same text
-    ends with ``-1``. mkdocs checks the links of the built site, which joins words in its own way.
+    ends with ``-1``. `make docs` checks the links and the navigation of the built site.
     """
     headings = re.findall(r"^#+ (.*)", FENCED.sub("", document.read_text()), re.MULTILINE)
     titles = [re.sub(r"[`*]", "", heading).strip().lower() for heading in headings]
@@ -205,26 +205,6 @@ def test_broken_links_are_found(tmp_path):
         "[e](gone.md) [f](#gone) [g](page.md#no-heading) [h\ni](gone.md#it)\n"
     )
     assert broken_links(page) == ["gone.md", "#gone", "page.md#no-heading", "gone.md#it"]
-
-
-@pytest.mark.parametrize(("link", "built"), [("#a-page", True), ("nowhere.md", False)])
-@pytest.mark.slow
-def test_site_with_a_broken_link_is_not_built(tmp_path, link, built):
-    """With the options of `make docs`: mkdocs forgets --strict where --quiet is given too."""
-    (recipe,) = re.findall(r"\$\(BIN\)/mkdocs (build.*) --site-dir", (ROOT / "Makefile").read_text())
-    (tmp_path / "pages").mkdir()
-    (tmp_path / "pages" / "index.md").write_text(f"# A page\n\n[A link]({link})\n")
-    config = f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: pages\nhooks: []\nplugins: []\nnav: [index.md]\n"
-    (tmp_path / "mkdocs.yml").write_text(config)
-    command = [sys.executable, "-m", "mkdocs", *recipe.split(), "--config-file", "mkdocs.yml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode == 0) == built, done.stderr[-2000:]
-
-
-def test_every_page_is_in_the_navigation():
-    text = (ROOT / "mkdocs.yml").read_text()
-    named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}
-    assert named == set((ROOT / "docs").rglob("*.md"))
 
 
 # --- Paths and names ----------------------------------------------------------------------------------------
