@@ -86,6 +86,7 @@ types: $(READY)  ## mypy
 pages: $(READY)  ## the parts of pages that the code decides (support matrix, versions, layouts of long rows, GPUs)
 	$(BIN)/python docs/hooks.py
 
+# Without --quiet, with which mkdocs forgets --strict.
 docs: $(READY)   ## the documentation site, built strictly (.site/); its commands are checked by the tests
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 
