@@ -7,7 +7,6 @@ false, true or a number), ``loss_scale``, or ``train`` (Axolotl: false or true).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from .conversation import Message, RecordError, shorten_value
@@ -32,11 +31,8 @@ def read_loss_weight(
         if weight_value is None or weight_value == "":
             continue
         field_path = f"{field_prefix}{weight_key}"
-        if (
-            not isinstance(weight_value, (bool, int, float))
-            or not 0 <= weight_value <= MAX_LOSS_WEIGHT
-            or math.isnan(weight_value)
-        ):
+        # Not a number is not between them either.
+        if not isinstance(weight_value, int | float) or not 0 <= weight_value <= MAX_LOSS_WEIGHT:
             raise RecordError(
                 "bad loss weight",
                 f"{shorten_value(weight_value)} is no loss weight; valid: "
@@ -57,7 +53,7 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
     """Sets the weight of an assistant's message.
 
     Raises:
-        RecordError: a turn that is not the assistant's has a weight above 0; only answers are learnt.
+        RecordError: a turn that is not the assistant's has a weight above 0; only answers are trained on.
     """
     weight = read_loss_weight(turn, TURN_WEIGHT_KEYS, field_prefix)
     if weight is None:
@@ -68,7 +64,7 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
             raise RecordError(
                 "loss on a prompt",
                 f"the {message['role']}'s turn has the loss weight {weight[0]:g}, "
-                "but only answers are learnt",
+                "but only answers are trained on",
                 weight[1],
             )
         return
