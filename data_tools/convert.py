@@ -482,4 +482,4 @@ def _start_worker() -> None:
 
 def default_workers() -> int:
     """Default number of processes: the available cores, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(8, len(os.sched_getaffinity(0)))

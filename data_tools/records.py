@@ -150,10 +150,8 @@ def _read_json_lines(
             record = _parse_line(line) if is_wanted(num_yielded, num_yielded + 1) else None
             is_torn = isinstance(record, UnreadableRecord) and record.reason in ("not JSON", "not UTF-8")
             if is_torn and not line.endswith(b"\n"):
-                raise ReadError(
-                    f"{records_path} ends within line {line_number} ({record.detail}): fetch the whole file, or"
-                    " end that line if it is the last one"
-                )
+                advice = "fetch the whole file, or end that line if it is the last one"
+                raise ReadError(f"{records_path} ends within line {line_number} ({record.detail}): {advice}")
             yield line_number, record
             num_yielded += 1
 
