@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor
 from converters import make_conversion_rules, qwen2_vl
 from converters.convert import convert_weights
 from converters.hf_checkpoint import short_tensor_name
-from converters.rules import ExpertStyle, rules_from_entries
+from converters.rules import rules_from_entries
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
 from megatron_vl.weights.tensor_files import matrix_shape
@@ -34,7 +33,6 @@ from .helpers import (
     released_folder,
     released_tensors,
     small_config,
-    tp_sizes,
     write_hf,
 )
 
@@ -286,45 +284,6 @@ def test_tied_output_is_not_stored(converted) -> None:
         == (not small_config(size)["tie_word_embeddings"])
     )
     assert torch.equal(reader.read_shard(EMBEDDING_TENSOR), hf["model.embed_tokens.weight"])
-
-
-def test_all_released_sizes_are_here() -> None:
-    assert set(RELEASED) == set(PARAMETERS)
-    assert {size: tp_sizes(size)[-1] for size in SIZES if "VL" in size} == {
-        "Qwen2-VL-2B-Instruct": 4,
-        "Qwen2-VL-7B-Instruct": 4,
-        "Qwen2-VL-72B-Instruct": 8,
-        "Qwen2.5-VL-3B-Instruct": 8,
-        "Qwen2.5-VL-7B-Instruct": 4,
-        "Qwen2.5-VL-32B-Instruct": 8,
-        "Qwen2.5-VL-72B-Instruct": 8,
-        "Qwen3-VL-2B-Instruct": 8,
-        "Qwen3-VL-4B-Instruct": 8,
-        "Qwen3-VL-8B-Instruct": 8,
-        "Qwen3-VL-32B-Instruct": 8,
-        "Qwen3-VL-30B-A3B-Instruct": 8,
-        "Qwen3-VL-235B-A22B-Instruct": 8,
-    }
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_search_for_a_tensors_name_ends_at_its_rule(size: str) -> None:
-    """What follows the number of a layer, or the prefix of a model's part, is written whole."""
-    spec = read_spec(small_config(size))
-    tables = "\n".join(path.read_text() for path in Path(qwen2_vl.__file__).parent.glob("*.py"))
-
-    def is_found(name: str) -> bool:
-        last_part = re.sub(r"^.*\.(layers|blocks)\.\d+\.", "", name)
-        if last_part == name:
-            last_part = re.sub(r"^((model\.)?(visual|language_model)|vision_model|model)\.", "", name)
-        last_part = re.sub(r"(experts|deepstack_\w+)\.\d+\.", r"\1.*.", last_part)
-        return re.search(rf'[" ]({re.escape(last_part)}|{re.escape(name)})[" ]', tables) is not None
-
-    styles: tuple[ExpertStyle, ...] = ("input_first", "output_first", "apart")
-    for style in styles if spec.language.moe else styles[:1]:
-        for rule in make_conversion_rules(spec, style):
-            missing_names = [name for name in (rule.name, *rule.hf_shapes) if not is_found(name)]
-            assert not missing_names
 
 
 def test_a_tensor_without_an_entry_is_named() -> None:

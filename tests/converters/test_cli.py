@@ -133,22 +133,6 @@ def test_failures_are_messages(
     assert error.startswith(f"megatron-vl {words[0]}: ") and message in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("command", ["convert", "split", "merge", "export", "verify"])
-def test_help(command: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as leave:
-        run(command, "--help")
-    assert leave.value.code == 0
-    text = capsys.readouterr().out
-    assert f"usage: megatron-vl {command}" in text and len(text.splitlines()) < 80
-
-
-def test_bad_layers_are_explained(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run("convert", "--hf", origin, "--out", tmp_path / "out", "--parallel.layers", "1,x") == 1
-    assert (
-        "field 'parallel.layers': expected a list of whole numbers such as [8,20]" in capsys.readouterr().err
-    )
-
-
 def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
     """``python -m toolkit.cli`` is a different module from the one whose error the subcommands raise."""
     command = [sys.executable, "-m", "toolkit.cli", "merge", "--checkpoint", "x" * 300, "--out", "out"]

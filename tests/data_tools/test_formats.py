@@ -276,16 +276,15 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
         {"from": "human", "value": "Rain?"},
         {"from": "function_call", "value": thought},
         {"from": "observation", "value": "a"},
-        {"from": "observation", "value": "b"},
         {"from": "gpt", "value": "Yes."},
     ]
     messages = read_conversation({"conversations": turns}).messages
     assert messages[1] == SAY | {"content": "<think>\nWhich city?\n</think>", "tool_calls": [CALL]}
-    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool", "assistant"]
 
     two = {"from": "function_call", "value": f"[{WRITTEN}, {WRITTEN}]"}
-    both = read_conversation({"conversations": [turns[0], two, *turns[2:]]}).messages[1]["tool_calls"]
-    assert both == [CALL, CALL]
+    both = read_conversation({"conversations": [turns[0], two, turns[2], *turns[2:]]}).messages
+    assert both[1]["tool_calls"] == [CALL, CALL]
+    assert [m["role"] for m in both] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
 # --- Reasoning and weights ----------------------------------------------------------------------------------
@@ -475,6 +474,10 @@ REFUSED = [
     (calls({"x": [{"y": "\udfff"}]}), "bad text", ARGUMENTS),
     (calls({"<|video_pad|>": 1}), "placeholder token in text", ARGUMENTS),
     (calls({1: 1}), "bad text", ARGUMENTS),
+    # A server takes the first closing tag for the end of the argument or call.
+    (calls({"x": "a</parameter>b"}), "bad tool call", ARGUMENTS),
+    (calls('{"x": [{"\\u003c/function>": 1}]}'), "bad tool call", ARGUMENTS),
+    (calls({"x": ["</tool_call>"]}), "bad tool call", ARGUMENTS),
 ]
 
 

@@ -6,8 +6,6 @@ import json
 import random
 from pathlib import Path
 
-import pytest
-
 from data_tools import record_ids
 from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.record_ids import RecordIds
@@ -64,17 +62,3 @@ def test_the_quarantine_shows_text_and_whole_numbers_as_ids(tmp_path: Path) -> N
     convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
     lines = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
     assert [line["id"] for line in lines] == ["x" * 100, f"{'x' * 97}...", "7", "", ""]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_first_place_is_named_across_files(tmp_path: Path, workers: int) -> None:
-    numbers = [*range(100), 3, 98, *range(100, 110), 105, 4]
-    lines = [json.dumps({"id": f"n{n}", "conversations": TURNS}) for n in numbers]
-    (tmp_path / "a.json").write_text("[" + ",".join(lines[:101]) + "]")
-    (tmp_path / "b.jsonl").write_text("\n".join(lines[101:]))
-    options = ConversionOptions(None, tmp_path / "out", workers=workers)
-    report = convert_dataset([tmp_path / "a.json", tmp_path / "b.jsonl"], options)
-    assert (report.samples, report.quarantined_records) == (110, 4)
-    refused = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
-    firsts = ["record 4 of a.json", "record 99 of a.json", "record 7 of b.jsonl", "record 5 of a.json"]
-    assert all(first in line["detail"] for first, line in zip(firsts, refused, strict=True))

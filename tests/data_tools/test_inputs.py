@@ -79,6 +79,7 @@ def test_nulls_that_a_table_fills_in_are_not_learnt(tmp_path):
             {"role": "user", "content": "Go", "tool_calls": None},
             {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}, {"function": other}]},
             {"role": "tool", "content": "ok"},
+            {"role": "tool", "content": "ok"},
             {"role": "assistant", "content": "Done."},
         ]
     }

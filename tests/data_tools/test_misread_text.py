@@ -158,9 +158,16 @@ def test_other_ids_that_do_not_match_are_refused(calls, results):
         results_read([call_of(i) for i in calls], [result_of(i) for i in results])
 
 
+@pytest.mark.parametrize("results", [[None], [None] * 3])
+@pytest.mark.parametrize("calls", [(None, None), ("1", "2")])
+def test_results_without_ids_are_one_for_each_call(calls, results):
+    with pytest.raises(RecordError, match=f"2 calls have {len(results)} results") as caught:
+        results_read([call_of(i) for i in calls], [result_of(i) for i in results])
+    assert caught.value.reason == "results and calls differ"
+
+
 @pytest.mark.parametrize(
-    ("calls", "results"),
-    [((None, None), [None, None]), (("1", "2"), [None, None]), ((None, None), "12"), (("1", "2"), [None])],
+    ("calls", "results"), [((None, None), [None, None]), (("1", "2"), [None, None]), ((None, None), "12")]
 )
 def test_results_without_ids_stay_in_their_order(calls, results):
     wanted = "".join(str(i)[-1] for i in results)
