@@ -104,7 +104,7 @@ def _refuse_other_weights(hf_path: Path) -> None:
 
 
 def _weight_map(hf_path: Path) -> dict[str, str]:
-    """The file of each tensor in the index; empty if it is not usable, which the reader of weights reports."""
+    """The file of each tensor; empty if the index is not usable, which the reader of weights reports."""
     try:
         weight_map = json.loads((hf_path / WEIGHT_INDEX_FILE).read_text())["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
@@ -115,12 +115,12 @@ def _weight_map(hf_path: Path) -> dict[str, str]:
 def _refuse_quantised_tensors(hf_path: Path) -> None:
     """Judges the tensors of one file by type and name, and those of the others by the names in the index.
 
-    A large model has a hundred files, and every rank would open them. The reader of weights refuses other types.
+    A large model has a hundred files, and every rank would open them. The reader of weights checks all types.
     """
     from safetensors import SafetensorError, safe_open
 
     weight_map = _weight_map(hf_path)
-    first_path = hf_path / min(weight_map.values(), default=SINGLE_FILE)
+    first_path = hf_path / Path(min(weight_map.values(), default=SINGLE_FILE)).name
     types: dict[str, str] = {}
     try:
         with safe_open(first_path, framework="numpy") as weights:
