@@ -116,7 +116,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     )
 
 
-def test_language_qkv(converted) -> None:
+def test_language_qkv_splits_as_core_does(converted) -> None:
     """Projecting with the fused matrix and splitting like Megatron-core gives HF's queries, keys, values."""
     size, reader, hf = converted
     m = read_spec(small_config(size)).language
@@ -135,7 +135,7 @@ def test_language_qkv(converted) -> None:
                 assert torch.equal(ours, hf[f"model.layers.{layer}.self_attn.{which}_proj.{kind}"])
 
 
-def test_vision_qkv(converted) -> None:
+def test_vision_qkv_splits_as_core_does(converted) -> None:
     """HF reshapes the projection to [3, heads, dim], Megatron-core to [heads, 3 * dim]."""
     size, reader, hf = converted
     v = read_spec(small_config(size)).vision
@@ -148,7 +148,7 @@ def test_vision_qkv(converted) -> None:
                 assert all(torch.equal(mine[i], theirs[i, head]) for i in range(3))
 
 
-def test_mlps_compute_the_same(converted) -> None:
+def test_mlps_compute_what_transformers_does(converted) -> None:
     """The padded vision MLP and the gated language MLP, run in float64, equal transformers' modules."""
     size, reader, _ = converted
     spec = read_spec(small_config(size))
@@ -204,7 +204,7 @@ def test_mlps_compute_the_same(converted) -> None:
 
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
 @pytest.mark.parametrize("size", [size for size in SIZES if "-A" in size])
-def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None:
+def test_experts_compute_what_transformers_does(tmp_path: Path, size: str, style: str) -> None:
     """Router and experts, run in float64 over all experts, equal transformers' module for every style."""
     released = released_tensors(size)
     tensors = (
@@ -286,7 +286,7 @@ def test_tied_output_is_not_stored(converted) -> None:
     assert torch.equal(reader.read_shard(EMBEDDING_TENSOR), hf["model.embed_tokens.weight"])
 
 
-def test_a_tensor_without_an_entry_is_named() -> None:
+def test_tensors_without_an_entry_are_named() -> None:
     spec = read_spec(small_config("Qwen2-VL-2B-Instruct"))
     entries = [*qwen2_vl.TOWER, *qwen2_vl.TOWER_MLP]
     with pytest.raises(ValueError, match=r"qwen2_vl: no rule for tensor 'language_model\.embedding"):

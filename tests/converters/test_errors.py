@@ -67,7 +67,7 @@ def test_bad_tensors_are_named(tmp_path: Path, changes: dict, message: str) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_untied_without_output_layer(tmp_path: Path) -> None:
+def test_untied_output_layer_is_required(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="tensor 'lm_head.weight' is missing"):
         convert_weights(hf_with(tmp_path / "hf", UNTIED, **{"lm_head.weight": None}), tmp_path / "out")
 
@@ -87,7 +87,7 @@ def test_tied_output_with_one_other_bit(tmp_path: Path) -> None:
         ({"num_hidden_layers": 5}, WeightsError, "tensor 'model.layers.4.* is missing"),
     ],
 )
-def test_bad_config(tmp_path: Path, config: dict, error: type[Exception], message: str) -> None:
+def test_bad_configs_are_named(tmp_path: Path, config: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         convert_weights(hf_with(tmp_path / "hf", config=config), tmp_path / "out")
 
@@ -105,7 +105,7 @@ def test_bad_config(tmp_path: Path, config: dict, error: type[Exception], messag
         ({"etp": 2}, "etp=2 is for models with experts"),
     ],
 )
-def test_impossible_layouts(tmp_path: Path, layout: dict, message: str) -> None:
+def test_impossible_layouts_are_refused(tmp_path: Path, layout: dict, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         convert_weights(hf_with(tmp_path / "hf"), tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
@@ -165,7 +165,7 @@ def test_experts_of_two_styles_are_refused(tmp_path: Path) -> None:
         ({"num_experts": 16}, r"has shape \[8, .*\]; config.json says \[16, .*\]"),
     ],
 )
-def test_bad_expert_fields(tmp_path: Path, fields: dict, message: str) -> None:
+def test_bad_expert_fields_are_named(tmp_path: Path, fields: dict, message: str) -> None:
     config = small_config("Qwen3-VL-30B-A3B-Instruct")
     config["text_config"] |= fields
     with pytest.raises((ConfigError, WeightsError), match=message):
@@ -174,7 +174,7 @@ def test_bad_expert_fields(tmp_path: Path, fields: dict, message: str) -> None:
         )
 
 
-def test_missing_files(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf", files=2)
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         convert_weights(tmp_path / "nowhere", tmp_path / "out")
@@ -186,7 +186,7 @@ def test_missing_files(tmp_path: Path) -> None:
         convert_weights(origin, tmp_path / "out")
 
 
-def test_truncated_file(tmp_path: Path) -> None:
+def test_truncated_files_are_named(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf")
     with open(origin / SINGLE_FILE, "r+b") as file:
         file.truncate(10_000_000)
@@ -195,7 +195,7 @@ def test_truncated_file(tmp_path: Path) -> None:
         convert_weights(origin, tmp_path / "out")
 
 
-def test_index_and_files_disagree(tmp_path: Path) -> None:
+def test_index_must_agree_with_its_files(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf", files=2)
     index = json.loads((origin / WEIGHT_INDEX_FILE).read_text())
     good = dict(index["weight_map"])
@@ -306,7 +306,7 @@ def test_force_touches_nothing_else(tmp_path: Path) -> None:
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in origin.iterdir())
 
 
-def test_a_failure_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_failed_conversion_leaves_no_checkpoint(tmp_path: Path) -> None:
     """Weights that turn out to be invalid halfway end the conversion with a name, and nothing remains."""
     convert_weights(hf_with(tmp_path / "hf"), tmp_path / "shards", {"tp": 2, "pp": 2})
     file = tmp_path / "shards" / "tp01_pp01.safetensors"

@@ -119,7 +119,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("record,reason,field", BAD, ids=[f"{i} {r}" for i, (_, r, _) in enumerate(BAD)])
-def test_records_that_cannot_be_used_say_why_and_where(record, reason, field):
+def test_unusable_records_say_why_and_where(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field_path) == (reason, field)
@@ -128,12 +128,12 @@ def test_records_that_cannot_be_used_say_why_and_where(record, reason, field):
     )
 
 
-def test_a_last_question_and_a_system_turn_are_fine():
+def test_last_question_and_system_turn_are_accepted():
     turns = [{"role": "system", "content": "a"}, USER, BOT, USER]
     assert read_conversation({"system": "a", "messages": turns}).messages == turns
 
 
-def test_an_exported_table_may_have_an_empty_column():
+def test_empty_columns_of_a_table_are_accepted():
     assert read_conversation({"messages": [USER, BOT], "conversations": []}).messages == [USER, BOT]
 
 
@@ -220,7 +220,7 @@ def test_records_that_python_would_misread_are_quarantined(tmp_path, monkeypatch
     assert records[1].reason == reason if reason else records[1] == json.loads(text)
 
 
-def test_a_file_that_ends_within_a_line_is_an_error(tmp_path, capsys):
+def test_file_that_ends_within_a_line_is_refused(tmp_path, capsys):
     """A download that broke off must not count as one bad record of many."""
     text = "".join(json.dumps(TEXT) + "\n" for _ in range(3))
     path = write(tmp_path / "in.jsonl", text[:-9].encode())
@@ -232,7 +232,7 @@ def test_a_file_that_ends_within_a_line_is_an_error(tmp_path, capsys):
     assert len(list(read_records(path))) == 3
 
 
-def test_an_input_that_grows_while_it_is_read_is_an_error(tmp_path, monkeypatch, capsys):
+def test_input_that_grows_meanwhile_is_refused(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "in.jsonl", (json.dumps(TEXT) + "\n").encode())
 
     def growing(*arguments):
@@ -248,7 +248,7 @@ def test_an_input_that_grows_while_it_is_read_is_an_error(tmp_path, monkeypatch,
     assert main(words) == 0 and "2 of 2 records" in capsys.readouterr().out
 
 
-def test_a_line_without_end_is_one_bad_line(tmp_path, monkeypatch):
+def test_line_without_end_is_one_bad_line(tmp_path, monkeypatch):
     monkeypatch.setattr("data_tools.records.MAX_RECORD_BYTES", 100)
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + "x" * 350 + '\n{"a": 2}\n' + "y" * 120)
     found = list(read_records(tmp_path / "a.jsonl"))
@@ -294,7 +294,7 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
     assert all(name.count(".") in (1, 2) and name.split(".")[0].isdigit() for name in members)
 
 
-def test_energon_finds_all_of_it(tmp_path):
+def test_energon_finds_all_samples(tmp_path):
     """The files equal what `energon prepare` would write: counts, offsets, image sizes."""
     out, report = converted(
         tmp_path, mixed_records(tmp_path / "media", 11), val_fraction=0.3, samples_per_shard=3
@@ -343,7 +343,7 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
     "count,fraction,val",
     [(2, 0.01, 1), (9, 0.1, 1), (10, 0.1, 1), (2, 0.99, 1), (7, 0.9, 6), (100, 0.05, 5), (5, 0.0, 0)],
 )
-def test_no_split_is_empty(tmp_path, count, fraction, val):
+def test_splits_are_never_empty(tmp_path, count, fraction, val):
     out, report = converted(tmp_path, [TEXT] * count, val_fraction=fraction, samples_per_shard=1)
     assert (report.train, report.val) == (count - val, val) and report.train >= 1
     splits = yaml.safe_load((out / ".nv-meta/split.yaml").read_text())["split_parts"]
@@ -421,7 +421,7 @@ MACHINE_FAULTS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.ENOMEM, errno.ETI
 
 @pytest.mark.parametrize("method", ["read_bytes", "stat"])
 @pytest.mark.parametrize("fault", MACHINE_FAULTS, ids=errno.errorcode.get)
-def test_a_fault_of_the_machine_is_not_blamed_on_a_record(tmp_path, monkeypatch, capsys, fault, method):
+def test_machine_faults_are_not_blamed_on_a_record(tmp_path, monkeypatch, capsys, fault, method):
     """One that passes is not noticed; one that stays stops the command, and the next one loses nothing."""
     image = write(tmp_path / "m/a.png", encoded(30, 30))
     (tmp_path / "m/b.png").symlink_to("b.png")
@@ -452,7 +452,7 @@ def test_a_fault_of_the_machine_is_not_blamed_on_a_record(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_too_little_memory_for_a_record_stops_the_conversion(tmp_path, monkeypatch, capsys, workers):
+def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys, workers):
     write(tmp_path / "m/a.png", encoded(30, 30))
     records = [TEXT, asks("<image>", image="a.png")]
     with monkeypatch.context() as patched:
@@ -463,7 +463,7 @@ def test_too_little_memory_for_a_record_stops_the_conversion(tmp_path, monkeypat
     assert run(tmp_path, records, "--workers", workers) == 0 and not refused(tmp_path / "out")
 
 
-def test_a_damaged_video_that_claims_any_size_is_the_records_fault(tmp_path):
+def test_damaged_video_of_any_size_is_the_records_fault(tmp_path):
     size_of_table = video(8).index(b"stts") + 8
     damaged = video(8)[:size_of_table] + b"\x7f\xff\xff\xff" + video(8)[size_of_table + 4 :]
     write(tmp_path / "media/a.mp4", damaged)
@@ -490,7 +490,7 @@ def test_text_needs_no_media_root(tmp_path, capsys):
     assert "give its folder as --media-root" in (tmp_path / "out/quarantine.jsonl").read_text()
 
 
-def test_the_limit_of_pixels_can_be_set(tmp_path):
+def test_limit_of_pixels_applies_to_the_header(tmp_path):
     """The limit applies to the header: this picture has no pixels at all, and larger limits
     change the reason."""
     write(tmp_path / "media/a.png", encoded(100, 100))
@@ -551,7 +551,7 @@ def test_inputs_follow_each_other_and_broken_lines_are_counted(tmp_path):
     assert sources[-1] == {"file": "b.json", "record": 1}
 
 
-def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
+def test_used_folder_and_impossible_options_are_refused(tmp_path):
     (tmp_path / "in.json").write_text(json.dumps([TEXT]))
     (tmp_path / "m").mkdir()
     (tmp_path / "used").mkdir()
@@ -584,7 +584,7 @@ def run(tmp_path, records, *options: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["parent is a file", "file system takes no folders"])
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys, kind):
+def test_folder_that_cannot_be_written_is_named(tmp_path, capsys, kind):
     source = write(tmp_path / "in.json", json.dumps([TEXT]).encode())
     out = source / "out" if kind == "parent is a file" else Path("/proc/out")
     assert main(["data", "convert", "--input", str(source), "--out", str(out), "--workers", "1"]) == 1

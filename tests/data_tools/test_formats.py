@@ -290,13 +290,13 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
-def test_a_second_spelling_in_a_pair_is_listed_as_ignored():
+def test_second_spelling_in_a_pair_is_ignored():
     read = read_conversation({"conversation": [{"human": "a", "user": "z", "gpt": "b", "bot": "y"}]})
     assert read.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert read.ignored_keys == [("turns", "user"), ("turns", "bot")]
 
 
-def test_a_call_loses_the_null_arguments_of_other_functions_and_keeps_its_own():
+def test_calls_lose_the_null_arguments_of_other_functions():
     """A table of calls fills them in. A name that no function has stays: nobody says that it is a filler."""
     described = {"weather": ("city", "day"), "search": ("query", "city")}
     tools = [
@@ -337,7 +337,7 @@ def test_reasoning_of_a_call_is_carried_to_its_turn():
         assert error.value.reason == "wrong role order"
 
 
-def test_calls_and_reasoning_on_the_result_of_a_tool_are_listed_as_ignored():
+def test_calls_and_reasoning_of_a_result_are_ignored():
     result = {"role": "tool", "content": "rain", "tool_call_id": "1", "reasoning": "a", "tool_calls": [CALL]}
     read = read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, result, SAY]})
     assert read.ignored_keys == [("turns", "reasoning"), ("turns", "tool_calls")]
@@ -372,14 +372,14 @@ def test_reasoning_is_carried_beside_the_answer():
         ({"loss": None, "weight": ""}, None),
     ],
 )
-def test_the_weight_of_a_turn_as_peers_spell_it(spelling, weight):
+def test_weights_of_turns_as_peers_spell_them(spelling, weight):
     conversation = read_conversation({"messages": [ASK, {**SAY, **spelling}, ASK, SAY]})
     assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored_keys == []
     assert "loss_weight" not in conversation.messages[3]
     assert any("loss_weight" in message for message in conversation.messages) == (weight is not None)
 
 
-def test_the_weight_of_a_record_multiplies_those_of_its_turns():
+def test_weight_of_a_record_multiplies_those_of_its_turns():
     record = {"weight": 0.5, "messages": [{**ASK, "weight": 0}, {**SAY, "weight": 3}, ASK, SAY]}
     weights = [m.get("loss_weight") for m in read_conversation(record).messages]
     assert weights == [None, 1.5, None, 0.5]
@@ -484,7 +484,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     "record,reason,field", REFUSED, ids=[f"{i} {r}" for i, (_, r, _) in enumerate(REFUSED)]
 )
-def test_what_the_model_cannot_see_or_learn_is_refused(record, reason, field):
+def test_records_that_cannot_be_trained_on_are_refused(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field_path) == (reason, field)
@@ -512,7 +512,7 @@ def test_markers_are_text_in_a_record_that_says_so(record):
     assert not conversation.ignored_keys
 
 
-def test_a_misnamed_field_of_media_is_named():
+def test_misnamed_field_of_media_is_named():
     with pytest.raises(RecordError, match="nothing is read from 'image_paths'"):
         read_conversation({"messages": [MARKED, SAY], "image_paths": ["a.png"]})
 

@@ -67,7 +67,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form(form):
+def test_videos_as_images_in_every_form(form):
     record, video, ignored = FORMS[form]
     read = read_conversation(record)
     assert read.media_references == [("video", video)]
@@ -89,13 +89,13 @@ def test_every_form(form):
         (listed([*PAIR]), "markers and media differ", "1 <video> in the text, but 2 listed.*a list of them"),
     ],
 )
-def test_what_is_no_video(record, reason, said):
+def test_unusable_videos_are_refused(record, reason, said):
     with pytest.raises(RecordError, match=said) as caught:
         read_conversation(record)
     assert caught.value.reason == reason
 
 
-def test_names_are_in_natural_order(tmp_path):
+def test_images_of_a_folder_are_in_natural_order(tmp_path):
     names = ["frame_1.png", "frame_2.JPG", "frame_10.png", "frame_10b.png", "frame_11.png", "other_3.png"]
     for name in [*names[::-1], "frame_3.txt", ".frame_4.png"]:
         write(tmp_path / "clip" / name, b"")
@@ -124,7 +124,7 @@ def frames(*numbers: int) -> list[str]:
     return [f"clip/frame_{number}.png" for number in numbers]
 
 
-def test_from_records_to_what_the_model_sees(media, tmp_path, capsys):
+def test_videos_as_images_reach_the_model(media, tmp_path, capsys):
     """The rates give Qwen2.5-VL's seconds of a group: 2 / 1 and 2 / 2; five pictures fill three groups."""
     uri = "data:image/png;base64," + base64.b64encode(encoded(70, 100, seed=2)).decode()
     records = [
@@ -155,7 +155,7 @@ def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict
     return json.loads(capsys.readouterr().out)
 
 
-def test_show_and_the_summary_name_them(media, tmp_path, capsys):
+def test_show_and_summary_name_videos_as_images(media, tmp_path, capsys):
     (tmp_path / "in.json").write_text(json.dumps([listed(["clip"]), listed(["clip"], id=2)]))
     words = ["--input", str(tmp_path / "in.json"), "--media-root", str(media), "--out", str(tmp_path / "out")]
     assert main(["data", "convert", *words]) == 0
@@ -165,7 +165,7 @@ def test_show_and_the_summary_name_them(media, tmp_path, capsys):
     assert "5 frames, 2 a second" in " ".join(capsys.readouterr().out.split())
 
 
-def test_times_in_the_text_of_qwen3_vl(media, tmp_path, capsys):
+def test_qwen3_vl_gets_the_times_of_images(media, tmp_path, capsys):
     """Pictures at 0, 1, 2, 3, 4 (and 5) s: the groups are at 0.5, 2.5 and 4.5 s."""
     out, _ = converted(tmp_path, [part(video=frames(1, 2, 3, 4, 10), sample_fps=1)])
     seen = inspected(out, 0, capsys, "qwen3_vl")
@@ -221,7 +221,7 @@ def test_unusable_frames_are_named(media, tmp_path):
     assert report.samples == 1
 
 
-def test_the_archive_holds_the_files_as_they_are(media, tmp_path):
+def test_archive_holds_the_files_as_they_are(media, tmp_path):
     import tarfile
 
     out, _ = converted(tmp_path, [part(video="clip", fps=5)])
