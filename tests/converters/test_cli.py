@@ -26,7 +26,9 @@ def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
-def test_convert_split_merge_export_give_the_folder_back(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+def test_convert_split_merge_export_give_the_folder_back(
+    tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert run("convert", "--hf", origin, "--out", tmp_path / "full") == 0
     split = ["split", "--checkpoint", tmp_path / "full", "--out", tmp_path / "shards"]
     assert run(*split, *"--parallel.tp 2 --parallel.pp 2 --parallel.layers 1,3".split()) == 0
@@ -40,7 +42,9 @@ def test_convert_split_merge_export_give_the_folder_back(tmp_path: Path, origin:
     assert "identical: " in capsys.readouterr().out
 
 
-def test_convert_to_a_layout_leaves_no_unsplit_copy(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+def test_convert_to_a_layout_leaves_no_unsplit_copy(
+    tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture
+) -> None:
     convert = ["convert", "--hf", origin, "--out", tmp_path / "shards"]
     assert run(*convert, *"--parallel.tp 2 --parallel.pp 2 --parallel.vpp 2".split()) == 0
     assert "layout: tp 2, pp 2, vpp 2, layers 1,1,1,1\n" in capsys.readouterr().out

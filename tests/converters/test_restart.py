@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,26 +88,6 @@ def test_full_disk_leaves_what_was_there(
         assert_same_folder(tmp_path / "before", tmp_path / "out")
 
 
-def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) -> None:
-    """A living owner is named; what a dead one left is removed."""
-    out = tmp_path / "out"
-    program = (
-        "import sys, time; from pathlib import Path; from megatron_vl.system.partial_folder import *\n"
-        "with open_partial_folder(Path(sys.argv[1])) as new:\n"
-        "    (new / 'half').write_text('x'); print('ready', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, out], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
-        with pytest.raises(FileExistsError, match=f"out.partial is being written by process {owner.pid} on "):
-            convert_weights(origin, out)
-        owner.send_signal(signal.SIGKILL)
-    assert (tmp_path / "out.partial" / "new" / "half").exists()
-    convert_weights(origin, out)
-    convert_weights(origin, tmp_path / "whole")
-    assert_same_folder(tmp_path / "whole", out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-
-
 def test_folders_of_others_are_not_removed(tmp_path: Path, origin: Path, monkeypatch) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "notes.txt").write_text("mine")
@@ -157,9 +136,7 @@ def test_failed_rename_gives_the_earlier_folder_back(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "out"]
 
 
-def test_export_is_on_the_disk_when_it_returns(
-    tiny_checkpoint, tmp_path: Path, monkeypatch
-) -> None:
+def test_export_is_on_the_disk_when_it_returns(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
     """Each file's bytes are synced, under its final or former name, and so is the folder that
     holds the names."""
     hf = tiny_checkpoint("qwen2_5_vl")

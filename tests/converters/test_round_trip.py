@@ -57,8 +57,8 @@ FIRST = {size.split("-VL-")[0] + ("-A" * ("-A" in size)): size for size in rever
 
 
 def marks_of(size: str, *case: Any) -> list[pytest.MarkDecorator]:
-    """The other sizes have the same rules and other layouts."""
-    if case and not is_chosen(size, *case):
+    """The other sizes have the same rules: of their chosen layouts, every third is in `make test`."""
+    if case and (not is_chosen(size, *case) or size not in FIRST and turn(size, case[1]) % 3):
         return [pytest.mark.full]
     return [] if size in FIRST else [pytest.mark.slow]
 

@@ -143,19 +143,9 @@ def test_keys_without_effect_and_media_in_answers_are_named():
         {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}, "path": "c.png"},
         {"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}, "image": ""},
     ]
-    answer = {
-        "role": "assistant",
-        "content": [{"type": "image", "image": "d.png"}, {"type": "text", "text": "so"}],
-        "mood": "cheerful",
-    }
-
-    record = {
-        "id": 1,
-        "system": "Be brief.",
-        "messages": [{"role": "user", "content": parts}, answer],
-        "licence": ["CC0"],
-    }
-    conversation = read_conversation(record)
+    answer_parts = [{"type": "image", "image": "d.png"}, {"type": "text", "text": "so"}]
+    turns = [{"role": "user", "content": parts}, {**BOT, "content": answer_parts, "mood": "cheerful"}]
+    conversation = read_conversation({"id": 1, "system": "Be brief.", "messages": turns, "licence": ["CC0"]})
 
     of_parts = [("content parts", key) for key in ("max_pixels", "path", "detail", "cache_control")]
     assert conversation.ignored_keys == [("records", "licence"), *of_parts, ("turns", "mood")]
