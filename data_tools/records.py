@@ -148,10 +148,12 @@ def _read_json_lines(
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
             record = _parse_line(line) if is_wanted(num_yielded, num_yielded + 1) else None
-            is_torn = isinstance(record, UnreadableRecord) and record.reason in ("not JSON", "not UTF-8")
-            if is_torn and not line.endswith(b"\n"):
-                advice = "fetch the whole file, or end that line if it is the last one"
-                raise ReadError(f"{records_path} ends within line {line_number} ({record.detail}): {advice}")
+            if isinstance(record, UnreadableRecord) and not line.endswith(b"\n"):
+                if record.reason in ("not JSON", "not UTF-8"):
+                    advice = "fetch the whole file, or end that line if it is the last one"
+                    raise ReadError(
+                        f"{records_path} ends within line {line_number} ({record.detail}): {advice}"
+                    )
             yield line_number, record
             num_yielded += 1
 

@@ -218,7 +218,7 @@ def merge_calls(messages: list[Message], call_message: Message) -> bool:
     Returns:
         Whether the calls were added.
     """
-    last = messages[-1] if messages else {"role": ""}
+    last: Message = messages[-1] if messages else {"role": ""}
     if last["role"] != "assistant" or last.get("loss_weight") != call_message.get("loss_weight"):
         return False
     text, thought = call_message["content"], call_message.get("reasoning_content")
