@@ -184,7 +184,7 @@ def open_adapters(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapt
 
     Raises:
         FileNotFoundError: there is neither.
-        WeightsError: it holds no adapters, or a PEFT folder does not fit the model.
+        WeightsError: it holds no LoRA weights, or a PEFT folder does not fit the model.
     """
     return PeftAdapters(path, spec) if is_peft_folder(path) else read_adapters(path)
 
@@ -278,10 +278,10 @@ def _plain_number(number: float) -> float:
 
 
 class MergedWeights(CanonicalWeights):
-    """The canonical tensors of a model with an adapter added to them.
+    """The canonical tensors of a model with LoRA's products added to them.
 
-    A tensor with an adapter is the sum in float32, which a writer rounds once. One that was trained whole is
-    the adapter's. The others are those of the base, bit for bit.
+    A tensor with factors is the sum in float32, which a writer rounds once. One that was trained whole is
+    LoRA's. The others are those of the base, bit for bit.
     """
 
     lora = LoraConfig()
@@ -291,12 +291,12 @@ class MergedWeights(CanonicalWeights):
         self.source = source
         self.spec, self.tensor_infos = base.spec, base.tensor_infos
         self.path = source.path
-        self.adapters = fused_adapters(source.spec, source.lora)
+        self.fused = fused_adapters(source.spec, source.lora)
         self.saved_modules = saved_modules(source.spec, source.lora)
         self._cached_factors = lru_cache(maxsize=16)(self._read_wide_factors)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
-        if tensor_name in self.adapters:
+        if tensor_name in self.fused:
             return torch.float32
         if tensor_name in self.saved_modules:
             return self.source.dtype(tensor_name)
@@ -311,7 +311,7 @@ class MergedWeights(CanonicalWeights):
             self.source.verify_tensor(tensor_name)
             return self.source.read_region(tensor_name, region)
         base_region = self.base.read_region(tensor_name, region)
-        if tensor_name not in self.adapters:
+        if tensor_name not in self.fused:
             return base_region
 
         merged_region = base_region.to(torch.float32, copy=True)
@@ -332,7 +332,7 @@ class MergedWeights(CanonicalWeights):
         The columns of B are those of all released matrices, side by side, so that B A is right in every row.
         Without experts, E is 1.
         """
-        adapter = self.adapters[tensor_name]
+        adapter = self.fused[tensor_name]
         factor_a = read_whole(self.source, adapter.name_a).float()
         narrow_b = read_whole(self.source, adapter.name_b).float()
         if not adapter.base.num_experts:
