@@ -110,11 +110,8 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
     present_fields = [name for name in CONVERSATION_FIELDS if record.get(name) not in EMPTY_VALUES]
     if len(present_fields) > 1:
         quoted_names = " and ".join(map(repr, present_fields))
-        raise RecordError(
-            "two conversations",
-            f"the record has both {quoted_names}, but only one can be trained on; leave out one",
-            present_fields[1],
-        )
+        detail = f"the record has both {quoted_names}, but only one can be trained on; leave out one"
+        raise RecordError("two conversations", detail, present_fields[1])
     for candidate_format in FORMATS.values():
         if candidate_format.matches_record(record):
             return candidate_format

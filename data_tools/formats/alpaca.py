@@ -19,11 +19,8 @@ def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str |
     """The field of these names that has a value. Raises RecordError if several have."""
     filled_fields = [name for name in field_names if record.get(name) not in (None, "")]
     if len(filled_fields) > 1:
-        raise RecordError(
-            "two conversations",
-            f"the record has both {filled_fields[0]!r} and {filled_fields[1]!r}",
-            filled_fields[1],
-        )
+        detail = f"the record has both {filled_fields[0]!r} and {filled_fields[1]!r}"
+        raise RecordError("two conversations", detail, filled_fields[1])
     return filled_fields[0] if filled_fields else None
 
 
@@ -37,11 +34,8 @@ def _history_turns(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
     role_turns = []
     for i, history_pair in enumerate(history):
         if not isinstance(history_pair, (list, tuple)) or len(history_pair) != 2:
-            raise RecordError(
-                "bad history",
-                f"a pair of question and answer is required, but this is {shorten_value(history_pair)}",
-                f"history[{i}]",
-            )
+            detail = f"a pair of question and answer is required, but this is {shorten_value(history_pair)}"
+            raise RecordError("bad history", detail, f"history[{i}]")
         role_turns.append(("user", history_pair[0], f"history[{i}][0]"))
         role_turns.append(("assistant", history_pair[1], f"history[{i}][1]"))
     return role_turns

@@ -207,11 +207,8 @@ def checked_text(text_value: Any, field_path: str) -> str:
             "bad text", f"a string is required, but this is a {type(text_value).__name__}", field_path
         )
     if MEDIA_PLACEHOLDER.search(text_value):
-        raise RecordError(
-            "placeholder token in text",
-            "the text holds a token that stands for image or video features",
-            field_path,
-        )
+        detail = "the text holds a token that stands for image or video features"
+        raise RecordError("placeholder token in text", detail, field_path)
     if control_token := CONTROL_TOKEN.search(text_value):
         raise RecordError("control token in text", control_token_text(control_token[0]), field_path)
     if audio_token := audio.AUDIO_TOKEN.search(text_value):

@@ -67,10 +67,9 @@ def read_frame_rate(
         with contextlib.suppress(ValueError):
             rate_value = float(rate_value)
     if not is_frame_rate(rate_value):
-        raise RecordError(
-            "bad frame rate",
+        detail = (
             f"{shorten_value(json_object[rate_key])} is no number of "
-            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}",
-            f"{key_prefix}{rate_key}",
+            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
         )
+        raise RecordError("bad frame rate", detail, f"{key_prefix}{rate_key}")
     return rate_key, float(rate_value)

@@ -135,11 +135,8 @@ class RecordReader:
         self.ignored_keys[:0] = unread_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):
-            raise RecordError(
-                "bad markers",
-                f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text",
-                "markers",
-            )
+            detail = f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text"
+            raise RecordError("bad markers", detail, "markers")
         self.markers_are_text = record.get("markers") == "text"
         self.unlisted_markers: list[str] = []
         """Markers in the texts of a record that lists no media."""
@@ -236,12 +233,11 @@ class RecordReader:
         written_role = turn.get(role_field)
         role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
         if role is None:
-            raise RecordError(
-                "unknown role",
+            detail = (
                 f"turn {turn_index + 1} has the unknown role "
-                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}",
-                f"{field_path}.{role_field}",
+                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
             )
+            raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
 
         structure_keys = ROLE_TURN_KEYS.get(role, TURN_WEIGHT_KEYS)
         self.note_ignored_keys("turns", turn, role_field, content_field, *structure_keys)
@@ -456,12 +452,11 @@ def refuse_unread_keys(json_object: dict[str, Any], keys: tuple[str, ...], key_p
     for key in keys:
         value = json_object.get(key)
         if value not in EMPTY_VALUES and value is not False and (value != 0 or "start" not in key):
-            raise RecordError(
-                "part of a medium",
+            detail = (
                 f"{key!r} names a part of a medium and is not read; cut the medium beforehand, or write the"
-                " part into the text",
-                f"{key_prefix}{key}",
+                " part into the text"
             )
+            raise RecordError("part of a medium", detail, f"{key_prefix}{key}")
 
 
 def unread_keys(
@@ -489,9 +484,6 @@ def read_media_reference(media_value: Any, field_path: str) -> Any:
         media_value = has_bytes or media_value.get("path", media_value.get("url"))
     if not isinstance(media_value, str | bytes) or not media_value:
         found_text = "an empty string" if media_value == "" else f"a {type(media_value).__name__}"
-        raise RecordError(
-            "bad media reference",
-            f"a path, a data: URI or bytes are required, but this is {found_text}",
-            field_path,
-        )
+        detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
+        raise RecordError("bad media reference", detail, field_path)
     return media_value

@@ -180,11 +180,8 @@ def read_tool_calls(turn: dict[str, Any], field_prefix: str) -> list[dict[str, A
 
     calls = parse_json_text(calls, f"{field_prefix}tool_calls", "bad tool call")
     if not isinstance(calls, list):
-        raise RecordError(
-            "bad tool call",
-            f"a list of calls is required, but this is {shorten_value(calls)}",
-            f"{field_prefix}tool_calls",
-        )
+        detail = f"a list of calls is required, but this is {shorten_value(calls)}"
+        raise RecordError("bad tool call", detail, f"{field_prefix}tool_calls")
     return [read_tool_call(call, f"{field_prefix}tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
@@ -194,11 +191,8 @@ def refuse_second_calls(
     """Raises RecordError if a turn has calls in a field and in another one, whose order is unknown."""
     second_field = next((key for key in other_fields if turn.get(key) not in NO_CALLS), None)
     if second_field and turn.get(first_field) not in NO_CALLS:
-        raise RecordError(
-            "bad tool call",
-            f"the turn has calls in {first_field!r} and in {second_field!r}; leave out one",
-            f"{field_prefix}{second_field}",
-        )
+        detail = f"the turn has calls in {first_field!r} and in {second_field!r}; leave out one"
+        raise RecordError("bad tool call", detail, f"{field_prefix}{second_field}")
 
 
 def read_text_calls(turn_text: str, field_path: str) -> tuple[str, list[dict[str, Any]]]:
