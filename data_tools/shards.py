@@ -312,8 +312,9 @@ def _media_rows(keyed_infos: list[tuple[str, list[MediaInfo]]]) -> list[Any]:
                 )
 
             kind, content = serialize_media_metadata(media_metadata)
-            entry_key = f"{sample_key}.{i}.{media_info.suffix}"
-            metadata_rows.append(IndexMediaMetadata(entry_key, kind.value, content))
+            key = f"{sample_key}.{i}.{media_info.suffix}"
+            row = IndexMediaMetadata(entry_key=key, metadata_type=kind.value, metadata_json=content)
+            metadata_rows.append(row)
     return metadata_rows
 
 
