@@ -7,7 +7,7 @@ import binascii
 import itertools
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -18,10 +18,10 @@ from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 from .formats import RecordError
 from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 
-PICTURE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
-"""Suffixes of the pictures in a folder of frames. Other files are ignored."""
+IMAGE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
+"""Suffixes of the images in a folder of frames. Other files are ignored."""
 ASSUMED_FPS = 2.0
-"""Frames a second of a video that is given as pictures, if its record does not say: as in qwen-vl-utils and
+"""Frames a second of a video that is given as images, if its record does not say: as in qwen-vl-utils and
 LLaMA-Factory."""
 
 
@@ -46,7 +46,9 @@ def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: 
     try:
         media_path = (media_root / reference).resolve()
         if not media_path.is_relative_to(media_root):
-            raise RecordError("outside the media root", _outside_message(reference, media_root))
+            detail = f"{reference} leads to {media_path}, which is not inside the media root"
+            advice = "copy the file there, or give a --media-root that holds both"
+            raise RecordError("outside the media root", f"{detail}; {advice}")
         mode = retry_machine_faults(media_path.stat, media_path).st_mode
     except RecordError:
         raise
@@ -72,31 +74,15 @@ def _local_path(reference: str) -> str:
     return unquote(url_parts.path)
 
 
-def _outside_message(reference: str, media_root: Path) -> str:
-    """Says that a reference leads out of the media root, and which link does."""
-    path = media_root / reference
-    for link_path in (*reversed(path.parents), path):
-        if (
-            link_path.is_relative_to(media_root)
-            and link_path.is_symlink()
-            and not link_path.resolve().is_relative_to(media_root)
-        ):
-            return (
-                f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not "
-                "inside the media root; copy what it leads to, or give a --media-root that holds both"
-            )
-    return f"{reference} is not inside the media root"
-
-
 def is_embedded(reference: Any) -> bool:
     """Whether a reference holds the medium itself, or an image of it."""
     if isinstance(reference, FrameSequence):
-        return not isinstance(reference.pictures, str) and any(map(is_embedded, reference.pictures))
+        return not isinstance(reference.images, str) and any(map(is_embedded, reference.images))
     return isinstance(reference, bytes) or (isinstance(reference, str) and reference[:5].lower() == "data:")
 
 
 def read_media(media_kind: str, reference: Any, media_root: Path | None) -> bytes:
-    """Reads the bytes of a medium. A video that is given as pictures becomes a file of frames.
+    """Reads the bytes of a medium. A video that is given as images becomes a file of frames.
 
     Args:
         reference: a path inside ``media_root``, a base64 ``data:`` URI, or the bytes themselves.
@@ -122,12 +108,13 @@ def read_media(media_kind: str, reference: Any, media_root: Path | None) -> byte
     media_path = resolve_reference(reference, media_root, allow_folder=allow_folder)
     if media_path.is_dir():
         return _read_frames(FrameSequence(reference), media_root)
-    return _file_bytes(media_path, reference)
+    return _read(media_path.read_bytes, media_path, reference)
 
 
-def _file_bytes(file_path: Path, reference: str) -> bytes:
+def _read[Content](read: Callable[[], Content], path: Path, reference: str) -> Content:
+    """What ``read`` returns. Raises RecordError if the path cannot be read."""
     try:
-        return retry_machine_faults(file_path.read_bytes, file_path)
+        return retry_machine_faults(read, path)
     except OSError as error:
         if is_machine_fault(error):
             raise
@@ -136,50 +123,41 @@ def _file_bytes(file_path: Path, reference: str) -> bytes:
 
 def _read_frames(frame_sequence: FrameSequence, media_root: Path | None) -> bytes:
     sampling: Sampling = "whole"
-    if isinstance(frame_sequence.pictures, str):
-        path = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
+    if isinstance(frame_sequence.images, str):
+        path = resolve_reference(frame_sequence.images, media_root, allow_folder=True)
         if not path.is_dir():  # the file of a video, which has a rate of its own
-            return _file_bytes(path, frame_sequence.pictures)
+            return _read(path.read_bytes, path, frame_sequence.images)
         sampling = "as a file"
     frame_file_info = FrameArchiveInfo(
         frame_sequence.fps or ASSUMED_FPS, sampling, assumed_fps=frame_sequence.fps is None
     )
 
-    def read_pictures() -> Iterator[tuple[str, bytes]]:
-        for picture in list_pictures(frame_sequence, media_root):
-            file_name = "" if is_embedded(picture) else PurePosixPath(picture).name
-            yield file_name, read_media("image", picture, media_root)
+    def read_images() -> Iterator[tuple[str, bytes]]:
+        for image in list_images(frame_sequence, media_root):
+            file_name = "" if is_embedded(image) else PurePosixPath(image).name
+            yield file_name, read_media("image", image, media_root)
 
-    return pack_frames(read_pictures(), frame_file_info)
+    return pack_frames(read_images(), frame_file_info)
 
 
-def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> list[Any]:
-    """The references of a video's pictures, those of a folder in the natural order of their names.
+def list_images(frame_sequence: FrameSequence, media_root: Path | None) -> list[Any]:
+    """The references of a video's images, those of a folder in the natural order of their names.
 
     Raises:
-        RecordError: the folder cannot be read, has no pictures, or two with the same number.
+        RecordError: the folder cannot be read, has no images, or two with the same number.
     """
-    if not isinstance(frame_sequence.pictures, str):
-        return list(frame_sequence.pictures)
-    frame_dir = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
-    ordered_names = []
-    try:
-        for path in retry_machine_faults(lambda: list(frame_dir.iterdir()), frame_dir):
-            if path.suffix[1:].lower() in PICTURE_SUFFIXES and not path.name.startswith("."):
-                ordered_names.append((natural_order(path.name), path.name))
-    except OSError as error:
-        if is_machine_fault(error):
-            raise
-        raise RecordError("medium unreadable", f"{frame_sequence}: {error.strerror}") from error
-    ordered_names.sort()
-    if not ordered_names:
-        raise RecordError("no frames", f"the folder {frame_sequence} holds no pictures")
-    for (previous_key, previous_name), (next_key, next_name) in itertools.pairwise(ordered_names):
-        if previous_key == next_key:
-            raise RecordError(
-                "two frames of one number", f"{previous_name} and {next_name} in {frame_sequence}"
-            )
-    return [f"{frame_dir}/{name}" for _, name in ordered_names]
+    if not isinstance(frame_sequence.images, str):
+        return list(frame_sequence.images)
+    frame_dir = resolve_reference(frame_sequence.images, media_root, allow_folder=True)
+    paths = _read(lambda: list(frame_dir.iterdir()), frame_dir, str(frame_sequence))
+    names = [path.name for path in paths if path.suffix[1:].lower() in IMAGE_SUFFIXES and path.name[0] != "."]
+    names.sort(key=lambda name: (natural_order(name), name))
+    if not names:
+        raise RecordError("no frames", f"the folder {frame_sequence} holds no images")
+    for name, next_name in itertools.pairwise(names):
+        if natural_order(name) == natural_order(next_name):
+            raise RecordError("two frames of one number", f"{name} and {next_name} in {frame_sequence}")
+    return [f"{frame_dir}/{name}" for name in names]
 
 
 def natural_order(file_name: str) -> list[tuple[int, str]]:

@@ -100,7 +100,7 @@ class UnusableSampleError(Exception):
         self.reason, self.sample_size = reason, sample_size
 
 
-def _refusal_of_error(error: Exception) -> UnusableSampleError:
+def refusal_of_error(error: Exception) -> UnusableSampleError:
     """The reason for which a sample is left out whose encoding raised ``error``."""
     if isinstance(error, UnusableSampleError):
         return error
@@ -210,7 +210,7 @@ class RowEncoder:
         except Exception as error:  # a sample from outside may cause any error
             if is_machine_fault(error):
                 raise
-            refusal = _refusal_of_error(error)
+            refusal = refusal_of_error(error)
         else:
             self.consecutive_refusals = 0
             return encoded_sample
@@ -240,7 +240,7 @@ class RowEncoder:
             )
 
     def _encode_sample(self, raw_sample: RawSample) -> EncodedSample:
-        json_bytes = _checked_json_bytes(raw_sample)
+        json_bytes = checked_json_bytes(raw_sample)
         conversation_record = json.loads(json_bytes)
         media_records = conversation_record["media"]
         missing_keys = [item["key"] for item in media_records if item["key"] not in raw_sample.media_bytes]
@@ -440,7 +440,8 @@ class RowEncoder:
         return packed_row
 
 
-def _checked_json_bytes(raw_sample: RawSample) -> bytes:
+def checked_json_bytes(raw_sample: RawSample) -> bytes:
+    """The JSON of a sample. Raises UnusableSampleError if it was not read, or has changed."""
     if raw_sample.read_failure:
         raise UnusableSampleError(*raw_sample.read_failure)
     if raw_sample.json_bytes is None:

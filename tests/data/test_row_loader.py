@@ -586,7 +586,7 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     record = json.loads(sample.json_bytes)
     assert record["media"] and measure_sample(encoder, sample)[0] > 0
     record["media"][0]["height"] = record["media"][0]["width"] = 2**32
-    sample.json_bytes = json.dumps(record).encode()
+    sample.json_bytes = append_crc32(json.dumps(record).encode())
     tokens, turns, media, reason = measure_sample(encoder, sample)
     assert (tokens, turns, len(media), reason) == (0, 0, 0, "cannot be encoded")
 

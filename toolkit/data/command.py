@@ -112,6 +112,7 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         for file_name, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
                 print(f"  quarantined {count:6d}  {reason}  ({file_name})")
+    print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
 
 
 def _ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:

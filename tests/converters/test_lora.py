@@ -14,7 +14,6 @@ from torch import Tensor
 
 from converters.convert import convert_adapter, export_adapter, export_weights, reshard_weights
 from converters.hf_checkpoint import long_tensor_name
-from converters.lora import PeftAdapters
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import read_spec
@@ -89,7 +88,7 @@ def test_merge_equals_peft(tmp_path: Path, adapters, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whole_modules_go_through_all_layouts_as_peft_has_them(tmp_path: Path, family: str) -> None:
+def test_whole_modules_keep_their_bits_through_all_layouts(tmp_path: Path, family: str) -> None:
     """PEFT's file comes back with the same bits, and merges as peft merges it."""
     hf = float_checkpoint(family)
     saved = peft_model(hf, **SAVED)
@@ -137,7 +136,7 @@ MOE_LAYOUTS: dict[str, dict[str, Any]] = {"ep2": {"tp": 2, "ep": 2}, "ep4 etp2":
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_bits_after_all_layouts(tmp_path: Path, adapters, family: str) -> None:
+def test_factors_keep_their_bits_through_all_layouts(tmp_path: Path, adapters, family: str) -> None:
     """PEFT -> unsplit -> TP4 -> PP2 -> ... -> PEFT: peft loads the result and computes the same."""
     hf, adapter = float_checkpoint(family), adapters(family)
     convert_adapter(adapter, hf, tmp_path / "0")
@@ -150,19 +149,6 @@ def test_same_bits_after_all_layouts(tmp_path: Path, adapters, family: str) -> N
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert torch.equal(logits(load_peft(hf, adapter)), logits(load_peft(hf, tmp_path / "out")))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_factors_of_each_layout(tmp_path: Path, adapters, family: str) -> None:
-    """A checkpoint has the settings and the tensors of its table."""
-    hf, adapter = float_checkpoint(family), adapters(family)
-    source = PeftAdapters(adapter, read_spec(hf))
-    convert_adapter(adapter, hf, tmp_path / "weights", {"tp": 2, "pp": 2})
-    reader = WeightReader(tmp_path / "weights", takes_adapters=True)
-    assert reader.lora == source.lora and reader.tensor_infos == source.tensor_infos
-    parts = [part for fused in fused_adapters(reader.spec, reader.lora).values() for part in fused.parts]
-    assert {part.hf_name for part in parts if part.rank} == set(source.factors)
-    assert {part.rank for part in parts} >= {4, 6}
 
 
 PARTIAL: dict[str, dict[str, Any]] = {
@@ -180,7 +166,7 @@ PARTIAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ("qwen2_5_vl", "qwen3_5"))
 @pytest.mark.parametrize("targets", PARTIAL)
-def test_part_of_a_fused_matrix(tmp_path: Path, family: str, targets: str) -> None:
+def test_parts_of_a_fused_matrix_come_back(tmp_path: Path, family: str, targets: str) -> None:
     """Lists, regular expressions and layers: what is in the file is what counts, both ways."""
     hf, settings = float_checkpoint(family), PARTIAL[targets]
     if targets == "all but" and family == "qwen3_5":
@@ -196,7 +182,7 @@ def test_part_of_a_fused_matrix(tmp_path: Path, family: str, targets: str) -> No
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("stack", ("gate_up_proj", "down_proj"))
-def test_one_stack_of_experts(tmp_path: Path, family: str, stack: str) -> None:
+def test_one_stack_of_experts_comes_back(tmp_path: Path, family: str, stack: str) -> None:
     hf = float_checkpoint(family)
     settings = {"target_modules": [], "target_parameters": [f"mlp.experts.{stack}"]}
     peft_folder(tmp_path / "adapter", hf, **settings)
@@ -230,7 +216,7 @@ def swapped_sides(tensors: dict[str, Tensor], experts: int) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_sides_of_older_peft(tmp_path: Path, adapters, family: str) -> None:
+def test_swapped_sides_of_older_peft_are_read(tmp_path: Path, adapters, family: str) -> None:
     hf, adapter = float_checkpoint(family), adapters(family)
     tensors = swapped_sides(load_file(adapter / ADAPTER_FILE), 8)
     older = rewritten(adapter, tmp_path / "older", tensors, peft_version="0.18.1")
@@ -259,7 +245,9 @@ def separate_experts(hf: Path, words: tuple[str, ...], rank: int = 2) -> dict[st
 
 @pytest.mark.parametrize("use_rslora", (False, True))
 @pytest.mark.parametrize("words", (("gate_proj", "up_proj", "down_proj"), ("up_proj",)))
-def test_separate_experts(tmp_path: Path, adapters, words: tuple[str, ...], use_rslora: bool) -> None:
+def test_separate_experts_are_stacked(
+    tmp_path: Path, adapters, words: tuple[str, ...], use_rslora: bool
+) -> None:
     """Each expert's own factors become those of the stack, and the merged weights are theirs."""
     hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
     tensors = separate_experts(hf, words)
@@ -283,7 +271,7 @@ def test_separate_experts(tmp_path: Path, adapters, words: tuple[str, ...], use_
             torch.testing.assert_close(expert_delta, wanted, rtol=0, atol=1e-5)
 
 
-def test_names_of_older_transformers(tmp_path: Path, adapters) -> None:
+def test_names_of_older_transformers_are_read(tmp_path: Path, adapters) -> None:
     """Before transformers 4.52, Qwen2-VL's modules were model.layers.* and visual.*."""
     hf, adapter = float_checkpoint("qwen2_vl"), adapters("qwen2_vl")
     tensors = {
@@ -309,7 +297,7 @@ def test_names_of_older_transformers(tmp_path: Path, adapters) -> None:
         PeftFolder(newer, spec)
 
 
-def test_patterns_that_contradict_each_other_are_refused(tmp_path: Path, adapters) -> None:
+def test_contradicting_patterns_are_refused(tmp_path: Path, adapters) -> None:
     """PEFT takes the first one at training, but sorts them when it saves. An export has disjoint ones."""
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     spec, tensors = read_spec(hf), load_file(adapter / ADAPTER_FILE)
@@ -334,7 +322,7 @@ def test_patterns_that_contradict_each_other_are_refused(tmp_path: Path, adapter
 
 
 @pytest.mark.parametrize("layers", [0, [0], [0, 2]])
-def test_layers_that_leave_out_a_factor_are_refused(tmp_path: Path, adapters, layers: Any) -> None:
+def test_layers_to_transform_must_hold_every_factor(tmp_path: Path, adapters, layers: Any) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     settings = {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": layers}
     tensors = {
@@ -361,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_settings(tmp_path: Path, adapters, case: str) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path, adapters, case: str) -> None:
     settings, message = REFUSED[case]
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     folder = rewritten(adapter, tmp_path / "adapter", load_file(adapter / ADAPTER_FILE), **settings)
@@ -369,7 +357,7 @@ def test_refused_settings(tmp_path: Path, adapters, case: str) -> None:
         PeftFolder(folder, read_spec(hf))
 
 
-def test_refused_tensors(tmp_path: Path, adapters) -> None:
+def test_unsupported_tensors_are_refused(tmp_path: Path, adapters) -> None:
     """What cannot be represented is named: modules without adapters here, lost factors, missing experts."""
     spec = read_spec(float_checkpoint("qwen3_5_moe"))
     adapter = adapters("qwen3_5_moe")
@@ -390,7 +378,7 @@ def test_refused_tensors(tmp_path: Path, adapters) -> None:
             PeftFolder(folder, spec)
 
 
-def test_no_pickle(tmp_path: Path, adapters) -> None:
+def test_pickles_are_refused(tmp_path: Path, adapters) -> None:
     adapter = adapters("qwen3_vl")
     folder = rewritten(adapter, tmp_path / "adapter", {"x": torch.ones(1)})
     (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin")
@@ -398,7 +386,7 @@ def test_no_pickle(tmp_path: Path, adapters) -> None:
         PeftFolder(folder, read_spec(float_checkpoint("qwen3_vl")))
 
 
-def test_square_experts(tmp_path: Path) -> None:
+def test_square_experts_need_a_known_version(tmp_path: Path) -> None:
     """If inputs and outputs are equally many, only the version says which factor has which."""
     hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32, expert_ffn_hidden_size=64)
     settings = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
@@ -455,7 +443,9 @@ def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
-def test_commands(tmp_path: Path, adapters, capsys: pytest.CaptureFixture) -> None:
+def test_commands_convert_and_export_adapters(
+    tmp_path: Path, adapters, capsys: pytest.CaptureFixture
+) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     weights = ("--checkpoint", tmp_path / "weights", "--hf", hf)
     assert (
@@ -476,7 +466,7 @@ def test_commands(tmp_path: Path, adapters, capsys: pytest.CaptureFixture) -> No
     assert run("export", *weights, "--merge", "--adapter", "--out", tmp_path / "both") == 2
 
 
-def test_another_model(tmp_path: Path, adapters) -> None:
+def test_adapters_of_another_model_are_refused(tmp_path: Path, adapters) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     convert_adapter(adapter, hf, tmp_path / "weights")
     other = tiny_checkpoint("qwen3_vl", layers=3)
