@@ -238,18 +238,9 @@ def test_bars_of_a_histogram_add_up():
 
 def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_path):
     run = tmp_path / "quarantine.jsonl"
-    line = {
-        "step": 3,
-        "key": "k",
-        "shard": "s.tar",
-        "source": "in.json record 1",
-        "reason": "r",
-        "detail": "d",
-    }
+    line = {"file": "in.json", "record": 1, "id": "", "reason": "r", "detail": "d"}
     run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
-    assert read_quarantine(tmp_path) == {
-        "r": (1, [("key k, shard s.tar, source in.json record 1, step 3", "d")])
-    }
+    assert read_quarantine(tmp_path) == {"r": (1, [("file in.json, record 1", "d")])}
     assert read_quarantine(tmp_path / "nowhere") == {}
 
     ((reason, (count, examples)),) = read_quarantine(out).items()

@@ -149,30 +149,31 @@ LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,2
 
 
 @pytest.fixture
-def large(monkeypatch) -> Callable[..., dict]:
-    """What a dry run shows of the large run on 64 ranks, whose data do not exist."""
+def large(monkeypatch, capsys) -> Callable[..., str]:
+    """What a dry run prints of the large run on 64 ranks, whose data do not exist."""
     monkeypatch.setattr("toolkit.train.dry_run._pass_text", lambda run: "")
 
-    def facts(*words: str, ranks: int = 64) -> dict:
+    def printed(*words: str, ranks: int = 64) -> str:
         config = parse_config([*LARGE, *words])
-        return dry_run._run_facts(planned_run(config, read_spec(config.model.hf), ranks), ranks)
+        dry_run._print_run(planned_run(config, read_spec(config.model.hf), ranks), ranks)
+        return capsys.readouterr().out
 
-    return facts
+    return printed
 
 
-def test_a_dry_run_shows_layout_and_memory(large):
+def test_dry_run_shows_layout_and_memory(large):
     """Counted by hand: 64 ranks are two replicas of 32 micro-batches."""
-    facts = large()
-    assert facts["ranks"] == 64 and facts["layout"]["dp"] == 2 and facts["micro_batches"] == 32
-    assert facts["stages"][0] == ["vision tower", "embedding", "decoder layers 0 to 16"]
-    assert facts["stages"][3] == ["decoder layers 59 to 79", "output layer and loss"]
+    printed = large()
+    assert "on 64 ranks\n" in printed and " x dp 2, sequence parallel\n" in printed
+    assert "32 micro-batches on each data-parallel rank" in printed
+    assert "  stage 0: vision tower, embedding, decoder layers 0 to 16\n" in printed
+    assert "  stage 3: decoder layers 59 to 79, output layer and loss\n" in printed
     # The second stage has decoder layers only: q, k, v and output of attention, MLP, over 8 ranks.
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568) / 8
-    assert facts["memory_gib"][1]["weights"] == pytest.approx(2 * 21 * layer / 2**30, rel=1e-3)
-    offloaded = large("--optimizer.offload_fraction", "1")
-    assert offloaded["offload_fraction"] == 1.0 and offloaded["host_gib"] > 0
-    assert all(stage["optimizer"] == 0 for stage in offloaded["memory_gib"])
-    assert offloaded["least_offload_fraction"].keys() >= set(offloaded["fits"])
+    weights = f" {2 * 21 * layer / 2**30:.2f} "
+    assert weights in next(line for line in printed.splitlines() if line.startswith("│ 1 "))
+    assert "\nfits: " in printed and "estimated on H200" in printed and "host memory: " not in printed
+    assert "host memory: " in large("--optimizer.offload_fraction", "1")
 
 
 def test_a_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs():
@@ -180,10 +181,10 @@ def test_a_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs():
     assert dry_run._least_ranks(parse_config([*LARGE, "--parallel.ep", "16"]), 3) == 22
 
 
-def test_a_dry_run_on_cpu_estimates_no_gpus(large):
-    facts = large("--parallel.layers", "auto", "--platform", "cpu", ranks=32)
-    assert sum(facts["layout"]["layers"]) == 80 and facts["split"] == "planned"
-    assert (facts["fits"], facts["least_offload_fraction"], facts["speed"]) == ([], {}, None)
+def test_dry_run_on_cpu_estimates_no_gpus(large):
+    printed = large("--parallel.layers", "auto", "--platform", "cpu", ranks=32)
+    assert "the estimate is made for GPUs" in printed
+    assert "\nfits: " not in printed and "estimated on" not in printed
 
 
 def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):
