@@ -205,9 +205,11 @@ def encode_conversations(conversations_path: Path, hf_dir: str | Path) -> list[T
     encoder = SampleEncoder(hf_dir)
     samples = []
     for conversation in json.loads(conversations_path.read_text()):
-        paths = map(Path, conversation["images"])
-        media = [("image", path.name, path.read_bytes()) for path in paths]
-        samples.append(encoder.encode_sample(conversation["messages"], media))
+        images = [
+            encoder.encode_medium("image", path.name, path.read_bytes())
+            for path in map(Path, conversation["images"])
+        ]
+        samples.append(encoder.encode_sample(conversation["messages"], images))
     return samples
 
 

@@ -45,8 +45,8 @@ class LayoutOptions(CommandOptions):
             spec = read_spec(getattr(self, "hf", None) or run_config.model.hf)
         except OSError as error:
             raise UsageError(
-                f"the run of --config has no parallel.layers, and the split cannot be planned without the model's"
-                f" sizes ({error}): correct model.hf, or give the split with --parallel.layers"
+                "the run of --config has no parallel.layers, and the split cannot be planned without the"
+                f" model's sizes ({error}): correct model.hf, or give the split with --parallel.layers"
             ) from error
         return list(planned_layout(run_config, spec).layers_per_chunk)
 
