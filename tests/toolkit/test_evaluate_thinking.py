@@ -91,4 +91,4 @@ def test_a_switch_that_a_template_does_not_have_is_refused(tmp_path):
     hf = tiny_checkpoint("qwen2_5_vl")
     options = EvaluateOptions(original=hf, converted=hf, data="set", out=tmp_path, thinking="off")
     with pytest.raises(UsageError, match="--thinking off: the chat template of .* has no switch"):
-        run_evaluation(options, "set", tmp_path, print)
+        run_evaluation(options, "set", tmp_path)

@@ -68,12 +68,8 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
     facts = json.loads(facts_path.read_text()) if facts_path.is_file() else {}
     if facts.get("weights") != reader.manifest["digest"]:
         print_line(f"exporting step {step} to {export_dir}")
-        merges = bool(reader.lora.rank)
-        export_step(
-            ExportJob(
-                str(step_dir), hf, str(export_dir), os.getpid(), 0, {"step": step}, merges_adapter=merges
-            )
-        )
+        facts, merges = {"step": step}, bool(reader.lora.rank)
+        export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), 0, facts, merges))
     return export_dir
 
 
