@@ -11,7 +11,8 @@ from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfi
 from megatron_vl.data.source.location import DataPath
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.system.errors import UsageError
-from toolkit.common.lora import with_adapter_settings
+from megatron_vl.training.lora import with_start_adapter
+from megatron_vl.training.resolve import find_source_checkpoint
 from toolkit.common.options import CommandOptions, option, parse_command_line
 
 RANDOM_WORKLOADS = ("images", "text")
@@ -110,7 +111,8 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     if options.even_routing and not spec.language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")
     # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.
-    config = with_adapter_settings(config, spec)
+    if config.lora.adapter:
+        config = with_start_adapter(config, spec, find_source_checkpoint(config))
     bench_run = BenchRun(options, config, workloads, dataset, spec)
     step_count = len(workloads) * len(bench_run.schedule)
     config = dataclasses.replace(
