@@ -592,7 +592,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for="ms-vlmeval 0.0.20",
         removal_condition="VLMEvalKit takes the backend from its caller",
         guarding_test=(
-            "tests/toolkit/test_evaluate.py::test_an_examples_script_scores_original_round_trip_and_training"
+            "tests/toolkit/test_evaluate.py::test_script_scores_original_round_trip_and_training"
         ),
     ),
     DependencyFix(

@@ -118,7 +118,7 @@ def test_fsdp2_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
 
 
 @pytest.mark.ranks
-def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> None:
+def test_even_routing_chooses_experts_evenly(tiny_checkpoint) -> None:
     """The busiest expert's tokens over the mean would be experts / top_k without the option."""
     busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
     assert busiest and max(busiest) < 1.5, busiest
@@ -166,7 +166,7 @@ def test_each_part_has_the_flops_per_second_of_its_own_time() -> None:
         (["--even-routing"], "--even-routing is for models with experts"),
     ],
 )
-def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
+def test_bench_refuses_impossible_options(tiny_checkpoint, capsys, options, named) -> None:
     model = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     assert main(["bench", *model, "--nproc-per-node", "1", *options]) != 0
     assert named in capsys.readouterr().err

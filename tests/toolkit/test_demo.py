@@ -43,7 +43,7 @@ def demo(tmp_path_factory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_the_whole_demo_passes(tmp_path):
+def test_demo_passes(tmp_path):
     """As a user runs it. Four ranks and sixty steps pass every check, also those of the answers."""
     words = [sys.executable, "-m", "toolkit", "demo", "--dir", str(tmp_path / "here")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
@@ -53,7 +53,7 @@ def test_the_whole_demo_passes(tmp_path):
 
 
 @pytest.mark.ranks
-def test_checks_pass_and_are_shown(demo, capsys):
+def test_demo_shows_its_checks(demo, capsys):
     checks = json.loads((demo / "report.json").read_text())["checks"]
     assert len(checks) == 9
     failed = [check["what"] for check in checks if not check["passed"]]
@@ -64,7 +64,7 @@ def test_checks_pass_and_are_shown(demo, capsys):
 
 
 @pytest.mark.ranks
-def test_a_damaged_export_fails(demo, tmp_path):
+def test_demo_fails_on_a_damaged_export(demo, tmp_path):
     """The control: with one layer's heads swapped, as by a wrong conversion, the loss is wrong."""
     own = tmp_path / "own"
     shutil.copytree(demo, own)
@@ -82,7 +82,7 @@ def test_a_damaged_export_fails(demo, tmp_path):
     assert not check[2] and command.write_report(own, [check], 0.0) == 1
 
 
-def test_a_run_that_does_not_repeat_its_losses_fails():
+def test_demo_fails_if_a_resumed_run_does_not_repeat_its_losses():
     lines = [{"step": step, "loss": 1.0 / step, "updated": True} for step in (1, 2, 3, 4, 3, 4)]
     assert command.check_training(lines, 2)[0][2] and not command.check_training(lines, 1)[0][2]
     lines[-1] = lines[-1] | {"loss": 0.3, "dropped/too long": 1}
@@ -90,7 +90,7 @@ def test_a_run_that_does_not_repeat_its_losses_fails():
     assert not repeated[2] and not fallen[2] and not dropped[2]
 
 
-def test_answers_are_compared(tmp_path):
+def test_demo_compares_answers(tmp_path):
     taught = [*ANSWER_BY_PICTURE.values(), "Red."]
     lines = [{"reference": answer, "answer": answer} for answer in taught]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -104,7 +104,7 @@ def test_answers_are_compared(tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_second_demo_replaces_the_first_but_nothing_else(tmp_path):
+def test_demo_replaces_an_earlier_demo_but_nothing_else(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     assert main(["demo", "--dir", str(tmp_path)]) == 1
     assert (tmp_path / "mine.txt").read_text() == "mine"
@@ -129,15 +129,10 @@ def test_conversations_and_media_fit(tmp_path):
     assert {(0, 0), (1, 0), (2, 0), (0, 1)} == set(counts)
 
 
-def test_without_scikit_image_other_images_are_drawn(monkeypatch, tmp_path):
+def test_images_are_drawn_without_scikit_image(monkeypatch, tmp_path):
     photographs = load_pictures()
     monkeypatch.setitem(sys.modules, "skimage", None)
     drawn = load_pictures()
     assert drawn.keys() == photographs.keys()
     assert len({load().tobytes() for load in drawn.values()}) == len(photographs)
     assert len(json.loads(write_raw_data(tmp_path).read_text())) == 11
-
-
-def test_steps_must_be_enough(capsys):
-    assert main(["demo", "--steps", "3", "--dir", str(Path("unused"))]) == 2
-    assert "at least 12" in capsys.readouterr().err

@@ -189,7 +189,7 @@ def test_limit_takes_the_same_number_of_questions_from_each_table():
 @pytest.mark.parametrize(
     "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)]
 )
-def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_path):
+def test_videos_are_encoded_as_by_the_checkpoints_processor(family, tmp_path):
     """Compares frames, grids, times and tokens for a number of frames and for frames per second."""
     from transformers.video_utils import VideoMetadata
 

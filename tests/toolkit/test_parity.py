@@ -122,7 +122,7 @@ def test_layouts_are_read_as_written():
         ("qwen2_5_vl", "1,pp2:layers=1-2", "--layouts pp2:layers=1-2: layers [1, 2] add up to 3"),
     ],
 )
-def test_an_impossible_layout_is_named(capsys, family, layouts, message):
+def test_parity_names_an_impossible_layout(capsys, family, layouts, message):
     assert main(["parity", "--hf", family, "--layouts", layouts]) == 1
     said = capsys.readouterr().err
     assert message in said and "parallel." not in said
