@@ -94,7 +94,7 @@ class Measure(Hook):
     def _speed_figures(self, trainer: Trainer) -> dict[str, Any]:
         step_seconds = [end - begin for begin, end in itertools.pairwise(self.end_times)]
         wait_seconds = sum(step.loader_wait_s for step in self.fed_steps) if trainer.grid.owns_loader else 0.0
-        work = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
+        work: Counter[str] = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
         return report.speed_figures(work, step_seconds, self.figures["machine"]) | {
             "data_wait_s": max(gather_to_all(wait_seconds)) / self.options.timed
         }
@@ -103,8 +103,8 @@ class Measure(Hook):
         waits = [step.loader_wait_s if trainer.grid.owns_loader else 0.0 for step in self.fed_steps]
         spans_by_step = self.timer.take_seconds()
         parts = [step_parts.split_into_parts(*step) for step in zip(spans_by_step, waits, strict=True)]
-        work = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
-        spans = sum(gather_to_all(sum(spans_by_step, Counter())), Counter())
+        work: Counter[str] = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
+        spans: Counter[str] = sum(gather_to_all(sum(spans_by_step, Counter())), Counter())
         by_rank = gather_to_all((parts, trainer.grid.pp_rank))
         tflops = step_parts.tflops_by_part(spans, work)
         peak = self.figures["machine"]["peak_tflops"]

@@ -193,8 +193,10 @@ def _rope_index(
 def _media_grids(kind: Any, grid_thw: Tensor | None, seconds: Iterable[Any] | None) -> Iterator[GridTHW]:
     """All media of one kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
     sizes = [] if grid_thw is None else grid_thw.tolist()
-    for thw, grid_seconds in zip(sizes, [1.0] * len(sizes) if seconds is None else seconds, strict=True):
-        yield GridTHW(*thw, kind, float(grid_seconds))
+    for (t, h, w), grid_seconds in zip(
+        sizes, [1.0] * len(sizes) if seconds is None else seconds, strict=True
+    ):
+        yield GridTHW(t, h, w, kind, float(grid_seconds))
 
 
 def _grids_in_text_order(

@@ -76,7 +76,8 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
 def with_trained_media(data_config: DataConfig, hf_dir: Path) -> DataConfig:
     """The limits of images and videos that the export of ``hf_dir`` names, where none is given."""
     stated = {name for name, value in vars(data_config).items() if value != getattr(DataConfig(), name)}
-    trained = {name: limit for name, limit in exported_media(hf_dir).items() if name not in stated}
+    limits: dict[str, Any] = exported_media(hf_dir)
+    trained = {name: limit for name, limit in limits.items() if name not in stated}
     return dataclasses.replace(data_config, **trained)
 
 

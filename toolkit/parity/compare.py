@@ -204,7 +204,7 @@ def run_layouts(
         cases_path = Path(case_fields["reference"]) / f"cases_{world_size}.json"
         results_path = cases_path.with_name(f"results_{world_size}.json")
         write_cases(cases, cases_path)
-        arguments = [cases_path, results_path, platform]
+        arguments: list[str | Path] = [cases_path, results_path, platform]
         group = run_group("toolkit.parity.worker", arguments, world_size, on_cpu=platform == "cpu")
         # The worker writes after each case, so a crash loses only that case and later ones.
         written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
