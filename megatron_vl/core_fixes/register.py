@@ -591,9 +591,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_reason="VLMEvalKit asks for NCCL, but its processes only wait for each other; gloo needs no GPU.",
         written_for="ms-vlmeval 0.0.20",
         removal_condition="VLMEvalKit takes the backend from its caller",
-        guarding_test=(
-            "tests/toolkit/test_evaluate.py::test_an_examples_script_scores_original_round_trip_and_training"
-        ),
+        guarding_test=("tests/toolkit/test_evaluate.py::test_script_scores_original_round_trip_and_training"),
     ),
     DependencyFix(
         fix_location="data_tools.shards:index_shard",

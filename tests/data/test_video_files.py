@@ -280,7 +280,7 @@ def test_an_hour_fills_a_row_of_131072(hour, family, tiny_checkpoint):
         {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "The video shows"}]},
         {"role": "assistant", "content": [{"type": "text", "text": "a road."}]},
     ]
-    sample = encoder.encode_sample(messages, [("video", "hour.mp4", hour)])
+    sample = encoder.encode_sample(messages, [encoder.encode_medium("video", "hour.mp4", hour)])
     [medium] = sample.media_items
     grid = medium.grid_thw
     assert grid.t == 384 and len(medium.planes) == 768

@@ -247,8 +247,10 @@ PROOFS = (
     Proof(
         "`evaluate` gives the model what its own processor makes of a video",
         {
-            "tests/toolkit/test_evaluate_sets.py"
-            "::test_the_model_is_given_what_its_own_processor_makes_of_a_video": (*DENSE, Q35)
+            "tests/toolkit/test_evaluate_sets.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
+                *DENSE,
+                Q35,
+            )
         },
     ),
     Proof(

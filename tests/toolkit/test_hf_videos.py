@@ -95,7 +95,7 @@ def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
     )
 
 
-def test_the_pair_goes_away_where_the_rule_says_so() -> None:
+def test_tokens_around_a_video_are_removed_for_qwen3_vl() -> None:
     tokens = {
         "video_token": "<|video_pad|>",
         "vision_start_token": "<|vision_start|>",

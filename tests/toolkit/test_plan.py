@@ -232,6 +232,6 @@ def test_example_builds_under_its_layout(path):
 
 
 @pytest.mark.ranks
-def test_a_run_with_options_that_only_cuda_has_is_built_too():
+def test_run_with_options_of_cuda_is_built_too():
     said = core_says()
     assert said["with CUDA's options"] == said["built"]["qwen2_5_vl_32b"]

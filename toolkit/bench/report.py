@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from megatron_vl.training.trainer import Trainer
 from toolkit.common.layouts import layout_sizes_text
 
 from .options import BenchOptions, BenchRun
-
-# --- Figures ------------------------------------------------------------------------------------------------
 
 
 def row_work(
@@ -66,11 +63,6 @@ def row_work(
     }
     work.update({f"{name} flops": count for name, count in flops.items()})
     return work
-
-
-def add_work(works: Iterable[Counter[str]]) -> Counter[str]:
-    """The sum of works, each number on its own."""
-    return sum(works, Counter())
 
 
 def count_work(trainer: Trainer, step_batches: list[StepBatch]) -> Counter[str]:
@@ -147,13 +139,12 @@ def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
     grid, config = trainer.grid, trainer.config
     sizes = {name: getattr(grid, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
     sizes |= {"ep": grid.sharding.ep, "etp": grid.sharding.etp}
-    recompute = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
     notes = [
         layout_sizes_text(sizes),
         "experts chosen evenly" if bench_run.options.even_routing else "",
         f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step",
         config.dtype,
-        recompute,
+        f"recompute: language {config.recompute.language}, vision {config.recompute.vision}",
         "inputs of layers in host memory" if config.recompute.offload_inputs else "",
     ]
     return {
@@ -163,9 +154,6 @@ def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
         "notes": [", ".join(filter(None, notes))],
         "config": dataclasses.asdict(config),
     }
-
-
-# --- The table ----------------------------------------------------------------------------------------------
 
 
 def finish_report(options: BenchOptions, figures: dict[str, Any]) -> None:
@@ -223,11 +211,8 @@ def _workload_lines(name: str, figures: dict[str, Any]) -> list[str]:
 def _parts_lines(figures: dict[str, Any]) -> list[str]:
     part_texts = [f"{part} {times['mean_s'] * 1e3:.1f}" for part, times in figures["parts"].items()]
     reached = [f"{part} {tflops:.3g}" for part, tflops in figures["tflops_by_part"].items()]
-    collectives = zip(figures["communication"].values(), ("total", "with nothing else running"), strict=False)
-    collective_texts = [f"{times['mean_s'] * 1e3:.1f} ms {kind}" for times, kind in collectives]
     return [
         f"    ms per step, mean over ranks: {', '.join(part_texts)}",
-        f"    collectives in one profiled step, including waiting: {', '.join(collective_texts)}",
         f"    needed TFLOP/s while a part runs: {', '.join(reached)}",
         f"    compute of the slowest data-parallel rank {figures['slowest_over_mean']:.3f} of the mean; idle"
         f" pipeline stages {figures['pipeline_idle_share']:.1%} of the step",

@@ -17,7 +17,7 @@ from .options import TrainOptions
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Sizes of pictures differ from row to row, which otherwise fragments the GPU's memory.
+    # Sizes of images differ from row to row, which otherwise fragments the GPU's memory.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "OMP_NUM_THREADS": "1",
 }
@@ -41,14 +41,14 @@ def train(options: TrainOptions) -> int:
         show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes)
         return 0
 
-    run_words = options.fields
+    run_args = options.fields
     if not launch_environment.is_rank:
         launcher_arguments = _launcher_arguments(options, launch_environment)
         if launcher_arguments is not None:
             from megatron_vl.launch import main as launch
 
             sys.stdout.flush()
-            return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_words])
+            return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
 
     # From here on, this process is a rank: torchrun or Slurm started it as one, or it is the only one.
     if launch_environment.rank_variables and options.nproc_per_node:
@@ -61,7 +61,7 @@ def train(options: TrainOptions) -> int:
 
     is_rank = launch_environment.is_rank
     os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
-    return main(run_words)
+    return main(run_args)
 
 
 def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnvironment) -> list[str] | None:
@@ -78,18 +78,18 @@ def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnviron
         check_data_path(config.data.path)
 
     # The ranks inherit this environment.
-    for variable_name, variable_value in GPU_ENVIRONMENT.items():
-        os.environ.setdefault(variable_name, variable_value)
+    for name, value in GPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if nnodes * ranks_per_node == 1:
         return None
     return ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node), *rendezvous_arguments]
 
 
-def _read_config(run_words: list[str]) -> TrainConfig:
-    if not run_words:
+def _read_config(run_args: list[str]) -> TrainConfig:
+    if not run_args:
         raise UsageError("no run is given: megatron-vl train --config RUN.yaml (--help explains every field)")
     try:
-        return parse_config(run_words)
+        return parse_config(run_args)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
 
