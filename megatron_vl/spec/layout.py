@@ -58,12 +58,6 @@ class Layout:
         """The numbers of parts that the tensors of a stage are cut into."""
         return Sharding(self.tp, self.ep, self.etp, self.decoupled)
 
-    @property
-    def min_data_parallel_size(self) -> int:
-        """The smallest data-parallel size for which ``ep * etp`` divides a stage's ``tp * cp * dp`` ranks."""
-        experts = self.ep * self.etp
-        return experts // math.gcd(self.tp * self.cp, experts)
-
     def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
         """Global zero-based number of the first decoder layer of this chunk."""
         return sum(self.layers_per_chunk[: vp_stage * self.pp + pp_rank])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.models.build import aux_loss_reason
 from megatron_vl.platform import Platform
 from megatron_vl.system.plurals import pluralize, trained_text

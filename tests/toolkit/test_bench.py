@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import DataConfig, ModelConfig, RecomputeConfig
+from megatron_vl.config import DataConfig, LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.data.synthetic import SyntheticRows
-from megatron_vl.estimate.flops import ModelFlops, recompute_flops, row_flops
+from megatron_vl.estimate.flops import needed_flops, repeated_flops, row_sizes
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.support.ranks import call, python_path, run_module
@@ -68,10 +68,7 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         drawn = SyntheticRows(data, spec, 0, 1, ROWS)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
         tokens = 0
-        model = ModelFlops(0, 0)
-        all_tokens = ModelFlops(0, 0)
-        again = ModelFlops(0, 0)
-
+        model, all_tokens, again = [], [], []
         for row in timed:
             lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
             vision = [
@@ -79,11 +76,14 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
                 for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)
             ]
             tokens += sum(lengths)
-            model = model + row_flops(spec, ModelConfig(), lengths, *vision, int(row.loss_mask.sum()))
-            all_tokens = all_tokens + row_flops(spec, ModelConfig(), lengths, *vision, sum(lengths))
-            again = again + recompute_flops(
-                spec, ModelConfig(), RecomputeConfig(vision="full"), lengths, *vision
-            )
+            sizes, whole = (row_sizes(lengths, *vision, n) for n in (int(row.loss_mask.sum()), sum(lengths)))
+            model.append(needed_flops(spec, ModelConfig(), LoraConfig(), sizes))
+            all_tokens.append(needed_flops(spec, ModelConfig(), LoraConfig(), whole))
+            full = RecomputeConfig(vision="full")
+            again.append(repeated_flops(spec, ModelConfig(), LoraConfig(), full, sizes))
+
+        def total(rows):
+            return sum(row.total for row in rows)
 
         w = figures["workloads"][workload]
         seconds = w["step_s"] * TIMED
@@ -91,11 +91,11 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["work"]["rows"] == len(timed)
         assert w["tokens_per_s_per_gpu"] * seconds * RANKS == pytest.approx(tokens)
         assert w["images_per_s"] * seconds == pytest.approx(w["work"]["images"])
-        assert w["mfu_vision"] * seconds * RANKS * 0.5e12 == pytest.approx(model.vision)
+        assert w["mfu_vision"] * seconds * RANKS * 0.5e12 == pytest.approx(sum(row.tower for row in model))
         assert w["mfu"] == pytest.approx(w["mfu_vision"] + w["mfu_language"])
-        assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(all_tokens.total / model.total)
+        assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(total(all_tokens) / total(model))
         assert w["work"]["loss_tokens_per_row"] == sum(int(row.loss_mask.sum()) for row in timed) / len(timed)
-        assert w["hfu"] / w["mfu"] == pytest.approx((model + again).total / model.total)
+        assert w["hfu"] / w["mfu"] == pytest.approx(total(model + again) / total(model))
 
     images, text = figures["workloads"]["images"], figures["workloads"]["text"]
     assert figures["image_over_text"] == pytest.approx(images["mfu"] / text["mfu"])
