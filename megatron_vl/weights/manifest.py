@@ -183,7 +183,7 @@ def locate_shards(
     for entry in file_entries:
         for tensor_name in entry["tensors"]:
             tensor_info = tensor_infos.get(tensor_name)
-            shard_index = tensor_info and _shard_index_in_file(tensor_info, entry, layout)
+            shard_index = None if tensor_info is None else _shard_index_in_file(tensor_info, entry, layout)
             if tensor_info is None or shard_index is None:
                 raise WeightsError(
                     f"tensor {tensor_name!r} does not belong in {entry['file']}, pipeline rank {entry['pp']}"
