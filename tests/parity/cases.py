@@ -587,18 +587,12 @@ def considered_by_make_test() -> list[tuple[int, dict[str, Any]]]:
 
 @cache
 def chosen_by_make_test() -> frozenset[str]:
-    """The names of the cases that ``make test`` runs.
-
-    One case suffices for a pair of settings, whatever its number of ranks.
-    """
+    """The names of the cases that ``make test`` runs: of a pair of settings one, on any number of ranks."""
     considered = considered_by_make_test()
     costs = {entry["name"]: _cost(entry, ranks) for ranks, entry in considered}
     return frozenset(pairwise([entry for _, entry in considered], costs))
 
 
 def _cost(entry: dict[str, Any], ranks: int) -> float:
-    """Estimates the processor time of a case, in any unit.
-
-    Building the model takes as long as three rows, and each rank repeats half of the work.
-    """
+    """Processor time in any unit: a build takes as long as three rows; each rank repeats half of the work."""
     return (3 + sum(map(len, entry["steps"]))) * (1 + ranks / 2)
