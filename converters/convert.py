@@ -24,7 +24,7 @@ from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.system.json_files import write_json
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
-from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
+from megatron_vl.weights.manifest import file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
@@ -254,11 +254,11 @@ def _plan_files(source: CanonicalWeights, layout: Layout | None) -> list[_Planne
                 stored_type = (source.dtype(name), info.shard_shape(layout.sharding))
                 (experts if info.num_experts else dense)[name] = stored_type
         for tp in range(layout.tp):
-            planned_files.append(_PlannedFile(rank_file_name(tp, pp), {"tp": tp, "pp": pp}, dense))
+            planned_files.append(_PlannedFile(rank_file_name(tp=tp, pp=pp), {"tp": tp, "pp": pp}, dense))
         # A rank without experts has no file for them.
         for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
             ranks = {"ep": ep, "etp": etp, "pp": pp}
-            planned_files.append(_PlannedFile(expert_file_name(ep, etp, pp), ranks, experts))
+            planned_files.append(_PlannedFile(rank_file_name(**ranks), ranks, experts))
     return planned_files
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_vl.estimate.memory import count_parameters
-from megatron_vl.models.build import aux_loss_reason
+from megatron_vl.estimate.parameters import count_parameters
+from megatron_vl.models.build import aux_loss
 from megatron_vl.platform import Platform
 from megatron_vl.system.plurals import pluralize, trained_text
 from megatron_vl.training.offload.build import chunked_state
@@ -32,8 +32,10 @@ def run_summary(resolved_run: ResolvedRun, platform: Platform, optimizer: Chaine
     ]
     if trained := trained_text(*count_parameters(config, spec)):
         lines.append(trained)
-    if aux_loss_note := aux_loss_reason(spec, config.model):
-        lines.append(f"load-balancing loss of the experts: {aux_loss_note}")
+    coefficient, reason = aux_loss(spec, config.model)
+    if reason:
+        loss_text = f"coefficient {coefficient:g}" if coefficient else "none"
+        lines.append(f"load-balancing loss of the experts: {loss_text} ({reason})")
     return [*lines, *resolved_run.run_notes]
 
 

@@ -224,7 +224,7 @@ def test_padding_with_values_is_refused(tmp_path: Path) -> None:
     tensors = {name: reader.read_shard(name).clone() for name in reader.tensor_names()}
     name = "vision_model.decoder.layers.1.mlp.linear_fc2.weight"
     tensors[name][3, -1] = 1e-3
-    entry = write_rank_file(tmp_path / "trained", 0, 0, tensors)
+    entry = write_rank_file(tmp_path / "trained", tensors, tp=0, pp=0)
     write_manifest(tmp_path / "trained", reader.spec, None, [entry])
     with pytest.raises(WeightsError, match=f"padding of tensor '{name}'"):
         export_weights(tmp_path / "trained", tmp_path / "hf", tmp_path / "out")
@@ -235,7 +235,7 @@ def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
     convert_weights(origin, tmp_path / "full")
     reader = WeightReader(tmp_path / "full")
     trained = {name: reader.read_shard(name).float() * 1.001 for name in reader.tensor_names()}
-    entry = write_rank_file(tmp_path / "trained", 0, 0, trained)
+    entry = write_rank_file(tmp_path / "trained", trained, tp=0, pp=0)
     write_manifest(tmp_path / "trained", reader.spec, None, [entry])
     report = export_weights(tmp_path / "trained", origin, tmp_path / "out")
     assert report.cast == {("float32", "bfloat16"): report.tensors}

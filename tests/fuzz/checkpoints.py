@@ -431,7 +431,7 @@ class Bench:
                     info.name: cut_shard(weights.read_shard(info.name), info, tp, layout.sharding)
                     for info in infos
                 }
-                entries.append(write_rank_file(out / "weights", tp, pp, shards))
+                entries.append(write_rank_file(out / "weights", shards, tp=tp, pp=pp))
 
             files[f"optimizer/{INDEX_FILE}"] = write_slice_index(out / "optimizer", slices)
             weights_digest = write_manifest(

@@ -10,12 +10,10 @@ of the base has changed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch.distributed as dist
 
 from converters.convert import convert_weights
 from tests.gpu.parity import FAMILY_SIZES, SIZES
+from tests.gpu.results import Results, option_parser, work_folders
 from tests.training.lora_programs import train_layouts
 from tests.training.small_run import torchrun
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
@@ -84,13 +83,10 @@ def run_as_rank(work: Path, family: str, platform_name: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=1)
+    parser = option_parser(__doc__, ranks=1)
     parser.add_argument("--only", default="", help="families whose name contains this")
-    parser.add_argument("--out", type=Path, default=None, help="folder for results")
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="gpu-lora-"))
-    has_failed = False
+    (work, out), outcome = work_folders(args.out, "gpu-lora"), Results()
     for family in [family for family in FAMILIES if args.only in family]:
         sizes: dict[str, Any] = FAMILY_SIZES.get(family, SIZES)
         write_tiny_checkpoint(work / family, family, dtype=torch.float32, **sizes)
@@ -107,17 +103,15 @@ def main() -> int:
             is_good = max(errors) < MAX_LOSS_ERROR and not result["base_changed"]
             distances = {key: result[key] for key in ("merged", "base") if key in result}
             is_good &= distances.get("merged", 0.0) < MAX_LOGIT_DISTANCE
-            has_failed |= not is_good
-            print(
-                f"{'ok    ' if is_good else 'FAILED'} {family} | {name} | losses {result['losses']}, float32"
-                f" {expected} | moments beside the first layout {result['errors']['exp_avg']:.3f}, base"
-                f" changed {len(result['base_changed'])}; logits from those with adapters {distances}",
-                flush=True,
+            found = (
+                f"losses {result['losses']}, float32 {expected} | moments beside the first layout"
+                f" {result['errors']['exp_avg']:.3f}, base changed {len(result['base_changed'])};"
+                f" logits from those with adapters {distances}"
             )
-        has_failed |= not results
-        if args.out is not None:
-            (args.out / f"lora_{family}_{args.ranks}.json").write_text(json.dumps(results, indent=1))
-    return int(has_failed)
+            outcome.add(f"{family} | {name}", is_good, found)
+        outcome.has_failed |= not results
+        (out / f"lora_{family}_{args.ranks}.json").write_text(json.dumps(results, indent=1))
+    return outcome.exit_code()
 
 
 if __name__ == "__main__":

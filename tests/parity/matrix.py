@@ -139,10 +139,11 @@ EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCI
 @cache
 def entries() -> tuple[Entry, ...]:
     """All cases of the table."""
-    found = []
-    for ranks, cases in CASES.items():
-        found += [Entry(ranks, case, case["name"] in chosen_by_make_test()) for case in cases]
-    return tuple(found)
+    return tuple(
+        Entry(ranks, case, case["name"] in chosen_by_make_test())
+        for ranks, cases in CASES.items()
+        for case in cases
+    )
 
 
 def proving(feature: Callable[[Entry], bool], family: str) -> list[Entry]:
@@ -304,15 +305,12 @@ def _possible(feature: str, family: str) -> bool:
 
 
 def _count(name: str, feature: Callable[[Entry], bool], family: str) -> str:
-    if not _possible(name, family):
-        return ""
-    return str(len(proving(feature, family)) or "–")
+    return str(len(proving(feature, family)) or "–") if _possible(name, family) else ""
 
 
 def _mark(proof: Proof, family: str) -> str:
-    if not _possible(proof.feature, family):
-        return ""
-    return "✓" if any(family in families for families in proof.tests.values()) else "–"
+    is_proven = any(family in families for families in proof.tests.values())
+    return ("✓" if is_proven else "–") if _possible(proof.feature, family) else ""
 
 
 def _cases(family: str) -> list[list[str]]:

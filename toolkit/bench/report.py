@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.estimate.flops import needed_flops, recompute_flops, row_flops, row_sizes
+from megatron_vl.estimate.flops import needed_flops, repeated_flops, row_sizes
 from megatron_vl.estimate.gpus import peak_tflops
-from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.plurals import count_text, trained_text
 from megatron_vl.training.rows.batch_broadcast import StepBatch
@@ -45,21 +45,21 @@ def row_work(
         whole_head: whether the system computes the output layer for every token.
     """
     documents, frames, _ = lengths
-    by_part = needed_flops(spec, config.model, config.lora, row_sizes(*lengths, loss_tokens))
-    needed = by_part.by_half
-    all_tokens = row_flops(spec, config.model, *lengths, sum(documents), config.lora)
+    sizes = row_sizes(*lengths, loss_tokens)
+    needed = needed_flops(spec, config.model, config.lora, sizes)
+    all_tokens = needed_flops(spec, config.model, config.lora, sizes._replace(loss_tokens=sum(documents)))
     is_decoupled = config.vision.placement == "decoupled"
-    again = recompute_flops(spec, config.model, config.recompute, *lengths, is_decoupled, config.lora)
+    again = repeated_flops(spec, config.model, config.lora, config.recompute, sizes, is_decoupled)
     work: Counter[str] = Counter(rows=1, samples=len(documents), images=images, patches=sum(frames))
     work.update(tokens=sum(documents), loss_tokens=loss_tokens)
     flops = {
         "language": needed.language,
-        "tower": needed.vision,
+        "tower": needed.tower,
         "all-token": all_tokens.total,
         "executed": (all_tokens if whole_head else needed).total + again.total,
-        "output": by_part.output,
-        "experts": sum(layer.experts for layer in by_part.layers),
-        "decoder": sum(layer.dense for layer in by_part.layers),
+        "output": needed.output,
+        "experts": sum(layer.experts for layer in needed.layers),
+        "decoder": sum(layer.dense for layer in needed.layers),
     }
     work.update({f"{name} flops": count for name, count in flops.items()})
     return work

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_vl.config import OptimizerConfig, TrainConfig
 from megatron_vl.estimate.gpus import reserve_gib
-from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
 from megatron_vl.estimate.search import SearchRequest, describe_layout
 from megatron_vl.estimate.split import with_split

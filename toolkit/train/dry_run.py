@@ -6,8 +6,8 @@ import math
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.gpus import find_gpu, known_gpus, local_gpu, query_gpus, reserve_gib
-from megatron_vl.estimate.memory import count_parameters
 from megatron_vl.estimate.memory_check import least_offload_fraction
+from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.estimate.step import RunPrediction, predict_layout
 from megatron_vl.spec.layout import Layout
 from megatron_vl.system import host_memory

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.source.bad_samples import DROPPED_PREFIX, BadSampleMeter, details_by_reason
 from megatron_vl.data.source.blend import BlendSource
-from megatron_vl.estimate.flops import row_flops
+from megatron_vl.estimate.flops import needed_flops, row_sizes
 from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
@@ -91,12 +91,10 @@ class MetricsLog:
             step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True
         ):
             step_metrics.num_real_tokens += sum(segment_lengths)
-            vision_lengths = frame_lengths, window_lengths
-            flops = row_flops(
-                self.spec, self.model_config, segment_lengths, *vision_lengths, loss_tokens, self.lora
-            )
+            sizes = row_sizes(segment_lengths, frame_lengths, window_lengths, loss_tokens)
+            flops = needed_flops(self.spec, self.model_config, self.lora, sizes)
             step_metrics.language_flops += flops.language
-            step_metrics.vision_flops += flops.vision
+            step_metrics.vision_flops += flops.tower
 
         for item_name, item_count in step_batch.item_counts.items():
             if item_name.startswith(DROPPED_PREFIX):

@@ -65,7 +65,7 @@ from megatron_vl.training.state.optimizer_state import (
     write_slice_index,
 )
 from megatron_vl.weights.canonical_weights import CanonicalWeights
-from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
+from megatron_vl.weights.manifest import write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.model_digest import recorded_base
 from megatron_vl.weights.run_folder import (
@@ -358,18 +358,13 @@ class CheckpointSaver:
         self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot
     ) -> list[dict[str, Any]]:
         """Writes the weights in the snapshot. Returns the entries of the files for the manifest."""
-        grid, weights_dir, file_entries = self.grid, partial_dir / "weights", []
-        if checkpoint_snapshot.dense_weights is not None:
-            file_entries.append(
-                write_rank_file(weights_dir, grid.tp_rank, grid.pp_rank, checkpoint_snapshot.dense_weights)
-            )
-        if checkpoint_snapshot.expert_stacks is not None:
-            file_entries.append(
-                write_expert_file(
-                    weights_dir, grid.ep_rank, grid.etp_rank, grid.pp_rank, checkpoint_snapshot.expert_stacks
-                )
-            )
-        return file_entries
+        grid, weights_dir, entries = self.grid, partial_dir / "weights", []
+        if (dense_weights := checkpoint_snapshot.dense_weights) is not None:
+            entries.append(write_rank_file(weights_dir, dense_weights, tp=grid.tp_rank, pp=grid.pp_rank))
+        if (experts := checkpoint_snapshot.expert_stacks) is not None:
+            ranks = {"ep": grid.ep_rank, "etp": grid.etp_rank, "pp": grid.pp_rank}
+            entries.append(write_rank_file(weights_dir, experts, **ranks))
+        return entries
 
     def _write_state(self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot) -> dict[str, Any]:
         """Writes this rank's optimizer and loader state. Returns path in the checkpoint -> size and hash."""
