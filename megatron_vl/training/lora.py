@@ -1,4 +1,5 @@
-"""The adapters of a run: those it starts with (``lora.adapter``) and those in its checkpoint.
+"""LoRA of a run: the one it starts with (``lora.adapter``, a run or a folder of PEFT's) and that of its
+checkpoint.
 
 torch is imported only to look into files of weights.
 """
@@ -38,12 +39,12 @@ def with_start_adapter(
 
     weight_reader: WeightReader | PeftAdapters
     if source_checkpoint is not None:
-        from megatron_vl.training.state.checkpoint import suggest_remedy
+        from megatron_vl.training.state.load import suggest_remedy
 
         with suggest_remedy(source_checkpoint.path):
             weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
         if not weight_reader.lora.rank:
-            return config  # check_same_adapters refuses it
+            return config  # check_same_lora refuses it
     else:
         try:
             weight_reader = open_adapters(adapter_dir, spec)
@@ -77,7 +78,7 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     return dataclasses.replace(config, lora=lora)
 
 
-def check_adapter_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> None:
+def check_lora_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> None:
     """Raises RunConfigError if the adapters in ``lora.adapter`` were trained on other weights than the run's.
 
     Args:
@@ -94,9 +95,7 @@ def check_adapter_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -
         raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {base_difference}")
 
 
-def check_same_adapters(
-    checkpoint_path: Path, saved: LoraConfig, config: TrainConfig, spec: ModelSpec
-) -> None:
+def check_same_lora(checkpoint_path: Path, saved: LoraConfig, config: TrainConfig, spec: ModelSpec) -> None:
     """Raises RunConfigError unless a checkpoint holds what the run trains: a model, or the same adapters."""
     if bool(saved.rank) != bool(config.lora.rank):
         held = f"adapters of rank {saved.rank}" if saved.rank else "a whole model"

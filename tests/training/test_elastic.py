@@ -11,7 +11,7 @@ import torch
 
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR
 from tests.support import ranks
-from tests.training.small_run import metrics, options_of, prepare, train
+from tests.support.tiny_run import metrics, options_of, prepare, train
 
 pytestmark = pytest.mark.ranks
 
@@ -44,7 +44,7 @@ def test_a_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(
     for size, workers, killed in ((4, 1, 1), (2, 2, 0), (3, 0, 2)):
         words = options_of(prepared, run, *OPTIONS, "--data.num_workers", str(workers), steps=STEPS)
         job = ranks.run_apart(
-            "tests.training.faulty_rank", ["kill", killed, 2, "step", *words], size, one_node=True
+            "tests.support.faulty_rank", ["kill", killed, 2, "step", *words], size, one_node=True
         )
         assert job[killed].code == -signal.SIGKILL, job[killed].stderr[-3000:]
         said.append(job[0].stdout)

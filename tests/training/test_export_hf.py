@@ -19,7 +19,8 @@ from megatron_vl.config.checks import check_export_weights
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.training.small_run import metrics, prepare, small_checkpoint, train
+from tests.support.tiny_run import metrics, train
+from tests.tiny import tiny_checkpoint
 
 # --- What is refused ---------------------------------------------------------------------------------------
 
@@ -69,7 +70,8 @@ class Steps:
     """Saved steps of a small model, whose weights differ."""
 
     def __init__(self, folder: Path) -> None:
-        self.hf = small_checkpoint(folder / "hf")
+        hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+        self.hf = shutil.copytree(hf, folder / "hf")
         self.run = folder / "run"
 
     def save(self, step: int, *, of: Path | None = None) -> SavedCheckpoint:
@@ -233,12 +235,6 @@ def test_an_exporter_without_work_ends_at_once(steps: Steps) -> None:
 
 
 # --- Within a training -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("run") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 
 
 TP2 = ["--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", "1"]

@@ -24,7 +24,7 @@ from converters.convert import convert_weights
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support import ranks
-from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
+from tests.support.tiny_run import LAYOUT, metrics, options_of, train
 from toolkit.checkpoint.contents import verify_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -36,12 +36,6 @@ DEAD_S, HANG_S = 20, TIMEOUT_S + 20
 """Limits between the fault and the end of the last rank on a busy machine."""
 OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--failures.timeout_s", str(TIMEOUT_S)]
 EXACT = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("faults") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +68,7 @@ def disturb(
     """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps."""
     run.mkdir(exist_ok=True)
     words = [fault, rank, step, moment, *options_of(prepared, run, *OPTIONS, *options, steps=STEPS)]
-    done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
+    done = ranks.run_apart("tests.support.faulty_rank", words, 4, one_node=True)
     ended = time.time()
     codes = [rank.code for rank in done]
     stderr = "".join(rank.stderr for rank in done)
@@ -186,7 +180,7 @@ def test_a_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
     run = tmp_path / "run"
     run.mkdir()
     words = ["slow_disk", 1, 1, "step", *options_of(prepared, run, *OPTIONS, steps=4)]
-    done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
+    done = ranks.run_apart("tests.support.faulty_rank", words, 4, one_node=True)
     assert [rank.code for rank in done] == [0] * 4, "".join(rank.stderr for rank in done)
     assert last_is_good(run) == 4
 
@@ -209,7 +203,7 @@ def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
 
     def start(fault: str, run: Path) -> tuple[int, str]:
         words = [fault, 0, 2, "export", *options_of(prepared, run, *EXPORTS, steps=4)]
-        [rank] = ranks.run_apart("tests.training.faulty_rank", words, 1, one_node=True)
+        [rank] = ranks.run_apart("tests.support.faulty_rank", words, 1, one_node=True)
         return rank.code, rank.stdout
 
     code, _ = start("kill", killed)

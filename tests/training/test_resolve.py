@@ -23,7 +23,7 @@ from megatron_vl.data.source.dataset_description import LoaderError, read_descri
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.lora import with_stored_lora
 from megatron_vl.training.resolve import resolve_run
-from tests.training.small_run import environment
+from tests.support.tiny_run import environment
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
 

@@ -7,6 +7,7 @@ The trainer itself runs several trainings on one rank in one process; its output
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -20,10 +21,10 @@ from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.training.state.resume import field_change_notes, recorded_fields
+from megatron_vl.weights import run_folder
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call
-from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
-from tests.training.small_run import metrics, options_of, prepare, train
+from tests.support.tiny_run import metrics, options_of, prepare, train, what_trainings_say
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.cli import main
@@ -31,12 +32,6 @@ from toolkit.cli import main
 pytestmark = pytest.mark.ranks
 
 QUICK = "--data.num_workers 0 --checkpoint.keep 0 --checkpoint.interval 2 --log.samples true".split()
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("resume") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 
 
 def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
@@ -284,13 +279,20 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
 
 
-@pytest.mark.ranks
+def train_beside_an_older_folder(words: list[str], seen: int) -> str:
+    """The output of a training whose rank 1 sees steps up to ``seen`` alone, as on shared storage."""
+    if int(os.environ["RANK"]) == 1:
+        everything = run_folder.saved_checkpoints
+        run_folder.saved_checkpoints = lambda folder: [one for one in everything(folder) if one.step <= seen]
+    return what_trainings_say([words])[0]
+
+
 def test_a_finished_run_ends_well_where_a_rank_sees_the_folder_late(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """The last checkpoint and latest.json need not be seen together on all nodes."""
     words = options_of(prepared, tmp_path / "run", *QUICK, steps=4)
-    said = call(a_run_whose_second_rank_sees_an_older_folder, ranks=2, words=words, seen=2)
+    said = call(train_beside_an_older_folder, ranks=2, words=words, seen=2)
     assert f"checkpoints in {tmp_path / 'run'}: [2, 4]" in said
 
 

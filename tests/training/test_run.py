@@ -17,21 +17,14 @@ from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.converters.helpers import read_tensors
 from tests.support import ranks
-from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
+from tests.support.tiny_run import LAYOUT, metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.demo.reference import DemoReference
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    """A tied model, its weights in a layout that the run does not have, and a small data set of
-    pictures and text."""
-    folder = tmp_path_factory.mktemp("run") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), val_fraction=0.25)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +99,9 @@ def test_validation_is_that_of_transformers_in_every_layout(
     assert [line["step"] for line in ours] == [0, 0, 1, 0, 1]
 
     reference = DemoReference(prepared["hf"], video_fps=2.0, video_max_frames=8)
-    records = json.loads((prepared["folder"] / "data.json").read_text())
+    records = json.loads(prepared["records"].read_text())
     held_out = validation_records(prepared["data"])
-    media = prepared["folder"] / "media"
+    media = prepared["media"]
     losses = [reference.assistant_loss(records[number], media) for number in held_out.values()]
     count = sum(tokens for _, tokens in losses)
     for line in ours:
@@ -376,3 +369,44 @@ def test_a_save_that_fails_leaves_the_last_good_checkpoint(
     done = train(prepared, run, *LAYOUT)
     assert done.returncode == 0, done.stderr[-4000:]
     assert metrics(run)[-1]["loss"] == metrics(whole)[-1]["loss"]
+
+
+BF16 = ["--dtype", "bfloat16", "--checkpoint.interval", "2", "--checkpoint.keep", "0"]
+
+
+@pytest.mark.full
+def test_run_in_bfloat16_goes_on(tiny_checkpoint, tmp_path: Path) -> None:
+    """From the middle, it goes on bit for bit in its own layout and closely in another one; decays stay
+    float32 in its checkpoints and in what is exported."""
+    given = prepare(tmp_path / "given", tiny_checkpoint("qwen3_5"))
+    done = train(given, tmp_path / "whole", *BF16, ranks=2, steps=4)
+    assert done.returncode == 0, done.stderr[-4000:]
+    theirs = WeightReader(tmp_path / "whole")
+    wide = {name for name in theirs.tensor_names() if theirs.dtype(name) == torch.float32}
+    assert wide == {name for name in theirs.tensor_names() if name.endswith(("A_log", "out_norm.weight"))}
+
+    for folder, layout, ranks in (("again", (), 2), ("other", ("--parallel.tp", "2"), 4)):
+        run = tmp_path / folder
+        shutil.copytree(tmp_path / "whole" / "step_00000002", run / "step_00000002")
+        done = train(given, run, *BF16, *layout, ranks=ranks, steps=4)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = [(line["step"], line["loss"]) for line in metrics(run)]
+        whole = [(line["step"], line["loss"]) for line in metrics(tmp_path / "whole")][2:]
+        ours = WeightReader(run)
+        if folder == "again":
+            assert lines == whole
+            assert all(
+                torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in theirs.tensor_names()
+            )
+        else:
+            assert lines == [(step, pytest.approx(loss, rel=1e-2)) for step, loss in whole]
+            for name in wide:  # a moment filed under another name would be off by far more
+                ours_now, theirs_now = ours.read_shard(name), theirs.read_shard(name)
+                assert (ours_now - theirs_now).norm() <= 2e-3 * theirs_now.norm(), name
+
+    report = export_weights(tmp_path / "whole", given["hf"], tmp_path / "hf")
+    back, first = read_tensors(tmp_path / "hf"), read_tensors(given["hf"])
+    assert not report.cast and report.carried == 3
+    assert {name: t.dtype for name, t in back.items()} == {name: t.dtype for name, t in first.items()}
+    decays = [name for name in back if name.endswith("A_log")]
+    assert decays and all(not torch.equal(back[name], first[name]) for name in decays)

@@ -16,27 +16,18 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megatron_vl import launch
 from megatron_vl.system.processes import list_children
 from megatron_vl.system.signals import handle_stop_signals, shield_loader_worker
-from tests.training.small_run import command, environment, metrics, prepare
+from tests.support.tiny_run import command, environment, metrics
 from toolkit.checkpoint.contents import verify_checkpoint
 
 LAUNCHER = [sys.executable, "-m", "megatron_vl.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ALONE = [sys.executable, "-m", "megatron_vl", "train", "--nproc-per-node", "1"]
 """One rank, in the process that a terminal signals."""
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    return prepare(
-        tmp_path_factory.mktemp("signals") / "prepared",
-        tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32),
-    )
 
 
 def start(

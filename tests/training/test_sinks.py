@@ -23,16 +23,16 @@ import torch
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.config.checks import check_wandb_installed
 from megatron_vl.system.errors import UserError
-from megatron_vl.training.evaluation import ValidationResult
 from megatron_vl.training.report.sinks import (
     WANDB_RUN_FILE,
     JsonLinesSink,
     MetricsSink,
     TensorBoardSink,
+    ValidationResult,
     WandbSink,
     open_metrics_sinks,
 )
-from tests.training.small_run import command, environment, metrics, prepare, train
+from tests.support.tiny_run import command, environment, metrics, prepare, train
 
 _found = importlib.util.find_spec("wandb")
 HAS_WANDB = _found is not None and _found.origin is not None

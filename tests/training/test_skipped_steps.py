@@ -9,7 +9,7 @@ import torch
 
 from megatron_vl.training.run_messages import skipped_steps_message
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
-from tests.training.small_run import metrics, prepare, train
+from tests.support.tiny_run import metrics, prepare, train
 
 
 def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
@@ -22,12 +22,10 @@ def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
         )
     ]
     assert told == [
-        "loss or gradient was not finite in 2 steps in a row, the last one step 40",
-        (
-            "no token bore loss in 3 steps in a row, the last one step 40; only answers of the assistant do,"
-            " so look for them in the data set"
-        ),
-        "loss or gradient was not finite or no token bore loss in 2 steps in a row, the last one step 40",
+        "2 consecutive steps (last: 40) had a loss or gradient that was not finite",
+        "3 consecutive steps (last: 40) had no loss tokens. Only assistant turns are trained on: check that"
+        " the data set has any",
+        "2 consecutive steps (last: 40) had a loss or gradient that was not finite or no loss tokens",
     ]
 
 
@@ -37,6 +35,6 @@ def test_a_run_whose_last_steps_were_all_skipped_fails(tmp_path: Path, tiny_chec
     run = tmp_path / "run"
     done = train(prepared, run, "--optimizer.lr", "1e30", ranks=1, steps=4)
     assert done.returncode == 1
-    assert "loss or gradient was not finite in 3 steps in a row, the last one step 4" in done.stderr
+    assert "3 consecutive steps (last: 4) had a loss or gradient that was not finite" in done.stderr
     assert [line["loss"] is None for line in metrics(run)] == [False, True, True, True]
     assert not list(run.glob("step_*")), "the weights are of no use"

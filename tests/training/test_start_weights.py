@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,8 @@ from megatron_vl.spec.tensors import Sharding
 from megatron_vl.training.start_weights import check_start_weights, open_start_weights, start_weights_path
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.tiny_run import metrics, train
 from tests.tiny import TINY_FAMILIES, tiny_checkpoint
-from tests.training.small_run import metrics, prepare, train
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> dict[str, Path]:
-    return prepare(tmp_path_factory.mktemp("start"), tiny_checkpoint("qwen2_5_vl"))
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)

@@ -16,7 +16,7 @@ from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.training.resolve import resolve_run
 from tests.support.ranks import run_module
-from tests.training.small_run import metrics
+from tests.support.tiny_run import metrics
 
 SHAPE = "--data.seq_len 128 --global_batch_size 4 --dtype float32 --platform cpu --optimizer.lr 1e-3"
 

@@ -36,7 +36,7 @@ def describe_checkpoint(step_dir: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError, CheckpointError, WeightsError: its weights or ``run.json`` are missing or damaged.
     """
-    from megatron_vl.training.state.checkpoint import read_run_metadata
+    from megatron_vl.training.state.load import read_run_metadata
     from megatron_vl.weights.manifest import MANIFEST_FILE, read_manifest
 
     run_json = read_run_metadata(step_dir)
@@ -71,7 +71,7 @@ def describe_checkpoint(step_dir: Path) -> dict[str, Any]:
 def verify_checkpoint(step_dir: Path) -> list[str]:
     """Lists what is wrong with a step folder, file by file. The list is empty if every byte is as written."""
     from converters.compare import verify_checkpoint_hashes
-    from megatron_vl.training.state.checkpoint import verify_files
+    from megatron_vl.training.state.load import verify_files
     from megatron_vl.weights.tensor_files import WeightsError
 
     problems = verify_files(step_dir)

@@ -1,4 +1,4 @@
-"""Sends the pictures of a step to the ranks that encode them, if every rank holds the vision tower.
+"""Sends the images of a step to the ranks that encode them, if every rank holds the vision tower.
 
 The frames of all rows are cut into one contiguous share for each rank of the replica
 (:mod:`megatron_vl.models.frame_shares`). All ranks compute the same cuts from the sizes of the frames. The
@@ -45,7 +45,7 @@ def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list
     return np.stack((first_planes, plane_ends), 1).tolist()
 
 
-class PictureShares:
+class ImageShares:
     """How the frames of a step are divided among the ranks of a replica. All ranks compute the same division.
 
     Args:
@@ -114,33 +114,31 @@ class PictureShares:
         return rank_frames, np.concatenate(bounds_by_run), plane_count
 
 
-def scatter_pictures(
-    picture_shares: PictureShares,
+def scatter_images(
+    image_shares: ImageShares,
     replica_group: dist.ProcessGroup,
     rows: list[DeviceRow],
     host_tensors: list[dict[str, Tensor]],
     planes_by_row: list[Tensor],
     device: torch.device,
 ) -> StepVision:
-    """Sends each rank of a replica its share of the first rank's pictures. Collective."""
-    vision_spec, num_ranks = picture_shares.vision_spec, replica_group.size()
+    """Sends each rank of a replica its share of the first rank's images. Collective."""
+    vision_spec, num_ranks = image_shares.vision_spec, replica_group.size()
     plane_width = vision_spec.in_channels * vision_spec.patch_size**2
     plane_pixels = torch.empty(0, plane_width, dtype=torch.uint8, device=device)
     patch_ints = torch.empty(0, dtype=torch.int32)
-    if replica_group.rank() == 0 and len(picture_shares.frames.patches_per_frame):
-        plane_pixels, patch_ints = _concatenated_shares(
-            picture_shares, num_ranks, host_tensors, planes_by_row
-        )
+    if replica_group.rank() == 0 and len(image_shares.frames.patches_per_frame):
+        plane_pixels, patch_ints = _concatenated_shares(image_shares, num_ranks, host_tensors, planes_by_row)
 
-    rank_shares = [picture_shares.share_of_rank(rank) for rank in range(num_ranks)]
+    rank_shares = [image_shares.share_of_rank(rank) for rank in range(num_ranks)]
     plane_pixels, ints_by_field = _exchange_shares(
         rank_shares, plane_pixels, patch_ints.to(device, non_blocking=True), vision_spec, replica_group
     )
     rank_frames, plane_bounds, _ = rank_shares[replica_group.rank()]
     return StepVision(
         device_rows=rows,
-        features_per_rank=picture_shares.features_of_rank,
-        features_per_row=picture_shares.features_of_row,
+        features_per_rank=image_shares.features_of_rank,
+        features_per_row=image_shares.features_of_row,
         local_frames=rank_frames,
         plane_bounds=plane_bounds,
         planes=plane_pixels,
@@ -189,7 +187,7 @@ def pin_memory(tensor: Tensor) -> Tensor:
 
 
 def _concatenated_shares(
-    picture_shares: PictureShares,
+    image_shares: ImageShares,
     num_ranks: int,
     host_tensors: list[dict[str, Tensor]],
     planes_by_row: list[Tensor],
@@ -201,9 +199,9 @@ def _concatenated_shares(
     for rank in range(num_ranks):
         rank_ints: dict[str, list[Tensor]] = {name: [] for name in PATCH_INT_FIELDS}
         plane_count = 0
-        for frame_run in picture_shares.frame_runs(rank):
-            first_plane, plane_end = picture_shares.plane_range(frame_run)
-            patch_slice = picture_shares.patch_slice(frame_run)
+        for frame_run in image_shares.frame_runs(rank):
+            first_plane, plane_end = image_shares.plane_range(frame_run)
+            patch_slice = image_shares.patch_slice(frame_run)
             row_tensors = host_tensors[frame_run[0]]
             rank_ints["plane_index"].append(
                 row_tensors["plane_index"][patch_slice] - first_plane + plane_count
