@@ -76,7 +76,7 @@ def write_missing_sizes_alone(data_config: DataConfig, hf_dir: str | Path) -> No
 def _start_indexing(
     data_config: DataConfig, hf_dir: str | Path, unsized: Sequence[str], output: int
 ) -> subprocess.Popen[bytes]:
-    """Starts the process, which ends with the thread that started it. It writes to the descriptor ``output``."""
+    """Starts the process, which ends with the thread that started it and writes to descriptor ``output``."""
     num_workers = len(os.sched_getaffinity(0))
     print(
         f"the sizes of the samples of {', '.join(unsized)} are not known for this tokenizer and chat"

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.tiny_run import LAYOUT, command, environment, metrics, prepare, train
 from tests.tiny import tiny_checkpoint
 from toolkit.common.process_tree import kill_process_tree

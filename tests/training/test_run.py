@@ -385,10 +385,10 @@ def test_run_in_bfloat16_goes_on(tiny_checkpoint, tmp_path: Path) -> None:
     wide = {name for name in theirs.tensor_names() if theirs.dtype(name) == torch.float32}
     assert wide == {name for name in theirs.tensor_names() if name.endswith(("A_log", "out_norm.weight"))}
 
-    for folder, layout, ranks in (("again", (), 2), ("other", ("--parallel.tp", "2"), 4)):
+    for folder, layout, num_ranks in (("again", (), 2), ("other", ("--parallel.tp", "2"), 4)):
         run = tmp_path / folder
         shutil.copytree(tmp_path / "whole" / "step_00000002", run / "step_00000002")
-        done = train(given, run, *BF16, *layout, ranks=ranks, steps=4)
+        done = train(given, run, *BF16, *layout, ranks=num_ranks, steps=4)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = [(line["step"], line["loss"]) for line in metrics(run)]
         whole = [(line["step"], line["loss"]) for line in metrics(tmp_path / "whole")][2:]
