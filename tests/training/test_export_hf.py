@@ -19,7 +19,7 @@ from megatron_vl.config.checks import check_export_weights
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.tiny_run import metrics, train
+from tests.support.tiny_run import metrics, train, trainings
 from tests.tiny import tiny_checkpoint
 
 # --- What is refused ---------------------------------------------------------------------------------------
@@ -40,12 +40,6 @@ from tests.tiny import tiny_checkpoint
 def test_impossible_values_are_refused_by_name(options: list[str], message: str) -> None:
     with pytest.raises(RunConfigError, match=message):
         validate_config(parse_config(["--global_batch_size", "4", *options]), 1)
-
-
-@pytest.mark.parametrize("value", ["0", "last", "6"])
-def test_possible_values_are_taken(value: str) -> None:
-    options = ["--checkpoint.dir", "run", "--checkpoint.interval", "3", "--checkpoint.export_hf", value]
-    assert validate_config(parse_config(["--global_batch_size", "4", *options]), 1) == 1
 
 
 def test_a_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
@@ -118,24 +112,12 @@ def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -
     assert names(made) == sorted([*names(tmp_path / "by_hand"), EXPORT_FACTS_FILE])
     for path in (tmp_path / "by_hand").iterdir():
         assert (made / path.name).read_bytes() == path.read_bytes(), path.name
-    assert json.loads((made / EXPORT_FACTS_FILE).read_text())["step"] == 4
+    facts = json.loads((made / EXPORT_FACTS_FILE).read_text())
+    assert facts["step"] == 4 and facts["weights"]
 
     exporter.enqueue_export(saved)
     exporter.enqueue_export(steps.save(5))  # not due
     assert exporter.pending_checkpoints() == set()
-
-
-@pytest.mark.slow
-def test_an_export_names_its_step_and_weights(steps: Steps) -> None:
-    saved = steps.save(4)
-    exporter = steps.exporter(4, 8)
-    exporter.enqueue_export(saved)
-    wait(exporter)
-
-    noted = json.loads((steps.run / "hf" / "step_00000004" / EXPORT_FACTS_FILE).read_text())
-    assert noted["step"] == 4 and noted["weights"]
-    exporter.enqueue_export(saved)
-    assert exporter.pending_checkpoints() == set()  # the note does not make it another export
 
 
 def test_the_file_that_names_the_step_stays_out_of_further_exports(steps: Steps, tmp_path: Path) -> None:
@@ -277,11 +259,9 @@ def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: 
 def test_a_finished_run_makes_up_for_its_last_export(prepared: dict[str, Path]) -> None:
     """Asked for after the end of the run, or lost by a kill: the same command again is enough."""
     run = prepared["folder"] / "afterwards"
-    done = train(prepared, run, ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-4000:]
-    done = train(prepared, run, "--checkpoint.export_hf", "last", ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "nothing to do" in done.stdout and "step 3 is exported" in done.stdout
+    export = ["--checkpoint.export_hf", "last"]
+    _, said = trainings(prepared, (run, ["--steps", "3"]), (run, ["--steps", "3", *export]))
+    assert "nothing to do" in said and "step 3 is exported" in said
     assert names(run / "hf") == ["step_00000003"]
 
 

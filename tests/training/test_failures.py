@@ -250,6 +250,8 @@ def test_samples_that_do_not_fit_end_all_replicas(prepared, tmp_path, world: int
     words = options_of(prepared, tmp_path / "run", *layout, *half)
     message = one_message(run_apart("megatron_vl.train", words, world))
     assert "96 of 104 samples could not be used" in message and "longer than seq_len" in message
+    assert f"; {tmp_path / 'run' / 'quarantine.jsonl'} lists them" in message
+    assert (tmp_path / "run" / "quarantine.jsonl").stat().st_size
 
 
 @pytest.mark.ranks

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
@@ -294,11 +293,3 @@ def test_a_finished_run_ends_well_where_a_rank_sees_the_folder_late(
     words = options_of(prepared, tmp_path / "run", *QUICK, steps=4)
     said = call(train_beside_an_older_folder, ranks=2, words=words, seen=2)
     assert f"checkpoints in {tmp_path / 'run'}: [2, 4]" in said
-
-
-def test_start_weights_that_hold_another_model_are_still_refused(
-    prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
-):
-    convert_weights(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
-    [said] = trainings({**prepared, "weights": tmp_path / "other"}, (tmp_path / "run", []))
-    assert "model.checkpoint" in said and "holds another model than model.hf" in said

@@ -13,13 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from converters.compare import compare_weights
-from converters.convert import convert_weights, export_weights
+from converters.convert import export_weights
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.helpers import read_tensors
-from tests.support import ranks
-from tests.support.tiny_run import LAYOUT, metrics, options_of, prepare, train
+from tests.support.tiny_run import LAYOUT, metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.demo.reference import DemoReference
@@ -32,7 +30,7 @@ def whole(prepared: dict[str, Path]) -> Path:
     """An undisturbed run of six steps."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "1", "--checkpoint.keep", "1", "--checkpoint.keep_every", "4"]
-    done = train(prepared, run, *LAYOUT, *saves, "--log.tensorboard", str(run / "board"))
+    done = train(prepared, run, *LAYOUT, *saves)
     assert done.returncode == 0, done.stderr[-4000:]
     return run
 
@@ -52,15 +50,6 @@ def test_the_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
     assert sorted(path.name for path in whole.glob("step_*")) == ["step_00000004", "step_00000006"]
 
 
-def test_tensorboard_has_the_same_losses(whole: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(whole / "board"))
-    events.Reload()
-    written = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(whole)]
-
-
 EVALUATION = ["--eval.interval", "3", "--eval.rows", "3"]
 EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 """What only training may change."""
@@ -70,7 +59,7 @@ EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 def evaluated(prepared: dict[str, Path]) -> Path:
     """The run of ``whole``, with evaluations."""
     run = prepared["folder"] / "evaluated"
-    done = train(prepared, run, *LAYOUT, *EVALUATION, "--log.tensorboard", str(run / "board"))
+    done = train(prepared, run, *LAYOUT, *EVALUATION)
     assert done.returncode == 0, done.stderr[-4000:]
     return run
 
@@ -79,6 +68,9 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
     assert [[line[k] for k in EXACT] for line in metrics(evaluated)] == [
         [line[k] for k in EXACT] for line in metrics(whole)
     ]
+    evaluations = metrics(evaluated, "eval.jsonl")
+    assert [line["step"] for line in evaluations] == [0, 3, 6]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     a, b = WeightReader(evaluated), WeightReader(whole)
     assert all(torch.equal(a.read_shard(name), b.read_shard(name)) for name in a.tensor_names())
 
@@ -121,17 +113,6 @@ def validation_records(data: Path) -> dict[str, int]:
                     numbers[member.name.removesuffix(".json")] = json.load(file)["source"]["record"] - 1
     assert numbers
     return numbers
-
-
-def test_evaluations_are_in_tensorboard(evaluated: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(evaluated / "board"))
-    events.Reload()
-    lines = metrics(evaluated, "eval.jsonl")
-    assert [line["step"] for line in lines] == [0, 3, 6] and lines[-1]["loss"] < lines[0]["loss"]
-    written = [(event.step, event.value) for event in events.Scalars("validation_loss")]
-    assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -301,74 +282,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     problems = verify_checkpoint(broken)
     assert problems and any(path.name in problem for problem in problems), problems
     assert not verify_checkpoint(source)
-
-
-def test_a_run_that_is_done_says_so(prepared: dict[str, Path], resumed: Path) -> None:
-    done = train(prepared, resumed, *LAYOUT)
-    assert done.returncode == 0 and "nothing to do: step 6 of 6 is done; raise steps" in done.stdout, (
-        done.stdout
-    )
-
-
-def test_a_validation_split_that_cannot_be_used_is_reported_once(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
-    """Ranks without a loader must not report a lost peer, and too short a row must not disable validation."""
-    done = train(prepared, tmp_path / "run", *LAYOUT, *EVALUATION, "--data.seq_len", "16")
-    assert done.returncode != 0
-    assert "no sample of the split 'val' can be used" in done.stderr
-    assert "raise data.seq_len (now 16)" in done.stderr
-    assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
-
-
-def test_an_empty_split_ends_all_ranks_with_one_message(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """One rank reads the data set's description; the others end with its message."""
-    done = train(prepared, tmp_path / "run", *LAYOUT, "--eval.interval", "1", "--eval.split", "test")
-    assert done.returncode != 0
-    assert "the split 'test' is empty; splits with samples: train, val" in done.stderr
-    assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
-
-
-def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], whole: Path) -> None:
-    out = prepared["folder"] / "exported"
-    export_weights(whole, prepared["hf"], out)
-    assert compare_weights(out, prepared["hf"]).differences  # it was trained
-    back = prepared["folder"] / "back"
-    convert_weights(out, back)
-    ours, theirs = WeightReader(back), WeightReader(whole)
-    for name in ours.tensor_names():
-        assert torch.equal(ours.read_shard(name), theirs.read_shard(name)), name
-
-
-def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Path]) -> None:
-    """Some samples do not fit into such a short row: all ranks stop together and name what was dropped."""
-    run = prepared["folder"] / "bad"
-    done = train(prepared, run, *LAYOUT, "--data.seq_len", "56", "--data.max_bad_share", "0.0")
-    assert done.returncode != 0
-    assert "samples could not be used" in done.stderr, done.stderr[:6000]
-    assert f"; {run / 'quarantine.jsonl'} lists them" in done.stderr
-    listed = metrics(run, "quarantine.jsonl")
-    assert listed and all(sample["key"] and sample["reason"] for sample in listed)
-
-
-def test_a_save_that_fails_leaves_the_last_good_checkpoint(
-    prepared: dict[str, Path], resumed: Path, whole: Path
-) -> None:
-    """Files may not exceed a few kilobytes, as on a full disk: the run ends, and continues from
-    the checkpoint before."""
-    run = prepared["folder"] / "full_disk"
-    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    limits = dict.fromkeys(range(4), 100 * 1024)
-    ended = ranks.run_apart(
-        "megatron_vl.train", options_of(prepared, run, *LAYOUT), 4, file_bytes=limits, one_node=True
-    )
-    assert all(rank.code for rank in ended)
-    said = "".join(rank.stderr for rank in ended)
-    assert "could not be written" in said and "File too large" in said
-    assert not (run / "step_00000006").exists() and not verify_checkpoint(run / "step_00000003")
-    done = train(prepared, run, *LAYOUT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert metrics(run)[-1]["loss"] == metrics(whole)[-1]["loss"]
 
 
 BF16 = ["--dtype", "bfloat16", "--checkpoint.interval", "2", "--checkpoint.keep", "0"]

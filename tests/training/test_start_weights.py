@@ -42,6 +42,14 @@ def test_a_folder_without_weights_is_refused_with_both_names(tmp_path) -> None:
         check_start_weights(config, read_spec(tmp_path))
 
 
+def test_weights_of_another_model_are_refused(tmp_path) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    convert_weights(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
+    config = parse_config(["--model.hf", str(hf), "--model.checkpoint", str(tmp_path / "other")])
+    with pytest.raises(RunConfigError, match="model.checkpoint .* holds another model than model.hf"):
+        check_start_weights(config, read_spec(hf))
+
+
 def test_random_weights_are_opened_nowhere_and_hold_no_adapters() -> None:
     words = ["--model.hf", str(tiny_checkpoint()), "--model.checkpoint", "random"]
     config = parse_config(words)
