@@ -11,7 +11,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.config.checks import check_inputs, check_outputs, config_remarks
@@ -132,8 +131,12 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         run_notes.append(f"NOTE: {memory_note}")
 
     is_synthetic = config.data.is_synthetic
-    if not is_synthetic and (serving_note := check_tokenizer(config, spec)):
-        run_notes.append(f"NOTE: {serving_note}")
+    if not is_synthetic:
+        from megatron_vl.data.sample.chat import ChatEncoder
+
+        # Raises if tokenizer or chat template are missing, or do not fit the model.
+        if serving_note := ChatEncoder(config.model.hf, spec).serving_note:
+            run_notes.append(f"NOTE: {serving_note}")
 
     start_weights = None
     if source_checkpoint is None or config.lora.rank:
@@ -194,20 +197,6 @@ def read_split_facts(
     return facts_by_split
 
 
-def check_tokenizer(config: TrainConfig, spec: ModelSpec) -> str:
-    """Checks tokenizer and chat template of ``model.hf``.
-
-    Returns:
-        A note if transformers would give a text other tokens than training does; otherwise an empty text.
-
-    Raises:
-        ChatError, FileNotFoundError: they are missing, or the tokenizer does not fit the model.
-    """
-    from megatron_vl.data.sample.chat import ChatEncoder
-
-    return ChatEncoder(config.model.hf, spec).serving_note
-
-
 def check_own_checkpoint(
     config: TrainConfig,
     spec: ModelSpec,
@@ -244,11 +233,6 @@ def check_own_checkpoint(
             f"the adapters in {checkpoint_path} were trained on another model than the one in"
             f" {start_weights_path(config)}; give the weights that the run began with"
         )
-
-
-def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
-    """The fields of a run that decide the order of samples, as a checkpoint records them."""
-    return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
 # --- The start of a run -------------------------------------------------------------------------------------

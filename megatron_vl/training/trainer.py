@@ -38,7 +38,6 @@ from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.report.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.report.profiling import Profile
-from megatron_vl.training.resolve import data_order_metadata
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import run_summary, skipped_steps_message
@@ -370,7 +369,9 @@ class Trainer:
         bad_sample_counts, unlogged_counts = self.metrics_log.bad_sample_state()
         base_path = str(Path(start_weights_path(self.config)).resolve())
         metadata = {
-            **data_order_metadata(self.config, self.grid.dp),
+            "dp": self.grid.dp,
+            "num_workers": self.config.data.num_workers,
+            "seq_len": self.config.data.seq_len,
             "skipped_steps": dict(self.skipped_steps),
             **AdapterBase(self.resolved_run.base_digest, base_path).entry(),
             "fields": self._recorded_fields(),

@@ -175,27 +175,23 @@ def lay_out_chunks(
 
     Parameters with and without split master weights do not share a chunk.
     """
-    state_chunks: list[StateChunk] = []
+    chunks: list[StateChunk] = []
     for has_split_master in (True, False):
         element_bytes = bytes_per_element(has_split_master, moments_dtype)
         max_elements = chunk_bytes // element_bytes // SLICE_ALIGNMENT * SLICE_ALIGNMENT
-        free_elements = 0
+        room = 0
         for parameter in parameters:
             if (parameter.model_weight is not None) != has_split_master:
                 continue
-            slice_start, num_elements = 0, parameter.main_param.numel()
-            while slice_start < num_elements:
-                if not free_elements:
-                    state_chunks.append(StateChunk(has_split_master, moments_dtype))
-                    free_elements = max_elements
-                state_chunk = state_chunks[-1]
-                slice_end = min(num_elements, slice_start + free_elements)
-                chunk_slice = ChunkSlice(
-                    parameter, slice_start, slice_end, state_chunk, state_chunk.num_elements
-                )
-                state_chunk.chunk_slices.append(chunk_slice)
+            start, num_elements = 0, parameter.main_param.numel()
+            while start < num_elements:
+                if not room:
+                    chunks.append(StateChunk(has_split_master, moments_dtype))
+                    room = max_elements
+                chunk, end = chunks[-1], min(num_elements, start + room)
+                chunk_slice = ChunkSlice(parameter, start, end, chunk, chunk.num_elements)
+                chunk.chunk_slices.append(chunk_slice)
                 parameter.chunk_slices.append(chunk_slice)
-                state_chunk.num_elements += -(-(slice_end - slice_start) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
-                free_elements = max_elements - state_chunk.num_elements
-                slice_start = slice_end
-    return state_chunks
+                chunk.num_elements += -(-(end - start) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+                room, start = max_elements - chunk.num_elements, end
+    return chunks

@@ -253,18 +253,13 @@ def cut_images(
         full_segments=Segments(cumulative(frame_sizes, device), int(frame_sizes.max())),
         window_segments=Segments(cumulative(window_sizes, device), int(window_sizes.max())),
     )
-    return vision_input, _feature_route(row_header, row_tensors, rank, encodes=bool(frame_runs))
-
-
-def _feature_route(
-    row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int, encodes: bool
-) -> FeatureRoute:
     features_by_pair = np.array(row_header["features"])
+    sent = features_by_pair[rank].tolist()
     order_start = int(features_by_pair[:rank].sum())
-    order_end = order_start + int(features_by_pair[rank].sum())
-    return FeatureRoute(
-        encodes=encodes,
-        send_order=row_tensors["feature_order"][order_start:order_end].long(),
-        sent=features_by_pair[rank].tolist(),
+    route = FeatureRoute(
+        encodes=bool(frame_runs),
+        send_order=row_tensors["feature_order"][order_start : order_start + sum(sent)].long(),
+        sent=sent,
         received=features_by_pair[:, rank].tolist(),
     )
+    return vision_input, route
