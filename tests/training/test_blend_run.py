@@ -51,7 +51,7 @@ def check_sums(before: dict[str, Any], line: dict[str, Any]) -> None:
     assert loss / line["loss_tokens"] == pytest.approx(line["loss"], rel=1e-6)
 
 
-def test_a_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], tmp_path: Path) -> None:
     sets, run = prepared["sets"], tmp_path / "run"
     first = write(sets, "first.yaml")
     ships, other = {"path": "ships", "weight": 2}, {"path": "other"}

@@ -30,7 +30,7 @@ def samples(run: Path) -> list[tuple[int, list[str]]]:
     return [(line["step"], sorted(sum(line["rows"], []))) for line in metrics(run, "samples.jsonl")]
 
 
-def test_a_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(
+def test_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -67,7 +67,7 @@ def test_a_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(
         assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
 
 
-def test_the_first_start_writes_the_sizes_of_the_samples(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_first_start_writes_the_sizes_of_the_samples(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The losses are those of a run whose data set has them."""
     bare = shutil.copytree(prepared["data"], tmp_path / "bare")
     shutil.rmtree(bare / METADATA_DIR / SIZES_DIR)

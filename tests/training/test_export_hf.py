@@ -42,7 +42,7 @@ def test_impossible_values_are_refused_by_name(options: list[str], message: str)
         validate_config(parse_config(["--global_batch_size", "4", *options]), 1)
 
 
-def test_a_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
+def test_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
     options = ["--model.hf", str(tmp_path), "--checkpoint.dir", "run", "--checkpoint.export_hf", "last"]
     with pytest.raises(RunConfigError, match="has no model.safetensors;"):
         check_export_weights(parse_config(options))
@@ -98,7 +98,7 @@ def test_which_steps_are_exported(steps: Steps) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -> None:
+def test_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -> None:
     """The same files, with the same bytes; a second one is not made."""
     exporter = steps.exporter(4, 8)
     saved = steps.save(4)
@@ -120,14 +120,14 @@ def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -
     assert exporter.pending_checkpoints() == set()
 
 
-def test_the_file_that_names_the_step_stays_out_of_further_exports(steps: Steps, tmp_path: Path) -> None:
+def test_file_that_names_the_step_stays_out_of_further_exports(steps: Steps, tmp_path: Path) -> None:
     (steps.hf / EXPORT_FACTS_FILE).write_text("{}")
     export_weights(steps.save(4).path, steps.hf, tmp_path / "out")
     assert not (tmp_path / "out" / EXPORT_FACTS_FILE).exists()
 
 
 @pytest.mark.slow
-def test_an_export_of_other_weights_is_set_aside(steps: Steps, tmp_path: Path) -> None:
+def test_export_of_other_weights_is_set_aside(steps: Steps, tmp_path: Path) -> None:
     exporter = steps.exporter(4, 8)
     exporter.enqueue_export(steps.save(4))
     wait(exporter)
@@ -159,7 +159,7 @@ def test_what_is_missing_is_made_up_for_and_what_lost_its_checkpoint_goes(steps:
 
 
 @pytest.mark.slow
-def test_an_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capfd) -> None:
+def test_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capfd) -> None:
     """A half folder never has the name. Stopped at any moment, the next start makes a whole one of it."""
     saved = steps.save(4)
     first = steps.exporter(4, 8)
@@ -180,7 +180,7 @@ def test_an_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capf
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: Steps, capfd) -> None:
+def test_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: Steps, capfd) -> None:
     broken, whole = steps.save(4), steps.save(8)
     for path in (broken.path / "weights").glob("*.safetensors"):
         data = bytearray(path.read_bytes())
@@ -209,7 +209,7 @@ def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd, m
     assert names(steps.run / "hf") == ["step_00000008"]
 
 
-def test_an_exporter_without_work_ends_at_once(steps: Steps) -> None:
+def test_exporter_without_work_ends_at_once(steps: Steps) -> None:
     exporter = steps.exporter(4, 8)
     wait(exporter)
     exporter.stop_exports()
@@ -223,7 +223,7 @@ TP2 = ["--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", 
 
 
 @pytest.mark.ranks
-def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: dict[str, Path]) -> None:
+def test_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: dict[str, Path]) -> None:
     """Every second step and the last one, although ``keep`` allows one checkpoint; transformers loads it."""
     plain, run = prepared["folder"] / "plain", prepared["folder"] / "exports"
     done = train(prepared, plain, *TP2, ranks=2, steps=5)
@@ -256,7 +256,7 @@ def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: 
 
 
 @pytest.mark.ranks
-def test_a_finished_run_makes_up_for_its_last_export(prepared: dict[str, Path]) -> None:
+def test_finished_run_makes_up_for_its_last_export(prepared: dict[str, Path]) -> None:
     """Asked for after the end of the run, or lost by a kill: the same command again is enough."""
     run = prepared["folder"] / "afterwards"
     export = ["--checkpoint.export_hf", "last"]

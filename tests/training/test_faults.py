@@ -140,9 +140,7 @@ def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one
     assert numbers(run) == undisturbed
 
 
-def test_the_death_or_stop_of_the_first_rank_ends_the_others(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_death_or_stop_of_the_first_rank_ends_the_others(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The others listen to it as it listens to them; with it the store is gone."""
     ended = disturb(prepared, tmp_path / "kill", "kill", 0, 3, "step")
     assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < DEAD_S, ended
@@ -154,7 +152,7 @@ def test_the_death_or_stop_of_the_first_rank_ends_the_others(
     assert "no sign of life for" in ended.message
 
 
-def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Its rank is alive and says where it stands; the processes that hang do not outlive it."""
     ended = disturb(prepared, tmp_path / "run", "stop_loader", 0, 3, "step")
     assert ended.codes == [1, 1, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
@@ -165,7 +163,7 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
 
 
 @pytest.mark.parametrize("moment", ["step", pytest.param("0.1", marks=pytest.mark.full)])
-def test_a_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, moment: str) -> None:
+def test_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, moment: str) -> None:
     ended = disturb(prepared, tmp_path / "run", "kill_loader", 0, 3, moment)
     assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
     # Other ranks of its replica learn of it in the same moment, and one of them may be the first to say it.
@@ -174,7 +172,7 @@ def test_a_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, mo
     assert "Traceback" not in ended.stderr and "please report" not in ended.stderr
 
 
-def test_a_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
+def test_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -193,7 +191,7 @@ def names(run: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
+def test_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """The export's process ends with its rank. The next start makes up for what is missing."""

@@ -76,7 +76,7 @@ def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Pa
 
 
 @pytest.mark.ranks
-def test_a_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Every file of step 4 is saved again as it was, and step 4 is evaluated and exported again."""
     run = tmp_path / "run"
     saves = ["--checkpoint.interval", "2", "--checkpoint.keep", "0", "--checkpoint.export_hf", "last"]
@@ -104,7 +104,7 @@ def test_a_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], 
 
 @pytest.mark.parametrize("whole", [b"", b"1\n22\n", b"1\n" + b"2" * 200_000 + b"\n"])
 @pytest.mark.parametrize("torn", [b"", b"3", b"3" * 200_000])
-def test_a_torn_last_line_is_cut_off(tmp_path: Path, whole: bytes, torn: bytes) -> None:
+def test_torn_last_line_is_cut_off(tmp_path: Path, whole: bytes, torn: bytes) -> None:
     path = tmp_path / "lines"
     drop_incomplete_line(path)
     assert not path.exists()
@@ -138,7 +138,7 @@ def test_of_a_step_folder_that_is_a_link_only_the_link_is_deleted(tmp_path: Path
     saver.close()
 
 
-def test_a_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert last_good_text(tmp_path) == "there is no earlier checkpoint"
     (tmp_path / "step_00000004").mkdir()
     saver = saver_of(tmp_path)
@@ -148,7 +148,7 @@ def test_a_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_a_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path) -> None:
+def test_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path) -> None:
     saver = saver_of(tmp_path)
     (tmp_path / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(ELSEWHERE)))
     snapshot: Any = SimpleNamespace(step=2, optimizer_state=None)
@@ -216,7 +216,7 @@ sys.exit(main())
 
 
 @pytest.mark.ranks
-def test_a_run_whose_folder_another_has_taken_ends_and_deletes_nothing(
+def test_run_whose_folder_another_has_taken_ends_and_deletes_nothing(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

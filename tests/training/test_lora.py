@@ -244,7 +244,7 @@ def test_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp
             ["--lora.modules_to_save", "[patch_embed]"],
             "lora.modules_to_save was .*, is .*; give the settings",
         ),
-        (["--lora.rank", "0"], "holds adapters of rank 4, but this run has lora.rank 0"),
+        (["--lora.rank", "0"], "holds LoRA of rank 4, but this run has lora.rank 0"),
         (["--lora.targets", "[qproj]"], "'qproj' matches no matrix of this model"),
         (["--model.freeze_merger", "true"], "model.freeze_merger is set, but lora.targets names"),
         (

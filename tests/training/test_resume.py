@@ -43,7 +43,7 @@ def rows(run: Path) -> list[tuple[int, Any]]:
     return [(line["step"], line["rows"]) for line in metrics(run, "samples.jsonl")]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
+def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """An earlier start has left something in its way. The later start trains for longer, and says so."""
@@ -67,7 +67,7 @@ def recorded(hf: Path, *options: str) -> tuple[TrainConfig, dict[str, Any]]:
     return config, json.loads(json.dumps(recorded_fields(config, read_spec(hf), {"seq_len": 4096})))
 
 
-def test_a_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
+def test_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl")
     before, saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")
     assert field_change_notes(before, saved, saved, 2) == []
@@ -126,7 +126,7 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
     assert "model.moe_aux_loss was 0.01, is 0.0" in notes_text(experts, loss, "")
 
 
-def test_a_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoint, tmp_path: Path) -> None:
+def test_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoint, tmp_path: Path) -> None:
     hf = tiny_checkpoint("qwen3_vl_moe")
     facts = json.loads((hf / "config.json").read_text())
     facts["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": 0.02}
@@ -138,7 +138,7 @@ def test_a_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoin
     assert note.endswith("checkpoint: model.moe_aux_loss was 0.02, is 0.0")
 
 
-def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(
+def test_damaged_checkpoint_is_reported_with_the_last_whole_one(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(
         assert said.endswith(f"files are all there: `megatron-vl checkpoint rollback {again} 2`"), said
 
 
-def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
     """A stopped run reads what an undisturbed run reads, and a step before the restart knows its position."""
     first, whole, stopped = (tmp_path / name for name in ("first", "whole", "stopped"))
     trainings(prepared, (first, ["--stop_after", "2"]))
@@ -197,7 +197,7 @@ def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path
     assert "model.checkpoint" in anew and "does not exist" in anew
 
 
-def test_a_checkpoint_of_another_model_is_refused(
+def test_checkpoint_of_another_model_is_refused(
     prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
 ) -> None:
     run = tmp_path / "run"
@@ -286,7 +286,7 @@ def train_beside_an_older_folder(words: list[str], seen: int) -> str:
     return what_trainings_say([words])[0]
 
 
-def test_a_finished_run_ends_well_where_a_rank_sees_the_folder_late(
+def test_finished_run_ends_well_where_a_rank_sees_the_folder_late(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """The last checkpoint and latest.json need not be seen together on all nodes."""

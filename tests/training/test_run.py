@@ -46,7 +46,7 @@ def test_one_line_a_step(whole: Path) -> None:
         assert line["skipped/not_finite"] == line["skipped/no_loss_tokens"] == 0
 
 
-def test_the_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
+def test_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
     assert sorted(path.name for path in whole.glob("step_*")) == ["step_00000004", "step_00000006"]
 
 
@@ -136,9 +136,7 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
         assert torch.equal(a.read_shard(name), b.read_shard(name)), name
 
 
-def test_a_split_stays_although_a_new_run_would_have_another(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The run was begun with a split of its own. Without it, it goes on bit for bit; a new run gets one
     by FLOPs, with fewer layers beside the tower."""
 
@@ -218,7 +216,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), name
 
 
-def test_a_run_goes_on_with_the_tower_on_every_rank(
+def test_run_goes_on_with_the_tower_on_every_rank(
     prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path
 ) -> None:
     """Saved with the tower on the first stage, resumed with one on every rank: losses and validation
@@ -265,7 +263,7 @@ def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refuse
     "victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_refused_by_name(
+def test_damaged_checkpoint_is_refused_by_name(
     prepared: dict[str, Path], resumed: Path, victim: str, damage: str
 ) -> None:
     """What resume reads is verified against its hash; one flipped bit is enough."""

@@ -38,7 +38,7 @@ def whole(prepared: dict[str, Path]) -> Path:
     return run
 
 
-def test_the_busiest_expert_is_in_the_log(whole: Path) -> None:
+def test_busiest_expert_is_in_the_log(whole: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     lines = metrics(whole)

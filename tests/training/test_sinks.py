@@ -112,7 +112,7 @@ def files(folder: Path) -> list[Path]:
 # --- Files -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_opens_the_sinks_that_it_asks_for(tmp_path: Path) -> None:
+def test_run_opens_the_sinks_that_it_asks_for(tmp_path: Path) -> None:
     assert open_metrics_sinks(TrainConfig()) == []
     options = ["--checkpoint.dir", str(tmp_path / "run"), "--log.tensorboard", str(tmp_path / "board")]
     sinks = open_metrics_sinks(parse_config(options))
@@ -190,7 +190,7 @@ def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_wandb
-def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
+def test_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     """Unless it belongs to another project, or its file is deleted."""
 
     def run_id(*options: str) -> str:
@@ -213,7 +213,7 @@ def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
 
 @needs_wandb
 @pytest.mark.usefixtures("rereads_variables")
-def test_a_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
+def test_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
     """Online without a login; the package asks for a key before it looks for the network."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -239,7 +239,7 @@ def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 @needs_wandb
-def test_a_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path, tiny_checkpoint) -> None:
+def test_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path, tiny_checkpoint) -> None:
     """Stopped and started again, as users do it: one W&B run with every step, and losses bit for bit."""
     prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 

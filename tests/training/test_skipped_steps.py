@@ -12,7 +12,7 @@ from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from tests.support.tiny_run import metrics, prepare, train
 
 
-def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
+def test_run_that_stops_says_why_its_steps_were_skipped() -> None:
     told = [
         skipped_steps_message(reasons, 40)
         for reasons in (
@@ -30,7 +30,7 @@ def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_whose_last_steps_were_all_skipped_fails(tmp_path: Path, tiny_checkpoint) -> None:
+def test_run_whose_last_steps_were_all_skipped_fails(tmp_path: Path, tiny_checkpoint) -> None:
     prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
     run = tmp_path / "run"
     done = train(prepared, run, "--optimizer.lr", "1e30", ranks=1, steps=4)

@@ -35,7 +35,7 @@ def test_every_part_of_every_tensor_equals_that_of_converted_weights(family: str
     assert model_digest(from_hf) == model_digest(converted)
 
 
-def test_a_folder_without_weights_is_refused_with_both_names(tmp_path) -> None:
+def test_folder_without_weights_is_refused_with_both_names(tmp_path) -> None:
     shutil.copy(tiny_checkpoint() / "config.json", tmp_path)
     config = parse_config(["--model.hf", str(tmp_path)])
     with pytest.raises(RunConfigError, match="model.checkpoint is empty, and model.hf .* holds no weights"):
@@ -60,7 +60,7 @@ def test_random_weights_are_opened_nowhere_and_hold_no_adapters() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["--parallel.tp 2", "--parallel.pp 2 --lora.rank 4"])
-def test_a_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -> None:
+def test_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -> None:
     for name, start in (("hf", ""), ("converted", str(prepared["weights"]))):
         words = [*layout.split(), "--model.checkpoint", start]
         done = train(prepared, tmp_path / name, *words, ranks=2, steps=3)

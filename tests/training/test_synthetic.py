@@ -58,7 +58,7 @@ def test_rows_do_not_depend_on_the_layout(spec: ModelSpec) -> None:
     assert not same(rows, rows_of(spec, 1, 12, 7, seed=2)[0])
 
 
-def test_a_state_continues_on_other_ranks_and_with_other_steps(spec: ModelSpec) -> None:
+def test_state_continues_on_other_ranks_and_with_other_steps(spec: ModelSpec) -> None:
     rows, _ = rows_of(spec, 1, 42, 2)
     first, state = rows_of(spec, 2, 6, 3)
     assert same(rows, first + rows_of(spec, 3, 33, 2, state)[0])

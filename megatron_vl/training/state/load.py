@@ -207,7 +207,7 @@ def load_main_weights(
     live_tensors: list[LiveTensor],
     grid: ProcessGrid,
 ) -> None:
-    """Fills this rank's main weights from adapters: those in float32 start as float32, not as the parameters
+    """Fills this rank's main weights from LoRA: matrices in float32 start as float32, not as the parameters
     in which they were rounded."""
     for optimizer_slice in optimizer_slices(optimizer, live_tensors):
         if optimizer_slice.live_tensor.tensor_name in weight_reader.tensor_infos:
