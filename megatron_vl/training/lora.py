@@ -26,7 +26,7 @@ def with_start_adapter(
 
     Raises:
         RunConfigError: there are no weights, they are those of a whole model or of LoRA of another model,
-            they cannot be read, or another field of ``lora`` says something else. The message names the field.
+            they cannot be read, or another field of ``lora`` says something else. The message says which.
         WeightsError: the LoRA in ``source_checkpoint`` cannot be read.
     """
     adapter_dir = config.lora.adapter

@@ -120,6 +120,7 @@ class Trainer:
         self.source_totals: dict[str, Any] = {}
         """Samples and loss tokens of each source up to that checkpoint."""
         self._on_close = contextlib.ExitStack()
+        self._on_close.callback(self._close_loader)
 
     # --- Build ----------------------------------------------------------------------------------------------
 
@@ -190,10 +191,7 @@ class Trainer:
         """Reads all further rows from the start of this data, which need not be the run's."""
         # One rank of each replica reads the rows, and sends them to the others.
         if self.grid.owns_loader:
-            if self.data_loader is None:
-                self._on_close.callback(lambda: self.data_loader.close())
-            else:
-                self.data_loader.close()
+            self._close_loader()
             self.data_loader = self._open_loader(data_config)
         num_micro_batches = self.config.global_batch_size // self.grid.dp
         self.batches = BatchBroadcast(
@@ -468,6 +466,10 @@ class Trainer:
         failures.stop_watching()
 
     # --- Close ----------------------------------------------------------------------------------------------
+
+    def _close_loader(self) -> None:
+        if self.data_loader is not None:
+            self.data_loader.close()
 
     def __enter__(self) -> Self:
         return self
