@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import time
@@ -232,26 +231,3 @@ def assert_whole(exported: Path, saved: Path, back: Path) -> None:
     ours, theirs = WeightReader(back), WeightReader(saved / "weights")
     assert sorted(ours.tensor_names()) == sorted(theirs.tensor_names())
     assert all(torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in ours.tensor_names())
-
-
-@pytest.mark.full
-def test_faults_at_random_moments(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """Twelve faults of any kind, to any rank, in one run; its steps are those of a run without faults."""
-    long = ("--steps", "400")
-    reference = tmp_path / "reference"
-    done = train(prepared, reference, *OPTIONS, *long, "--stop_after", "40")
-    assert done.returncode == 0, done.stderr[-4000:]
-
-    run, rng, during_save = tmp_path / "run", random.Random(7), 0
-    for _ in range(12):
-        fault = rng.choice(["kill", "stop", "exhaust"])
-        ended = disturb(prepared, run, fault, rng.randrange(4), 2, str(rng.uniform(0.0, 0.5)), *long)
-        assert any(ended.codes) and ended.seconds < HANG_S, ended
-        during_save += ended.during_save
-        if find_latest_checkpoint(run) is not None:
-            last_is_good(run)
-    expected, known = numbers(reference), numbers(run)
-    compared = expected.keys() & known.keys()
-    assert len(compared) >= 12, known.keys()
-    assert all(known[step] == expected[step] for step in compared)
-    assert during_save

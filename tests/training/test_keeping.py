@@ -19,6 +19,7 @@ import pytest
 
 from megatron_vl.parallel.heartbeat import own_process
 from megatron_vl.system.durable_files import drop_incomplete_line
+from megatron_vl.training.run_messages import skipped_steps_message
 from megatron_vl.training.state.keep import (
     OWNER_FILE,
     last_good_text,
@@ -27,6 +28,7 @@ from megatron_vl.training.state.keep import (
     unlock_run_dir,
 )
 from megatron_vl.training.state.save import CheckpointSaver
+from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from megatron_vl.weights.run_folder import CheckpointError
 from tests.support.tiny_run import environment, metrics, options_of, trainings
 from toolkit.checkpoint.contents import verify_checkpoint
@@ -51,6 +53,23 @@ def test_skipped_steps_delete_no_good_checkpoint(prepared: dict[str, Path], tmp_
     assert f"checkpoints in {run}: [2]\n" in good
     assert "3 consecutive steps (last: 6) had a loss or gradient that was not finite" in stopped
     assert steps_in(run) == [2, 3, 4, 5] and verify_checkpoint(run / "step_00000002") == []
+
+
+def test_run_that_stops_says_why_its_steps_were_skipped() -> None:
+    told = [
+        skipped_steps_message(reasons, 40)
+        for reasons in (
+            [NOT_FINITE] * 2,
+            [NO_LOSS_TOKENS] * 3,
+            [NO_LOSS_TOKENS, NOT_FINITE],
+        )
+    ]
+    assert told == [
+        "2 consecutive steps (last: 40) had a loss or gradient that was not finite",
+        "3 consecutive steps (last: 40) had no loss tokens. Only assistant turns are trained on: check that"
+        " the data set has any",
+        "2 consecutive steps (last: 40) had a loss or gradient that was not finite or no loss tokens",
+    ]
 
 
 @pytest.mark.ranks

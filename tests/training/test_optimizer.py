@@ -194,7 +194,7 @@ def test_weights_copied_together_are_those_that_core_copies_one_by_one(hf, famil
     [part] = trainer.optimizer.chained_optimizers
     together = [parameter.detach().clone() for parameter in trainer.chunks[0].parameters()]
     num_shards = sum(map(len, part.shard_fp32_from_float16_groups))
-    assert len(part._copy_main_params_to_model_params.slices_and_shards[0]) == num_shards
+    assert len(part._copy_main_params_to_model_params.args[0]()[0]) == num_shards
 
     for parameter in trainer.chunks[0].parameters():
         parameter.data.fill_(math.nan)

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from megatron_vl.training.report.sinks import (
     WandbSink,
     open_metrics_sinks,
 )
-from tests.support.tiny_run import command, environment, metrics, prepare, train
+from tests.support.tiny_run import metrics
 
 _found = importlib.util.find_spec("wandb")
 HAS_WANDB = _found is not None and _found.origin is not None
@@ -234,34 +233,3 @@ def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
     sink.write_step(NUMBERS)
     sink.close()
     assert capfd.readouterr().err.count("NOTE: nothing more is sent to W&B") == 1
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@needs_wandb
-def test_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path, tiny_checkpoint) -> None:
-    """Stopped and started again, as users do it: one W&B run with every step, and losses bit for bit."""
-    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
-
-    def start(run: Path, *options: str) -> None:
-        line = command(prepared, run, *options, ranks=1, steps=4)
-        variables = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-4000:]
-
-    plain, run = tmp_path / "plain", tmp_path / "run"
-    wandb = ["--wandb.project", "tests"]
-    assert train(prepared, plain, ranks=1, steps=4).returncode == 0
-    start(run, *wandb, "--stop_after", "2")
-    start(run, *wandb)
-
-    exact = ("step", "loss", "grad_norm", "samples")
-    lines = metrics(run)
-    assert [[line[k] for k in exact] for line in lines] == [
-        [line[k] for k in exact] for line in metrics(plain)
-    ]
-    first, second = files(run)
-    kept = json.loads((run / WANDB_RUN_FILE).read_text())["id"]
-    assert first.name == second.name == f"run-{kept}.wandb"
-    logged = [(entry["step"], entry["loss"]) for path in (first, second) for entry in history(path)]
-    assert logged == [(line["step"], line["loss"]) for line in lines]
