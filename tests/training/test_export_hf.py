@@ -223,7 +223,7 @@ TP2 = ["--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", 
 
 
 @pytest.mark.ranks
-def test_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: dict[str, Path]) -> None:
+def test_run_exports_chosen_steps_and_trains_the_same(prepared: dict[str, Path]) -> None:
     """Every second step and the last one, although ``keep`` allows one checkpoint; transformers loads it."""
     plain, run = prepared["folder"] / "plain", prepared["folder"] / "exports"
     done = train(prepared, plain, *TP2, ranks=2, steps=5)
