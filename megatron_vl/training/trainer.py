@@ -444,8 +444,10 @@ class Trainer:
         lines = run_summary(self.resolved_run, self.platform, self.optimizer)
         lines += self.data_loader.start_notes
         if self.step >= self.last_step:
-            done_text = f"step {self.step} of {self.last_step} is done"
-            lines.append(f"nothing to do: {done_text}; raise steps (or stop_after) to continue")
+            lines.append(
+                f"nothing to do: step {self.step} of {self.last_step} is done; raise steps (or stop_after) to"
+                " continue"
+            )
         print(*lines, sep="\n", flush=True)
 
     def _finish(self) -> None:
