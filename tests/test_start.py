@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.small_run import command, environment, prepare
+from tests.support.tiny_run import command, environment, prepare
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig
@@ -32,8 +34,9 @@ from megatron_vl.estimate.flops import (
 from megatron_vl.estimate.layer_kinds import layer_kinds
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.lora import fused_adapters, saved_modules, stored_lora
+from megatron_vl.training.step import run_schedule
 from tests.support.ranks import call
-from tests.training.programs import counted_flops
+from tests.support.tiny_trainer import tiny_trainer
 from toolkit.bench.report import row_work
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs
@@ -253,6 +256,22 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     done = row_work(spec, run, where, len(loss_tokens_of(sample)), whole_head=True)
     assert counts[1] - done["executed flops"] == 3 * attention + squares + rotary(spec, len(sample))
     assert (ours.tower if part == "language" else ours.language) == 0.0
+
+
+def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
+    """Torch's count for a forward and backward pass of our modules under each kind of recomputation."""
+    trainer = tiny_trainer(hf)
+    samples = [make_sample("mixed", trainer.spec, seed) for seed in (0, 1)]
+    length = sum(map(len, samples))
+
+    counts = []
+    for kind in kinds:
+        chunks = trainer.again(recompute=RecomputeConfig(**kind)).model_chunks
+        rows = trainer.feed_of([pack_row(samples, trainer.spec, length)], 1).next_batch().rows
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            run_schedule(chunks, rows, seq_len=length)
+        counts.append(counter.get_total_flops())
+    return counts
 
 
 @pytest.mark.ranks

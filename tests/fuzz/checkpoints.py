@@ -384,7 +384,7 @@ class Bench:
     def _as_four_ranks(self) -> None:
         """The run's checkpoints as TP2 x PP2 would have written them."""
         from megatron_vl.system.json_files import write_json
-        from megatron_vl.training.state.checkpoint import read_run_metadata
+        from megatron_vl.training.state.load import read_run_metadata
         from megatron_vl.training.state.optimizer_state import (
             INDEX_FILE,
             STATE_KINDS,
@@ -484,11 +484,11 @@ class Bench:
 
     def resume(self, checkpoint: Path) -> str:
         """Resumes with the trainer's own function into a model and optimizer full of other numbers."""
-        from megatron_vl.training.state import checkpoint as saved
+        from megatron_vl.training.state import load as saved
         from megatron_vl.training.state.optimizer_state import optimizer_slices
 
         run = self.run
-        parameters = saved.collect_live_tensors(self.run.model_chunks, self.run.layout, self.run.grid)
+        parameters = self.run.saved_tensors
         torch.manual_seed(0)
         with torch.no_grad():
             for tensor in [live.parameter for live in parameters] + [
@@ -506,10 +506,9 @@ class Bench:
             step = newest.step
             restored = saved.load_checkpoint(
                 newest.path,
-                model_chunks=run.model_chunks,
+                live_tensors=parameters,
                 optimizer=run.optimizer,
                 spec=run.spec,
-                layout=run.layout,
                 grid=run.grid,
             )
             loader = restored.loader_state

@@ -24,7 +24,7 @@ from PIL import Image
 from converters.convert import convert_weights, export_weights
 from tests.gpu.parity import MOE_SIZES, SIZES
 from tests.gpu.results import Results, option_parser, work_folders
-from tests.training.small_run import torchrun
+from tests.support.tiny_run import torchrun
 from toolkit.common.hf_loading import load_hf_model, load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 

@@ -21,7 +21,7 @@ import torch
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from tests.gpu.parity import SIZES
 from tests.gpu.results import Results, option_parser, work_folders
-from tests.training.small_run import environment, options_of, prepare
+from tests.support.tiny_run import environment, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.common.process_tree import kill_process_tree
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
@@ -33,7 +33,7 @@ STEPS = 100_000
 @dataclass(frozen=True)
 class Fault:
     name: str
-    """As :mod:`tests.training.faulty_rank` calls it."""
+    """As :mod:`tests.support.faulty_rank` calls it."""
     message: str
     """What the one message must hold, as a regular expression."""
     seconds: float
@@ -57,7 +57,7 @@ def run(fault: Fault, prepared: dict[str, Path], out: Path, ranks: int, platform
     options += ["--dtype", "bfloat16" if platform == "cuda" else "float32"]
     words = options_of(prepared, folder / "run", *map(str, options), steps=STEPS)
     launch = [sys.executable, "-m", "megatron_vl.launch", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "tests.training.faulty_rank", fault.name, str(ranks - 1), "7", "saved"]
+    program = ["-m", "tests.support.faulty_rank", fault.name, str(ranks - 1), "7", "saved"]
 
     (folder / "run").mkdir()
     with (folder / "log").open("w") as log:

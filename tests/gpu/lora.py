@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from converters.convert import convert_weights
 from tests.gpu.parity import FAMILY_SIZES, SIZES
 from tests.gpu.results import Results, option_parser, work_folders
-from tests.training.lora_programs import train_layouts
-from tests.training.small_run import torchrun
+from tests.support.tiny_run import torchrun
+from tests.support.tiny_trainer import gather, save, train, trainer_of
+from tests.training.test_context_parallel import ROWS
+from tests.training.test_lora import UNCOMPARED_LOGITS, changed_base, logit_distances
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 FAMILIES = {
@@ -74,10 +75,18 @@ def run_as_rank(work: Path, family: str, platform_name: str) -> None:
             if (is_moe or "ep" not in layout) and not (has_linear_attention and "fp8" in layout)
         }
     lora = {"rank": 16, "targets": FAMILIES[family]}
-    folder = work / f"{family}_{platform_name}"
-    results = train_layouts(
-        str(work / family), str(work / f"{family}_weights"), str(folder), lora, layouts, platform_name
-    )
+    hf, results = work / family, {}
+    for name, layout in layouts.items():
+        fields = {**layout, "platform_name": platform_name}
+        fields["dtype"] = "bfloat16" if platform_name == "cuda" else "float32"
+        trainer = trainer_of(hf, lora=lora, **fields)
+        losses = [result.loss for result in train(trainer, ROWS, range(2))]
+        run = work / f"{family}_{platform_name}" / name.replace(" ", "_")
+        save(trainer, run)
+        changed = sum(gather(changed_base(trainer, trainer_of(hf, lora=lora, **fields))), [])
+        results[name] = {"losses": losses, "base_changed": sorted(set(changed))}
+        if not UNCOMPARED_LOGITS & layout.keys():
+            results[name] |= logit_distances(trainer, run, hf, **fields)
     if dist.get_rank() == 0:
         (work / f"{family}_{platform_name}.json").write_text(json.dumps(results))
 
@@ -90,7 +99,6 @@ def main() -> int:
     for family in [family for family in FAMILIES if args.only in family]:
         sizes: dict[str, Any] = FAMILY_SIZES.get(family, SIZES)
         write_tiny_checkpoint(work / family, family, dtype=torch.float32, **sizes)
-        convert_weights(work / family, work / f"{family}_weights")
         for platform_name, ranks in (("cpu", 1), ("cuda", args.ranks)):
             program = ["-m", "tests.gpu.lora", str(work), family, platform_name]
             subprocess.run([*torchrun(ranks), *program], check=False)

@@ -219,7 +219,7 @@ PROOFS = (
     Proof(
         "The export of a trained checkpoint",
         {
-            "tests/training/test_run.py::test_exported_checkpoint_has_the_trained_weights": (Q25,),
+            "tests/training/test_export_hf.py::test_run_exports_chosen_steps_and_trains_the_same": (Q25,),
             "tests/training/test_run_experts.py::test_exported_checkpoint_has_the_trained_experts": (MOE,),
         },
     ),

@@ -18,8 +18,8 @@ from megatron_vl.estimate.flops import needed_flops, repeated_flops, row_sizes
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.support.ranks import call, python_path, run_module
+from tests.support.tiny_run import prepare
 from tests.toolkit.programs import busiest_experts
-from tests.training.small_run import prepare
 from toolkit.bench import step_parts
 from toolkit.cli import main
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.training.state.checkpoint import lock_run_dir, unlock_run_dir
+from megatron_vl.training.state.keep import lock_run_dir, unlock_run_dir
 from megatron_vl.weights.run_folder import CheckpointError, find_latest_checkpoint, saved_checkpoints
 from toolkit.checkpoint import rollback
 from toolkit.checkpoint.rollback import roll_back

@@ -17,7 +17,7 @@ from megatron_vl.estimate.memory import StageMemory
 from megatron_vl.spec.families import read_spec
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import planned_run
-from tests.training.small_run import environment, metrics, options_of, prepare, train
+from tests.support.tiny_run import environment, metrics, options_of, prepare, train
 from toolkit.cli import main
 from toolkit.common.memory_table import memory_table, wide_console
 from toolkit.train import command, dry_run

@@ -15,7 +15,7 @@ ROLLBACK_ADVICE = "go back to an earlier step with `megatron-vl checkpoint rollb
 
 def show(options: ShowOptions) -> int:
     """Lists the checkpoints of a run and describes one of them. Returns 1 if files are missing."""
-    from megatron_vl.training.state.checkpoint import read_run_metadata
+    from megatron_vl.training.state.load import read_run_metadata
     from megatron_vl.weights.manifest import MANIFEST_FILE, read_manifest
     from megatron_vl.weights.run_folder import ABANDONED_DIR, saved_checkpoints
 

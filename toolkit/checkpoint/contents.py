@@ -31,7 +31,7 @@ def find_step_dir(run_or_step_dir: Path) -> Path:
 def verify_checkpoint(step_dir: Path) -> list[str]:
     """Lists what is wrong with a step folder, file by file. The list is empty if every byte is as written."""
     from converters.compare import verify_checkpoint_hashes
-    from megatron_vl.training.state.checkpoint import verify_files
+    from megatron_vl.training.state.load import verify_files
     from megatron_vl.weights.tensor_files import WeightsError
 
     problems = verify_files(step_dir)

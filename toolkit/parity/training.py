@@ -25,7 +25,7 @@ from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.platform import Platform
 from megatron_vl.spec.layout import read_layout
 from megatron_vl.spec.tensors import UNSHARDED, TensorInfo
-from megatron_vl.training.state.checkpoint import read_run_metadata
+from megatron_vl.training.state.load import read_run_metadata
 from megatron_vl.training.state.optimizer_state import OptimizerStateReader
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader

@@ -1,6 +1,6 @@
 """A rank of a real training to which something happens; started by test_faults.py.
 
-    python -m tests.training.faulty_rank FAULT RANK STEP MOMENT OPTIONS OF THE TRAINING
+    python -m tests.support.faulty_rank FAULT RANK STEP MOMENT OPTIONS OF THE TRAINING
 
 As soon as the log has STEP more lines and, after that, MOMENT has come (``step``, ``save``, ``saved``,
 ``export``, or a number of seconds), a thread of rank RANK does it: the fault is real, only its cause is not.

@@ -1,4 +1,4 @@
-"""The pictures of a step are spread evenly, at frames, and every rank gets the pixels of its own."""
+"""The images of a step are spread evenly, at frames, and every rank gets the pixels of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import frame_flops, make_tower_frames, split_by_cost
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
-from megatron_vl.training.rows.image_scatter import PictureShares, _concatenated_shares, frame_plane_bounds
+from megatron_vl.training.rows.image_scatter import ImageShares, _concatenated_shares, frame_plane_bounds
 from tests.tiny import tiny_checkpoint
 
 
-def test_runs_worked_out_by_hand() -> None:
+def test_split_by_cost_worked_out_by_hand() -> None:
     assert split_by_cost(np.array([1, 1, 1, 1]), 2).tolist() == [0, 2, 4]
     assert split_by_cost(np.array([5, 1, 1, 1]), 2).tolist() == [0, 1, 4]
     assert split_by_cost(np.array([1, 1, 1, 5]), 2).tolist() == [0, 3, 4]
@@ -28,7 +28,7 @@ def test_runs_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_run_exceeds_the_mean_by_a_whole_frame(seed: int) -> None:
+def test_split_by_cost_exceeds_the_mean_by_no_whole_frame(seed: int) -> None:
     rng = np.random.default_rng(seed)
     costs, parts = rng.uniform(0, 10, rng.integers(1, 60)), int(rng.integers(1, 9))
     bounds = split_by_cost(costs, parts)
@@ -38,7 +38,7 @@ def test_no_run_exceeds_the_mean_by_a_whole_frame(seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_costs_are_the_models_flops(family: str) -> None:
+def test_costs_of_frames_are_the_flops_of_the_model(family: str) -> None:
     v = read_spec(tiny_checkpoint(family, dtype=torch.float32)).vision
     rows = [([64, 16], [16, 16, 16, 16, 16]), ([], []), ([32], [16, 16])]
     costs = frame_flops(v, make_tower_frames(rows))
@@ -47,8 +47,8 @@ def test_costs_are_the_models_flops(family: str) -> None:
     assert costs == pytest.approx(want)
 
 
-def _rows(spec: Any, seed: int) -> list[Any]:
-    """Rows with pictures, videos of even and odd numbers of frames, and no medium at all."""
+def random_rows(spec: Any, seed: int) -> list[Any]:
+    """Rows with images, videos of even and odd numbers of frames, and no medium at all."""
     v, rng = spec.vision, random.Random(seed)
     made = []
     for _ in range(4):
@@ -79,11 +79,11 @@ def _rows(spec: Any, seed: int) -> list[Any]:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_calls_hold_the_pixels_and_positions_of_the_rows(seed: int, ranks: int) -> None:
+def test_calls_of_the_tower_hold_the_pixels_and_positions_of_the_rows(seed: int, ranks: int) -> None:
     """What the tower reads in the calls of all ranks, in order, is what it would read row by row."""
     torch.manual_seed(seed)
     spec = read_spec(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
-    rows = _rows(spec, seed)
+    rows = random_rows(spec, seed)
     lengths = [
         (r.vision.cu_seqlens.diff().tolist(), r.vision.cu_window_seqlens.diff().tolist())
         if r.num_patches
@@ -94,7 +94,7 @@ def test_calls_hold_the_pixels_and_positions_of_the_rows(seed: int, ranks: int) 
         frame_plane_bounds(r.vision.plane_index.numpy(), full)
         for r, (full, _) in zip(rows, lengths, strict=True)
     ]
-    shares = PictureShares(spec.vision, lengths, bounds, ranks)
+    shares = ImageShares(spec.vision, lengths, bounds, ranks)
     if not len(shares.frames.patches_per_frame):
         pytest.skip("the rows have no medium")
     names = ("plane_index", "position_hw", "frame_hw")

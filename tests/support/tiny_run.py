@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import json
 import os
 import subprocess
@@ -9,16 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from converters.convert import convert_weights
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert_dataset as convert_data
 from data_tools.sample_sizes import index_datasets
-from megatron_vl.config import DataConfig
+from megatron_vl.config import DataConfig, parse_config
 from megatron_vl.spec.families import read_spec
+from megatron_vl.train import train as train_run
 from tests.data.media import encoded
-from tests.support.ranks import python_path, run_module
+from tests.support.ranks import call, python_path, run_module
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [1,3] --parallel.sequence_parallel true".split()
@@ -26,7 +28,7 @@ LAYOUT = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [1,3] --parallel.seq
 
 
 def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0) -> dict[str, Path]:
-    """Writes a data set of pictures and text to ``folder``, and the weights of ``hf`` in a layout that
+    """Writes a data set of images and text to ``folder``, and the weights of ``hf`` in a layout that
     no run has."""
     (folder / "media").mkdir(parents=True)
     records = []
@@ -49,7 +51,8 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
     index_datasets(DataConfig(path=str(folder / "data")), read_spec(hf), hf)
     convert_weights(hf, folder / "weights", {"tp": 1, "pp": 4})
 
-    return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
+    paths = {name: folder / name for name in ("weights", "data", "media")}
+    return {**paths, "hf": hf, "records": folder / "data.json", "folder": folder}
 
 
 def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6) -> list[str]:
@@ -90,8 +93,23 @@ def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def small_checkpoint(folder: Path) -> Path:
-    """A tied checkpoint with real architecture, fp32."""
-    from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
+def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
+    """Starts the trainer again and again in one process, each time with a run's folder and its options.
 
-    return write_tiny_checkpoint(folder, "qwen2_5_vl", tied=True, dtype=torch.float32)
+    Returns the output of each start, and the message that it ended with.
+    """
+    return call(what_trainings_say, starts=[options_of(prepared, run, *options) for run, options in starts])
+
+
+def what_trainings_say(starts: list[list[str]]) -> list[str]:
+    gc.disable()  # nothing may rest on when it runs, such as the lock of a run's folder
+    said = []
+    for run_args in starts:
+        out, problem = io.StringIO(), ""
+        with contextlib.redirect_stdout(out):
+            try:
+                train_run(parse_config(run_args))
+            except (ValueError, OSError, RuntimeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        said.append(out.getvalue() + problem)
+    return said
