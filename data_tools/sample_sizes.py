@@ -26,8 +26,9 @@ from megatron.energon.errors import FatalSampleError
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import RawSample, RowEncoder, stored_media_grid, stored_video_info
+from megatron_vl.data.row_encoder import RawSample, RowEncoder
 from megatron_vl.data.sample.chat import ChatError, ChatTemplateError
+from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
 from megatron_vl.data.source.bad_samples import NOT_IN_CHAT_TEMPLATE
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -278,9 +279,9 @@ def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | N
         sample = split_reader.read_sample(sample_index, with_media=False)
     except FatalSampleError as error:
         raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
-    if sample is not None and sample.read_failure and sample.read_failure[0] in STORAGE_REASONS:
+    if sample is not None and sample.refused and sample.refused[0] in STORAGE_REASONS:
         raise SizesWriteError(
-            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start "
+            f"{sample.refused[0]}: {sample.refused[1]}. Start "
             "`megatron-vl data index` again when the storage answers: it continues"
         )
     return sample
@@ -301,8 +302,8 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
     """
     no_media = np.zeros(0, MEDIUM_DTYPE)
     try:
-        if sample is None or sample.read_failure:
-            return 0, 0, no_media, sample.read_failure[0] if sample and sample.read_failure else ""
+        if sample is None or sample.refused:
+            return 0, 0, no_media, sample.refused[0] if sample and sample.refused else ""
         sample_record = json.loads(sample.json_bytes or b"")
         media_rows = np.array([_medium_row(item) for item in sample_record["media"]], MEDIUM_DTYPE)
         media_grids = [stored_media_grid(item, encoder.pixel_settings) for item in sample_record["media"]]

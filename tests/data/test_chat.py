@@ -167,7 +167,8 @@ def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, nam
 
 def test_tokens_equal_the_whole_hf_processor(encoder):
     """Processor and encoder run on real pixels, so the number of placeholders is compared too."""
-    from megatron_vl.data.sample.pixels import image_grid, read_pixel_settings
+    from megatron_vl.data.sample.grids import image_grid
+    from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 
     folder, ours = encoder
     if not (folder / "config.json").exists():

@@ -21,15 +21,16 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
-from megatron_vl.data.loader import LoaderError, validation_rows
+from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
-from megatron_vl.data.planned_rows import open_sample_reader
 from megatron_vl.data.source.bad_samples import (
     MAX_LISTED_PER_ROW,
     BadSampleMeter,
     DroppedSample,
     details_by_reason,
 )
+from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, append_crc32, is_crc32_wrong
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
@@ -489,7 +490,7 @@ def test_a_member_that_claims_more_than_its_shard_is_damage(dataset):
 
 
 def test_reading_leaves_nothing_in_memory(dataset):
-    reader = open_sample_reader(loader(dataset)._planning_context.loaded_datasets[0].dataset, None)
+    reader = open_sample_reader(loader(dataset)._planning_context.datasets[0], None)
     traced = []
     tracemalloc.start()
     try:

@@ -11,19 +11,12 @@ import torch
 from PIL import Image
 
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
-from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveInfo, pack_frames
-from megatron_vl.data.sample.pixels import (
-    PictureTooLargeError,
-    PixelError,
-    PixelSettings,
-    VideoInfo,
-    frame_indices,
-    probe_video,
-    video_frames,
-    video_grid,
-    video_planes,
-)
-from tests.data.media import encoded, picture
+from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveInfo, PixelError, pack_frames
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
+from megatron_vl.data.sample.images import ImageTooLargeError
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.sample.videos import probe_video, video_planes
+from tests.data.media import encoded, picture, video_frames
 
 QWEN2_5 = PixelSettings(video_min_pixels=3136, video_max_pixels=50176)
 QWEN3 = PixelSettings(patch_size=16, video_min_pixels=4096, video_max_pixels=6 * 96 * 128, video_spread=True)
@@ -158,7 +151,7 @@ def test_frames_that_cannot_be_used_are_named():
     ):
         with pytest.raises(PixelError, match=said):
             probe_video(pack_frames([("one.jpg", whole), (name, bad)], info()))
-    with pytest.raises(PictureTooLargeError, match="one.jpg"):
+    with pytest.raises(ImageTooLargeError, match="one.jpg"):
         probe_video(pack_frames([("one.jpg", whole)], info()), 6999)
     with pytest.raises(PixelError, match="0 frames"):
         probe_video(pack_frames([], info()))
@@ -169,7 +162,7 @@ def test_an_archive_that_says_less_than_was_converted_is_refused():
     for claimed in (VideoInfo(6, 2.0, 70, 100, "whole"), VideoInfo(4, 2.0, 70, 101, "whole")):
         with pytest.raises(PixelError):
             video_frames(data, claimed, frame_indices(claimed, QWEN2_5))
-    with pytest.raises(PictureTooLargeError):
+    with pytest.raises(ImageTooLargeError):
         video_frames(data, VideoInfo(4, 2.0, 7, 10), [0])
     with pytest.raises(SampleTimeoutError):
         video_frames(data, probe_video(data), [0], SampleDeadline(1e-9))

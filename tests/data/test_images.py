@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.images import decode_image, image_size
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
-from megatron_vl.data.sample.pixels import PixelError, decode_image, image_size
 
 from .media import encoded, picture
 

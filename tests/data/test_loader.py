@@ -20,8 +20,10 @@ from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import LoaderError, pack_first_fit, validation_rows
-from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.loader import validation_rows
+from megatron_vl.data.packing.fill_row import pack_first_fit
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
+from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW

@@ -24,9 +24,9 @@ from moto.server import ThreadedMotoServer
 
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.data.loader import build_loader, validation_rows
-from megatron_vl.data.planned_rows import open_sample_reader
 from megatron_vl.data.source import store_reading, tolerant_reader
 from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import ObjectStoreError, resolve_location
 from megatron_vl.data.source.sample_order import LANES
 from megatron_vl.data.source.store_reading import ReadAhead, reconnect_stores
@@ -119,7 +119,7 @@ def test_a_forked_process_has_connections_of_its_own(dataset):
     """The client forgets its connections in a fork, but paths that exist already keep theirs."""
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(config("msc://pictures/sets/first"), read_spec(folder), folder)
-    data = loader._planning_context.loaded_datasets[0].dataset
+    data = loader._planning_context.datasets[0]
     before = data.path.fs
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
 
@@ -146,7 +146,7 @@ def sets(dataset):
     """The data set in the store as Energon knows it, and a reader of the folder."""
     folder, here, there = tiny_checkpoint("qwen2_5_vl"), dataset, "msc://pictures/sets/first"
     loaders = [build_loader(config(path), read_spec(folder), folder) for path in (here, there)]
-    local, stored = (loader._planning_context.loaded_datasets[0].dataset for loader in loaders)
+    local, stored = (loader._planning_context.datasets[0] for loader in loaders)
     return stored, open_sample_reader(local, bytes)
 
 

@@ -19,23 +19,16 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.sample.pixels import (
-    PixelError,
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, resized_image_size, video_grid
+from megatron_vl.data.sample.images import decode_image, image_planes, image_size
+from megatron_vl.data.sample.pixel_settings import (
     PixelNorm,
     PixelSettings,
-    VideoInfo,
-    decode_image,
-    frame_indices,
-    image_grid,
-    image_planes,
-    image_size,
-    probe_video,
     read_pixel_norm,
     read_pixel_settings,
-    resized_image_size,
-    video_grid,
-    video_planes,
 )
+from megatron_vl.data.sample.videos import probe_video, video_planes
 
 from .media import encoded, picture, video
 

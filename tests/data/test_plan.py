@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vl.data import planned_rows
+from megatron_vl.data.packing import batch_planner
 from megatron_vl.data.packing import plan_rows as batch_plan
+from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch, PlannedSample
 from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
-from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedSample
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
@@ -308,7 +308,7 @@ def test_unusual_sets():
 
 def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
     """10^12 samples, of which none fits: the search is bounded, and its work grows with the samples only."""
-    monkeypatch.setattr(planned_rows, "MAX_SEARCHED", 100_000)
+    monkeypatch.setattr(batch_planner, "MAX_SEARCHED", 100_000)
     order = SampleOrder([10**12], [1.0], 5, is_shuffled=True)
 
     def sizes(_: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -321,7 +321,7 @@ def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
         "100032 samples in a row cannot be used: they have no tokens, or more than data.seq_len 1024 or"
         " data.max_patches 5000. Of these, the smallest above data.seq_len has 1031 tokens and the smallest"
         " above data.max_patches has 5001 patches: raise data.seq_len and data.max_patches, or lower"
-        " data.max_pixels if pictures fill it"
+        " data.max_pixels if images fill it"
     )
 
 

@@ -27,12 +27,15 @@ from tokenizers import Tokenizer
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
-from megatron_vl.data.loader import RowLoader, build_loader, cook_sample
-from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedRankRows, open_sample_reader
-from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.loader import RowLoader, build_loader
+from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch
+from megatron_vl.data.planned_rows import PlannedRankRows
+from megatron_vl.data.row_encoder import cook_sample
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.tokenizer import compute_tokenizer_digest
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError, read_description
+from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.sample_sizes import (
     SampleSizeCounter,
     SizesError,
@@ -157,7 +160,7 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     counted = SampleSizeCounter(encoder.chat_encoder, read_pixel_settings(hf(family), data))
     source = loader._planning_context.sized_sources[0]
     tokens, patches = source.count_samples(counted, np.arange(len(source)))
-    reader = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)
+    reader = open_sample_reader(loader._planning_context.datasets[0], None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
         assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.key
@@ -364,7 +367,7 @@ def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
 
 def test_a_row_of_which_nothing_is_left_is_padding(dataset):
     loader = Run(dataset, 1).loaders[0]
-    row = loader._planning_context.row_encoder.empty_row()
+    row = loader._planning_context.row_encoder.make_row([])
     assert (row.seq_len, row.num_samples, row.num_patches, row.sample_keys) == (256, 1, 0, [])
     assert not row.loss_mask.any()
 
@@ -581,7 +584,7 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     from data_tools.sample_sizes import measure_sample
 
     loader = Run(dataset, 1).loaders[0]
-    crude = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0]
+    crude = open_sample_reader(loader._planning_context.datasets[0], None)[0]
     encoder, sample = loader._planning_context.row_encoder, cook_sample(crude)
     record = json.loads(sample.json_bytes)
     assert record["media"] and measure_sample(encoder, sample)[0] > 0
@@ -596,7 +599,7 @@ def test_a_message_without_a_role_is_measured_as_the_loader_encodes_it(dataset):
 
     loader = Run(dataset, 1).loaders[0]
     encoder = loader._planning_context.row_encoder
-    sample = cook_sample(open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0])
+    sample = cook_sample(open_sample_reader(loader._planning_context.datasets[0], None)[0])
     record = json.loads(sample.json_bytes) | {"media": []}
     record["messages"] = [{"role": "user", "content": "Hello"}, {"content": "Who says this?"}]
     sample.json_bytes = append_crc32(json.dumps(record).encode())
@@ -701,7 +704,7 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
     loader = Run(dataset, 1).loaders[0]
     encoder, sample = (
         loader._planning_context.row_encoder,
-        cook_sample(open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0]),
+        cook_sample(open_sample_reader(loader._planning_context.datasets[0], None)[0]),
     )
 
     def fails(*_: Any, **__: Any) -> None:

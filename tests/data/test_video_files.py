@@ -23,17 +23,12 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.sample import video_decoding
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
-from megatron_vl.data.sample.pixels import (
-    PixelError,
-    PixelSettings,
-    VideoInfo,
-    frame_indices,
-    probe_video,
-    video_frames,
-    video_grid,
-    video_planes,
-)
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.sample.videos import probe_video, video_planes
+from tests.data.media import video_frames
 from toolkit.common.sample_encoder import SampleEncoder
 
 SIDE = 64

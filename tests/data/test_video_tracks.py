@@ -11,17 +11,12 @@ import numpy as np
 import pytest
 from av.stream import Disposition
 
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
-from megatron_vl.data.sample.pixels import (
-    PixelError,
-    PixelSettings,
-    VideoInfo,
-    frame_indices,
-    probe_video,
-    video_frames,
-    video_grid,
-    video_planes,
-)
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.sample.videos import probe_video, video_planes
+from tests.data.media import video_frames
 
 from .media import encoded
 from .test_images import TURNS, corners

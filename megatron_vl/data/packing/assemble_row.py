@@ -1,7 +1,7 @@
 """Packs samples into one :class:`~megatron_vl.data.packing.training_row.TrainingRow`.
 
 Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: samples come with
-their pixel planes (see :mod:`megatron_vl.data.sample.pixels`).
+their pixel planes (see :mod:`megatron_vl.data.sample.images`).
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class BadSampleMeter:
             size_unit, limit_field = LIMIT_BY_REASON[reason]
             size = self.largest_sizes.get(reason)
             enough_text = f" to {size} (the {size_unit} of the largest one so far)" if size else ""
-            return f"raise {limit_field}{enough_text}, or lower data.max_pixels if pictures fill it"
+            return f"raise {limit_field}{enough_text}, or lower data.max_pixels if images fill it"
         if reason == NOT_IN_CHAT_TEMPLATE:
             return TEMPLATE_ADVICE
         return "correct the data and convert them again"

@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.frame_archive import Sampling
-from megatron_vl.data.sample.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.frame_archive import PixelError, Sampling
+from megatron_vl.data.sample.grids import VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
     SIZES_DIR,
@@ -52,7 +53,7 @@ MEDIUM_DTYPE = np.dtype(
     [("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8"), ("whole", "u1")]
 )
 """A picture has 0 frames. ``whole`` says that the video is a list of pictures that is taken whole
-(:class:`~megatron_vl.data.sample.pixels.VideoInfo`)."""
+(:class:`~megatron_vl.data.sample.grids.VideoInfo`)."""
 
 type MediumFields = tuple[int, int, int, float, int]
 
