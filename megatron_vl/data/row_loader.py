@@ -16,8 +16,14 @@ from megatron.energon.errors import FatalSampleError
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
-from megatron_vl.data.source.blend import BlendSource, list_names, summarize_blend
-from megatron_vl.data.source.blend_change import blend_change_lines, read_saved_sources
+from megatron_vl.data.sample.stop_tokens import serving_notes
+from megatron_vl.data.source.blend import (
+    BlendSource,
+    blend_change_lines,
+    list_names,
+    read_saved_sources,
+    summarize_blend,
+)
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.system.json_files import check_format_version
@@ -109,7 +115,7 @@ class RowLoader:
     @property
     def start_notes(self) -> list[str]:
         """Lines to print once at the start of a run."""
-        chat_notes = self._planning_context.row_encoder.chat_encoder.start_notes()
+        chat_notes = serving_notes(self._planning_context.row_encoder.chat_encoder)
         return [
             *summarize_blend(tuple(self._planning_context.blend_sources)),
             *self._change_lines,

@@ -170,7 +170,7 @@ def spans_one_by_one(
         before, ending = before.removesuffix(EMPTY_THINK_BLOCK), after.split("\n")[0]
         start, end = len(before), len(text) - len(after)
         assert mark and ending and start <= end and text.startswith(before) and text.endswith(after)
-        first = ours.thinking_rule.first_learnt_character(text[start:end])
+        first = ours.thinking_rule.first_trained_character(text[start:end])
         spans.append((end, end) if first is None else (start + first, end + len(ending)))
 
     return spans

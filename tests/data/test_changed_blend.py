@@ -15,8 +15,7 @@ import pytest
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import validation_rows
-from megatron_vl.data.source.blend import read_blend_sources
-from megatron_vl.data.source.blend_change import blend_change_lines
+from megatron_vl.data.source.blend import blend_change_lines, read_blend_sources
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import LoaderStateError, state_from_json

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.stop_tokens import serving_notes
 from megatron_vl.spec.families import read_spec
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
@@ -23,7 +24,7 @@ def hf(tmp_path: Path) -> Path:
 
 
 def notes(hf: Path) -> list[str]:
-    return ChatEncoder(hf, read_spec(hf)).start_notes()
+    return serving_notes(ChatEncoder(hf, read_spec(hf)))
 
 
 def without_generation_config(hf: Path, eos: object, tokenizer_eos: str) -> None:

@@ -16,8 +16,7 @@ import yaml
 from data_tools import shards
 from data_tools.shards import IndexWriter, ShardError, WrittenShard
 from megatron_vl.data.source import dataset_description
-from megatron_vl.data.source.blend import read_blend_sources
-from megatron_vl.data.source.blend_change import blend_change_lines, read_saved_sources
+from megatron_vl.data.source.blend import blend_change_lines, read_blend_sources, read_saved_sources
 from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
 from tests.data.programs import shared_facts
 from tests.support.ranks import call

@@ -20,6 +20,7 @@ import boto3
 import multistorageclient.shortcuts
 import pytest
 import yaml
+from megatron.energon.errors import FatalSampleError
 from moto.server import ThreadedMotoServer
 
 from data_tools.sample_sizes import index_datasets
@@ -30,6 +31,7 @@ from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import ObjectStoreError, resolve_location
 from megatron_vl.data.source.sample_order import LANES
 from megatron_vl.data.source.store_reading import ReadAhead, reconnect_stores
+from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -227,6 +229,31 @@ def test_a_request_without_an_answer_costs_its_samples_only(dataset, monkeypatch
     dropped = {one.key: one.reason for row in found for one in row.dropped_samples}
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(5)}
     assert len({key for row in found for key in row.sample_keys}) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError("status_code: 404"), "shard missing"),
+        (RuntimeError("Failed to read. status_code: 416"), "shard unreadable"),
+        (PermissionError("Permission denied. status_code: 403"), ""),
+    ],
+)
+def test_permanent_errors_of_a_store_are_named_without_retries(sets, monkeypatch, error, reason):
+    """Refused access stops the run: it says nothing about a sample."""
+    stored, _ = sets
+
+    def fails(*_: object, **__: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(type(stored.path.fs), "read", fails)
+    monkeypatch.setattr("megatron_vl.system.errors.RETRY_WAITS_S", (600.0,))
+    reader = open_sample_reader(stored, partial(ReadAhead([stored], 16, LANES, 1).take, 0))
+    if reason:
+        assert reader[0][BROKEN_FIELD][0] == reason
+        return
+    with pytest.raises(FatalSampleError, match="Permission denied.* check the credentials"):
+        reader[0]
 
 
 def test_a_process_that_ended_while_it_read_ends_the_run(dataset):

@@ -20,10 +20,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_vl.data.sample import chat
-from megatron_vl.data.sample.chat import ChatEncoder, ChatError, read_stop_tokens
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, ThinkingRule, opens_thinking, split_thinking
 from megatron_vl.spec.positions import GridTHW
-from tests.data.helpers import mask_one_by_one, spans_one_by_one, spec_of
+from tests.data.helpers import mask_one_by_one, spec_of
 from tests.data.test_chat import released_tokenizer_folder
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "hf_configs"
@@ -389,10 +390,8 @@ def test_turns_found_together_equal_turns_found_one_by_one(folders, model, rule)
         try:
             ids, mask = ours.encode(messages, [GridTHW(1, 2, 2)] * pictures, tools)
         except ChatError:
-            # What is refused for its text has turns too, and they are found.
+            # What is refused for its text has marks of turns or of thinking.
             assert any(mark in str(messages) for mark in ("<|im_", "think>")), messages
-            text = ours.render_conversation(plain, tools=tools)
-            assert ours.assistant_spans(plain, text, tools) == spans_one_by_one(ours, plain, tools)
         else:
             assert (ids.tolist(), mask.float().tolist()) == expected, messages
             encoded += 1

@@ -87,7 +87,7 @@ class SplitFacts:
 
     dataset_identity: dict[str, Any]
     """Determines the order of samples, as JSON values.
-    :func:`~megatron_vl.data.source.blend_change.blend_change_lines` compares two of them."""
+    :func:`~megatron_vl.data.source.blend.blend_change_lines` compares two of them."""
     largest_shard: int
     """Number of samples in the largest shard."""
     datasets: tuple[tuple[str, str], ...] = ()
