@@ -551,7 +551,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for=_TORCH,
         upstream_issue="pytorch/pytorch#64766",
         removal_condition="torch's iterator has a close()",
-        guarding_test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
+        guarding_test="tests/data/test_row_loader.py::test_a_loader_whose_processes_wait_for_the_planner_closes_at_once",
     ),
     DependencyFix(
         fix_location="megatron_vl.data.source.tolerant_reader:ShardReader",

@@ -209,14 +209,6 @@ def test_a_blend_by_repetitions_draws_each_source_as_often_as_it_says(folder):
     assert set(run.of("ships").values()) == {3}
 
 
-def test_a_change_is_named(folder):
-    run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(3)
-    run.start(blend(BIRDS | {"weight": 3}, SHIPS | {"weight": 2}, OTHER))
-    assert "ships continues: weight 1 (25.0%) becomes weight 2 (33.3%)" in told(run)
-    assert "birds continues: weight 3 (75.0%) becomes weight 3 (50.0%)" in told(run)
-    assert "other is new: weight 1 (16.7%)" in told(run)
-
-
 def test_a_blend_of_which_nothing_stays_is_refused(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
     with pytest.raises(LoaderStateError, match="give the data set that the run began with"):
@@ -238,15 +230,6 @@ def test_a_renamed_and_moved_set_is_the_same_source(folder):
     assert "gulls continues: weight 3 (75.0%) becomes weight 1 (50.0%)" in told(run)
     run.take(20)
     run.exact("birds")
-
-
-def test_a_set_that_was_converted_again_is_another_source(folder):
-    run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
-    shutil.rmtree(folder / "birds")
-    shutil.copytree(folder / "other", folder / "birds")
-    run.start(blend(BIRDS, SHIPS))
-    assert "birds is new: weight 1 (50.0%)" in told(run)
-    assert "birds is left out; its position and counts are kept" in told(run)
 
 
 def test_two_hundred_changes_take_few_lines():

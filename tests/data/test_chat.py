@@ -7,7 +7,6 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor, AutoTokenizer
@@ -165,24 +164,6 @@ def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, nam
     assert len(ids) == len(mask) and mask.dtype == torch.bool and ids.dtype == torch.int64
 
 
-def test_tokens_equal_the_whole_hf_processor(encoder):
-    """Processor and encoder run on real pixels, so the number of placeholders is compared too."""
-    from megatron_vl.data.sample.grids import image_grid
-    from megatron_vl.data.sample.pixel_settings import read_pixel_settings
-
-    folder, ours = encoder
-    if not (folder / "config.json").exists():
-        pytest.skip("the released vocabulary comes without a checkpoint")
-    processor = AutoProcessor.from_pretrained(folder)
-    messages, _ = CONVERSATIONS["image"]
-    pixels = np.random.default_rng(0).integers(0, 255, (75, 130, 3), dtype=np.uint8)
-    out = processor(
-        text=[processor.apply_chat_template(messages, tokenize=False)], images=[pixels], return_tensors="pt"
-    )
-    grid = image_grid(75, 130, read_pixel_settings(folder))
-    assert ours.encode(messages, [grid])[0].tolist() == out["input_ids"][0].tolist()
-
-
 def test_text_that_melts_into_the_header_is_not_learnt(encoder):
     _, ours = encoder
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nHello"}]
@@ -213,15 +194,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(encoder):
     )
     with pytest.raises(ChatError, match="turn by turn"):
         changed.encode([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], [])
-
-
-def test_a_template_cannot_reach_out_of_the_sandbox(encoder):
-    _, ours = encoder
-    changed = ChatEncoder.__new__(ChatEncoder)
-    changed.__dict__.update(ours.__dict__)
-    changed.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(ChatError, match="SecurityError"):
-        changed.encode([{"role": "user", "content": "a"}], [])
 
 
 TIMED = GridTHW(3, 4, 6, "video", timestamps=(0.25, 1.0, 12.35))

@@ -47,13 +47,6 @@ def test_a_list_is_the_blend_of_a_metadataset(folder):
     ]
 
 
-def test_a_changed_list_continues_and_is_named(folder):
-    _, state, _ = keys(blend(folder, birds=3, ships=1), 4)
-    _, _, notes = keys(blend(folder, birds=1, ships=1), 4, state)
-    changes = [line for line in notes if " continues: weight " in line]
-    assert len(changes) == 2 and "weight 3 (75.0%) becomes weight 1 (50.0%)" in changes[0]
-
-
 @pytest.mark.parametrize(
     ("part", "told"),
     [

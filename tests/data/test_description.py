@@ -22,7 +22,7 @@ from tests.data.programs import shared_facts
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
 
-from .mixtures import identity, loader, write
+from .mixtures import identity, write
 
 
 def reconvert(folder: Path) -> None:
@@ -55,10 +55,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
         "birds continues: weight 3 (75.0%) becomes weight 1 (50.0%)",
     ),
     "order": (lambda f: write(f, train={"blend": [SHIPS, BIRDS]}), "the data sets are in another order"),
-    "one more": (
-        lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}),
-        "other is new:",
-    ),
+    "one more": (lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}), "other is new:"),
     "another": (
         lambda f: write(f, train={"blend": [{"path": "other", "weight": 3}, SHIPS]}),
         "other is new:",
@@ -70,10 +67,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
         "weight 3 (75.0%) becomes 3 epochs",
     ),
     "split": (lambda f: write(f, birds={"split_part": "val"}), "birds is new: "),
-    "subset": (
-        lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
-        "birds is new: ",
-    ),
+    "subset": (lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}), "birds is new: "),
     "content": (reconvert, "birds is new: "),
     "shards of a split": (edit_split, "birds is new: "),
     "left out": (exclude, "birds is new: "),
@@ -174,36 +168,6 @@ def test_a_split_that_a_mixture_lacks_is_named(folder):
 
 def keys(rows: Any, count: int) -> list[list[str]]:
     return [[*row.sample_keys, *map(str, row.tokens.tolist())] for row in islice(rows, count)]
-
-
-def test_a_mixture_resumes_where_it_lies_and_names_other_weights(folder, tmp_path):
-    rows = loader(folder / "meta.yaml")
-    keys(rows, 6)
-    state = json.loads(json.dumps(rows.state_dict()))
-    wanted = keys(rows, 30)
-
-    folder.rename(tmp_path / "moved")
-    again = loader(tmp_path / "moved" / "meta.yaml")
-    again.load_state_dict(state)
-    assert keys(again, 30) == wanted
-
-    write(tmp_path / "moved", ships={"weight": 3})
-    changed = loader(tmp_path / "moved" / "meta.yaml")
-    changed.load_state_dict(state)
-    assert "ships continues: weight 1 (25.0%) becomes weight 3" in "\n".join(changed.start_notes)
-
-
-def test_scaled_weights_make_the_same_rows(folder):
-    """A state with weights 3 and 1 goes on under 6 and 2."""
-    rows = loader(folder / "meta.yaml")
-    keys(rows, 6)
-    state = json.loads(json.dumps(rows.state_dict()))
-    wanted = keys(rows, 30)
-
-    write(folder, birds={"weight": 6}, ships={"weight": 2})
-    again = loader(folder / "meta.yaml")
-    again.load_state_dict(state)
-    assert keys(again, 30) == wanted
 
 
 # --- Many shards --------------------------------------------------------------------------------------------

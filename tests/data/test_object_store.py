@@ -99,7 +99,7 @@ def rows(path, count: int, state=None, **changes):
     return found, state
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("workers", [0, 3])
 def test_rows_of_a_store_are_those_of_the_folder(dataset, workers):
     here, _ = rows(dataset, 4, num_workers=workers)
     there, _ = rows("msc://pictures/sets/first", 4, num_workers=workers)

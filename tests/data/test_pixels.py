@@ -139,21 +139,6 @@ def test_nested_processor_config_wins_as_in_transformers(folder):
     assert read_pixel_norm(path).mean == pytest.approx((0.31, 0.5, 0.77))
 
 
-def test_a_photograph():
-    from skimage import data
-
-    raw = (__import__("pathlib").Path(data.__file__).parent / "astronaut.png").read_bytes()
-    settings = PixelSettings(max_pixels=28 * 28 * 100)
-    grid = image_grid(*image_size(raw), settings)
-    assert image_planes(raw, grid, settings).shape == (1, grid.num_patches, 3 * 14 * 14)
-    assert grid.num_tokens(2) <= 100
-
-
-def test_exif_turns_the_size_too():
-    data = encoded(40, 90, "exif")
-    assert image_size(data) == (90, 40) == tuple(decode_image(data).shape[1:])
-
-
 def test_sizes_equal_smart_resize():
     draw = torch.Generator().manual_seed(0)
     for _ in range(300):

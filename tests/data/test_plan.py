@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections import Counter
 from typing import Any
 
@@ -16,7 +14,7 @@ from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch, P
 from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
-from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
+from megatron_vl.data.state_json import LoaderStateError
 
 SEQ_LEN = 1024
 
@@ -173,34 +171,6 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
     assert np.mean(fills) > 0.995
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("block", [1, 16])
-def test_a_million_samples_are_used_once_in_an_epoch(block):
-    """Over two epochs, by the rows that ranks take. The number of ranks changes every 20 steps."""
-    count, rows = 1_000_000, 1024
-    tokens, patches = mixed_sizes(count)
-    used = np.zeros(count, np.int64)
-    state: dict[str, Any] = {}
-    for ranks in itertools.cycle((1, 2, 4, 8)):
-        order = SampleOrder(
-            [count], [1.0], 5, is_shuffled=True, shard_sizes=[np.full(1000, 1000)], block_size=block
-        )
-        plan = BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, SEQ_LEN, 0)
-        if state:
-            plan.restore_state(state)
-        for _ in range(20):
-            for rank_rows in dealt_to(plan.next_batch(), ranks):
-                np.add.at(used, [place.index for row in rank_rows for place in row], 1)
-        state = plan.planner_state()
-        if order.total_draws >= 2 * count:
-            break
-
-    np.add.at(used, plan._waiting_samples[2], 1)
-    epochs, rest = divmod(order.total_draws, count)
-    assert epochs == 2
-    assert np.bincount(used).tolist() == [0, 0, count - rest, rest]
-
-
 def test_ranks_exchange_whole_rows(monkeypatch):
     """A long text leaves a row with hardly any patches. Its rank gets rows with more than the mean."""
     tokens, patches = mixed_sizes(6000)
@@ -227,42 +197,6 @@ def test_rows_of_two_to_four_samples_are_full(rows):
     batches = [plan.next_batch() for _ in range(8)]
     filled = [np.bincount(batch.row_of_sample, batch.sample_table[2], rows).mean() / 320 for batch in batches]
     assert np.mean(filled) > 0.99
-
-
-def test_a_run_that_moves_and_stops_takes_the_same_rows():
-    """4, 2, 3 and 4 ranks: each step's rows are the same, and each is dealt once."""
-    tokens, patches = mixed_sizes(700)
-    whole = planner(tokens, patches, rows=12)
-    wanted = [whole.next_batch().rows_of_rank() for _ in range(9)]
-    state, got = None, []
-    for ranks, steps in ((4, 2), (2, 3), (3, 1), (4, 3)):
-        plan = planner(tokens, patches, rows=12)
-        if state is not None:
-            plan.restore_state(state_from_json(json.loads(json.dumps(state_to_json(state)))))
-        for _ in range(steps):
-            batch = plan.next_batch()
-            dealt = dealt_to(batch, ranks)
-            assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
-                samples(batch)
-            )
-            assert {len(own) for own in dealt} == {12 // ranks}
-            got.append(batch.rows_of_rank())
-        state = plan.planner_state()
-    assert got == wanted
-
-
-def test_more_rows_a_step_repeat_and_skip_nothing():
-    tokens, patches = mixed_sizes(700)
-    plan = planner(tokens, patches, rows=12)
-    first = [plan.next_batch() for _ in range(3)]
-    wider = planner(tokens, patches, rows=20)
-    wider.restore_state(plan.planner_state())
-    both = Counter(
-        index for batch in [*first, wider.next_batch(), wider.next_batch()] for index in samples(batch)
-    )
-    waiting = Counter(wider._waiting_samples[2].tolist())
-    assert set((both + waiting).values()) <= {1, 2}
-    assert (both + waiting).total() == wider.sample_order.draw_counts[0]
 
 
 def test_many_rows_are_planned_in_groups():
@@ -382,62 +316,3 @@ def test_damaged_states_are_refused():
             planner(tokens, patches).restore_state(good | changed)
     with pytest.raises(LoaderStateError, match="damaged"):
         planner(tokens, patches).restore_state({})
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_a_changed_blend_keeps_what_was_drawn(shuffled):
-    """Sources by name: b goes and comes back where it stood, c begins at its start, a continues."""
-    sizes = {"a": 300, "b": 200, "c": 100}
-
-    def plan(*keys: str) -> BatchPlanner:
-        count = [sizes[key] for key in keys]
-        order = SampleOrder(count, [1.0] * len(keys), 5, is_shuffled=shuffled, source_keys=keys)
-        full = np.full(300, 100)
-        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
-
-    first = plan("a", "b")
-    for _ in range(3):
-        first.next_batch()
-    state = first.planner_state()
-    second = plan("c", "a")
-    second.restore_state(state)
-    # The numbers of the draws, and the samples that they stand for.
-    waited = first._waiting_samples[1:3, first._waiting_samples[0] == 0].tolist()
-    assert second._waiting_samples[1:3].tolist() == waited and set(second._waiting_samples[0].tolist()) == {1}
-    assert second.sample_order.draw_counts == [0, state["drawn"]["a"]]
-    second.next_batch()
-    third = plan("b")
-    third.restore_state(state_from_json(json.loads(json.dumps(state_to_json(second.planner_state())))))
-    assert third.sample_order.draw_counts == [state["drawn"]["b"]]
-    assert third.sample_order.total_draws == second.sample_order.total_draws
-    waited = first._waiting_samples[1:3, first._waiting_samples[0] == 1].tolist()
-    assert waited[0] and third._waiting_samples[1:3].tolist() == waited, (
-        "b goes on with the samples that waited"
-    )
-
-
-def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
-    """b gets the weight 0 and then its old one. What waited of it comes first then."""
-    full = np.full(2000, 100)
-
-    def plan(weight: float) -> BatchPlanner:
-        order = SampleOrder([2000, 2000], [1.0, weight], 5, is_shuffled=True, source_keys="ab")
-        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
-
-    first = plan(1.0)
-    batches = [first.next_batch() for _ in range(3)]
-    without = plan(0.0)
-    without.restore_state(first.planner_state())
-    parked = [without.next_batch() for _ in range(2)]
-    assert {place.source for batch in parked for row in batch.rows_of_rank() for place in row} == {0}
-    last = plan(1.0)
-    last.restore_state(without.planner_state())
-    assert last.planner_state()["aside"] == {} and last._waiting_samples[0, 0] == 1
-
-    batches += [*parked, last.next_batch()]
-    used = Counter((p.source, p.index) for batch in batches for row in batch.rows_of_rank() for p in row)
-    waiting = Counter(zip(last._waiting_samples[0].tolist(), last._waiting_samples[2].tolist(), strict=True))
-    assert [sum(n for (source, _), n in (used + waiting).items() if source == one) for one in (0, 1)] == (
-        last.sample_order.draw_counts
-    )
-    assert max((used + waiting).values()) == 1 and max(last.sample_order.draw_counts) <= 2000

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import shutil
 import signal
 import time
@@ -44,7 +43,7 @@ from megatron_vl.data.source.sample_sizes import (
     open_stored_sizes,
 )
 from megatron_vl.data.source.tolerant_reader import append_crc32
-from megatron_vl.data.state_json import LoaderStateError, state_from_json
+from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -188,16 +187,6 @@ def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, mon
     assert sum((Counter(dropped) for _, dropped in whole), Counter())["longer than seq_len"] >= 2
 
 
-def test_a_closed_loader_has_no_processes(dataset):
-    """Torch would keep them for as long as anything refers to its iterators."""
-    loader = Run(dataset, 1, workers=2).loaders[0]
-    next(iter(loader))
-    pids = [planner_pid(loader), *(process.pid for process in loader._rank_rows._rows._workers)]
-    assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
-    loader.close()
-    assert not any(map(psutil.pid_exists, pids))
-
-
 def test_a_loader_whose_processes_wait_for_the_planner_closes_at_once(dataset, monkeypatch):
     """No process is left, which the next user of the rank's children would count."""
     plan, calls = BatchPlanner.next_batch, iter(range(100))
@@ -265,28 +254,6 @@ def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
     assert set(plans.read_text().split()) == {of_planner}
 
 
-@pytest.mark.full
-def test_memory_of_the_loaders_processes_stays_the_same(tmp_path):
-    """Over 80,000 samples, after 20,000 that fill pools and caches. It grew by 1 kB a sample."""
-    records = [record for i, record in enumerate(mixed_records(tmp_path / "media", 200)) if i % 5 in (0, 1)]
-    out, _ = converted(tmp_path, records)
-    index_datasets(data_config(out), read_spec(hf()), hf(), num_workers=1)
-
-    # Workers of an earlier loader may take half a minute to end.
-    other_processes = set(psutil.Process().children())
-    with closing(Run(out, 1, workers=1, seq_len=2048).loaders[0]) as loader:
-        next(loader)
-        processes = set(psutil.Process().children()) - other_processes
-        held: list[list[int]] = []
-        for samples in (20_000, 80_000):
-            while samples > 0:
-                samples -= len(next(loader).sample_keys)
-            held.append([process.memory_full_info().uss for process in processes])
-    assert len(processes) == 2
-    for before, after in zip(*held, strict=True):
-        assert after - before < 8 << 20
-
-
 @pytest.mark.parametrize("process", ["planner", "worker"])
 def test_a_killed_process_ends_the_run_and_is_named(dataset, process):
     with closing(Run(dataset, 1, workers=2).loaders[0]) as loader:
@@ -316,16 +283,6 @@ def test_a_row_that_cannot_be_shared_ends_the_run_at_once(dataset, monkeypatch, 
         loader.close()
 
 
-def test_a_process_that_may_open_no_more_files_ends_the_run(dataset):
-    with closing(Run(dataset, 1, workers=1).loaders[0]) as loader:
-        next(loader)
-        process = psutil.Process(loader._rank_rows._rows._workers[0].pid)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() + 3,) * 2)
-        with pytest.raises(LoaderError, match="Too many open files.*`ulimit -n`"):
-            for _ in range(100):
-                next(loader)
-
-
 def read_keys(path: Path) -> set[str]:
     counts = read_description(path)
     return {
@@ -333,14 +290,6 @@ def read_keys(path: Path) -> set[str]:
         for shard in counts.shards_by_split["train"]
         for i in range(counts.samples_by_shard[shard])
     }
-
-
-def test_ranks_have_equal_patches(dataset):
-    both = Run(dataset, 2, rows=16)
-    for _ in range(3):
-        loads = [sum(next(loader).num_patches for _ in range(8)) for loader in both.loaders]
-        assert abs(loads[0] - loads[1]) < 0.05 * sum(loads)
-    both.stop()
 
 
 def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
@@ -386,18 +335,6 @@ def test_another_number_of_rows_in_a_step_goes_on_in_the_same_order(dataset):
     assert flat(sum([keys for keys, _ in third.steps(4)], [])) == flat(sum(whole[6:9], []))
 
 
-def test_processes_may_outnumber_the_samples(tmp_path):
-    """They repeat them, as one process would."""
-    records: list[dict[str, Any]] = [
-        {"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": "y"}]}
-        for i in range(2)
-    ]
-    path, _ = converted(tmp_path, records)
-    index_datasets(data_config(path), read_spec(hf()), hf())
-    few, many = (list(moved(path, [(ranks, workers, 3)])) for ranks, workers in ((1, 0), (2, 3)))
-    assert [flat(rows) for rows, _ in few] == [flat(rows) for rows, _ in many]
-
-
 def test_states_that_do_not_fit_are_refused(dataset):
     first = Run(dataset, 2)
     first.steps(1)
@@ -418,6 +355,8 @@ def test_states_that_do_not_fit_are_refused(dataset):
     next(half.loaders[0])
     with pytest.raises(LoaderStateError, match="only between steps"):
         half.loaders[0].state_dict()
+    with pytest.raises(LoaderStateError, match="before the first row"):
+        half.after(late)
 
 
 def permute_tokens(folder: Path) -> None:
@@ -638,30 +577,6 @@ def test_an_index_is_written_once_and_an_interrupted_one_leaves_none(plain, data
     assert stored_sizes(folder) == wanted
 
 
-def test_two_processes_may_write_an_index_at_once(plain, dataset, tmp_path):
-    """Each of them ends well, and the files are those of one."""
-    wanted = stored_sizes(dataset)
-    spec, context = read_spec(hf()), multiprocessing.get_context("fork")
-    for number in range(4):
-        folder = tmp_path / f"set{number}"
-        shutil.copytree(dataset, folder)
-        shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
-        barrier = context.Barrier(3)
-
-        def begin(folder=folder, barrier=barrier) -> None:
-            barrier.wait(60)
-            index_datasets(data_config(folder), spec, hf())
-
-        processes = [context.Process(target=begin) for _ in range(3)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(120)
-        assert [process.exitcode for process in processes] == [0, 0, 0]
-        assert len(list((folder / METADATA_DIR / SIZES_DIR).iterdir())) == 1
-        assert stored_sizes(folder) == wanted
-
-
 def test_two_processes_that_replace_an_index_keep_each_others_results(dataset, tmp_path, monkeypatch):
     """The first one is held where it removes what it takes for an earlier content."""
     from data_tools import sample_sizes
@@ -777,24 +692,3 @@ def test_index_counts_what_the_processors_template_cannot_write(tmp_path, capsys
     assert main(words) == 0
     assert main(["data", "index", "--data", str(tmp_path / "out"), "--processor", str(hf())]) == 0
     assert "2 of them unusable (2 not written by the chat template)" in capsys.readouterr().out
-
-
-def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
-    """The same set twice, as sources of their own; rows say the source of each sample."""
-    mixture = tmp_path / "mixture.yaml"
-
-    def written(*weights: float) -> Path:
-        parts = [f"      - {{path: {dataset}, weight: {weight}}}\n" for weight in weights]
-        head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        mixture.write_text(head + "".join(parts))
-        return mixture
-
-    first = Run(written(1, 3), 2)
-    rows = [next(loader) for loader in first.loaders for _ in range(6)]
-    assert {source for row in rows for source in row.source_indices} == {0, 1}
-    state = first.stop()
-    later = Run(written(3, 1), 3).after(state)
-    planner, before = later.loaders[1]._planning_context.make_planner(), state_from_json(state["planner"])
-    assert planner.sample_order.draw_counts == list(before["drawn"].values())
-    assert planner._waiting_samples.shape[1] > 0
-    later.steps(1)

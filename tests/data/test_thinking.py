@@ -6,7 +6,6 @@ end around thinking is the same in Qwen3.5's.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
@@ -305,24 +304,6 @@ def test_what_precedes_the_loss_is_a_request(folders, model, enabled) -> None:
     assert mask[len(asked) : -1].all() and not mask[len(asked) - 1] and not mask[-1]
 
 
-def test_marks_of_thinking_in_the_text_of_others_change_nothing(folders) -> None:
-    """A user's text may hold the answer's own words and its block of thinking."""
-    ours = encoder(folders[LARGE])
-    for words in ("answer", "Yes.", "<think>\n\n</think>\n\n", "assistant\nYes."):
-        messages = [{"role": "user", "content": words}, PLAIN, {"role": "user", "content": words}, PLAIN]
-        ids, mask = ours.encode(messages, [])
-        assert ours.tokenizer.decode(ids[mask]) == "Yes.<|im_end|>" * 2
-
-
-def test_a_template_that_hides_a_turn_is_refused(folders) -> None:
-    ours = encoder(folders[LARGE])
-    ours.chat_template = (
-        "{# </think> #}{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ChatError, match="cannot be found"):
-        ours.encode([QUESTION, PLAIN, NEXT, PLAIN], [])
-
-
 # --- Turns found together equal turns found one by one ------------------------------------------------------
 
 WORDS = [
@@ -419,10 +400,3 @@ def test_a_text_full_of_the_mark_takes_few_looks(folders) -> None:
     ours = encoder(folders[LARGE])
     ids, mask = ours.encode([{"role": "user", "content": "answer" + "x" * 200_000}, PLAIN], [])
     assert ours.tokenizer.decode(ids[mask]) == "Yes.<|im_end|>"
-
-
-def test_the_defaults_are_those_of_a_run() -> None:
-    from megatron_vl.config import DataConfig
-
-    assert ThinkingRule.from_data_config(DataConfig()) == ThinkingRule()
-    assert dataclasses.asdict(ThinkingRule()) == {"empty_think": "masked", "earlier_answers": "learnt"}

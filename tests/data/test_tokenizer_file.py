@@ -160,23 +160,6 @@ PIECES = {"Qwen2": ["ह", "िन", "्द", "ी", "Ġम", "ें"], "Qwen3
 where they are, it continues one."""
 
 
-def test_combining_marks_are_split_as_the_file_says(folder):
-    for name, change in (("Qwen2", None), ("Qwen3.5", "marks with letters")):
-        rules = (
-            CHANGES[change]
-            if change
-            else lambda rules: replace_pattern(
-                rules,
-                rules["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"],
-                MARKS.replace(r"\p{M}", ""),
-            )
-        )
-        write_rules(folder, rules, "Qwen2Tokenizer")
-        split = ChatEncoder(folder, read_spec(folder))._fast_tokenizer.pre_tokenizer
-        pieces = ["हिन्दी में"[start:end] for _, (start, end) in split.pre_tokenize_str("हिन्दी में")]
-        assert pieces == [piece.replace("Ġ", " ") for piece in PIECES[name]]
-
-
 def with_tokens(folder: Path, count: int) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(f"<loc_{i}>") for i in range(count)])

@@ -23,7 +23,6 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.sample import video_decoding
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
-from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixel_settings import PixelSettings
@@ -264,7 +263,7 @@ def test_an_hour_in_a_row_of_131072_worked_out_by_hand(settings, first, last, ti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_an_hour_fills_a_row_of_131072(hour, family, tiny_checkpoint):
     """From the file to the row: 768 frames, one time or position for each group, all pixels in place."""
     settings = DataConfig(
@@ -287,15 +286,6 @@ def test_an_hour_fills_a_row_of_131072(hour, family, tiny_checkpoint):
     assert torch.equal(is_video.nonzero()[:, 0], row.vision.feature_index.sort().values.long())
     # The time axis of the positions rises with each group, in the text (Qwen3-VL) or within the video.
     assert len(row.position_ids[0][is_video].unique()) == 384
-
-
-@pytest.mark.slow
-def test_an_hour_ends_at_its_deadline(hour):
-    info = VideoInfo(HOUR, 25.0, SIDE, SIDE)
-    start = time.monotonic()
-    with pytest.raises(SampleTimeoutError):
-        video_planes(hour, info, video_grid(info, PLAIN_RULE), PLAIN_RULE, SampleDeadline(0.3))
-    assert time.monotonic() - start < 2
 
 
 def test_frames_in_their_stored_size_do_not_add_up_in_memory():
@@ -351,8 +341,7 @@ def test_a_variable_rate_worked_out_by_hand(form):
     data = written(form, "libx264", "yuv420p", 8, times=[0, 1, 2, 10, 20, 21, 22, 30])
     info = probe_video(data)
     assert info.frame_count == 8
-    if form == "mp4":
-        assert info.fps == pytest.approx(80 / 31, rel=1e-3)
+    assert info.fps == pytest.approx(80 / 31, rel=1e-3)
     spread = PixelSettings(patch_size=16, video_spread=True, video_fps=2.0)
     known = VideoInfo(8, 80 / 31, SIDE, SIDE)
     indices = frame_indices(known, spread)
@@ -382,25 +371,6 @@ def test_seeking_in_a_variable_rate(form, reordered, monkeypatch):
     wanted = [7, 8, 150, 171, 300, 301, 399]
     assert numbers(video_frames(data, info, wanted)) == wanted
     assert 0 < len(decoded) <= 7 * 24  # sought, not decoded from the start
-
-
-@pytest.mark.parametrize(("form", "codec", "pixel"), CONTAINERS)
-def test_a_truncated_file_is_refused_or_shorter(form, codec, pixel):
-    """What remains is either refused, or every frame of it shows what it should: never another frame."""
-    whole = written(form, codec, pixel, 90)
-    info = probe_video(whole)
-    for share in (0.1, 0.5, 0.9):
-        data = whole[: int(len(whole) * share)]
-        try:
-            rest = probe_video(data)
-        except PixelError:
-            continue
-        if rest.frame_count < 90:  # the conversion saw 90
-            with pytest.raises(PixelError):
-                video_frames(data, info, [0, 89])
-        # The last frame may be cut, and so may those that are predicted from it.
-        whole_ones = list(range(rest.frame_count - 3))
-        assert not whole_ones or numbers(video_frames(data, rest, whole_ones)) == whole_ones
 
 
 def test_a_decode_ends_at_its_deadline():

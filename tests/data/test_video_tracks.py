@@ -12,7 +12,7 @@ import pytest
 from av.stream import Disposition
 
 from megatron_vl.data.sample.frame_archive import PixelError
-from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
+from megatron_vl.data.sample.grids import VideoInfo, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.videos import probe_video, video_planes
@@ -20,7 +20,7 @@ from tests.data.media import video_frames
 
 from .media import encoded
 from .test_images import TURNS, corners
-from .test_video_files import SIDE, numbers, written
+from .test_video_files import SIDE, written
 
 
 def clip(form: str = "mp4", count: int = 12, height: int = 32, width: int = 64, **options: str) -> bytes:
@@ -243,18 +243,6 @@ def test_the_tolerance_is_three_frames_or_two_percent():
 def test_a_file_with_a_hole_is_refused(name):
     with pytest.raises(PixelError, match="damaged or cut short|not a readable video"):
         probe_video(hole(WHOLE[name]))
-
-
-@pytest.mark.parametrize("form", ["matroska", "mp4", "webm"])
-def test_the_rate_of_a_variable_rate_is_the_mean(form):
-    """Eight frames, the last from 3 to 3.1 s: 80/31 a second, where a Matroska header says 10."""
-    data = written(
-        form, "libvpx" if form == "webm" else "libx264", "yuv420p", 8, times=[0, 1, 2, 10, 20, 21, 22, 30]
-    )
-    info = probe_video(data)
-    assert info.frame_count == 8 and info.fps == pytest.approx(80 / 31, rel=1e-3)
-    indices = frame_indices(info, PixelSettings(video_spread=True, video_fps=2.0))
-    assert indices == [0, 1, 3, 4, 6, 7] and numbers(video_frames(data, info, indices)) == indices
 
 
 def test_a_rate_that_is_assumed_is_counted():

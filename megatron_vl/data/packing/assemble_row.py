@@ -72,10 +72,7 @@ def padding_token(spec: ModelSpec) -> int:
 
 
 def pack_row(
-    samples: Sequence[TokenizedSample],
-    spec: ModelSpec,
-    seq_len: int,
-    pad_token_id: int | None = None,
+    samples: Sequence[TokenizedSample], spec: ModelSpec, seq_len: int, pad_token_id: int | None = None
 ) -> TrainingRow:
     """Concatenates whole samples into a row of ``seq_len`` tokens. The padded tail is one more segment.
 
@@ -102,9 +99,7 @@ def pack_row(
     token_ids = pad(token_ids, (0, padding_length), value=fill_token)
     labels, loss_mask = _labels_and_mask(samples, seq_len)
 
-    media_items: list[MediaItem] = []
-    for sample in samples:
-        media_items += sample.media_items
+    media_items = [item for sample in samples for item in sample.media_items]
 
     # The tail is one more segment, because the attention kernels need a segment for every token.
     segment_lengths = sample_lengths

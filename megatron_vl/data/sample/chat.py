@@ -41,11 +41,7 @@ from megatron_vl.data.sample.conversation_checks import (
 )
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
-from megatron_vl.data.sample.tokenizer import (
-    check_embedding_rows,
-    compute_tokenizer_digest,
-    load_tokenizer,
-)
+from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -92,10 +88,7 @@ class ChatEncoder:
     """
 
     def __init__(
-        self,
-        hf_dir: str | Path,
-        spec: ModelSpec,
-        thinking_rule: ThinkingRule | None = None,
+        self, hf_dir: str | Path, spec: ModelSpec, thinking_rule: ThinkingRule | None = None
     ) -> None:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()

@@ -76,12 +76,8 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
         tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
     for file_path in tokenizer_files:
         hasher.update(file_path.read_bytes() if file_path.is_file() else b"")
-    special_token_ids = [
-        spec.image_token_id,
-        spec.video_token_id,
-        spec.vision_start_token_id,
-        spec.vision_end_token_id,
-    ]
+    vision_markers = [spec.vision_start_token_id, spec.vision_end_token_id]
+    special_token_ids = [spec.image_token_id, spec.video_token_id, *vision_markers]
     # A family that writes timestamps leaves out the pair of tokens around a video.
     text_rules = [SIZES_VERSION, special_token_ids, spec.vision.video_timestamps]
     hasher.update(json.dumps(text_rules).encode())
@@ -148,11 +144,8 @@ def list_all_datasets(description: Description) -> list[DatasetDescription]:
     """A data set or its parts, or those that a metadataset names, each once."""
     if isinstance(description, DatasetDescription):
         return list(description.parts or (description,))
-    dataset_by_path: dict[str, DatasetDescription] = {}
-    for inner_description in description.inner_by_path.values():
-        for dataset in list_all_datasets(inner_description):
-            dataset_by_path[str(dataset.path)] = dataset
-    return list(dataset_by_path.values())
+    datasets = [one for inner in description.inner_by_path.values() for one in list_all_datasets(inner)]
+    return list({str(dataset.path): dataset for dataset in datasets}.values())
 
 
 def list_split_datasets(
@@ -224,8 +217,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
 
         shard_ranges = {}
         sample_total = 0
-        for shard_name, facts in shard_facts.items():
-            shard_ranges[shard_name] = (sample_total, facts["samples"])
+        for name, facts in shard_facts.items():
+            shard_ranges[name] = (sample_total, facts["samples"])
             sample_total += facts["samples"]
         media_count = int(sample_records[-1]["media_end"]) if len(sample_records) else 0
         is_consistent = (
