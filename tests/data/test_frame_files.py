@@ -139,7 +139,7 @@ def test_an_archive_has_the_bytes_of_the_pictures_and_only_depends_on_them():
         assert archive.read("000000001 1.png") == encoded(70, 100, seed=1)
     assert data == packed(3)
     strange = pack_frames([("a/../\ud800\n" + "x" * 300, b"")], info())
-    assert FrameArchive(strange).picture_name(0) == "x" * 60
+    assert FrameArchive(strange).image_name(0) == "x" * 60
 
 
 def test_frames_that_cannot_be_used_are_named():

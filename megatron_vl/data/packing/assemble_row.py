@@ -106,7 +106,7 @@ def pack_row(
     if padding_length:
         segment_lengths = torch.cat([sample_lengths, torch.tensor([padding_length])])
 
-    # A row without pictures still gets one, so that the tower can run on every rank.
+    # A row without images still gets one, so that the tower can run on every rank.
     vision_batch = dummy_vision_batch(spec)
     if media_items:
         vision_batch = _pack_vision(media_items, _placeholder_indices(samples, sample_lengths, spec), spec)

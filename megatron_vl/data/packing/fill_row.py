@@ -1,7 +1,7 @@
 """Chooses the samples that share a row: the oldest sample, and those that fill the rest of the row best.
 
 The oldest sample is always taken, so that no sample waits forever. Fill rates over 1,000 rows (lengths of
-COCO pictures at their original size plus text, 64 samples to choose from, 4,096 / 8,192 tokens): 93.0 / 89.5
+COCO images at their original size plus text, 64 samples to choose from, 4,096 / 8,192 tokens): 93.0 / 89.5
 % if each buffer is packed by first-fit decreasing and emptied, 96 % if the worst row is held back, above
 99.99 % here.
 """

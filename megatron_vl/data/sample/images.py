@@ -148,7 +148,7 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
     """
     with pixel_errors("image"), open_image(image_bytes) as opened_image:
         width, height = opened_image.size
-        # Orientations 5 to 8 turn the picture by 90 degrees. Pillow has already turned the size of a TIFF.
+        # Orientations 5 to 8 turn the image by 90 degrees. Pillow has already turned the size of a TIFF.
         orientation = opened_image.getexif().get(0x0112, 1)
         is_turned = orientation in (5, 6, 7, 8) and opened_image.format != "TIFF"
         return (width, height) if is_turned else (height, width)

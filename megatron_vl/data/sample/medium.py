@@ -62,7 +62,7 @@ class MediaInfo(NamedTuple):
     crc32: int = 0
     """Checksum of the file's bytes, by which a change after the verification is noticed."""
     sampling: str = ""
-    """Of a video given as pictures: how frames are taken of it."""
+    """Of a video given as images: how frames are taken of it."""
     assumed_fps: bool = False
     """Whether neither the record nor the file of a video gives a frame rate."""
     has_more_images: bool = False

@@ -38,7 +38,7 @@ class PixelNorm:
 
 @dataclass(frozen=True)
 class PixelSettings:
-    """How pictures of any size become grids of patches. Areas are in pixels."""
+    """How images of any size become grids of patches. Areas are in pixels."""
 
     patch_size: int = 14
     merge_size: int = 2
@@ -59,7 +59,7 @@ class PixelSettings:
 
     @property
     def resize_factor(self) -> int:
-        """Sides of a resized picture are multiples of this many pixels."""
+        """Sides of a resized image are multiples of this many pixels."""
         return self.patch_size * self.merge_size
 
 

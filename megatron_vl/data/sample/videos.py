@@ -57,7 +57,7 @@ def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise PixelError(
-                f"{archive.picture_name(i)} has {shape[0]} x {shape[1]} pixels, {archive.picture_name(0)}"
+                f"{archive.image_name(i)} has {shape[0]} x {shape[1]} pixels, {archive.image_name(0)}"
                 f" {height} x {width}; the frames of a video must have one size"
             )
     info = archive.archive_info
@@ -65,12 +65,12 @@ def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
 
 
 def _decode_archive_frame(frame_archive: FrameArchive, frame_number: int, max_pixels: int) -> Tensor:
-    """A picture of an archive of frames, uint8 [3, height, width]."""
-    picture_bytes = frame_archive.read_picture(frame_number)
+    """An image of an archive of frames, uint8 [3, height, width]."""
+    image_bytes = frame_archive.read_image(frame_number)
     try:
-        return decode_image(picture_bytes, max_pixels)
+        return decode_image(image_bytes, max_pixels)
     except PixelError as error:
-        raise type(error)(f"{frame_archive.picture_name(frame_number)}: {error}") from error
+        raise type(error)(f"{frame_archive.image_name(frame_number)}: {error}") from error
 
 
 def video_planes(
@@ -149,8 +149,8 @@ def _archive_frames(
             raise PixelError(f"frame {frame_number} of the video is missing")
         frame_pixels = _decode_archive_frame(frame_archive, frame_number, max_pixels)
         if frame_pixels.shape[1:] != (video_info.height, video_info.width):
-            picture_name = frame_archive.picture_name(frame_number)
-            raise PixelError(f"{picture_name} has another size than when it was converted")
+            image_name = frame_archive.image_name(frame_number)
+            raise PixelError(f"{image_name} has another size than when it was converted")
         yield frame_pixels
 
 

@@ -6,11 +6,11 @@ the sizes of its media as they are stored. Patches and placeholders follow from 
 reads them.
 
 * ``samples.npy``: :data:`SAMPLE_DTYPE`, 12 bytes for each sample.
-* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each picture or video.
+* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
-10^8 samples with one picture each take 3.3 GB. The files are mapped into memory, so that a process reads only
+10^8 samples with one image each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
 """
 
@@ -52,7 +52,7 @@ SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 MEDIUM_DTYPE = np.dtype(
     [("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8"), ("whole", "u1")]
 )
-"""A picture has 0 frames. ``whole`` says that the video is a list of pictures that is taken whole
+"""An image has 0 frames. ``whole`` says that the video is a list of images that is taken whole
 (:class:`~megatron_vl.data.sample.grids.VideoInfo`)."""
 
 type MediumFields = tuple[int, int, int, float, int]

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
@@ -185,18 +186,20 @@ class ReadAhead:
         request.samples = {}
 
 
+@dataclass(eq=False)
 class _Request:
     """Samples of a shard that are read together."""
 
-    def __init__(self, source: int, index: int, indices: range) -> None:
-        self.source, self.index, self.indices = source, index, indices
-        self.samples: dict[int, bytes] = {}
-        """The samples that were read and not taken yet."""
-        self.kept_bytes = 0
-        self.error: BaseException | None = None
-        self.is_done = threading.Event()
-        self.last_use = 0
-        """The number of calls of :meth:`ReadAhead.expect` at its last use."""
+    source: int
+    index: int
+    indices: range
+    samples: dict[int, bytes] = field(default_factory=dict)
+    """The samples that were read and not taken yet."""
+    kept_bytes: int = 0
+    error: BaseException | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+    last_use: int = 0
+    """The number of calls of :meth:`ReadAhead.expect` at its last use."""
 
 
 class StoreShards:
