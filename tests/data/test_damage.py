@@ -115,7 +115,7 @@ WHOLE_SHARD = [
 @pytest.mark.parametrize(
     "damage,reasons,workers", WHOLE_SHARD, ids=[f"{d.__name__}-{w}" for d, _, w in WHOLE_SHARD]
 )
-def test_a_shard_is_gone(dataset, damage, reasons, workers):
+def test_missing_shard_costs_its_samples_alone(dataset, damage, reasons, workers):
     """The other shards are read, and each missing sample is counted under its place in the shard."""
     damage(dataset / "train-000002.tar")
     used, dropped = epoch(dataset, num_workers=workers)
@@ -128,14 +128,14 @@ def test_a_shard_is_gone(dataset, damage, reasons, workers):
     assert len(set(used)) + len(dropped) == COUNT
 
 
-def test_an_index_of_noise(dataset):
+def test_shard_index_of_noise_costs_its_samples_alone(dataset):
     index_noise(dataset / "train-000002.tar")
     used, dropped = epoch(dataset)
     assert {shard for _, shard in dropped.values()} == {"train-000002.tar"} and len(dropped) >= 5
     assert len(set(used)) + len(dropped) == COUNT
 
 
-def test_a_tar_cut_short_gives_what_is_in_front_of_the_cut(dataset):
+def test_truncated_shard_gives_the_samples_before_the_cut(dataset):
     shard = dataset / "train-000001.tar"
     data = shard.read_bytes()
     at = data.index(b"000000009.json")
@@ -145,14 +145,14 @@ def test_a_tar_cut_short_gives_what_is_in_front_of_the_cut(dataset):
     assert set(used) == {f"{i:09d}" for i in range(COUNT) if i not in (9, 10, 11)}
 
 
-def test_a_shard_that_was_written_again_with_other_samples(dataset):
+def test_rewritten_shard_costs_its_samples_alone(dataset):
     shutil.copy(dataset / "train-000000.tar", dataset / "train-000003.tar")
     used, dropped = epoch(dataset)
     assert all(shard == "train-000003.tar" for _, shard in dropped.values())
     assert {f"{i:09d}" for i in range(18)} <= set(used) and dropped
 
 
-def test_one_changed_byte_of_text_or_pixels_is_noticed(dataset):
+def test_checksum_notices_one_changed_byte(dataset):
     """Both would decode; the picture stays in its row, grey and without loss."""
     shard = dataset / "train-000000.tar"
     data = bytearray(shard.read_bytes())
@@ -168,7 +168,7 @@ def test_one_changed_byte_of_text_or_pixels_is_noticed(dataset):
     assert "000000000" not in used and all(key in used for key in dropped if key != "000000000")
 
 
-def test_the_list_says_where_a_sample_came_from(tmp_path):
+def test_dropped_sample_names_its_input_record(tmp_path):
     path, _ = converted(tmp_path, [{"conversations": turns(400 if i == 2 else 5)} for i in range(8)])
     dropped = next(loader(path)).dropped_samples[0]
     assert dropped.as_json() == {
@@ -184,7 +184,7 @@ def test_the_list_says_where_a_sample_came_from(tmp_path):
     assert "tokens do not fit into data.seq_len 320" in dropped.detail
 
 
-def test_a_state_whose_samples_vanished_is_restored(dataset):
+def test_resume_counts_waiting_samples_of_a_missing_shard(dataset):
     """The missing samples wait in the buffer of the saved state; the rest continues, and they are counted."""
     first = loader(dataset, shuffle=True)
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_a_state_whose_samples_vanished_is_restored(dataset):
     assert used == {f"{i:09d}" for i in range(COUNT) if not 12 <= i < 18}
 
 
-def test_a_data_set_that_is_gone_ends_the_run_with_the_counts(dataset, monkeypatch):
+def test_missing_data_set_ends_the_run_with_counts(dataset, monkeypatch):
     monkeypatch.setattr("megatron_vl.data.loader.MAX_CONSECUTIVE_REFUSALS", 50)
     for shard in dataset.glob("*.tar"):
         shard.unlink()
@@ -217,7 +217,7 @@ def test_a_data_set_that_is_gone_ends_the_run_with_the_counts(dataset, monkeypat
     assert "\n" not in str(error.value)
 
 
-def test_a_sample_of_a_blend_is_named_with_its_source_and_once(tmp_path, caplog):
+def test_bad_sample_of_a_blend_is_logged_once_with_its_source(tmp_path, caplog):
     """Both sets have a sample of this key, and each comes again and again."""
     for name in ("birds", "ships"):
         (tmp_path / name).mkdir()
@@ -238,7 +238,7 @@ def test_a_sample_of_a_blend_is_named_with_its_source_and_once(tmp_path, caplog)
     ]
 
 
-def test_what_the_template_cannot_write_has_a_reason_of_its_own(tmp_path):
+def test_dropped_tool_calls_have_a_reason_of_their_own(tmp_path):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     ask, say = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
     calls = {"messages": [ask, call, {"role": "tool", "content": "1"}, say]}
@@ -249,7 +249,7 @@ def test_what_the_template_cannot_write_has_a_reason_of_its_own(tmp_path):
 # --- The limit ----------------------------------------------------------------------------------------------
 
 
-def test_the_share_of_bad_samples():
+def test_bad_sample_share_stops_a_run():
     meter = BadSampleMeter(0.01, minimum_samples=1000)
     meter.add_counts(50, {"image does not decode": 10})
     assert not meter.stop_reason() and meter.bad_share == 0.01
@@ -272,7 +272,7 @@ def test_the_share_of_bad_samples():
     assert other.stop_reason() == meter.stop_reason()
 
 
-def test_the_limit_says_what_to_do_about_each_reason():
+def test_bad_sample_limit_advises_for_each_reason():
     def sample(reason: str, data_set: str, size: int = 0) -> dict:
         return DroppedSample("k", "train-000000.tar", "", data_set, reason, "", size).as_json()
 
@@ -294,7 +294,7 @@ def test_the_limit_says_what_to_do_about_each_reason():
     assert "Correct the data" not in meter.stop_reason()
 
 
-def test_no_bad_sample_or_any_number():
+def test_bad_sample_limit_may_be_0_or_1():
     none, any_ = BadSampleMeter(0.0), BadSampleMeter(1.0, minimum_samples=1)
     for meter in (none, any_):
         assert not meter.stop_reason()
@@ -307,7 +307,7 @@ def test_no_bad_sample_or_any_number():
 # --- Packing ------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_the_fullest_there_is():
+def test_row_choice_is_the_fullest_of_all_subsets():
     """Compared with all subsets."""
     draw = random.Random(0)
     for _ in range(200):
@@ -342,7 +342,7 @@ def test_validation_ends_with_every_sample(tmp_path, monkeypatch):
         )
 
 
-def test_checksum_of_a_text():
+def test_checksum_covers_the_text():
     text = append_crc32(b'{"a": "\xc3\xa9"}')
     assert json.loads(text)["a"] == "é" and not is_crc32_wrong(text)
     assert is_crc32_wrong(text.replace(b"a", b"b", 1))
@@ -350,7 +350,7 @@ def test_checksum_of_a_text():
     assert not is_crc32_wrong(b"")
 
 
-def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset):
+def test_limit_of_open_files_loses_no_sample(dataset):
     """Its own files are closed first. If that is not enough, the run ends: the samples are not bad."""
     whole, _ = epoch(dataset)
     spare: list[Any] = []
@@ -380,7 +380,7 @@ def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset):
 
 
 @pytest.mark.parametrize("fault", [errno.EIO, errno.ENOMEM])
-def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault):
+def test_machine_fault_loses_no_sample(dataset, monkeypatch, fault):
     """One that passes is not noticed. One that stays ends the run and names the shard."""
     whole, _ = epoch(dataset)
     failures_left, attempts, real_read = 1, 0, ShardInfosITarReader._get_item_by_sample_pointer
@@ -403,7 +403,7 @@ def test_a_fault_of_the_machine_loses_no_sample(dataset, monkeypatch, fault):
         epoch(dataset, num_workers=1)
 
 
-def test_memory_that_a_decoder_lacks_is_no_damage(dataset, monkeypatch):
+def test_decoder_without_memory_is_not_damage(dataset, monkeypatch):
     def fails(*arguments: Any) -> None:
         raise MemoryError("no room for pixels")
 
@@ -412,7 +412,7 @@ def test_memory_that_a_decoder_lacks_is_no_damage(dataset, monkeypatch):
         epoch(dataset)
 
 
-def test_too_little_memory_is_no_damage(tmp_path):
+def test_reader_without_memory_is_not_damage(tmp_path):
     write(tmp_path / "media/a.jpg", encoded(56, 56, "jpeg") + bytes(256 << 20))
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A wave."}]
     out, _ = converted(tmp_path, [{"image": "a.jpg", "conversations": turns}])
@@ -427,7 +427,7 @@ def test_too_little_memory_is_no_damage(tmp_path):
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def test_a_member_that_claims_more_than_its_shard_is_damage(dataset):
+def test_member_larger_than_its_shard_is_damage(dataset):
     shard = dataset / "train-000000.tar"
     with tarfile.open(shard) as tar:
         member = tar.next()
@@ -439,7 +439,7 @@ def test_a_member_that_claims_more_than_its_shard_is_damage(dataset):
     assert len(used) + len(dropped) == COUNT
 
 
-def test_reading_leaves_nothing_in_memory(dataset):
+def test_reader_keeps_memory_flat(dataset):
     reader = open_sample_reader(loader(dataset)._planning_context.datasets[0], None)
     traced = []
     tracemalloc.start()

@@ -80,7 +80,7 @@ def blend_change(before: Any, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_mixture_consists_of_is_its_identity(folder, change):
+def test_mixture_identity_is_what_it_consists_of(folder, change):
     before = identity(folder / "meta.yaml")
     assert not blend_change(before, folder / "meta.yaml")
     make, told = CHANGES[change]
@@ -89,7 +89,7 @@ def test_what_a_mixture_consists_of_is_its_identity(folder, change):
     assert told in "\n".join(found)
 
 
-def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
+def test_identity_ignores_names_and_folders(folder, tmp_path):
     before = identity(folder / "meta.yaml")
     write(folder, "renamed.yaml", birds={"weight": 3.0, "subflavors": {"kind": "animals"}})
     (folder / "birds").rename(folder / "birds2")
@@ -101,7 +101,7 @@ def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
 
 
 @pytest.mark.parametrize("weights", [(6, 2), (0.3, 0.1), (1.5, 0.5), (3e-3, 1e-3)])
-def test_weights_count_by_their_ratio(folder, weights):
+def test_identity_compares_weights_by_ratio(folder, weights):
     """Energon divides them by their sum."""
     before = identity(folder / "meta.yaml")
     birds, ships = weights
@@ -115,7 +115,7 @@ def test_weights_count_by_their_ratio(folder, weights):
     assert not blend_change(identity(folder / "one.yaml"), folder / "five.yaml")
 
 
-def test_repetitions_count_as_they_are(folder):
+def test_identity_compares_repetitions_by_number(folder):
     """They are numbers of passes: twice as many of each part make another epoch."""
     for name, times in (("once.yaml", 1), ("twice.yaml", 2)):
         parts = [{"path": part, "repetitions": times} for part in ("birds", "ships")]
@@ -127,7 +127,7 @@ def test_repetitions_count_as_they_are(folder):
     ]
 
 
-def test_nested_mixtures_count_with_their_weights(folder):
+def test_identity_includes_nested_mixtures(folder):
     outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
     before = identity(write(folder, "outer.yaml", train={"blend": outer}))
     assert not blend_change(before, folder / "outer.yaml")
@@ -139,12 +139,12 @@ def test_nested_mixtures_count_with_their_weights(folder):
     assert blend_change(before, folder / "outer.yaml")
 
 
-def test_an_identity_that_cannot_be_read_is_other_data(folder):
+def test_identity_that_cannot_be_read_is_other_data(folder):
     for damaged in (None, {}, {"mixture": 3}, {"mixture": {"blend": [{}]}}):
         assert read_saved_sources(damaged) == ()
 
 
-def test_a_tab_in_a_metadataset_is_one_line_with_its_place(folder):
+def test_metadataset_with_a_tab_is_refused_with_its_place(folder):
     path = folder / "meta.yaml"
     path.write_text("splits:\n  train:\n\tblend: []\n")
     with pytest.raises(DescriptionError) as error:
@@ -153,7 +153,7 @@ def test_a_tab_in_a_metadataset_is_one_line_with_its_place(folder):
     assert str(error.value).endswith("; indent with spaces instead of tabs") and "\n" not in str(error.value)
 
 
-def test_a_split_that_a_mixture_lacks_is_named(folder):
+def test_missing_split_is_named(folder):
     with pytest.raises(
         LoaderError, match=r"meta.yaml has no split 'test'; splits that are there: train, val\."
     ):
@@ -184,7 +184,7 @@ def empty_shards(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
+def test_description_is_read_without_opening_shards(tmp_path, monkeypatch):
     """2,000 shards need as many calls of stat and open as 50, and a message of the same size."""
     looked = {"count": 0}
 
@@ -212,7 +212,7 @@ def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
     assert abs(sizes[0] - sizes[1]) < 16 and max(sizes) < 1000
 
 
-def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tmp_path, monkeypatch):
+def test_shard_limit_is_the_same_for_loader_and_converter(tmp_path, monkeypatch):
     assert shards.MAX_SHARDS is dataset_description.MAX_SHARDS
     monkeypatch.setattr(shards, "MAX_SHARDS", 5)
     monkeypatch.setattr(dataset_description, "MAX_SHARDS", 5)
@@ -225,14 +225,14 @@ def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tm
 
 
 @pytest.mark.ranks
-def test_one_rank_reads_and_all_end_alike(parts):
+def test_description_is_read_by_one_rank(parts):
     first, second = call(shared_facts, 2, path=str(parts / "birds"), hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert (first[0], second[0]) == (2, 0), "who has read how often"
     assert first[1] == second[1] == identity(parts / "birds")
     assert first[2] == second[2] and "the split 'test' is empty" in first[2]
 
 
-def test_folders_of_shards_stay_inside_too(tmp_path):
+def test_shard_names_must_stay_inside_the_folder(tmp_path):
     data = empty_shards(tmp_path / "data", 3)
     (data / "part").mkdir()
     (tmp_path / "outside").mkdir()

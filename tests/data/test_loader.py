@@ -188,7 +188,7 @@ def pixel_table(row, spec, norm):
     return {int(place): patch for place, patch in zip(row.vision.feature_index, patches, strict=False)}
 
 
-def test_loss_covers_the_answers_only(dataset):
+def test_loss_mask_covers_the_answers_alone(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     samples = stored(dataset)
@@ -232,7 +232,7 @@ def same(a, b) -> bool:
 
 
 @pytest.mark.parametrize(("field", "other"), [("empty_think", "learnt"), ("earlier_answers", "masked")])
-def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, field, other):
+def test_resume_rejects_another_rule_for_thinking(dataset, tmp_path, field, other):
     """The rule belongs to a state only if the checkpoint's template writes thinking."""
     folder = tmp_path / "thinking"
     shutil.copytree(tiny_checkpoint("qwen3_5"), folder)
@@ -257,7 +257,7 @@ def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, fiel
     loader(dataset, "qwen3_5").load_state_dict(state)
 
 
-def test_settings_of_rows_are_those_that_hold(dataset):
+def test_row_settings_are_those_of_the_model(dataset):
     settings = loader(dataset, pack=False, shuffle=False, max_pixels=0).row_settings
     assert settings["seq_len"] == 320
     processor = json.loads((tiny_checkpoint("qwen2_5_vl") / "preprocessor_config.json").read_text())
@@ -265,13 +265,13 @@ def test_settings_of_rows_are_those_that_hold(dataset):
     assert not {"shuffle_block", "packing_buffer", "path"} & set(settings)
 
 
-def test_order_of_the_data_set_without_shuffling(dataset):
+def test_order_without_shuffling_is_that_of_the_data_set(dataset):
     rows = list(islice(loader(dataset, pack=False, shuffle=False), 6))
     keys = [row.sample_keys[0] for row in rows]
     assert keys == sorted(keys)
 
 
-def test_budgets_hold(dataset):
+def test_row_budgets_hold(dataset):
     for row in islice(loader(dataset, max_patches=120), 8):
         assert row.num_patches <= 120 and row.tokens.numel() == 320
     bins = pack_first_fit([(5, 1), (4, 9), (3, 1), (2, 9), (1, 1)], max_tokens=8, max_patches=10)
@@ -281,7 +281,7 @@ def test_budgets_hold(dataset):
     )
 
 
-def test_only_unusable_samples_end_the_run(tmp_path):
+def test_loader_ends_if_no_sample_fits(tmp_path):
     path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in (402, 400, 403, 401)])
     with pytest.raises(LoaderError, match="samples in a row cannot be used") as error:
         next(loader(path))
@@ -295,7 +295,7 @@ def test_only_unusable_samples_end_the_run(tmp_path):
         next(loader(path, seq_len=fits - 1))
 
 
-def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
+def test_damaged_image_is_grey_and_not_trained_on(tmp_path):
     """The file has the same size but other bytes, as when storage goes bad after the conversion."""
     write(tmp_path / "media/a.png", encoded(64, 64))
     record = {
@@ -317,7 +317,7 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     assert row.vision.planes.unique().tolist() == [128]
 
 
-def test_video_in_a_worker_after_the_parent_decoded_one(tmp_path):
+def test_worker_decodes_video_after_its_parent_did(tmp_path):
     """The parent has started converter threads; they do not survive the fork."""
     import av
 

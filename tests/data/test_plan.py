@@ -28,12 +28,12 @@ def grouped(row_of: np.ndarray) -> list[list[int]]:
     return [np.flatnonzero(row_of == row).tolist() for row in range(row_of.max() + 1)]
 
 
-def test_two_rows_by_hand():
+def test_plan_of_two_rows_by_hand():
     """0.8 patches a token. Each picture shares a row with a text, so that both rows have 8 patches."""
     assert grouped(plan_rows(ints(5, 5, 5, 5), ints(8, 0, 0, 8), 2, 10)) == [[0, 2], [1, 3]]
 
 
-def test_the_limit_of_patches_is_kept_by_hand():
+def test_plan_keeps_the_limit_of_patches_by_hand():
     """With 8 patches at most, two pictures of 5 never share a row. Each gets the text that makes it 1.25
     patches a token, as in all samples."""
     both = grouped(plan_rows(ints(2, 2, 2, 2), ints(5, 5, 0, 0), 2, 10, max_patches=8))
@@ -42,7 +42,7 @@ def test_the_limit_of_patches_is_kept_by_hand():
     assert grouped(plan_rows(ints(2, 2, 6), ints(5, 5, 0), 1, 10)) == [[0, 1, 2]]
 
 
-def test_rows_dealt_by_hand():
+def test_rows_dealt_to_ranks_by_hand():
     """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
     assert rank_of_rows(ints(5, 4, 3, 2, 1, 1), 2).tolist() == [[0, 3, 4], [1, 2, 5]]
     assert rank_of_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
@@ -77,7 +77,7 @@ def test_rows_of_long_texts_are_dealt_evenly():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
-def test_an_epoch_is_a_permutation(size):
+def test_epoch_is_a_permutation(size):
     orders = [permute_positions(np.arange(size), size, key).tolist() for key in range(4)]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert size < 16 or len(set(map(tuple, orders))) == 4
@@ -85,7 +85,7 @@ def test_an_epoch_is_a_permutation(size):
     assert parts == orders[3], "a position does not depend on the others that are asked for"
 
 
-def test_a_permutation_moves_samples_everywhere():
+def test_permutation_moves_samples_everywhere():
     """Of 10,000 samples, each tenth of the epoch has a tenth of each tenth of the data set."""
     order = permute_positions(np.arange(10_000), 10_000, 7)
     counts = np.histogram2d(np.arange(10_000), order, bins=10)[0]
@@ -141,7 +141,7 @@ def dealt_to(batch: PlannedBatch, ranks: int) -> list[list[list[PlannedSample]]]
     return [dealt.rows_of_rank(rank, ranks) for rank in range(ranks)]
 
 
-def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patches():
+def test_planner_uses_samples_once_an_epoch_within_budgets():
     tokens, patches = mixed_sizes(3000)
     plan = planner(tokens, patches, max_patches=3600)
     steps = [plan.next_batch() for _ in range(60)]
@@ -210,7 +210,7 @@ def test_many_rows_are_planned_in_groups():
     assert spread(dealt_to(batch, 600)) < 0.07 and spread(dealt_to(batch, 300)) < 0.05
 
 
-def test_unusual_sets():
+def test_planner_handles_unusual_data_sets():
     """Text alone; one sample that fills a row; samples that cannot be used; one sample in a row."""
     text = np.full(200, 100)
     batch = planner(text, np.zeros(200, np.int64), rows=4).next_batch()
@@ -240,7 +240,7 @@ def test_unusual_sets():
     assert [samples(alone.next_batch()) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
 
 
-def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
+def test_search_for_usable_samples_ends_and_names_the_smallest(monkeypatch):
     """10^12 samples, of which none fits: the search is bounded, and its work grows with the samples only."""
     monkeypatch.setattr(batch_planner, "MAX_SEARCHED", 100_000)
     order = SampleOrder([10**12], [1.0], 5, is_shuffled=True)
@@ -274,7 +274,7 @@ def test_rows_of_short_texts_are_full():
     assert len(counts) < 50
 
 
-def test_the_oldest_sample_never_waits_long():
+def test_oldest_sample_never_waits_long():
     """Samples of more than half a row compete for rows, and still go in the order of their age."""
     chance = np.random.default_rng(3)
     tokens = np.where(chance.random(4000) < 0.3, 600, chance.integers(10, 500, 4000))
@@ -285,7 +285,7 @@ def test_the_oldest_sample_never_waits_long():
     assert plan.sample_order.draw_counts[0] - numbers.min() < 40 * 8
 
 
-def test_data_sets_of_a_blend_keep_their_places_when_weights_change():
+def test_sample_order_of_a_source_ignores_weights():
     order = SampleOrder([40, 1000], [3.0, 1.0], 9, is_shuffled=True)
     sources, numbers = order.draw_samples(4000)
     assert Counter(sources.tolist())[0] == pytest.approx(3000, rel=0.03)
@@ -298,7 +298,7 @@ def test_data_sets_of_a_blend_keep_their_places_when_weights_change():
     assert numbers[sources == 0][0] == order.draw_counts[0]
 
 
-def test_damaged_states_are_refused():
+def test_planner_rejects_damaged_states():
     tokens, patches = mixed_sizes(100)
     good = planner(tokens, patches).planner_state()
     planner(tokens, patches).restore_state(good)

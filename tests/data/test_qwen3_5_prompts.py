@@ -158,7 +158,7 @@ def ours(folder) -> ChatEncoder:
     return ChatEncoder(folder, spec_of("qwen3_5"))
 
 
-def test_the_times_of_a_video_worked_out_by_hand(folder) -> None:
+def test_video_times_worked_out_by_hand(folder) -> None:
     settings = read_pixel_settings(folder)
     grid = video_grid(CLIP, settings)
     assert frame_indices(CLIP, settings) == FRAMES

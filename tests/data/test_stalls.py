@@ -49,7 +49,7 @@ def _config(path: Path, **fields) -> DataConfig:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, monkeypatch):
+def test_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, monkeypatch):
     monkeypatch.setattr(tolerant_reader, "SAMPLE_TIMEOUT_S", 1.0)
     folder = tiny_checkpoint("qwen2_5_vl")
     data = _config(stalled, num_workers=workers)
@@ -66,7 +66,7 @@ def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, m
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(6)}
 
 
-def test_a_decode_that_takes_too_long_hides_the_sample(pristine, monkeypatch):
+def test_decode_that_takes_too_long_is_not_trained_on(pristine, monkeypatch):
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(pristine), read_spec(folder), folder)
     (source,) = read_sources(pristine, "train")
@@ -83,7 +83,7 @@ def test_a_decode_that_takes_too_long_hides_the_sample(pristine, monkeypatch):
     assert len(ready.token_ids) == len(encoded.token_ids)
 
 
-def test_a_text_that_takes_too_long_is_not_used(pristine, monkeypatch):
+def test_text_that_takes_too_long_is_not_used(pristine, monkeypatch):
     monkeypatch.setattr(row_encoder, "SAMPLE_TIMEOUT_S", 1e-9)
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(pristine), read_spec(folder), folder)

@@ -59,7 +59,7 @@ MATRICES = {  # by the number that EXIF gives to the same turn; x' = a x + c y, 
 
 @pytest.mark.parametrize("form", ["mp4", "mov"])
 @pytest.mark.parametrize("turn", MATRICES)
-def test_every_turn_of_a_track(form, turn):
+def test_video_turns_are_applied(form, turn):
     """What is probed, sampled and packed are the same upright frames."""
     data = with_matrix(clip(form), *MATRICES[turn])
     size = (64, 32) if turn > 4 else (32, 64)
@@ -78,7 +78,7 @@ def test_every_turn_of_a_track(form, turn):
         video_planes(data, VideoInfo(12, 10.0, 48, 48), grid, settings)
 
 
-def test_matrices_of_no_quarter_turn():
+def test_video_matrices_of_other_turns_are_refused():
     """Players scale by a matrix or ignore it; an eighth turn has no pixels of its own."""
     assert (probe_video(with_matrix(clip(), 2, 0, 0, 2)).height) == 32
     assert (probe_video(with_matrix(clip(), 0, 0, 0, 0)).height) == 32
@@ -121,7 +121,7 @@ def tracks(
 
 
 @pytest.mark.parametrize("form", ["mp4", "mov", "matroska"])
-def test_the_default_track_is_shown(form):
+def test_video_track_is_the_default_one(form):
     for shades, shown in (({30: 1, 220: 0}, 30), ({30: 0, 220: 1}, 220), ({30: 0, 220: 0}, 30)):
         data = tracks(form, shades)
         info = probe_video(data)
@@ -130,7 +130,7 @@ def test_the_default_track_is_shown(form):
 
 
 @pytest.mark.parametrize("form", ["mp4", "mov", "matroska"])
-def test_a_cover_is_no_video(form):
+def test_audio_cover_is_not_a_video(form):
     data = tracks(form, {220: 1}, audio=1.2, cover=True)
     info = probe_video(data)
     assert (info.frame_count, info.fps, info.height) == (12, 10.0, 32)
@@ -142,7 +142,7 @@ def test_a_cover_is_no_video(form):
         inspect_medium("video", "a.mp4", tracks(form, {}, audio=1.2), 1 << 20)
 
 
-def test_a_track_that_changes_its_size_is_refused():
+def test_video_that_changes_its_size_is_refused():
     """As of a call whose resolution drops: two MPEG-TS files, one after the other, are one."""
     for first, second in (((32, 64), (64, 128)), ((64, 64), (32, 64)), ((32, 64), (64, 32))):
         data = clip("mpegts", height=first[0], width=first[1]) + clip(
@@ -208,7 +208,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_files_are_taken(name):
+def test_complete_videos_are_taken(name):
     info = probe_video(WHOLE[name])
     assert info.frame_count == 60 and info.fps == pytest.approx(10, rel=0.02) and not info.assumed_fps
 
@@ -219,7 +219,7 @@ CUT += [("matroska with sound", 0.5)]
 
 
 @pytest.mark.parametrize(("name", "share"), CUT, ids=[f"{name} at {share:.0%}" for name, share in CUT])
-def test_a_file_that_was_cut_is_refused(name, share):
+def test_truncated_video_is_refused(name, share):
     with pytest.raises(PixelError, match="cut short|not a readable video|does not decode"):
         probe_video(cut(WHOLE[name], share))
     with pytest.raises(UnusableError, match=r"x\.mp4: ") as caught:
@@ -227,7 +227,7 @@ def test_a_file_that_was_cut_is_refused(name, share):
     assert caught.value.reason == "video does not decode"
 
 
-def test_the_tolerance_is_three_frames_or_two_percent():
+def test_missing_frames_are_tolerated_up_to_three():
     """Of 60 frames in a Matroska file: where 3 are missing the rest is taken, where 4 are, it is not."""
     data = WHOLE["matroska"]
     taken = set()
@@ -240,12 +240,12 @@ def test_the_tolerance_is_three_frames_or_two_percent():
 
 
 @pytest.mark.parametrize("name", ["mp4", "mov", "matroska", "webm vp9", "avi", "flv"])
-def test_a_file_with_a_hole_is_refused(name):
+def test_video_with_a_hole_is_refused(name):
     with pytest.raises(PixelError, match="damaged or cut short|not a readable video"):
         probe_video(hole(WHOLE[name]))
 
 
-def test_a_rate_that_is_assumed_is_counted():
+def test_assumed_frame_rate_is_counted():
     """A raw stream has no times. Its first unit says 10 a second; without that, FFmpeg assumes 25.
 
     The eighth byte of that unit begins with 0 1: no cropping, and a description of the rate follows. 0 0 1

@@ -230,9 +230,7 @@ def test_the_archive_holds_the_files_as_they_are(media, tmp_path):
         stored = json.loads(tar.extractfile("000000000.json").read())["media"]
     names = ["frame_1.png", "frame_2.png", "frame_3.png", "frame_4.png", "frame_10.png"]
     assert [file.image_name(i) for i in range(len(file))] == names
-    assert [file.read_image(i) for i in range(5)] == [
-        (media / "clip" / name).read_bytes() for name in names
-    ]
+    assert [file.read_image(i) for i in range(5)] == [(media / "clip" / name).read_bytes() for name in names]
     assert (stored[0]["frames"], stored[0]["fps"], stored[0]["height"], stored[0]["width"]) == (
         5,
         5.0,
