@@ -66,6 +66,14 @@ class SyntheticRows:
         self._start_row = self._rows_taken = 0
         self._row_count = distinct_row_count(data_config.seq_len)
         self._rows: dict[int, TrainingRow] = {}
+        self.dataset_identity = synthetic_identity(data_config)
+        """The identity of these rows in a saved state."""
+        self.row_settings = {"seed": data_config.seed, "seq_len": data_config.seq_len}
+        """The fields of ``data`` that determine the rows."""
+        self.model_folder_settings: dict[str, Any] = {}
+        """Nothing comes from the files of a tokenizer or image processor."""
+        self.start_notes = [f"{data_config.path}: {self._row_count} different rows of random tokens, in turn"]
+        """Lines to print once at the start of a run."""
 
     def __iter__(self) -> SyntheticRows:
         return self
@@ -93,26 +101,6 @@ class SyntheticRows:
             for number, samples in enumerate(draw_rows(self._data_config, self._spec))
             if number in own_numbers
         }
-
-    @property
-    def dataset_identity(self) -> dict[str, Any]:
-        """The identity of these rows in a saved state."""
-        return synthetic_identity(self._data_config)
-
-    @property
-    def row_settings(self) -> dict[str, Any]:
-        """The fields of ``data`` that determine the rows."""
-        return {"seed": self._data_config.seed, "seq_len": self._data_config.seq_len}
-
-    @property
-    def model_folder_settings(self) -> dict[str, Any]:
-        """What comes from the files of a tokenizer or image processor: nothing."""
-        return {}
-
-    @property
-    def start_notes(self) -> list[str]:
-        """Lines to print once at the start of a run."""
-        return [f"{self._data_config.path}: {self._row_count} different rows of random tokens, in turn"]
 
     def state_dict(self) -> dict[str, Any]:
         """The number of rows of the steps that are done, the same on all ranks."""

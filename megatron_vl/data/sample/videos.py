@@ -41,10 +41,10 @@ def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Vid
     if is_frame_archive(video_bytes):
         return _probe_frame_archive(video_bytes, max_pixels)
     with pixel_errors("video"):
-        track = describe_video(video_bytes, lambda: _open_video(video_bytes, max_pixels))
-    if not is_frame_rate(track.fps):
-        raise PixelError(f"a video of {track.frame_count} frames at {track.fps:g} frames a second is none")
-    return VideoInfo(track.frame_count, track.fps, track.height, track.width, assumed_fps=track.assumed_fps)
+        info = describe_video(video_bytes, lambda: _open_video(video_bytes, max_pixels))
+    if not is_frame_rate(info.fps):
+        raise PixelError(f"a video of {info.frame_count} frames at {info.fps:g} frames a second is none")
+    return info
 
 
 def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
