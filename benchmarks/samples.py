@@ -72,7 +72,7 @@ def stored(messages: list[dict[str, Any]], jpeg: bytes) -> RawSample:
     return RawSample("0", text, {"0.jpg": jpeg})
 
 
-def ours(encoder: RowEncoder, raw: RawSample) -> tuple[torch.Tensor]:
+def ours(encoder: RowEncoder, raw: RawSample) -> tuple[RawSample, torch.Tensor]:
     """The encoded sample and its planes."""
     encoded = encoder.preencode_sample(raw)
     return encoded, encoder.postencode_sample(encoded).media_items[0].planes

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,8 @@ class ChatEncoder:
         self._placeholder_pattern = _any_of(self.image_token, self.video_token)
         # Frame groups replace the video with the pair around it, if it has one, or else the placeholder.
         self._replaced_pattern = _any_of(self._frame_group_text, self.image_token, self.video_token)
-        # Videos share most timestamps.
-        self._timestamp_tokens = lru_cache(maxsize=None)(
-            lambda text: len(self._fast_tokenizer.encode(text, add_special_tokens=False).ids)
-        )
+        self._timestamp_tokens: dict[str, int] = {}
+        """Number of tokens of each timestamp so far: videos share most of them."""
 
         pad_token = self.tokenizer.pad_token_id
         self.pad_token_id: int | None = (
@@ -253,7 +251,12 @@ class ChatEncoder:
         if grid.kind == "video" and self.spec.vision.video_timestamps:
             # A timestamp begins with "<". What stands before may merge with that, but not with its digits.
             # The two markers around a frame group come on top.
-            num_tokens += sum(self._timestamp_tokens(f"<{time:.1f} seconds>") + 2 for time in grid.timestamps)
+            for time in grid.timestamps:
+                text = f"<{time:.1f} seconds>"
+                if text not in self._timestamp_tokens:
+                    encoded_text = self._fast_tokenizer.encode(text, add_special_tokens=False)
+                    self._timestamp_tokens[text] = len(encoded_text.ids)
+                num_tokens += self._timestamp_tokens[text] + 2
         return num_tokens
 
     # --- Checks ---------------------------------------------------------------------------------------------
