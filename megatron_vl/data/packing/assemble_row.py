@@ -49,7 +49,7 @@ class TokenizedSample:
     token_ids: Tensor
     """int64 [n]"""
     loss_mask: Tensor
-    """bool [n]: the tokens to learn, not shifted. It is float32 if they have weights."""
+    """bool [n]: the tokens to train on, not shifted. It is float32 if they have weights."""
     media_items: list[MediaItem] = field(default_factory=list)
     """In the order of the text."""
 
@@ -61,7 +61,7 @@ def padding_token(spec: ModelSpec) -> int:
     """The token that fills the end of a row.
 
     It is the config's ``pad_token_id``, else its ``bos_token_id`` (Qwen's ``<|endoftext|>``), else 0. It is
-    never learnt, and no sample attends to it.
+    never trained on, and no sample attends to it.
     """
     fields = {**spec.hf_config, **text_config(spec.hf_config)}
     for name in ("pad_token_id", "bos_token_id"):
@@ -138,16 +138,16 @@ def _row_positions(samples: Sequence[TokenizedSample], padding_length: int, spec
 def _labels_and_mask(samples: Sequence[TokenizedSample], seq_len: int) -> tuple[Tensor, Tensor]:
     """Labels int64 [S] and loss mask float32 [S].
 
-    A label is the next token of the same sample if it is to be learnt. The mask holds the weight of its loss.
+    A label is the next token of the same sample if it is trained on. The mask holds the weight of its loss.
     """
     labels = torch.zeros(seq_len, dtype=torch.int64)
     loss_mask = torch.zeros(seq_len, dtype=torch.float32)
     first_token = 0
     for sample in samples:
         token_slice = slice(first_token, first_token + len(sample) - 1)
-        learnt_weights = sample.loss_mask[1:]
-        loss_mask[token_slice] = learnt_weights.float()
-        labels[token_slice] = sample.token_ids[1:] * (learnt_weights != 0)
+        weights = sample.loss_mask[1:]
+        loss_mask[token_slice] = weights.float()
+        labels[token_slice] = sample.token_ids[1:] * (weights != 0)
         first_token += len(sample)
     return labels, loss_mask
 
