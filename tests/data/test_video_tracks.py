@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import struct
 import tempfile
+from collections.abc import Callable
+from functools import cache
 
 import av
 import numpy as np
@@ -185,31 +187,32 @@ def noisy(form: str, **options: str) -> bytes:
         return file.read()
 
 
-def fragmented() -> bytes:
-    return noisy("mp4", movflags="frag_keyframe+empty_moov")
-
-
-WHOLE = {
-    "mp4": noisy("mp4", **FAST),
-    "mov": noisy("mov", **FAST),
-    "matroska": noisy("matroska"),
-    "webm vp9": numbered("webm", "libvpx-vp9"),
-    "webm vp8": numbered("webm", "libvpx"),
-    "mpegts": noisy("mpegts"),
-    "avi": numbered("avi", "mpeg4"),
-    "flv": noisy("flv"),
-    "gif": numbered("gif", "gif", "rgb8"),
-    "matroska with sound": tracks("matroska", {30: 1}, audio=6, seconds=6),
-    "mp4 of a longer sound": tracks("mp4", {30: 1}, audio=9, seconds=6),
-    "matroska of a longer sound": tracks("matroska", {30: 1}, audio=9, seconds=6),
-    "live webm": noisy("matroska", live="1"),
-    "fragmented mp4": fragmented(),
+WHOLE: dict[str, Callable[[], bytes]] = {
+    "mp4": lambda: noisy("mp4", **FAST),
+    "mov": lambda: noisy("mov", **FAST),
+    "matroska": lambda: noisy("matroska"),
+    "webm vp9": lambda: numbered("webm", "libvpx-vp9"),
+    "webm vp8": lambda: numbered("webm", "libvpx"),
+    "mpegts": lambda: noisy("mpegts"),
+    "avi": lambda: numbered("avi", "mpeg4"),
+    "flv": lambda: noisy("flv"),
+    "gif": lambda: numbered("gif", "gif", "rgb8"),
+    "matroska with sound": lambda: tracks("matroska", {30: 1}, audio=6, seconds=6),
+    "mp4 of a longer sound": lambda: tracks("mp4", {30: 1}, audio=9, seconds=6),
+    "matroska of a longer sound": lambda: tracks("matroska", {30: 1}, audio=9, seconds=6),
+    "live webm": lambda: noisy("matroska", live="1"),
+    "fragmented mp4": lambda: noisy("mp4", movflags="frag_keyframe+empty_moov"),
 }
+
+
+@cache
+def whole(name: str) -> bytes:
+    return WHOLE[name]()
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_complete_videos_are_taken(name):
-    info = probe_video(WHOLE[name])
+    info = probe_video(whole(name))
     assert info.frame_count == 60 and info.fps == pytest.approx(10, rel=0.02) and not info.assumed_fps
 
 
@@ -221,15 +224,15 @@ CUT += [("matroska with sound", 0.5)]
 @pytest.mark.parametrize(("name", "share"), CUT, ids=[f"{name} at {share:.0%}" for name, share in CUT])
 def test_truncated_video_is_refused(name, share):
     with pytest.raises(PixelError, match="cut short|not a readable video|does not decode"):
-        probe_video(cut(WHOLE[name], share))
+        probe_video(cut(whole(name), share))
     with pytest.raises(UnusableError, match=r"x\.mp4: ") as caught:
-        inspect_medium("video", "x.mp4", cut(WHOLE[name], share), 1 << 20)
+        inspect_medium("video", "x.mp4", cut(whole(name), share), 1 << 20)
     assert caught.value.reason == "video does not decode"
 
 
 def test_missing_frames_are_tolerated_up_to_three():
     """Of 60 frames in a Matroska file: where 3 are missing the rest is taken, where 4 are, it is not."""
-    data = WHOLE["matroska"]
+    data = whole("matroska")
     taken = set()
     for length in range(len(data) * 85 // 100, len(data), 150):
         try:
@@ -242,7 +245,7 @@ def test_missing_frames_are_tolerated_up_to_three():
 @pytest.mark.parametrize("name", ["mp4", "mov", "matroska", "webm vp9", "avi", "flv"])
 def test_video_with_a_hole_is_refused(name):
     with pytest.raises(PixelError, match="damaged or cut short|not a readable video"):
-        probe_video(hole(WHOLE[name]))
+        probe_video(hole(whole(name)))
 
 
 def test_assumed_frame_rate_is_counted():
