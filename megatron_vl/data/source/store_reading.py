@@ -109,7 +109,6 @@ class ReadAhead:
                 content = request.samples.pop(index, None)
                 if content is not None:
                     del self._request_of_sample[source, index]
-                    request.kept_bytes -= len(content)
                     self._kept_bytes -= len(content)
                 if not request.samples:
                     self._forget(request)
@@ -154,7 +153,6 @@ class ReadAhead:
                     request.samples[index] = samples[index]
                 else:
                     del self._request_of_sample[request.source, index]
-            request.kept_bytes = sum(map(len, request.samples.values()))
             self._kept_bytes += request.kept_bytes
             if not request.samples:
                 self._forget(request)
@@ -195,11 +193,14 @@ class _Request:
     indices: range
     samples: dict[int, bytes] = field(default_factory=dict)
     """The samples that were read and not taken yet."""
-    kept_bytes: int = 0
     error: BaseException | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
     last_use: int = 0
     """The number of calls of :meth:`ReadAhead.expect` at its last use."""
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(map(len, self.samples.values()))
 
 
 class StoreShards:
