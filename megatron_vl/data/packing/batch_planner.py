@@ -115,7 +115,9 @@ class BatchPlanner:
         unusable = self._draw_samples()
         waiting = self._waiting_samples
         if self.packs_samples:
-            row_of_sample = plan_rows(*waiting[3:], self.rows_per_step, self.seq_len, self.max_patches)
+            row_of_sample = plan_rows(
+                waiting[3], waiting[4], self.rows_per_step, self.seq_len, self.max_patches
+            )
         else:
             row_of_sample = np.arange(waiting.shape[1])
             row_of_sample[self.rows_per_step :] = -1

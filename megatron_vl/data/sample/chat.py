@@ -383,9 +383,11 @@ class ChatEncoder:
         if not self.spec.vision.video_timestamps:
             return text, trained_spans, []
 
-        new_text, video_spans = "", []
+        new_text = ""
+        video_spans: list[Span] = []
         # Where in the old text a video ends, and by how much the text after it moves.
-        video_ends, shifts = [], [0]
+        video_ends: list[int] = []
+        shifts = [0]
         for match, grid in zip(self._replaced_pattern.finditer(text), media_grids, strict=True):
             if grid.kind != "video":
                 continue
