@@ -180,8 +180,8 @@ def stored_media_grid(media_record: dict[str, Any], settings: PixelSettings) -> 
 
 def stored_video_info(media_record: dict[str, Any]) -> VideoInfo:
     """The facts of a stored video. Raises KeyError if one is missing."""
-    facts = [media_record[name] for name in ("frames", "fps", "height", "width")]
-    return VideoInfo(*facts, sampling=media_record.get("sampling", "as a file"))
+    frames, fps, height, width = (media_record[name] for name in ("frames", "fps", "height", "width"))
+    return VideoInfo(frames, fps, height, width, media_record.get("sampling", "as a file"))
 
 
 def decode_media_planes(
