@@ -39,7 +39,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.data.sample.pixels import PixelNorm
+from megatron_vl.data.sample.pixel_settings import PixelNorm
 from megatron_vl.data.synthetic import draw_rows
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments

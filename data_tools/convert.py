@@ -27,8 +27,8 @@ from itertools import batched
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_vl.data.sample.images import DEFAULT_MAX_PIXELS
 from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium
-from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
 from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault

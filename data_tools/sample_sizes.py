@@ -27,15 +27,9 @@ from megatron.energon.errors import FatalSampleError
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import (
-    RawSample,
-    RowEncoder,
-    checked_json_bytes,
-    refusal_of_error,
-    stored_media_grid,
-    stored_video_info,
-)
+from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_bytes, refusal_of_error
 from megatron_vl.data.sample.chat import ChatError
+from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
     SIZES_DIR,
@@ -264,9 +258,9 @@ def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | N
         sample = split_reader.read_sample(sample_index, with_media=False)
     except FatalSampleError as error:
         raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
-    if sample is not None and sample.read_failure and sample.read_failure[0] in STORAGE_REASONS:
+    if sample is not None and sample.refused and sample.refused[0] in STORAGE_REASONS:
         raise SizesWriteError(
-            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start "
+            f"{sample.refused[0]}: {sample.refused[1]}. Start "
             "`megatron-vl data index` again when the storage answers: it continues"
         )
     return sample

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook_sample
+from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -258,5 +258,5 @@ def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -
 class _QuietEncoder(RowEncoder):
     """Its caller counts unusable samples."""
 
-    def _log_bad_sample(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
+    def _log_bad_sample(self, sample: RawSample, reason: str, detail: str) -> None:
         pass

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
-from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.packing.fill_row import choose_row_samples
+from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
 from megatron_vl.data.source.sample_sizes import (

@@ -520,7 +520,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for=_TRANSFORMERS,
         upstream_issue="huggingface/transformers#44297",
         removal_condition="transformers keeps the rules of the file",
-        guarding_test="tests/data/test_tokenizer_file.py::test_ids_are_those_of_the_file",
+        guarding_test="tests/data/test_tokenizer_file.py::test_token_ids_are_those_of_the_file",
     ),
     DependencyFix(
         fix_location="megatron_vl.launch:_meet_nodes",
@@ -551,7 +551,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for=_TORCH,
         upstream_issue="pytorch/pytorch#64766",
         removal_condition="torch's iterator has a close()",
-        guarding_test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
+        guarding_test="tests/data/test_row_loader.py::test_loader_closes_at_once_while_its_planner_works",
     ),
     DependencyFix(
         fix_location="megatron_vl.data.source.tolerant_reader:ShardReader",
@@ -562,7 +562,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_reason="Energon's open tar files keep a description of each member that was read.",
         written_for=_ENERGON,
         removal_condition="Energon's reader does not grow with the samples that it reads",
-        guarding_test="tests/data/test_damage.py::test_reading_leaves_nothing_in_memory",
+        guarding_test="tests/data/test_damage.py::test_reader_keeps_memory_flat",
     ),
     DependencyFix(
         fix_location="megatron_vl.data.source.store_reading:StoreReader",
@@ -573,7 +573,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         fix_reason="Energon reads each sample with requests of its own; here blocks are read ahead.",
         written_for=_ENERGON,
         removal_condition="Energon's reader takes the bytes of a sample from its caller",
-        guarding_test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
+        guarding_test="tests/data/test_object_store.py::test_block_is_read_with_one_request",
     ),
     # Commands
     DependencyFix(
@@ -600,8 +600,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         written_for=_ENERGON,
         removal_condition="Energon can prepare one shard",
         guarding_test=(
-            "tests/data/test_description.py::"
-            "test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more"
+            "tests/data/test_description.py::test_shard_limit_is_the_same_for_loader_and_converter"
         ),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import PixelNorm, read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_live_tensors, chunk_tensors
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.models.vision_language import VisionLanguageModel

@@ -212,8 +212,6 @@ def test_archive_holds_the_files_as_they_are(media, tmp_path):
         file = FrameArchive(tar.extractfile("000000000.0.zip").read())
         stored = json.loads(tar.extractfile("000000000.json").read())["media"]
     names = ["frame_1.png", "frame_2.png", "frame_3.png", "frame_4.png", "frame_10.png"]
-    assert [file.picture_name(i) for i in range(len(file))] == names
-    assert [file.read_picture(i) for i in range(5)] == [
-        (media / "clip" / name).read_bytes() for name in names
-    ]
+    assert [file.image_name(i) for i in range(len(file))] == names
+    assert [file.read_image(i) for i in range(5)] == [(media / "clip" / name).read_bytes() for name in names]
     assert [stored[0][name] for name in ("frames", "fps", "height", "width")] == [5, 5.0, 70, 100]

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
-from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.estimate.flops import (
     RowFlops,
     _counted_products,

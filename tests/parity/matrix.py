@@ -193,7 +193,7 @@ PROOFS = (
         "Positions or text at videos as released, worked out by hand",
         {
             "tests/spec/test_video_positions.py::test_positions_are_those_worked_out_by_hand": (Q2, Q25),
-            "tests/data/test_chat.py::test_a_video_prompt_written_by_hand": (Q3,),
+            "tests/data/test_chat.py::test_video_prompt_written_by_hand": (Q3,),
             "tests/data/test_qwen3_5_prompts.py::test_tokens_and_positions_worked_out_by_hand": (Q35,),
         },
     ),
@@ -234,8 +234,8 @@ PROOFS = (
     Proof(
         THINKING,
         {
-            "tests/data/test_thinking.py::test_a_request_written_by_hand": (Q35, MOE35),
-            "tests/data/test_thinking.py::test_an_answer_is_what_follows_the_thinking": (Q35, MOE35),
+            "tests/data/test_thinking.py::test_thinking_prompt_written_by_hand": (Q35, MOE35),
+            "tests/data/test_thinking.py::test_generated_answer_is_what_follows_the_thinking": (Q35, MOE35),
         },
     ),
     Proof(

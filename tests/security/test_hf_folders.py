@@ -14,7 +14,7 @@ from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
-from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.tensor_files import WeightsError
 from toolkit.common.hf_loading import check_hf_folder, load_hf_model, load_hf_processor

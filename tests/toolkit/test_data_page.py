@@ -15,7 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_vl.data.sample.pixels import image_grid, image_planes, read_pixel_settings
+from megatron_vl.data.sample.grids import image_grid
+from megatron_vl.data.sample.images import image_planes
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
 from tests.data.media import encoded

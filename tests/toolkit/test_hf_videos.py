@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from converters.convert import convert_weights, export_weights, reshard_weights
-from megatron_vl.data.sample.pixels import media_limits_note
+from megatron_vl.data.sample.pixel_settings import media_limits_note
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.tensor_files import WeightsError

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import decode_media_planes, stored_media_grid
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.medium import inspect_medium
-from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.sample.medium import decode_media_planes, inspect_medium, stored_media_grid
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
 from megatron_vl.spec.families import read_spec
 

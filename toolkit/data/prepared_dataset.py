@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_tools.sample_sources import open_encoder
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
-from megatron_vl.data.loader import RowEncoder
+from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.location import DataPath, check_data_path
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.system.errors import UsageError

@@ -20,7 +20,7 @@ from data_tools.sample_sources import (
     original_media_names,
     read_sources,
 )
-from megatron_vl.data.sample.pixels import PixelSettings
+from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 

@@ -11,16 +11,11 @@ import torch
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.pixels import (
-    PixelError,
-    image_grid,
-    image_planes,
-    image_size,
-    probe_video,
-    video_grid,
-    video_planes,
-)
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import image_grid, video_grid
+from megatron_vl.data.sample.images import image_planes, image_size
 from megatron_vl.data.sample.thinking import GeneratedAnswer
+from megatron_vl.data.sample.videos import probe_video, video_planes
 from toolkit.generate.answers import THINK, Answerer
 
 PromptPart = Mapping[str, Any]

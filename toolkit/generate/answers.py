@@ -17,8 +17,8 @@ from torch import Tensor
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
-from megatron_vl.data.sample.chat import read_stop_tokens
-from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
+from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.system.errors import UserError
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir

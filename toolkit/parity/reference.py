@@ -24,7 +24,7 @@ from converters.convert import convert_adapter, convert_weights
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_targets
 from megatron_vl.config import OptimizerConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import PixelNorm, read_pixel_norm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
 from megatron_vl.system.errors import UserError

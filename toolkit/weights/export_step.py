@@ -99,7 +99,7 @@ def export_step(export_job: ExportJob) -> None:
 
 def media_note(export_dir: Path, hf_dir: Path) -> str:
     """A note if the processor config of ``hf_dir`` has other limits than training had; otherwise empty."""
-    from megatron_vl.data.sample.pixels import media_limits_note
+    from megatron_vl.data.sample.pixel_settings import media_limits_note
     from megatron_vl.weights.trained_media import exported_media
 
     try:

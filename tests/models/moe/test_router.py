@@ -53,7 +53,7 @@ def reference(hf: str, folder: Path) -> dict[str, torch.Tensor]:
     import torch.nn.functional as F
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-    from megatron_vl.data.sample.pixels import read_pixel_norm
+    from megatron_vl.data.sample.pixel_settings import read_pixel_norm
     from toolkit.parity.random_samples import make_sample
     from toolkit.parity.reference import hf_inputs, load_hf_for_training, write_canonical
 
