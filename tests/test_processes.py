@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from megatron_vl.system.processes import list_children
-from toolkit.common.process_tree import kill_process_tree
+from megatron_vl.system.processes import kill_process_tree
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.system.processes import kill_process_tree
 from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, small_checkpoint, train
-from toolkit.common.process_tree import kill_process_tree
 
 OPTIONS = ["--checkpoint.interval", "2", "--log.samples", "true"]
 LAYOUTS = {2: ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"], 4: LAYOUT}

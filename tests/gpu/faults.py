@@ -24,7 +24,7 @@ from megatron_vl.weights.run_folder import find_latest_checkpoint
 from tests.gpu.parity import SIZES
 from tests.training.small_run import environment, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.common.process_tree import kill_process_tree
+from megatron_vl.system.processes import kill_process_tree
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TIMEOUT_S = 20

@@ -58,7 +58,7 @@ def main() -> int:
     """Arguments: a case, how long a rank waits for the others (0: as it is), and what the case takes."""
     case, seen_s, *values = sys.argv[1:]
     if float(seen_s):
-        failures._ALL_SEEN_TIMEOUT_S = failures._ORDERLY_END_TIMEOUT_S = float(seen_s)
+        failures._PEER_TIMEOUT_S = float(seen_s)
     handle_stop_signals()
 
     try:

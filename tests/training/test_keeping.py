@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.parallel.heartbeat import own_process
 from megatron_vl.system.durable_files import drop_incomplete_line
+from megatron_vl.system.processes import own_process
 from megatron_vl.training.state.checkpoint import (
     OWNER_FILE,
     CheckpointSaver,

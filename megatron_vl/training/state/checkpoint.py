@@ -42,13 +42,13 @@ from megatron_vl.data.source.bad_samples import BadSampleMeter, add_pending_coun
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel import failures
-from megatron_vl.parallel.heartbeat import RankProcess, own_process
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.system import durable_files, progress
 from megatron_vl.system.json_files import check_format_version, manifest_digest, write_json
+from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.optimizer_state import (
