@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_vl.system.processes import list_children
-from megatron_vl.system.processes import kill_process_tree
+from megatron_vl.system.processes import kill_process_tree, list_children
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
+from megatron_vl.system.processes import kill_process_tree
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from tests.gpu.parity import SIZES
 from tests.training.small_run import environment, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
-from megatron_vl.system.processes import kill_process_tree
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TIMEOUT_S = 20

@@ -28,7 +28,10 @@ from tests.training.small_run import metrics, prepare, small_checkpoint, train
     ("options", "message"),
     [
         (["--checkpoint.export_hf", "last"], "export_hf last needs checkpoint.dir"),
-        (["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"], "must be at least 0, or last"),
+        (
+            ["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"],
+            "must be a multiple of checkpoint.interval",
+        ),
         (["--checkpoint.dir", "run", "--checkpoint.export_hf", "4"], "multiple of checkpoint.interval 0"),
         (
             ["--checkpoint.dir", "run", "--checkpoint.export_hf", "4", "--checkpoint.interval", "3"],
