@@ -122,7 +122,7 @@ def main(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     with contextlib.redirect_stdout(io.StringIO()):
-        bench = Bench(folder)
+        bench = Bench(folder, ("run",))
     mark = Mark(folder / "executed")
     found = {}
     for name, change in hostile(mark, elsewhere).items():

@@ -30,7 +30,7 @@ from tests.training.small_run import metrics, prepare, small_checkpoint, train
         (["--checkpoint.export_hf", "last"], "export_hf last needs checkpoint.dir"),
         (
             ["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"],
-            "must be a multiple of checkpoint.interval",
+            "multiple of checkpoint.interval 0",
         ),
         (["--checkpoint.dir", "run", "--checkpoint.export_hf", "4"], "multiple of checkpoint.interval 0"),
         (
