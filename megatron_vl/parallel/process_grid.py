@@ -17,12 +17,7 @@ import torch.distributed as dist
 
 from megatron_vl.parallel import failures, tp_overlap
 from megatron_vl.parallel.joining import join_store, raise_open_file_limit
-from megatron_vl.parallel.process_groups import (
-    cache_core_groups,
-    cached_group,
-    destroy_groups,
-    keep_groups,
-)
+from megatron_vl.parallel.process_groups import cache_core_groups, cached_group, destroy_groups, keep_groups
 from megatron_vl.platform import Platform
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import Sharding, TensorInfo

@@ -39,9 +39,8 @@ from megatron_vl.weights.run_folder import find_latest_checkpoint
 from megatron_vl.weights.tensor_files import WeightsError, read_safetensors_header
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.fuzz.mutations import cut, edited, extended, flipped, noise, zeroed
-from tests.training.small_run import environment, options_of, prepare
+from tests.training.small_run import environment, options_of, prepare, small_checkpoint
 from toolkit.cli import main as command
-from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 CHECKPOINTS = ("full", "shards", "run", "run_of_four")
 DECIDED = ("kind", "family", "layout", "tensors", "files", "format", "version")
@@ -219,8 +218,7 @@ class Bench:
 
     def __init__(self, folder: Path, checkpoints: tuple[str, ...] = CHECKPOINTS) -> None:
         self.folder = folder
-        layers = {"layers": 2, "vision_layers": 2, "full_attention_layers": (1,)}
-        self.hf = write_tiny_checkpoint(folder / "hf", "qwen2_5_vl", tied=True, dtype=torch.float32, **layers)
+        self.hf = small_checkpoint(folder / "hf")
         convert_weights(self.hf, folder / "full", workers=1)
         convert_weights(self.hf, folder / "shards", {"tp": 2, "pp": 2}, workers=1)
         with contextlib.redirect_stdout(io.StringIO()):

@@ -42,13 +42,7 @@ def dataset(pristine, tmp_path) -> Path:
 def read(path: Path) -> tuple[set[str], dict[str, str]]:
     """Keys of the samples of one pass (or a little more), and the reason for each dropped key."""
     hf = tiny_checkpoint("qwen2_5_vl")
-    settings = {
-        "seq_len": 320,
-        "num_workers": 0,
-        "shuffle": False,
-        "max_pixels": 28 * 28 * 24,
-    }
-
+    settings = {"seq_len": 320, "num_workers": 0, "shuffle": False, "max_pixels": 28 * 28 * 24}
     rows = open_loader(DataConfig(path=str(path), **settings), hf)
     used = set()
     dropped = {}
@@ -122,13 +116,8 @@ def test_a_description_that_could_run_code_is_refused(dataset, mark, monkeypatch
 
 
 def test_python_files_in_the_folder_are_left_alone(dataset, mark):
-    for name in (
-        "sample_loader.py",
-        ".nv-meta/sample_loader.py",
-        ".nv-meta/part_filter.py",
-        "conftest.py",
-        "sitecustomize.py",
-    ):
+    meta_files = ".nv-meta/sample_loader.py .nv-meta/part_filter.py"
+    for name in f"sample_loader.py {meta_files} conftest.py sitecustomize.py".split():
         (dataset / name).write_text(mark.python)
     (dataset / ".nv-meta" / "state.pkl").write_bytes(mark.pickle())
     assert len(read(dataset)[0]) == COUNT

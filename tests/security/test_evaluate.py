@@ -95,14 +95,7 @@ def test_a_cell_that_vlmevalkit_executes_changes_nothing_outside(work, tmp_path)
 
 
 def test_the_tables_of_a_user_are_copied_and_all_else_is_linked(work, tmp_path, monkeypatch):
-    for name in (
-        "set.tsv",
-        "set_cn.tsv",
-        "other.tsv",
-        "photos/1.png",
-        "images/mine/1.png",
-        "images/set/1.png",
-    ):
+    for name in "set.tsv set_cn.tsv other.tsv photos/1.png images/mine/1.png images/set/1.png".split():
         write(tmp_path / "lmu" / name, b"x")
     tables = copy_data("set", tmp_path / "lmu", work)
     data = work / "data"
