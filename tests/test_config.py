@@ -104,7 +104,7 @@ def test_unknown_or_ill_typed(arguments, message):
 
 
 @pytest.mark.parametrize("words", [["--parallel.layers", "3,1"], ["--parallel.layers=[3,1]"]])
-def test_a_list_is_written_with_and_without_brackets(words: list[str], tmp_path: Path) -> None:
+def test_list_is_written_with_and_without_brackets(words: list[str], tmp_path: Path) -> None:
     assert parse_config(words).parallel.layers == [3, 1]
     assert parse_config(["--recompute.language_modules", "mlp"]).recompute.language_modules == ["mlp"]
     run = tmp_path / "run.yaml"
@@ -146,7 +146,7 @@ def test_wrong_yaml_is_reported_with_file_and_line(tmp_path, text, line, message
     assert "\n" not in str(found.value)
 
 
-def test_a_right_yaml_is_not_blamed_for_the_command_line(tmp_path):
+def test_right_yaml_is_not_blamed_for_the_command_line(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text("model: &all {hf: here}\nparallel: {<<: {tp: 2}, pp: 3}\nsteps: 3\n")
     assert parse_config(["--config", str(run)]).steps == 3
@@ -237,7 +237,7 @@ def test_rows_that_fp8_cannot_multiply_are_refused(
     assert bool(refused) == (recipe != "none")
 
 
-def test_the_refusal_names_lengths_that_fp8_can_multiply() -> None:
+def test_refusal_names_lengths_that_fp8_can_multiply() -> None:
     message = "data.seq_len 4100 must be a multiple of 32 with fp8.recipe delayed, parallel.tp 1 and cp 2"
     options = ["--fp8.recipe", "delayed", "--data.seq_len", "4100", "--parallel.cp", "2"]
     with pytest.raises(RunConfigError, match=f"{message}; take 4096 or 4128$"):
@@ -258,7 +258,7 @@ def test_every_number_has_a_range():
         assert facts and valid_range(-math.inf, facts), f"{name} has no range"
 
 
-def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
+def test_number_at_its_bound_is_valid_and_one_beyond_is_not():
     at_bounds = ["--seed", str(2**32 - 1), "--data.max_bad_share", "1", "--data.video_fps", "0.1"]
     assert validate_config(parse_config(at_bounds), 1) == 1
     for words, message in (
@@ -271,7 +271,7 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
 
 
 @pytest.mark.parametrize("name", [name for name in REMOVED if " " not in name and name != "card"])
-def test_a_removed_field_and_those_of_other_programs_are_answered(name: str, tmp_path: Path) -> None:
+def test_removed_field_and_those_of_other_programs_are_answered(name: str, tmp_path: Path) -> None:
     section, _, leaf = name.rpartition(".")
     run_file = tmp_path / "run.yaml"
     run_file.write_text(f"{section}:\n  {leaf}: 1\n" if section else f"{leaf}: 1\n")
@@ -281,7 +281,7 @@ def test_a_removed_field_and_those_of_other_programs_are_answered(name: str, tmp
         assert f"there is no {name}: {REMOVED[name]}" in str(refusal.value)
 
 
-def test_a_config_is_never_changed():
+def test_config_is_never_changed():
     config = parse_config([])
     for section in (config, *(getattr(config, item.name) for item in dataclasses.fields(config))):
         if dataclasses.is_dataclass(section):

@@ -101,7 +101,7 @@ def sets(kind: type, name: str) -> bool:
     return re.search(rf"\bself\.{name}\b[^=\n]*=", source) is not None
 
 
-def test_a_name_that_is_gone_is_noticed() -> None:
+def test_name_that_is_gone_is_noticed() -> None:
     assert exists("megatron.core.transformer.moe.router.TopKRouter.routing")
     assert exists("megatron.core.tensor_parallel.ColumnParallelLinear.allreduce_dgrad")
     assert not exists("megatron.core.transformer.moe.router.TopKRouter.gone")
@@ -171,7 +171,7 @@ def test_every_filter_has_an_entry() -> None:
     assert [str(reach) for reach in found if not touched_by(reach.module)] == []
 
 
-def test_the_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "megatron_vl").mkdir()
     (tmp_path / "megatron_vl" / "new.py").write_text(
         "from megatron.core.transformer.mlp import MLP\n"
@@ -235,7 +235,7 @@ def test_core_of_an_unknown_version_is_refused(core_is, monkeypatch: pytest.Monk
         check_core_version()
 
 
-def test_a_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_vl import platform
 
     core_is("99.1.0")
@@ -263,7 +263,7 @@ def test_experts_take_our_swiglu() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None, reason="APEX is installed"
 )
-def test_the_fusion_of_weight_gradients_needs_apex_in_core() -> None:
+def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
     """Ours sets the linears of Transformer Engine alone, and no other module that has such a switch."""
     assert "install APEX" in call(linear_with_fused_weight_gradients)
 

@@ -52,7 +52,7 @@ def signs(*given: Heartbeat) -> dict[int, Heartbeat]:
     return {one.rank: one for one in given}
 
 
-def test_a_line_says_what_it_was_made_of() -> None:
+def test_line_says_what_it_was_made_of() -> None:
     before = sign(3, LOADING_ROWS, background=WRITING_CHECKPOINT)
     after = Heartbeat.from_line(before.to_line())
     assert (after.rank, after.rank_process, after.rank_progress) == (
@@ -75,7 +75,7 @@ def test_a_line_says_what_it_was_made_of() -> None:
         ((LOADING_ROWS, FORWARD_BACKWARD, LOADING_ROWS, LOADING_ROWS), {"age": 300}, 1),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(
+def test_rank_that_the_others_wait_for_is_named(
     phases: Sequence[str], fields: dict[str, Any], rank: int
 ) -> None:
     """``fields`` are those of the rank at fault."""
@@ -92,7 +92,7 @@ def test_if_all_are_at_the_same_place_nobody_is_blamed() -> None:
     assert "NCCL_DEBUG=INFO" in diagnosis.message
 
 
-def test_a_lost_node_is_one_message() -> None:
+def test_lost_node_is_one_message() -> None:
     diagnosis = diagnose_dead_ranks(
         [8, 12, 9, *range(13, 24)], signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(24)))
     )
@@ -115,7 +115,7 @@ class Time:
         monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
 
 
-def test_the_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = Time(monkeypatch)
     clock, given = ProgressClock(60), [sign(rank, FORWARD_BACKWARD) for rank in range(3)]
 
@@ -148,7 +148,7 @@ def test_before_the_first_step_the_limit_is_longer_and_zero_is_none() -> None:
     assert not ProgressClock(0).has_timed_out(1e9, warm)
 
 
-def test_a_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
+def test_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
     waiting = [
         sign(0, SAVING_CHECKPOINT),
         sign(1, SAVING_CHECKPOINT, background=WRITING_CHECKPOINT),
@@ -183,7 +183,7 @@ def test_only_the_very_process_is_killed() -> None:
         child.kill()
 
 
-def test_a_debugger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     class Asked(pdb.Pdb):
@@ -213,7 +213,7 @@ def test_what_a_rank_does_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> N
     assert progress.describe_progress().endswith("(in the background: writing its part of a checkpoint)")
 
 
-def test_a_line_without_the_token_is_ignored() -> None:
+def test_line_without_the_token_is_ignored() -> None:
     monitor = HeartbeatMonitor.__new__(HeartbeatMonitor)
     monitor.token, monitor.heartbeats = "secret", {}
     for line in (b"guess " + sign(1, LOADING_ROWS).to_line(), b"secret {}", b"secret [1]", b"", b"\xff\xfe"):

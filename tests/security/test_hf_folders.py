@@ -71,7 +71,7 @@ def test_weights_that_are_only_pickled_are_refused(hf, mark, tmp_path):
             use()
 
 
-def test_a_pickle_named_safetensors_is_refused(hf, mark, tmp_path):
+def test_pickle_named_safetensors_is_refused(hf, mark, tmp_path):
     file = sorted(hf.glob("*.safetensors"))[0]
     mark.torch(file)
     for use in (lambda: convert_weights(hf, tmp_path / "full"), lambda: load_hf_model(hf, torch.float32)):
@@ -162,7 +162,7 @@ def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
 
 
 @pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
-def test_a_processor_that_names_another_model_is_refused(hf, tmp_path, file):
+def test_processor_that_names_another_model_is_refused(hf, tmp_path, file):
     """transformers' processors load what the field names, with pickles."""
     if not (hf / file).is_file():
         (hf / file).write_text("{}")
@@ -177,7 +177,7 @@ def test_a_processor_that_names_another_model_is_refused(hf, tmp_path, file):
     "name",
     ["../secret.safetensors", "/tmp/secret.safetensors", "sub/x.safetensors", "pytorch_model.bin", "..", ""],
 )
-def test_an_index_stays_in_its_folder(hf, tmp_path, name):
+def test_index_stays_in_its_folder(hf, tmp_path, name):
     """The file exists and holds the tensor; only its name is wrong."""
     index = json.loads((hf / "model.safetensors.index.json").read_text())
     (tmp_path / "secret.safetensors").write_bytes(
@@ -194,14 +194,14 @@ def test_an_index_stays_in_its_folder(hf, tmp_path, name):
             use()
 
 
-def test_a_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
+def test_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
     edit(hf / "config.json", num_hidden_layers=10**12)
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         convert_weights(hf, tmp_path / "full")
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "generation_config.json", "templates/tool.jinja"])
-def test_an_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name):
+def test_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name):
     """Whoever exports a folder may publish it."""
     convert_weights(hf, tmp_path / "full")
     (tmp_path / "id_rsa").write_text("secret")
