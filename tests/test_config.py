@@ -81,14 +81,11 @@ def test_help_explains_every_field(capsys):
         ("--stepz 3", r"^stepz is unknown; did you mean steps"),
         (
             "--optimizer.schedule linear",
-            r"'optimizer.schedule': expected one of 'cosine', 'constant', got linear$",
+            r"'optimizer.schedule': expected one of 'cosine', 'constant', got linear",
         ),
         ("--data.seq_len many", r"field 'data.seq_len': expected a whole number, got many$"),
         ("--stop_after soon", r"'stop_after': expected a whole number or nothing \(null\), got soon$"),
-        (
-            "--parallel.layers [1,x]",
-            r"expected a list of whole numbers such as \[8,20\] or 'auto' or nothing",
-        ),
+        ("--parallel.layers [1,x]", r"expected a list of whole numbers such as \[8,20\] or 'auto' or"),
         ("--parallel 5", r"field 'parallel' is a section"),
         ("--model.attention flash", r"model.attention.*'reference'"),
         ("--optimizer.lr nan", r"optimizer.lr.*nan"),
@@ -172,11 +169,7 @@ IMPOSSIBLE = [
     ("--parallel.vpp 2", 1, "parallel.vpp 2 needs pp of at least 2"),
     ("--parallel.vpp 2 --parallel.pp 4 --global_batch_size 6", 4, r"multiple of pp \(4\)"),
     ("--parallel.sequence_parallel true", 1, "needs parallel.tp of at least 2"),
-    (
-        "--parallel.tp_comm_overlap true --parallel.tp 2",
-        2,
-        "tp_comm_overlap needs parallel.sequence_parallel",
-    ),
+    ("--parallel.tp_comm_overlap true --parallel.tp 2", 2, "_overlap needs parallel.sequence_parallel"),
     ("--parallel.sequence_parallel true --parallel.tp 2 --data.seq_len 33", 2, "data.seq_len 33"),
     ("--parallel.layers [1,3]", 1, "has 2 entries; pp 1 x vpp 1 needs 1"),
     ("--optimizer.lr -1", 1, "optimizer.lr -1.0 must be at least 0"),
@@ -189,7 +182,7 @@ IMPOSSIBLE = [
     ("--data.min_pixels 9 --data.max_pixels 8", 1, "data.min_pixels 9"),
     ('--recompute.language_modules ["attn"]', 1, "valid: core_attn, mlp, layernorm"),
     (
-        " ".join(f"--model.freeze_{part}=true" for part in ("vision", "merger", "language")),
+        "--model.freeze_vision=true --model.freeze_merger=true --model.freeze_language=true",
         1,
         "nothing to train",
     ),

@@ -148,7 +148,7 @@ def outcome_of_adapter(rng: Random, folder: Path) -> str:
 def test_random_adapters_are_merged_as_peft_does(count: int) -> None:
     outcomes: Counter[str] = Counter()
 
-    @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=count, suppress_health_check=[*HealthCheck])
     @given(st.randoms(use_true_random=True))
     def is_merged_as_peft_does(rng: Random) -> None:
         with tempfile.TemporaryDirectory() as folder:
