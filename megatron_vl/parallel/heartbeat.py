@@ -227,7 +227,7 @@ class _Links:
         """Accepts connections and reads lines, after waiting for the first for up to ``wait_s`` seconds."""
         for key, _ in self.selector.select(wait_s):
             ready: Any = key.fileobj
-            if ready is self.server:
+            if key.fileobj is self.server:
                 with contextlib.suppress(OSError):
                     self.add(ready.accept()[0])
             else:
