@@ -63,7 +63,7 @@ def exists(test: str) -> bool:
 
 
 def test_a_test_that_is_not_there_is_noticed() -> None:
-    assert exists("tests/test_config.py::test_impossible[0]")
+    assert exists("tests/test_config.py::test_impossible_values_are_refused_by_name[0]")
     assert not exists("tests/test_config.py::test_of_nothing")
     assert not exists("tests/test_nowhere.py::test_impossible")
 
