@@ -44,8 +44,10 @@ from megatron_vl.system.errors import TRACEBACK_VARIABLE, describe_error, follow
 from megatron_vl.system.processes import kill_descendants
 
 _PEER_TIMEOUT_S = 5.0
-"""Seconds that a rank waits for the others to read a message or to reach the orderly end, for the message of
-a lost peer, and for the store to take a diagnosis."""
+"""Seconds that a rank waits for the others to read a message or to reach the orderly end, and for the message
+of a lost peer."""
+_STORE_TIMEOUT_S = 5.0
+"""Seconds in which a diagnosis must reach the store. After that, a rank ends without the others."""
 _WRITERS_TIMEOUT_S = 60.0
 """Seconds that an ending rank waits for threads that write a checkpoint, on all ranks."""
 
@@ -132,7 +134,7 @@ class _FailureWatcher:
                 is_published.set()
 
         threading.Thread(target=publish_in_thread, name="diagnosis", daemon=True).start()
-        if not is_published.wait(_PEER_TIMEOUT_S) and not self.orderly_end.is_set():
+        if not is_published.wait(_STORE_TIMEOUT_S) and not self.orderly_end.is_set():
             self._end_with(self.failure_without_store(), store=None)
         # Otherwise, the thread that waits for failures ends this process.
 
