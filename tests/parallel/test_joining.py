@@ -26,7 +26,7 @@ class Forked:
 
         def run() -> None:
             os.dup2(writer, 2)
-            sys.stderr = os.fdopen(2, "w")
+            sys.stderr = os.fdopen(2, "w", closefd=False)
             os.environ.update({name: str(value) for name, value in environment.items()})
             joining.NOTE_AFTER_S = 0.2
             work()
@@ -54,6 +54,7 @@ TRAIN = ("-m", "megatron_vl.train", "--platform", "cpu")
 
 def start_node(limit_s: float, *words: object) -> Forked:
     def run() -> None:
+        launch._ranks_seen.clear()  # what other tests have left
         launch.join_limit_s = lambda timeout_s: limit_s  # type: ignore[assignment]
         sys.exit(launch.main(["--nnodes", "2", *map(str, words)]))
 
