@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 import megatron_vl
 from megatron_vl import config
-from megatron_vl.core_fixes.register import TESTED_CORE_VERSIONS
+from megatron_vl.core_fixes.core_version import TESTED_CORE_VERSIONS
 from megatron_vl.estimate.gpus import known_gpus
 from megatron_vl.spec.families import FAMILIES
 from tests.docs_site import docs_hooks

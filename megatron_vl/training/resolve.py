@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.config.checks import check_inputs, check_outputs, config_remarks
-from megatron_vl.core_fixes.register import check_core_version
+from megatron_vl.core_fixes.core_version import check_core_version
 from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.gpus import find_gpu, local_gpu

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from megatron_vl.system.processes import kill_process_tree
 from tests.support.tiny_run import LAYOUT, command, environment, metrics, prepare, train
 from tests.tiny import tiny_checkpoint
-from toolkit.common.process_tree import kill_process_tree
 
 OPTIONS = ["--checkpoint.interval", "2", "--log.samples", "true"]
 LAYOUTS = {2: ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"], 4: LAYOUT}

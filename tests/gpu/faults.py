@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_vl.system.processes import kill_process_tree
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from tests.gpu.parity import SIZES
 from tests.gpu.results import Results, option_parser, work_folders
 from tests.support.tiny_run import environment, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.common.process_tree import kill_process_tree
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TIMEOUT_S = 20

@@ -29,7 +29,10 @@ from tests.tiny import tiny_checkpoint
     ("options", "message"),
     [
         (["--checkpoint.export_hf", "last"], "export_hf last needs checkpoint.dir"),
-        (["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"], "must be at least 0, or last"),
+        (
+            ["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"],
+            "multiple of checkpoint.interval 0",
+        ),
         (["--checkpoint.dir", "run", "--checkpoint.export_hf", "4"], "multiple of checkpoint.interval 0"),
         (
             ["--checkpoint.dir", "run", "--checkpoint.export_hf", "4", "--checkpoint.interval", "3"],

@@ -116,7 +116,7 @@ def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
 def end_as_rank(work: Callable[[], None], all_seen_timeout_s: float = 0) -> None:
     """Does the work of one of two ranks that watch each other. A timeout of 0 is that of users."""
     if all_seen_timeout_s:
-        failures._ALL_SEEN_TIMEOUT_S = failures._ORDERLY_END_TIMEOUT_S = all_seen_timeout_s
+        failures._PEER_TIMEOUT_S = all_seen_timeout_s
 
     def join_and_work() -> None:
         init_distributed(get_platform("cpu"))

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.parallel.heartbeat import own_process
 from megatron_vl.system.durable_files import drop_incomplete_line
+from megatron_vl.system.processes import own_process
 from megatron_vl.training.run_messages import skipped_steps_message
 from megatron_vl.training.state.keep import (
     OWNER_FILE,

@@ -12,8 +12,6 @@ import pytest
 
 from megatron_vl.config import (
     LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
     RunConfigError,
     TrainConfig,
     parse_config,
@@ -98,22 +96,6 @@ def test_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
             LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."
         ):
             read_description(tmp_path).split_facts(split)
-
-
-def test_learning_rate_of_frozen_weights_is_remarked() -> None:
-    def lines(**model: bool) -> list[str]:
-        return config_remarks(TrainConfig(optimizer=optimizer, model=ModelConfig(**model)), on_cpu=True)
-
-    optimizer = OptimizerConfig(vision_lr=2e-6, merger_lr=2e-6)
-    assert not any("has no effect" in remark for remark in lines())
-    told = [remark for remark in lines(freeze_vision=True) if "has no effect" in remark]
-    assert told == [
-        "optimizer.vision_lr 2e-06 has no effect, because model.freeze_vision keeps those weights unchanged"
-    ]
-    optimizer = OptimizerConfig(vision_lr=0.0, merger_lr=2e-6)
-    assert any(
-        "vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark for remark in lines()
-    )
 
 
 def test_fields_of_adapters_without_a_rank_are_remarked() -> None:

@@ -25,10 +25,10 @@ from converters.peft_folder import is_peft_folder
 from megatron_vl.data.sample.thinking import has_thinking_switch
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.system.errors import UsageError, UserError
+from megatron_vl.system.processes import kill_process_tree
 from megatron_vl.weights.tensor_files import DTYPE_BY_CODE, dtype_name
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import check_hf_folder
-from toolkit.common.process_tree import kill_process_tree
 from toolkit.evaluate.options import EvaluateOptions
 from toolkit.evaluate.sandbox import choose_sandbox, copy_data, process_variables
 from toolkit.evaluate.vlmevalkit_adapter import NO_JUDGE, QUESTION_COUNT_FILE, UNUSABLE_FILE

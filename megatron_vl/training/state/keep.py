@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.parallel.heartbeat import RankProcess, own_process
+from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
 
 OWNER_FILE = ".owner.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pdb
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -15,17 +14,15 @@ import psutil
 import pytest
 
 from megatron_vl.parallel import heartbeat
+from megatron_vl.parallel.diagnosis import Heartbeat, diagnose_dead_ranks, diagnose_hang
 from megatron_vl.parallel.heartbeat import (
-    Heartbeat,
-    RankProcess,
-    _ProgressClock,
-    diagnose_dead_ranks,
-    diagnose_hang,
+    HeartbeatMonitor,
+    ProgressClock,
     heartbeat_interval_s,
     is_in_debugger,
-    own_process,
 )
 from megatron_vl.system import progress
+from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.system.progress import (
     FORWARD_BACKWARD,
     LOADING_ROWS,
@@ -55,7 +52,7 @@ def signs(*given: Heartbeat) -> dict[int, Heartbeat]:
     return {one.rank: one for one in given}
 
 
-def test_a_line_says_what_it_was_made_of() -> None:
+def test_line_says_what_it_was_made_of() -> None:
     before = sign(3, LOADING_ROWS, background=WRITING_CHECKPOINT)
     after = Heartbeat.from_line(before.to_line())
     assert (after.rank, after.rank_process, after.rank_progress) == (
@@ -78,29 +75,29 @@ def test_a_line_says_what_it_was_made_of() -> None:
         ((LOADING_ROWS, FORWARD_BACKWARD, LOADING_ROWS, LOADING_ROWS), {"age": 300}, 1),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_named(
+def test_rank_that_the_others_wait_for_is_named(
     phases: Sequence[str], fields: dict[str, Any], rank: int
 ) -> None:
     """``fields`` are those of the rank at fault."""
     heard = [sign(each, phase, **(fields if each == rank else {})) for each, phase in enumerate(phases)]
-    verdict = diagnose_hang(signs(*heard), 600, 8, 600)
-    assert verdict.rank == rank and verdict.position_text.startswith(f"tp {rank}, pp 0, dp 0; step ")
-    assert "failures.timeout_s (600;" in verdict.message
-    assert [process.pid for process in verdict.processes] == [1000 + rank]
+    diagnosis = diagnose_hang(signs(*heard), 600, 8, 600)
+    assert diagnosis.rank == rank and diagnosis.position_text.startswith(f"tp {rank}, pp 0, dp 0; step ")
+    assert "failures.timeout_s (600;" in diagnosis.message
+    assert [process.pid for process in diagnosis.processes] == [1000 + rank]
 
 
 def test_if_all_are_at_the_same_place_nobody_is_blamed() -> None:
-    verdict = diagnose_hang(signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(4))), 600, 8, 600)
-    assert "all ranks are in the same phase" in verdict.message and verdict.processes == ()
-    assert "NCCL_DEBUG=INFO" in verdict.message
+    diagnosis = diagnose_hang(signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(4))), 600, 8, 600)
+    assert "all ranks are in the same phase" in diagnosis.message and diagnosis.processes == ()
+    assert "NCCL_DEBUG=INFO" in diagnosis.message
 
 
-def test_a_lost_node_is_one_message() -> None:
-    verdict = diagnose_dead_ranks(
+def test_lost_node_is_one_message() -> None:
+    diagnosis = diagnose_dead_ranks(
         [8, 12, 9, *range(13, 24)], signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(24)))
     )
-    assert verdict.rank == 8 and len(verdict.silent) == 14 == len(verdict.processes)
-    assert "; the same holds for rank 9, 12, 13, 14, 15, 16, 17, 18 and 5 more" in verdict.message
+    assert diagnosis.rank == 8 and len(diagnosis.silent) == 14 == len(diagnosis.processes)
+    assert "; the same holds for rank 9, 12, 13, 14, 15, 16, 17, 18 and 5 more" in diagnosis.message
 
 
 def test_rank_0_reads_at_most_so_many_lines() -> None:
@@ -118,9 +115,9 @@ class Time:
         monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
 
 
-def test_the_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = Time(monkeypatch)
-    clock, given = _ProgressClock(60), [sign(rank, FORWARD_BACKWARD) for rank in range(3)]
+    clock, given = ProgressClock(60), [sign(rank, FORWARD_BACKWARD) for rank in range(3)]
 
     def after(seconds: float) -> float:
         moved.now += seconds
@@ -140,30 +137,30 @@ def test_the_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyP
 
 def test_before_the_first_step_the_limit_is_longer_and_zero_is_none() -> None:
     warm, cold = [[sign(rank, FORWARD_BACKWARD, done=done) for rank in range(2)] for done in (1, 0)]
-    clock = _ProgressClock(600)
+    clock = ProgressClock(600)
     assert clock.has_timed_out(601, warm) and not clock.has_timed_out(599, warm)
     stopped_at_once = [warm[0], cold[1]]
     assert clock.has_timed_out(601, stopped_at_once), (
         "it did the first step with the others, and could not say so"
     )
     assert clock.has_timed_out(1801, cold) and not clock.has_timed_out(1799, cold)
-    assert not _ProgressClock(20).has_timed_out(299, cold), "compiling takes its minutes"
-    assert not _ProgressClock(0).has_timed_out(1e9, warm)
+    assert not ProgressClock(20).has_timed_out(299, cold), "compiling takes its minutes"
+    assert not ProgressClock(0).has_timed_out(1e9, warm)
 
 
-def test_a_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
+def test_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
     waiting = [
         sign(0, SAVING_CHECKPOINT),
         sign(1, SAVING_CHECKPOINT, background=WRITING_CHECKPOINT),
         sign(2, SAVING_CHECKPOINT, syncing="/a/b.part"),
     ]
-    clock = _ProgressClock(600)
+    clock = ProgressClock(600)
     assert not clock.has_timed_out(1799, waiting) and clock.has_timed_out(1801, waiting)
     trained_meanwhile = [sign(0, FORWARD_BACKWARD), sign(2, FORWARD_BACKWARD, syncing="/a/b.part")]
     assert clock.has_timed_out(601, trained_meanwhile), "the sync does not keep them"
 
-    verdict = diagnose_hang(signs(*waiting), 1801, 8, 600)
-    assert verdict.rank == 2 and "The disk has not confirmed /a/b.part" in verdict.message
+    diagnosis = diagnose_hang(signs(*waiting), 1801, 8, 600)
+    assert diagnosis.rank == 2 and "The disk has not confirmed /a/b.part" in diagnosis.message
 
 
 def test_only_the_very_process_is_killed() -> None:
@@ -186,7 +183,7 @@ def test_only_the_very_process_is_killed() -> None:
         child.kill()
 
 
-def test_a_debugger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     class Asked(pdb.Pdb):
@@ -216,14 +213,11 @@ def test_what_a_rank_does_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> N
     assert progress.describe_progress().endswith("(in the background: writing its part of a checkpoint)")
 
 
-def test_a_stranger_at_the_port_is_not_heard() -> None:
-    first = heartbeat._Rank0Listener.__new__(heartbeat._Rank0Listener)
-    first.auth_token, first.heartbeats, first.rank_by_connection = "secret", {}, {}
-    here, there = socket.socketpair()
+def test_line_without_the_token_is_ignored() -> None:
+    monitor = HeartbeatMonitor.__new__(HeartbeatMonitor)
+    monitor.token, monitor.heartbeats = "secret", {}
     for line in (b"guess " + sign(1, LOADING_ROWS).to_line(), b"secret {}", b"secret [1]", b"", b"\xff\xfe"):
-        first._accept_line(here, line)
-    assert first.heartbeats == {} == first.rank_by_connection
-    first._accept_line(here, b"secret " + sign(1, LOADING_ROWS).to_line())
-    assert list(first.heartbeats) == [1]
-    here.close()
-    there.close()
+        assert monitor._accept_line(line) is None
+    assert monitor.heartbeats == {}
+    assert monitor._accept_line(b"secret " + sign(1, LOADING_ROWS).to_line()) == 1
+    assert list(monitor.heartbeats) == [1]
