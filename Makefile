@@ -30,7 +30,7 @@ CORE := $(shell sed -n 's/^megatron-core==//p' constraints.txt)
 # Code and text of this project, without what commands write in the checkout.
 SPELLED := *.md *.toml *.yml Makefile $(addsuffix /,megatron_vl converters data_tools toolkit docs tests examples benchmarks)
 
-.PHONY: help demo quick test test-full test-eval test-next test-transformers check lint types docs setup eval lock clean
+.PHONY: help demo quick test test-full test-eval test-next test-transformers check lint types docs pages setup eval lock clean
 
 help:            ## what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
@@ -83,6 +83,10 @@ lint: $(READY)   ## ruff, its formatter, which folder may import which, and spel
 types: $(READY)  ## mypy
 	$(BIN)/mypy
 
+pages: $(READY)  ## the parts of pages that the code decides (support matrix, versions, layouts of long rows, GPUs)
+	$(BIN)/python docs/hooks.py
+
+# Without --quiet, with which mkdocs forgets --strict.
 docs: $(READY)   ## the documentation site, built strictly (.site/); its commands are checked by the tests
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir .site
 

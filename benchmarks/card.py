@@ -141,7 +141,7 @@ def prepare_curve(
     for jpeg, question, answer in conversations:
         content = [{"type": "image"}, {"type": "text", "text": question}]
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-        samples.append(encoder.encode_sample(turns, [("image", "picture.jpg", jpeg)]))
+        samples.append(encoder.encode_sample(turns, [encoder.encode_medium("image", "picture.jpg", jpeg)]))
     rows = fill_rows(repeat_shuffled(samples), ROW_TOKENS)
     return CurveRun(config, [list(itertools.islice(rows, ROWS_PER_STEP)) for _ in range(steps)])
 

@@ -27,6 +27,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.data.sample.pixels import PixelNorm
+from megatron_vl.data.sample.pixel_settings import PixelNorm
 from megatron_vl.data.synthetic import draw_rows
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
@@ -456,7 +457,7 @@ def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[st
                 report.row_work(run.spec, config, row.lengths, row.loss_tokens, row.images, whole_head=True)
             )
 
-    work = report.add_work(report.gather_to_all(report.add_work(works)))
+    work = sum(report.gather_to_all(sum(works, Counter())), Counter())
     figures = report.speed_figures(work, [end - begin for begin, end in itertools.pairwise(clock)], machine)
     return figures | {"loss": loss, "memory": _memory(model=trainer.model, held=held, cuda=cuda)}
 

@@ -28,8 +28,8 @@ import torch
 from PIL import Image
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
-from megatron_vl.data.sample.pixels import decode_image, image_size
+from megatron_vl.data.row_encoder import RawSample, RowEncoder
+from megatron_vl.data.sample.images import decode_image, image_size
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.data.synthetic import PICTURE_SIZES
 from megatron_vl.spec.families import read_spec
@@ -72,7 +72,7 @@ def stored(messages: list[dict[str, Any]], jpeg: bytes) -> RawSample:
     return RawSample("0", text, {"0.jpg": jpeg})
 
 
-def ours(encoder: RowEncoder, raw: RawSample) -> tuple[EncodedSample, torch.Tensor]:
+def ours(encoder: RowEncoder, raw: RawSample) -> tuple[RawSample, torch.Tensor]:
     """The encoded sample and its planes."""
     encoded = encoder.preencode_sample(raw)
     return encoded, encoder.postencode_sample(encoded).media_items[0].planes

@@ -69,26 +69,23 @@ def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], b
     Returns:
         The tensors by name, and whether it is a HF folder.
     """
-    tensors: dict[str, _StoredTensor] = {}
-    marker_files = (MANIFEST_FILE, f"weights/{MANIFEST_FILE}")
-    has_marker = any((checkpoint_path / name).exists() for name in marker_files)
-    if has_marker or any(checkpoint_path.glob("step_*")):
+    markers = (MANIFEST_FILE, f"weights/{MANIFEST_FILE}", "step_*")
+    if any(path for marker in markers for path in checkpoint_path.glob(marker)):
         # The reader must not refuse damaged tensors: a comparison shows the differences.
         return _canonical_tensors(WeightReader(checkpoint_path, should_verify=False)), False
 
     folder = TensorFolder(checkpoint_path)
-    for name in folder.file_by_tensor:
-        read_region = partial(folder.read_region, name)
-        tensors[name] = _StoredTensor(folder.shape(name), folder.dtype_code(name), read_region)
-    return tensors, True
+    return {
+        name: _StoredTensor(folder.shape(name), folder.dtype_code(name), partial(folder.read_region, name))
+        for name in folder.file_by_tensor
+    }, True
 
 
 def _canonical_tensors(source: CanonicalWeights) -> dict[str, _StoredTensor]:
-    tensors: dict[str, _StoredTensor] = {}
-    for name, info in tensor_table(source.spec).items():
-        dtype_code = CODE_BY_DTYPE[source.dtype(name)]
-        tensors[name] = _StoredTensor(info.shape, dtype_code, partial(source.read_region, name))
-    return tensors
+    return {
+        name: _StoredTensor(info.shape, CODE_BY_DTYPE[source.dtype(name)], partial(source.read_region, name))
+        for name, info in tensor_table(source.spec).items()
+    }
 
 
 def _element_bytes(dtype_code: str) -> int:
@@ -133,18 +130,12 @@ def compare_weights(
     tensor_names = sorted(first_tensors.keys() | second_tensors.keys())
 
     # Tensors that only one folder has are reported without being read.
-    compared_bytes = 0
-    for name in first_tensors.keys() & second_tensors.keys():
-        tensor = first_tensors[name]
-        element_count = math.prod(tensor.shape)
-        compared_bytes += element_count * _element_bytes(tensor.dtype_code)
-
+    compared = [first_tensors[name] for name in first_tensors.keys() & second_tensors.keys()]
+    compared_bytes = sum(math.prod(tensor.shape) * _element_bytes(tensor.dtype_code) for tensor in compared)
     with progress(compared_bytes, "bytes", "verify") as advance:
 
         def compare_tensor(name: str) -> TensorDifference | None:
-            first_tensor = first_tensors.get(name)
-            second_tensor = second_tensors.get(name)
-            how = _describe_difference(first_tensor, second_tensor, advance)
+            how = _describe_difference(first_tensors.get(name), second_tensors.get(name), advance)
             return TensorDifference(name, how) if how else None
 
         tensor_differences = _find_differences(compare_tensor, tensor_names, worker_count)
@@ -159,12 +150,8 @@ def _find_differences[Item](
     find_difference: Callable[[Item], TensorDifference | None], items: Sequence[Item], worker_count: int
 ) -> list[TensorDifference]:
     """The differences that threads find, in the order of the items."""
-    differences = []
-    with ThreadPoolExecutor(worker_count or default_worker_count()) as thread_pool:
-        for difference in thread_pool.map(find_difference, items):
-            if difference:
-                differences.append(difference)
-    return differences
+    with ThreadPoolExecutor(worker_count or default_worker_count()) as pool:
+        return list(filter(None, pool.map(find_difference, items)))
 
 
 def _describe_difference(
@@ -185,20 +172,16 @@ def _describe_difference(
     for region in row_regions(first.shape, element_bytes):
         first_values = first.read_region(region).contiguous()
         second_values = second.read_region(region).contiguous()
-        integer_dtype = INTEGER_DTYPE_BY_SIZE[first_values.element_size()]
         # As integers, two NaNs with the same bits are equal, and 0.0 and -0.0 are not.
-        first_bits = first_values.view(integer_dtype)
-        second_bits = second_values.view(integer_dtype)
-        differs_mask = (first_bits != second_bits).flatten()
+        integers = INTEGER_DTYPE_BY_SIZE[first_values.element_size()]
+        differs_mask = (first_values.view(integers) != second_values.view(integers)).flatten()
         if differs_mask.any():
             differing_elements += int(differs_mask.sum())
             if first_difference < 0:
                 first_element = region.row * matrix_shape(first.shape)[1]
                 first_difference = first_element + int(differs_mask.nonzero()[0])
-            distances = (first_values.double() - second_values.double()).abs()
-            distances = distances.nan_to_num(float("inf"))
-            largest_distance = float(distances.max())
-            largest_difference = max(largest_difference, largest_distance)
+            distances = (first_values.double() - second_values.double()).abs().nan_to_num(float("inf"))
+            largest_difference = max(largest_difference, float(distances.max()))
         advance(first_values.nbytes)
 
     if not differing_elements:
@@ -213,23 +196,20 @@ def _describe_difference(
 def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int = 0) -> CheckpointComparison:
     """Compares every stored tensor of Megatron weights with its SHA-256 in the manifest."""
     weight_reader = WeightReader(checkpoint_path, should_verify=False)
-    reader_by_file = {file: weight_reader.open_file(file) for file in weight_reader.manifest["files"]}
-    stored_tensors = []
-    total_bytes = 0
-    for file_name, tensor_reader in reader_by_file.items():
-        for name, digest in weight_reader.manifest["files"][file_name]["tensors"].items():
-            stored_tensors.append((file_name, name, digest))
-            element_count = math.prod(tensor_reader.shape(name))
-            total_bytes += element_count * tensor_reader.dtype(name).itemsize
-
+    files = weight_reader.manifest["files"]
+    readers = {file: weight_reader.open_file(file) for file in files}
+    stored_tensors = [(file, *item) for file, entry in files.items() for item in entry["tensors"].items()]
+    total_bytes = sum(
+        math.prod(readers[file].shape(name)) * readers[file].dtype(name).itemsize
+        for file, name, _ in stored_tensors
+    )
     with progress(total_bytes, "bytes", "verify") as advance:
 
         def check_hash(stored_tensor: tuple[str, str, str]) -> TensorDifference | None:
-            file_name, name, expected_digest = stored_tensor
-            tensor_reader = reader_by_file[file_name]
-            if tensor_reader.sha256(name, advance) == expected_digest:
+            file, name, expected_digest = stored_tensor
+            if readers[file].sha256(name, advance) == expected_digest:
                 return None
-            return TensorDifference(name, f"differs in {file_name} from the manifest")
+            return TensorDifference(name, f"differs in {file} from the manifest")
 
         tensor_differences = _find_differences(check_hash, stored_tensors, worker_count)
     return CheckpointComparison(len(stored_tensors), total_bytes, tensor_differences)

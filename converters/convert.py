@@ -24,7 +24,7 @@ from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.system.json_files import write_json
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
-from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
+from megatron_vl.weights.manifest import file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
@@ -92,18 +92,12 @@ def convert_weights(
     source = HfCheckpoint(hf)
     # A tied output layer is not stored in Megatron weights, so a different one would be lost.
     source.check_tied_output()
-    weights_origin = {
-        "hf": Path(hf).resolve().name,
-        **media_entry(exported_media(Path(hf))),
-    }
-
-    weights_report = _write_weights(
-        source, [Path(hf)], out, layout, "convert", workers, force, weights_origin
-    )
-    weights_report.carried = len(source.carried_names)
+    origin = {"hf": Path(hf).resolve().name, **media_entry(exported_media(Path(hf)))}
+    report = _write_weights(source, [Path(hf)], out, layout, "convert", workers, force, origin)
+    report.carried = len(source.carried_names)
     if rounding_note := source.rounded_decays():
-        weights_report.notes.append(rounding_note)
-    return weights_report
+        report.notes.append(rounding_note)
+    return report
 
 
 def reshard_weights(
@@ -119,14 +113,11 @@ def reshard_weights(
     The arguments and errors are those of :func:`convert_weights`.
     """
     source = WeightReader(checkpoint, takes_adapters=True)
-    command_name = "split" if layout else "merge"
-
+    command = "split" if layout else "merge"
     # A run's limits of media are not stored in its weights but in the step folder.
-    weights_origin = {
-        **(source.manifest.get("origin") or {}),
-        **media_entry(trained_media(source.path, source.manifest)),
-    }
-    return _write_weights(source, [source.path], out, layout, command_name, workers, force, weights_origin)
+    media_limits = media_entry(trained_media(source.path, source.manifest))
+    origin = {**(source.manifest.get("origin") or {}), **media_limits}
+    return _write_weights(source, [source.path], out, layout, command, workers, force, origin)
 
 
 def _write_weights(
@@ -149,12 +140,10 @@ def _write_weights(
     output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
     planned_files = _plan_files(source, layout)
-    header_by_file = {
-        file.name: make_safetensors_header(file.tensors, {"format": "pt"}) for file in planned_files
-    }
+    headers = {file.name: make_safetensors_header(file.tensors, {"format": "pt"}) for file in planned_files}
     worker_count = worker_count or default_worker_count()
 
-    with open_output(output_dir, input_dirs, header_by_file, force_overwrite=force_overwrite) as output:
+    with open_output(output_dir, input_dirs, headers, force_overwrite=force_overwrite) as output:
         copy_jobs = _shard_jobs(source, planned_files, layout.sharding if layout else UNSHARDED, output)
         write_seconds = _run_copy_jobs(command_name, source, copy_jobs, output, worker_count)
         output.commit_files()
@@ -174,19 +163,11 @@ def _make_report(
     output_dir: Path, conversion_output: ConversionOutput, seconds: float, layout: Layout | None = None
 ) -> WeightsReport:
     """The report about the files that were written."""
-    file_writers = conversion_output.writer_by_file.values()
+    writers = conversion_output.writer_by_file.values()
     # A tensor may be in several files, as shards or replicated.
-    tensor_names: set[str] = set()
-    for writer in file_writers:
-        tensor_names.update(writer.tensor_names())
-    return WeightsReport(
-        output_dir,
-        len(tensor_names),
-        len(file_writers),
-        sum(writer.file_size_bytes for writer in file_writers),
-        seconds,
-        layout,
-    )
+    tensor_names = {name for writer in writers for name in writer.tensor_names()}
+    total_bytes = sum(writer.file_size_bytes for writer in writers)
+    return WeightsReport(output_dir, len(tensor_names), len(writers), total_bytes, seconds, layout)
 
 
 def _shard_jobs(
@@ -201,13 +182,14 @@ def _shard_jobs(
     jobs_by_tensor: dict[str, list[CopyJob]] = {name: [] for name in tensor_infos}
     for file in planned_files:
         # The pipeline rank selects tensors; the other ranks select the shard of a tensor.
-        shard_ranks = {f"{kind}_rank": rank for kind, rank in file.ranks.items() if kind != "pp"}
+        ranks = {f"{kind}_rank": rank for kind, rank in file.ranks.items() if kind != "pp"}
         writer = conversion_output.writer_by_file[file.name]
-        for name, (dtype, shard_shape) in file.tensors.items():
-            shard_index = sharding.shard_index(tensor_infos[name], **shard_ranks)
-            source_blocks = blocks_of_shard(tensor_infos[name], shard_index, sharding)
-            read_region = _gather_from(source, source_blocks, dtype)
-            jobs_by_tensor[name].append(CopyJob(writer, name, shard_shape, dtype, read_region))
+        for name, (dtype, shape) in file.tensors.items():
+            info = tensor_infos[name]
+            blocks = blocks_of_shard(info, sharding.shard_index(info, **ranks), sharding)
+            jobs_by_tensor[name].append(
+                CopyJob(writer, name, shape, dtype, _gather_from(source, blocks, dtype))
+            )
     return jobs_by_tensor
 
 
@@ -233,12 +215,8 @@ def _run_copy_jobs(
     total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
     start_time = time.monotonic()
     with progress(total_bytes, "bytes", command_name) as advance:
-        run_copy_tasks(
-            order_with_checks(jobs_by_tensor, check, worker_count),
-            worker_count,
-            advance,
-            conversion_output.record_tensor,
-        )
+        tasks = order_with_checks(jobs_by_tensor, check, worker_count)
+        run_copy_tasks(tasks, worker_count, advance, conversion_output.record_tensor)
     write_seconds = time.monotonic() - start_time
 
     # A source that was replaced while it was read would give a mixture of two models.
@@ -276,11 +254,11 @@ def _plan_files(source: CanonicalWeights, layout: Layout | None) -> list[_Planne
                 stored_type = (source.dtype(name), info.shard_shape(layout.sharding))
                 (experts if info.num_experts else dense)[name] = stored_type
         for tp in range(layout.tp):
-            planned_files.append(_PlannedFile(rank_file_name(tp, pp), {"tp": tp, "pp": pp}, dense))
+            planned_files.append(_PlannedFile(rank_file_name(tp=tp, pp=pp), {"tp": tp, "pp": pp}, dense))
         # A rank without experts has no file for them.
         for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
             ranks = {"ep": ep, "etp": etp, "pp": pp}
-            planned_files.append(_PlannedFile(expert_file_name(ep, etp, pp), ranks, experts))
+            planned_files.append(_PlannedFile(rank_file_name(**ranks), ranks, experts))
     return planned_files
 
 
@@ -350,10 +328,10 @@ def export_weights(
     source: WeightReader | MergedWeights
     if merges_adapter:
         hf_checkpoint = HfCheckpoint(hf)
-        adapters = open_adapters(checkpoint, hf_checkpoint.spec)
-        _check_same_model(adapters, hf_checkpoint)
-        check_base(adapters, hf_checkpoint)
-        source = MergedWeights(hf_checkpoint, adapters)
+        lora = open_adapters(checkpoint, hf_checkpoint.spec)
+        _check_same_model(lora, hf_checkpoint)
+        _check_base(lora, hf_checkpoint)
+        source = MergedWeights(hf_checkpoint, lora)
     else:
         source = WeightReader(checkpoint)
         hf_checkpoint = HfCheckpoint(hf)
@@ -363,13 +341,13 @@ def export_weights(
     # Everything that can be refused is refused before the first byte is written.
     _check_padding(source, hf_checkpoint, workers)
     training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
-    export_report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), training_facts, workers, force)
-    if merges_adapter and not adapters.adapter_base.digest:
-        export_report.notes.append(
+    report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), training_facts, workers, force)
+    if merges_adapter and not lora.adapter_base.digest:
+        report.notes.append(
             f"{checkpoint} does not record which weights its adapters were trained on; the result is right"
             f" only if they are those in {hf}"
         )
-    return export_report
+    return report
 
 
 def _write_hf_folder(
@@ -385,12 +363,9 @@ def _write_hf_folder(
     # With the original headers, unchanged tensors give the original files byte for byte.
     source_files = hf_checkpoint.tensor_folder.reader_by_file
     header_by_file = {file: read_safetensors_header(hf_checkpoint.path / file) for file in source_files}
+    input_dirs = [source.path, hf_checkpoint.path]
     with open_output(
-        output_dir,
-        [source.path, hf_checkpoint.path],
-        header_by_file,
-        force_overwrite=force_overwrite,
-        is_hf_export=True,
+        output_dir, input_dirs, header_by_file, force_overwrite=force_overwrite, is_hf_export=True
     ) as conversion_output:
         export_jobs = _export_jobs(source, hf_checkpoint, conversion_output)
         write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
@@ -402,11 +377,11 @@ def _write_hf_folder(
         if training_facts:
             write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
 
-    export_report = _make_report(output_dir, conversion_output, write_seconds)
-    export_report.cast = _count_casts(source, hf_checkpoint)
-    export_report.carried = len(hf_checkpoint.carried_names)
-    export_report.skipped = [str(skipped_path) for skipped_path in skipped_files]
-    return export_report
+    report = _make_report(output_dir, conversion_output, write_seconds)
+    report.cast = _count_casts(source, hf_checkpoint)
+    report.carried = len(hf_checkpoint.carried_names)
+    report.skipped = list(map(str, skipped_files))
+    return report
 
 
 def _export_jobs(
@@ -423,8 +398,8 @@ def _export_jobs(
     def add_job(source_name: str, stored_name: str, read_region: Callable[[MatrixRegion], Tensor]) -> None:
         shape, dtype = tensor_folder.shape(stored_name), tensor_folder.dtype(stored_name)
         writer = conversion_output.writer_by_file[tensor_folder.file_by_tensor[stored_name]]
-        copy_job = CopyJob(writer, stored_name, shape, dtype, read_region)
-        jobs_by_tensor.setdefault(source_name, []).append(copy_job)
+        job = CopyJob(writer, stored_name, shape, dtype, read_region)
+        jobs_by_tensor.setdefault(source_name, []).append(job)
 
     for hf_name in hf_checkpoint.names_in_order():
         canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
@@ -446,9 +421,8 @@ def _count_casts(
     for rule in hf_checkpoint.rule_by_name.values():
         dtype = source.dtype(rule.name)
         if dtype != hf_checkpoint.dtype(rule.name):
-            cast_counts.update(
-                (dtype_name(dtype), dtype_name(hf_checkpoint.hf_dtype(hf_name))) for hf_name in rule.hf_shapes
-            )
+            hf_dtypes = map(hf_checkpoint.hf_dtype, rule.hf_shapes)
+            cast_counts.update((dtype_name(dtype), dtype_name(hf_dtype)) for hf_dtype in hf_dtypes)
     return dict(cast_counts)
 
 
@@ -498,18 +472,17 @@ def _check_padding(
         list(pool.map(check, (rule for rule in hf_checkpoint.rule_by_name.values() if rule.padding)))
 
 
-# --- Adapters -----------------------------------------------------------------------------------------------
+# --- LoRA ---------------------------------------------------------------------------------------------------
 
 
-def check_base(adapters: WeightReader | PeftAdapters, base: WeightReader | HfCheckpoint) -> None:
-    """Raises :class:`WeightsError` if adapters record that they were trained on other weights than ``base``.
+def _check_base(lora: WeightReader | PeftAdapters, base: HfCheckpoint) -> None:
+    """Raises :class:`WeightsError` if LoRA's weights record that they were trained on others than ``base``.
 
-    PEFT folders from elsewhere, and adapters saved before this was recorded, are accepted.
+    PEFT folders from elsewhere, and weights saved before this was recorded, are accepted.
     """
-    if adapters.adapter_base.digest and (
-        base_difference := adapters.adapter_base.difference_text(model_digest(base), base.path)
-    ):
-        raise WeightsError(f"the adapters in {adapters.path} {base_difference}")
+    recorded = lora.adapter_base
+    if recorded.digest and (difference := recorded.difference_text(model_digest(base), base.path)):
+        raise WeightsError(f"the adapters in {lora.path} {difference}")
 
 
 def export_adapter(
@@ -521,18 +494,18 @@ def export_adapter(
     may_have_other_base: bool = False,
     export_facts: Mapping[str, Any] | None = None,
 ) -> WeightsReport:
-    """Exports the adapters of a run to a folder that PEFT loads.
+    """Exports the LoRA weights of a run to an adapter that PEFT loads.
 
     Args:
-        checkpoint: a run with LoRA, one of its steps, or adapters in any layout.
-        hf: the Hugging Face folder that the adapters belong to.
+        checkpoint: a run with LoRA, one of its steps, or LoRA weights in any layout.
+        hf: the Hugging Face folder of the model.
         force: whether to replace an adapter that is already in ``output_dir``.
-        may_have_other_base: whether the adapters may have been trained on other weights than those in ``hf``.
-            PEFT's files then name the folder of these weights as the base, not ``hf``.
+        may_have_other_base: whether they may have been trained on other weights than those in ``hf``. PEFT's
+            files then name the folder of these weights as the base, not ``hf``.
         export_facts: as in :func:`export_weights`.
 
     Raises:
-        WeightsError: the adapters belong to another model than ``hf``.
+        WeightsError: they belong to another model than ``hf``.
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
     hf_checkpoint = HfCheckpoint(hf)
@@ -540,7 +513,7 @@ def export_adapter(
     _check_same_model(source, hf_checkpoint)
     base_name = str(hf)
     if not may_have_other_base:
-        check_base(source, hf_checkpoint)
+        _check_base(source, hf_checkpoint)
     elif source.adapter_base.digest and source.adapter_base.differs_from(model_digest(hf_checkpoint)):
         base_name = source.adapter_base.path
     output_dir = Path(output_dir)
@@ -553,22 +526,16 @@ def export_adapter(
         **source.adapter_base.entry(),
     }
     start_time = time.monotonic()
-
-    with open_output(
-        output_dir,
-        [source.path, hf_checkpoint.path],
-        {ADAPTER_FILE: header},
-        force_overwrite=force,
-        is_hf_export=True,
-    ) as conversion_output:
+    input_dirs, headers = [source.path, hf_checkpoint.path], {ADAPTER_FILE: header}
+    with open_output(output_dir, input_dirs, headers, force_overwrite=force, is_hf_export=True) as output:
         for key, tensor in stored_tensors.items():
-            conversion_output.writer_by_file[ADAPTER_FILE].write_tensor(key, [tensor])
-        conversion_output.commit_files()
-        write_json(conversion_output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
+            output.writer_by_file[ADAPTER_FILE].write_tensor(key, [tensor])
+        output.commit_files()
+        write_json(output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
         if training_facts:
-            write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
+            write_json(output.path / EXPORT_FACTS_FILE, training_facts)
 
-    return _make_report(output_dir, conversion_output, time.monotonic() - start_time)
+    return _make_report(output_dir, output, time.monotonic() - start_time)
 
 
 def convert_adapter(
@@ -580,7 +547,7 @@ def convert_adapter(
     workers: int = 0,
     force: bool = False,
 ) -> WeightsReport:
-    """Converts a PEFT folder to Megatron weights that hold the adapters only.
+    """Converts a PEFT folder to Megatron weights that hold LoRA's factors only.
 
     Args:
         adapter: the PEFT folder.
@@ -589,17 +556,13 @@ def convert_adapter(
         layout, workers, force: as in :func:`convert_weights`.
 
     Raises:
-        The errors of :func:`check_base`, :class:`PeftAdapters` and :func:`convert_weights`.
+        The errors of :class:`PeftAdapters` and :func:`convert_weights`, and WeightsError if the adapter was
+        trained on other weights.
     """
     source = PeftAdapters(adapter, read_spec(hf))
     if source.adapter_base.digest and any(Path(hf).glob("*.safetensors")):
-        check_base(source, HfCheckpoint(hf))
-    media_limits = exported_media(source.path) or exported_media(Path(hf))
-    weights_origin = {
-        "hf": Path(hf).resolve().name,
-        **media_entry(media_limits),
-        **source.adapter_base.entry(),
-    }
-    return _write_weights(
-        source, [Path(adapter), Path(hf)], out, layout, "convert", workers, force, weights_origin
-    )
+        _check_base(source, HfCheckpoint(hf))
+    media_limits = media_entry(exported_media(source.path) or exported_media(Path(hf)))
+    origin = {"hf": Path(hf).resolve().name, **media_limits, **source.adapter_base.entry()}
+    input_dirs = [Path(adapter), Path(hf)]
+    return _write_weights(source, input_dirs, out, layout, "convert", workers, force, origin)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 
 import torch
@@ -164,28 +164,23 @@ class TensorFolder:
                 relative_path = (Path(current_dir) / entry_name).relative_to(self.path)
                 if str(relative_path) == EXPORT_FACTS_FILE:  # it describes another export
                     continue
-                holds_weights = (
-                    entry_name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-                    and str(relative_path) != WEIGHT_INDEX_FILE
-                )
-                (weight_paths if holds_weights else kept_paths).append(relative_path)
+                has_weights = entry_name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
+                if not has_weights or str(relative_path) == WEIGHT_INDEX_FILE:
+                    kept_paths.append(relative_path)
+                elif str(relative_path) not in self.reader_by_file:
+                    weight_paths.append(relative_path)
 
         self._check_links(kept_paths)
-        return sorted(kept_paths), sorted(
-            relative_path for relative_path in weight_paths if str(relative_path) not in self.reader_by_file
-        )
+        return sorted(kept_paths), sorted(weight_paths)
 
     def _check_links(self, companion_paths: Sequence[Path]) -> None:
-        resolved_root = self.path.resolve()
-        # In the cache of huggingface_hub, a snapshot consists of links to files in a folder blobs.
-        allowed_roots = (
-            (resolved_root, resolved_root.parent.parent / "blobs")
-            if resolved_root.parent.name == "snapshots"
-            else (resolved_root,)
-        )
+        allowed_dirs = [self.path.resolve()]
+        if allowed_dirs[0].parent.name == "snapshots":
+            # In the cache of huggingface_hub, a snapshot consists of links to files in a folder blobs.
+            allowed_dirs.append(allowed_dirs[0].parents[1] / "blobs")
         for path in companion_paths:
-            link_target = (resolved_root / path).resolve()
-            if not any(link_target.is_relative_to(allowed) for allowed in allowed_roots):
+            link_target = (self.path / path).resolve()
+            if not any(map(link_target.is_relative_to, allowed_dirs)):
                 raise WeightsError(
                     f"{self.path / path} is a link to {link_target}, "
                     "outside the folder; put the file itself there"
@@ -211,20 +206,13 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     ffn_hidden_size = spec.language.moe.ffn_hidden_size
     hidden_size = spec.language.hidden_size
 
-    has_separate_experts = False
-    expert_stacks: dict[str, tuple[int, int]] = {}
-    for tensor_name in tensor_folder.file_by_tensor:
-        if is_carried_tensor(spec, tensor_name):
-            continue
-        if tensor_name.endswith(GATE_UP_STACK):
-            expert_stacks[tensor_name] = (2 * ffn_hidden_size, hidden_size)
-        elif tensor_name.endswith(DOWN_STACK):
-            expert_stacks[tensor_name] = (hidden_size, ffn_hidden_size)
-        elif ".mlp.experts." in tensor_name:
-            has_separate_experts = True
-
+    names = [name for name in tensor_folder.file_by_tensor if not is_carried_tensor(spec, name)]
+    expert_stacks = {
+        name: (2 * ffn_hidden_size, hidden_size) for name in names if name.endswith(GATE_UP_STACK)
+    }
+    expert_stacks |= {name: (hidden_size, ffn_hidden_size) for name in names if name.endswith(DOWN_STACK)}
     if not expert_stacks:
-        return "apart" if has_separate_experts else released_style
+        return "apart" if any(".mlp.experts." in name for name in names) else released_style
     if released_style == "output_first":
         return released_style  # as in transformers, which supports no other stacks for this family
     for tensor_name, (row_count, col_count) in expert_stacks.items():
@@ -336,12 +324,12 @@ class HfCheckpoint(CanonicalWeights):
                     f"{self.path}: tensor {stored_name!r} is unknown in a {self.spec.family} model "
                     "with this config.json"
                 )
-            if self.tensor_folder.shape(stored_name) != expected_by_name[released_name]:
-                shapes_text = (
-                    f"{list(self.tensor_folder.shape(stored_name))}; "
-                    f"config.json says {list(expected_by_name[released_name])}"
+            stored_shape = self.tensor_folder.shape(stored_name)
+            if stored_shape != expected_by_name[released_name]:
+                raise WeightsError(
+                    f"{self.path}: tensor {stored_name!r} has shape {list(stored_shape)};"
+                    f" config.json says {list(expected_by_name[released_name])}"
                 )
-                raise WeightsError(f"{self.path}: tensor {stored_name!r} has shape {shapes_text}")
             self.hf_dtype(released_name)
 
     def rounded_decays(self) -> str:
@@ -378,15 +366,17 @@ class HfCheckpoint(CanonicalWeights):
         folder = self.tensor_folder
         output_name = self.stored_name_by_released[HF_OUTPUT]
         embedding_name = self.stored_name_by_released[self.embedding_name]
-        is_equal = folder.dtype_code(output_name) == folder.dtype_code(embedding_name) and all(
-            torch.equal(
-                folder.read_region(output_name, region).contiguous().view(torch.uint8),
-                folder.read_region(embedding_name, region).contiguous().view(torch.uint8),
-            )
-            # In regions, because the vocabulary's matrix may take gigabytes.
-            for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize)
-        )
-        if not is_equal:
+
+        def region_bytes(tensor_name: str, region: MatrixRegion) -> Tensor:
+            return folder.read_region(tensor_name, region).contiguous().view(torch.uint8)
+
+        # In regions, because the vocabulary's matrix may take gigabytes.
+        regions = row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize)
+        has_same_type = folder.dtype_code(output_name) == folder.dtype_code(embedding_name)
+        if not has_same_type or not all(
+            torch.equal(region_bytes(output_name, region), region_bytes(embedding_name, region))
+            for region in regions
+        ):
             raise WeightsError(
                 f"{self.path}: tensor {output_name!r} differs from {embedding_name!r}, but "
                 "config.json ties them; set tie_word_embeddings to false, or remove the tensor"
@@ -400,11 +390,7 @@ class HfCheckpoint(CanonicalWeights):
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         """The data type of a canonical tensor, which holds the values of all its HF tensors exactly."""
-        hf_dtypes = [self.hf_dtype(hf_name) for hf_name in self.rule_by_name[tensor_name].hf_shapes]
-        common_dtype = hf_dtypes[0]
-        for dtype in hf_dtypes[1:]:
-            common_dtype = torch.promote_types(common_dtype, dtype)
-        return common_dtype
+        return reduce(torch.promote_types, map(self.hf_dtype, self.rule_by_name[tensor_name].hf_shapes))
 
     def fingerprint(self) -> dict[str, str]:
         """The config, and each file's header, size and modification time, which are known without reading the

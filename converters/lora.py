@@ -1,4 +1,4 @@
-"""LoRA adapters between PEFT's folders and canonical factors, and merging them into the model's weights.
+"""LoRA's factors between PEFT's folders and canonical tensors, and merging them into the model's weights.
 
 The rule of a fused tensor says which of its rows belong to which released matrix. It holds for ``lora_B``
 too, which has the same rows. ``lora_A`` has the factors of the released matrices one below another.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,7 @@ from megatron_vl.spec.lora import (
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.model_digest import AdapterBase, recorded_base
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
-from megatron_vl.weights.tensor_files import (
-    MatrixRegion,
-    WeightsError,
-    matrix_shape,
-)
+from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, matrix_shape
 from megatron_vl.weights.trained_media import read_json_object
 from megatron_vl.weights.weight_reader import WeightReader, read_adapters
 
@@ -76,11 +72,11 @@ def _part_views(
         col_count = matrix_shapes[part.hf_name][1]
         part_a = canonical_a[first_row : first_row + part.rank, :col_count]
         first_row += part.rank
-        pieces_b = []
-        for block in base_blocks:
-            if _module_name(block.part_id) == part.hf_name:
-                piece = canonical_b[block.row : block.row + block.rows, : part.rank]
-                pieces_b.append((slice(block.part_row, block.part_row + block.rows), piece))
+        blocks = [block for block in base_blocks if _module_name(block.part_id) == part.hf_name]
+        pieces_b = [
+            (slice(b.part_row, b.part_row + b.rows), canonical_b[b.row : b.row + b.rows, : part.rank])
+            for b in blocks
+        ]
         yield part.hf_name, part_a, pieces_b
 
 
@@ -119,24 +115,14 @@ def split_factors(
         for rows, piece in pieces_b:
             factor_b[rows] = piece
         factors[hf_name] = (part_a.contiguous(), factor_b)
-    _check_complete(adapter, (canonical_a, canonical_b), factors)
-    return factors
 
-
-def _check_complete(
-    adapter: FusedAdapter,
-    canonical_factors: tuple[Tensor, Tensor],
-    factors: Mapping[str, tuple[Tensor, Tensor]],
-) -> None:
-    """Raises :class:`WeightsError` if a canonical factor has values that no released matrix has."""
-    all_factors = [factor for pair in factors.values() for factor in pair]
-    lost_count = sum(int(canonical.count_nonzero()) for canonical in canonical_factors)
-    lost_count -= sum(int(factor.count_nonzero()) for factor in all_factors)
-    if lost_count:
+    canonical_count = int(canonical_a.count_nonzero() + canonical_b.count_nonzero())
+    if canonical_count != sum(int(factor.count_nonzero()) for pair in factors.values() for factor in pair):
         raise WeightsError(
             f"the adapter of {adapter.base.name!r} holds values where no released matrix has any; they"
             " cannot be exported"
         )
+    return factors
 
 
 # --- PEFT's folders -----------------------------------------------------------------------------------------
@@ -153,48 +139,32 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
         super().__init__(path, spec)
         self.tensor_infos = trained_table(spec, self.lora)
         for tensor_name in self.tensor_infos:
-            is_factor = is_adapter_tensor(tensor_name)
-            is_stored = tensor_name in self.saved_keys
-            if not is_factor and not is_stored:
+            if not is_adapter_tensor(tensor_name) and tensor_name not in self.saved_keys:
                 raise WeightsError(
                     f"{self.path / ADAPTER_FILE}: {tensor_name!r} is missing in a whole module"
                 )
-        self._adapter_by_factor: dict[str, FusedAdapter] = {}
-        for adapter in fused_adapters(spec, self.lora).values():
-            self._adapter_by_factor[adapter.name_a] = adapter
-            self._adapter_by_factor[adapter.name_b] = adapter
+        adapters = fused_adapters(spec, self.lora).values()
+        self._adapter_by_factor = {name: a for a in adapters for name in (a.name_a, a.name_b)}
         self._cached_factors = lru_cache(maxsize=4)(self._fuse_adapter)
 
     def _fuse_adapter(self, adapter: FusedAdapter) -> tuple[Tensor, Tensor]:
-        common_dtype = self.dtype(adapter.name_a)
-        return fuse_factors(self.spec, adapter, self.factors, common_dtype)
+        return fuse_factors(self.spec, adapter, self.factors, self.dtype(adapter.name_a))
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         """The type that holds the values of all released parts of a canonical tensor exactly."""
-        saved_key = self.saved_keys.get(tensor_name)
-        if saved_key is not None:
-            return self.tensor_reader.dtype(saved_key)
-        common_dtype: torch.dtype | None = None
-        for part in self._adapter_by_factor[tensor_name].parts:
-            if part.rank:
-                part_factors = self.factors[part.hf_name]
-                part_dtype = part_factors.dtype
-                common_dtype = torch.promote_types(common_dtype or part_dtype, part_dtype)
-        assert common_dtype is not None
-        return common_dtype
+        if tensor_name in self.saved_keys:
+            return self.tensor_reader.dtype(self.saved_keys[tensor_name])
+        parts = self._adapter_by_factor[tensor_name].parts
+        return reduce(torch.promote_types, [self.factors[part.hf_name].dtype for part in parts if part.rank])
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a canonical tensor as a matrix."""
-        saved_key = self.saved_keys.get(tensor_name)
-        if saved_key is not None:
-            return self.tensor_reader.read_region(saved_key, region)
+        if tensor_name in self.saved_keys:
+            return self.tensor_reader.read_region(self.saved_keys[tensor_name], region)
         adapter = self._adapter_by_factor[tensor_name]
-        factor, canonical_b = self._cached_factors(adapter)
-        if tensor_name == adapter.name_b:
-            factor = canonical_b
-        factor_matrix = factor.view(matrix_shape(factor.shape))
-        region_rows = factor_matrix[region.row : region.row_end]
-        return region_rows[:, region.col : region.col_end]
+        factor = self._cached_factors(adapter)[tensor_name == adapter.name_b]
+        matrix = factor.view(matrix_shape(factor.shape))
+        return matrix[region.row : region.row_end, region.col : region.col_end]
 
     @property
     def adapter_base(self) -> AdapterBase:
@@ -214,7 +184,7 @@ def open_adapters(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapt
 
     Raises:
         FileNotFoundError: there is neither.
-        WeightsError: it holds no adapters, or a PEFT folder does not fit the model.
+        WeightsError: it holds no LoRA weights, or a PEFT folder does not fit the model.
     """
     return PeftAdapters(path, spec) if is_peft_folder(path) else read_adapters(path)
 
@@ -301,18 +271,17 @@ def peft_config(source: CanonicalWeights, base_name: str) -> dict[str, Any]:
 
 def _plain_number(number: float) -> float:
     """The same number, as an integer if it is one: some loaders take no other."""
-    whole_number = int(number)
-    return whole_number if whole_number == number else number
+    return int(number) if int(number) == number else number
 
 
 # --- Merging ------------------------------------------------------------------------------------------------
 
 
 class MergedWeights(CanonicalWeights):
-    """The canonical tensors of a model with an adapter added to them.
+    """The canonical tensors of a model with LoRA's products added to them.
 
-    A tensor with an adapter is the sum in float32, which a writer rounds once. One that was trained whole is
-    the adapter's. The others are those of the base, bit for bit.
+    A tensor with factors is the sum in float32, which a writer rounds once. One that was trained whole is
+    LoRA's. The others are those of the base, bit for bit.
     """
 
     lora = LoraConfig()
@@ -322,21 +291,19 @@ class MergedWeights(CanonicalWeights):
         self.source = source
         self.spec, self.tensor_infos = base.spec, base.tensor_infos
         self.path = source.path
-        self.adapters = fused_adapters(source.spec, source.lora)
+        self.fused = fused_adapters(source.spec, source.lora)
         self.saved_modules = saved_modules(source.spec, source.lora)
         self._cached_factors = lru_cache(maxsize=16)(self._read_wide_factors)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
-        if tensor_name in self.adapters:
+        if tensor_name in self.fused:
             return torch.float32
         if tensor_name in self.saved_modules:
             return self.source.dtype(tensor_name)
         return self.base.dtype(tensor_name)
 
     def fingerprint(self) -> dict[str, str]:
-        base_facts = self.base.fingerprint()
-        adapter_facts = self.source.fingerprint()
-        return base_facts | adapter_facts
+        return self.base.fingerprint() | self.source.fingerprint()
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a full canonical tensor as a matrix."""
@@ -344,25 +311,19 @@ class MergedWeights(CanonicalWeights):
             self.source.verify_tensor(tensor_name)
             return self.source.read_region(tensor_name, region)
         base_region = self.base.read_region(tensor_name, region)
-        if tensor_name not in self.adapters:
+        if tensor_name not in self.fused:
             return base_region
 
         merged_region = base_region.to(torch.float32, copy=True)
         factor_a, factor_b, row_scales = self._cached_factors(tensor_name)
         row_count = factor_b.shape[1]
-        for expert_index, expert_a in enumerate(factor_a):
+        for expert, expert_a in enumerate(factor_a):
             # The rows of this expert within the region, counted from the expert's first row.
-            expert_start = expert_index * row_count
-            first_row = max(0, region.row - expert_start)
-            end_row = min(row_count, region.row_end - expert_start)
-            if first_row >= end_row:
-                continue
-            region_a = expert_a[:, region.col : region.col_end]
-            region_b = factor_b[expert_index, first_row:end_row]
-            region_scales = row_scales[first_row:end_row]
-            region_start = expert_start + first_row - region.row
-            merged_rows = merged_region.narrow(0, region_start, len(region_b))
-            merged_rows += (region_b @ region_a) * region_scales
+            start = region.row - expert * row_count
+            rows = slice(max(0, start), min(row_count, region.row_end - expert * row_count))
+            if rows.start < rows.stop:
+                product = factor_b[expert, rows] @ expert_a[:, region.col : region.col_end]
+                merged_region[rows.start - start : rows.stop - start] += product * row_scales[rows]
         return merged_region
 
     def _read_wide_factors(self, tensor_name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -371,12 +332,11 @@ class MergedWeights(CanonicalWeights):
         The columns of B are those of all released matrices, side by side, so that B A is right in every row.
         Without experts, E is 1.
         """
-        adapter = self.adapters[tensor_name]
+        adapter = self.fused[tensor_name]
         factor_a = read_whole(self.source, adapter.name_a).float()
         narrow_b = read_whole(self.source, adapter.name_b).float()
         if not adapter.base.num_experts:
-            factor_a = factor_a[None]
-            narrow_b = narrow_b[None]
+            factor_a, narrow_b = factor_a[None], narrow_b[None]
 
         expert_count, row_count, _ = narrow_b.shape
         wide_b = narrow_b.new_zeros(expert_count, row_count, sum(adapter.ranks))
@@ -385,11 +345,8 @@ class MergedWeights(CanonicalWeights):
         for part_number, run_length in row_runs(self.spec, adapter.base):
             part = adapter.parts[part_number]
             first_column = sum(adapter.ranks[:part_number])
-            wide_rows = wide_b.narrow(1, first_row, run_length)
-            part_columns = wide_rows.narrow(2, first_column, part.rank)
-            narrow_rows = narrow_b.narrow(1, first_row, run_length)
-            part_columns.copy_(narrow_rows.narrow(2, 0, part.rank))
-            run_scales = row_scales.narrow(0, first_row, run_length)
-            run_scales.fill_(part.scale)
+            rows = slice(first_row, first_row + run_length)
+            wide_b[:, rows, first_column : first_column + part.rank] = narrow_b[:, rows, : part.rank]
+            row_scales[rows] = part.scale
             first_row += run_length
         return factor_a, wide_b, row_scales

@@ -112,12 +112,8 @@ def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The matrices that can have an adapter: name in ``transformers`` 5 -> [out, in] or [E, out, in]."""
     module_shapes = _module_shapes(spec)
-    matrix_shapes: dict[str, tuple[int, ...]] = {}
-    every_matrix = LoraConfig(rank=1, targets=[".*"])
-    for adapter in fused_adapters(spec, every_matrix).values():
-        for part in adapter.parts:
-            matrix_shapes[part.hf_name] = module_shapes[part.hf_name]
-    return matrix_shapes
+    every_matrix = fused_adapters(spec, LoraConfig(rank=1, targets=[".*"])).values()
+    return {part.hf_name: module_shapes[part.hf_name] for fused in every_matrix for part in fused.parts}
 
 
 def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
@@ -127,12 +123,10 @@ def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
 
 def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
     """PEFT's ``target_modules`` and ``target_parameters`` for adapters of these matrices."""
-    all_names = list(hf_names)
-    stack_names = [name for name in all_names if is_expert_stack(name)]
-    module_names = [name for name in all_names if not is_expert_stack(name)]
+    names = list(hf_names)
     return {
-        "target_modules": shortest_suffixes(module_names, spec),
-        "target_parameters": shortest_suffixes(stack_names, spec) or None,
+        "target_modules": shortest_suffixes([name for name in names if not is_expert_stack(name)], spec),
+        "target_parameters": shortest_suffixes(filter(is_expert_stack, names), spec) or None,
     }
 
 
@@ -140,19 +134,13 @@ def shortest_suffixes(module_names: Iterable[str], spec: ModelSpec) -> list[str]
     """Ends of names that match these modules and no other one of the model, as PEFT matches them."""
     chosen_names = list(module_names)
     # Modules that contain others count too: "0" is also the end of a layer's name.
-    other_names: set[str] = set()
-    for module_name in _module_shapes(spec):
-        words = module_name.split(".")
-        other_names.update(".".join(words[:count]) for count in range(1, len(words) + 1))
-    other_suffixes = {
-        suffix for name in other_names.difference(chosen_names) for suffix in _name_suffixes(name)
-    }
-    suffixes = {}
-    for name in chosen_names:
-        # The whole name always stays.
-        own_suffixes = (suffix for suffix in _name_suffixes(name) if suffix not in other_suffixes)
-        suffixes.update(dict.fromkeys(itertools.islice(own_suffixes, 1)))
-    return list(suffixes)
+    modules = [name.split(".") for name in _module_shapes(spec)]
+    other_names = {".".join(words[:count]) for words in modules for count in range(1, len(words) + 1)}
+    other_names.difference_update(chosen_names)
+    other_suffixes = {suffix for name in other_names for suffix in _name_suffixes(name)}
+    # The whole name always stays.
+    own_suffixes = ([s for s in _name_suffixes(name) if s not in other_suffixes][:1] for name in chosen_names)
+    return list(dict.fromkeys(itertools.chain.from_iterable(own_suffixes)))
 
 
 def _name_suffixes(module_name: str) -> list[str]:
@@ -224,11 +212,8 @@ class PeftFolder:
 
     def _find_saved_keys(self) -> dict[str, str]:
         """The tensors of PEFT's ``modules_to_save``, in the order of the file."""
-        rule_by_hf_name: dict[str, ConversionRule] = {}
-        for rule in rules_by_name(self.spec).values():
-            for hf_name in rule.hf_shapes:
-                rule_by_hf_name[long_tensor_name(hf_name)] = rule
-
+        rules = rules_by_name(self.spec).values()
+        rule_by_hf_name = {long_tensor_name(hf_name): rule for rule in rules for hf_name in rule.hf_shapes}
         saved_keys: dict[str, str] = {}
         for key in self.tensor_reader.tensor_names():
             hf_name = long_tensor_name(key.removeprefix(KEY_PREFIX))
@@ -263,8 +248,7 @@ class PeftFolder:
         experts_names: dict[str, None] = {}
         for hf_name, shape in matrix_shapes.items():
             if is_expert_stack(hf_name):
-                experts_name, _, _ = hf_name.rpartition(".")
-                experts_names[experts_name] = None
+                experts_names[hf_name.rpartition(".")[0]] = None
             elif hf_name in modules:
                 self._check_layer(hf_name)
                 factors[hf_name] = self._matrix_factors(hf_name, shape, modules.pop(hf_name))
@@ -318,36 +302,26 @@ class PeftFolder:
         """The factors of one matrix."""
         rank, alpha = self._rank_and_alpha(hf_name)
         out_features, in_features = shape
-        factor_a = pair["A"]
-        factor_b = pair["B"]
-        self._check_shape(hf_name, "A", factor_a, (rank, in_features))
-        self._check_shape(hf_name, "B", factor_b, (out_features, rank))
-        return MatrixFactors(factor_a, factor_b, alpha)
+        self._check_shape(hf_name, "A", pair["A"], (rank, in_features))
+        self._check_shape(hf_name, "B", pair["B"], (out_features, rank))
+        return MatrixFactors(pair["A"], pair["B"], alpha)
 
     def _stack_factors(self, experts_name: str, pair: Mapping[str, Tensor]) -> dict[str, MatrixFactors]:
         """The factors of one stack of experts. The shapes tell which one it is, and its orientation."""
-        factor_a = pair["A"]
-        factor_b = pair["B"]
-        width_a = factor_a.shape[1]
-        width_b = factor_b.shape[0]
+        factor_a, factor_b = pair["A"], pair["B"]
+        width_a, width_b = factor_a.shape[1], factor_b.shape[0]
         hf_name = self._find_stack(experts_name, width_a, width_b)
         expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
 
         rank, alpha = self._rank_and_alpha(hf_name)
-        rank_count = expert_count * rank
-        self._check_shape(hf_name, "A", factor_a, (rank_count, width_a))
-        self._check_shape(hf_name, "B", factor_b, (width_b, rank_count))
+        self._check_shape(hf_name, "A", factor_a, (expert_count * rank, width_a))
+        self._check_shape(hf_name, "B", factor_b, (width_b, expert_count * rank))
         stack_a = factor_a.view(expert_count, rank, width_a)
-        stack_b = factor_b.view(width_b, rank, expert_count)
-        stack_b = stack_b.permute(2, 0, 1)
-
-        has_swapped_sides = width_a != in_features
+        stack_b = factor_b.view(width_b, rank, expert_count).permute(2, 0, 1)
         if out_features == in_features:
-            has_swapped_sides = self._has_swapped_sides(hf_name)
-        if has_swapped_sides:
-            input_factor = stack_b.transpose(1, 2)
-            output_factor = stack_a.transpose(1, 2)
-            return {hf_name: MatrixFactors(input_factor, output_factor, alpha)}
+            self._check_sides_are_known(hf_name)
+        elif width_a != in_features:
+            stack_a, stack_b = stack_b.transpose(1, 2), stack_a.transpose(1, 2)
         return {hf_name: MatrixFactors(stack_a, stack_b, alpha)}
 
     def _find_stack(self, experts_name: str, width_a: int, width_b: int) -> str:
@@ -362,21 +336,17 @@ class PeftFolder:
             f" {width_b}, which fit none of its stacks"
         )
 
-    def _has_swapped_sides(self, hf_name: str) -> bool:
-        """Whether A of square matrices has the outputs, as peft up to 0.18 wrote it. Only its version tells.
+    def _check_sides_are_known(self, hf_name: str) -> None:
+        """Raises WeightsError if A of square matrices may have the outputs, as peft up to 0.18 wrote it.
 
-        Raises:
-            WeightsError: the version is older, or not known. Versions before 0.18 did not always write it.
+        Only its version tells, which versions before 0.18 did not always write.
         """
-        version_match = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
-        if version_match:
-            major_version, minor_version = map(int, version_match.groups())
-            if (major_version, minor_version) >= (0, 19):
-                return False
-        raise WeightsError(
-            f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE} is"
-            " not 0.19 or later, so it is not known which factor has the inputs"
-        )
+        version = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
+        if version is None or tuple(map(int, version.groups())) < (0, 19):
+            raise WeightsError(
+                f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE}"
+                " is not 0.19 or later, so it is not known which factor has the inputs"
+            )
 
     def _separate_experts(
         self, experts_name: str, modules: dict[str, dict[str, Tensor]]
@@ -414,10 +384,8 @@ class PeftFolder:
             columns: for gate and up, or for down: the factors of all experts, or none.
         """
         given_columns = [column for column in columns if column]
-        rank, alpha = given_columns[0][0].rank, given_columns[0][0].alpha
-        if any(
-            (factors.rank, factors.alpha) != (rank, alpha) for column in given_columns for factors in column
-        ):
+        alpha = given_columns[0][0].alpha
+        if len({(factors.rank, factors.alpha) for column in given_columns for factors in column}) > 1:
             raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
 
         # The factors A of gate and up lie one below the other, and B is zero outside its diagonal blocks.
@@ -425,10 +393,10 @@ class PeftFolder:
             [torch.stack([factors.factor_a for factors in column]) for column in given_columns], dim=1
         )
         no_factor = torch.empty(word_rows, 0)
-        joined_b = []
-        for expert in range(len(given_columns[0])):
-            blocks = [column[expert].factor_b if column else no_factor for column in columns]
-            joined_b.append(torch.block_diag(*blocks))
+        joined_b = [
+            torch.block_diag(*(column[expert].factor_b if column else no_factor for column in columns))
+            for expert in range(len(given_columns[0]))
+        ]
 
         # The rank has grown, and the product must be scaled as before.
         growth = len(given_columns)

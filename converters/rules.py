@@ -69,15 +69,9 @@ def unchanged_tensor(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames
 
 def conv3d_patch_embedding(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor is the patch embedding, which is a Conv3d in HF."""
-    vision_spec = spec.vision
-    shape = (
-        vision_spec.hidden_size,
-        vision_spec.in_channels,
-        vision_spec.temporal_patch_size,
-        vision_spec.patch_size,
-        vision_spec.patch_size,
-    )
-    return _identical_rule(tensor_info, hf_names[0], shape)
+    vision = spec.vision
+    kernel_size = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    return _identical_rule(tensor_info, hf_names[0], (vision.hidden_size, vision.in_channels, *kernel_size))
 
 
 def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -90,12 +84,14 @@ def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) ->
     heads_per_group = language.num_heads // language.num_kv_heads
     rows_per_group = (heads_per_group * head_dim, head_dim, head_dim)
 
-    row_runs = []
-    for group_index in range(language.num_kv_heads):
-        for hf_name, row_count in zip(hf_names, rows_per_group, strict=True):
-            hf_row = group_index * row_count
-            row_runs.append((hf_name, hf_row, row_count))
-    return _rule_of_rows(tensor_info, row_runs)
+    return _rule_of_rows(
+        tensor_info,
+        [
+            (hf_name, group * rows, rows)
+            for group in range(language.num_kv_heads)
+            for hf_name, rows in zip(hf_names, rows_per_group, strict=True)
+        ],
+    )
 
 
 def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -109,17 +105,12 @@ def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNam
     heads_per_group = spec.language.num_heads // spec.language.num_kv_heads
 
     row_runs = []
-    for group_index in range(spec.language.num_kv_heads):
-        first_head = group_index * heads_per_group
-        end_head = first_head + heads_per_group
+    for group in range(spec.language.num_kv_heads):
+        heads = range(group * heads_per_group, (group + 1) * heads_per_group)
         for is_gate in (0, 1):
-            for head_index in range(first_head, end_head):
-                # HF alternates between the query and the gate of each head.
-                hf_head = 2 * head_index + is_gate
-                row_runs.append((query_name, hf_head * head_dim, head_dim))
-        key_row = group_index * head_dim
-        row_runs.append((key_name, key_row, head_dim))
-        row_runs.append((value_name, key_row, head_dim))
+            # HF alternates between the query and the gate of each head.
+            row_runs += [(query_name, (2 * head + is_gate) * head_dim, head_dim) for head in heads]
+        row_runs += [(name, group * head_dim, head_dim) for name in (key_name, value_name)]
     return _rule_of_rows(tensor_info, row_runs)
 
 
@@ -127,18 +118,9 @@ def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: H
     """The tensor consists of linear attention's projections: q, k, v; gate (z); beta (b); decay (a)."""
     linear_attention = spec.language.linear_attention
     assert linear_attention is not None
-    value_heads = linear_attention.value_heads
-    row_counts = (
-        linear_attention.conv_channels,
-        value_heads * linear_attention.value_dim,
-        value_heads,
-        value_heads,
-    )
-
-    row_runs = []
-    for hf_name, row_count in zip(hf_names, row_counts, strict=True):
-        row_runs.append((hf_name, 0, row_count))
-    return _rule_of_rows(tensor_info, row_runs)
+    heads = linear_attention.value_heads
+    row_counts = (linear_attention.conv_channels, heads * linear_attention.value_dim, heads, heads)
+    return _rule_of_rows(tensor_info, [(n, 0, rows) for n, rows in zip(hf_names, row_counts, strict=True)])
 
 
 def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -165,12 +147,8 @@ def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> C
     (hf_name,) = hf_names
     num_heads, head_dim = spec.vision.num_heads, spec.vision.head_dim
 
-    row_runs = []
-    for head_index in range(num_heads):
-        for qkv_index in range(3):
-            hf_head = qkv_index * num_heads + head_index
-            row_runs.append((hf_name, hf_head * head_dim, head_dim))
-    return _rule_of_rows(tensor_info, row_runs)
+    hf_heads = [qkv * num_heads + head for head in range(num_heads) for qkv in range(3)]
+    return _rule_of_rows(tensor_info, [(hf_name, head * head_dim, head_dim) for head in hf_heads])
 
 
 def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -178,11 +156,7 @@ def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> 
     (hf_name,) = hf_names
     real_rows = spec.vision.ffn_hidden_size
     padding_rows = tensor_info.shape[0] - real_rows
-    row_runs = [
-        (hf_name, 0, real_rows),
-        (PADDING, 0, padding_rows),
-    ]
-    return _rule_of_rows(tensor_info, row_runs)
+    return _rule_of_rows(tensor_info, [(hf_name, 0, real_rows), (PADDING, 0, padding_rows)])
 
 
 def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -213,14 +187,9 @@ def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> 
     """
     expert_count, rows, col_count = tensor_info.shape
     matrix_rows = rows // len(hf_names)
-    blocks: list[MatrixBlock] = []
-    hf_shapes: dict[str, tuple[int, ...]] = {}
-    for expert_index in range(expert_count):
-        for name_pattern in hf_names:
-            hf_name = name_pattern.replace("*", str(expert_index))
-            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=len(blocks) * matrix_rows))
-            hf_shapes[hf_name] = (matrix_rows, col_count)
-    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
+    names = [pattern.replace("*", str(expert)) for expert in range(expert_count) for pattern in hf_names]
+    blocks = [MatrixBlock(name, matrix_rows, col_count, row=i * matrix_rows) for i, name in enumerate(names)]
+    return ConversionRule(tensor_info.name, dict.fromkeys(names, (matrix_rows, col_count)), tuple(blocks))
 
 
 def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, ...]) -> ConversionRule:
@@ -231,13 +200,10 @@ def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, 
 
 def _gated_rule(tensor_info: TensorInfo, hf_names: HfNames, real_rows: int) -> ConversionRule:
     """The rule of a gated ``linear_fc1``: ``real_rows`` rows of the gate, zero rows, then the same for up."""
-    half_rows = tensor_info.shape[0] // 2
-    padding_rows = half_rows - real_rows
-    row_runs = []
-    for hf_name in hf_names:
-        row_runs.append((hf_name, 0, real_rows))
-        row_runs.append((PADDING, 0, padding_rows))
-    return _rule_of_rows(tensor_info, row_runs)
+    padding_rows = tensor_info.shape[0] // 2 - real_rows
+    gate_name, up_name = hf_names
+    padding = (PADDING, 0, padding_rows)
+    return _rule_of_rows(tensor_info, [(gate_name, 0, real_rows), padding, (up_name, 0, real_rows), padding])
 
 
 def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, int]]) -> ConversionRule:
@@ -248,22 +214,19 @@ def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, in
             of the canonical tensor, in order.
     """
     col_count = matrix_shape(tensor_info.shape)[1]
-    blocks = []
-    padding_regions = []
+    blocks, padding = [], []
     hf_rows: Counter[str] = Counter()
-    first_row = 0
-    for hf_name, hf_row, row_count in row_runs:
-        end_row = first_row + row_count
+    row = 0
+    for hf_name, hf_row, rows in row_runs:
         if hf_name != PADDING:
-            block = MatrixBlock(hf_name, row_count, col_count, row=first_row, part_row=hf_row)
-            blocks.append(block)
-            hf_rows[hf_name] += row_count
-        elif row_count:
-            padding_regions.append(MatrixRegion(first_row, end_row, 0, col_count))
-        first_row = end_row
+            blocks.append(MatrixBlock(hf_name, rows, col_count, row=row, part_row=hf_row))
+            hf_rows[hf_name] += rows
+        elif rows:
+            padding.append(MatrixRegion(row, row + rows, 0, col_count))
+        row += rows
 
-    hf_shapes = {hf_name: (row_count, *tensor_info.shape[1:]) for hf_name, row_count in hf_rows.items()}
-    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks), tuple(padding_regions))
+    hf_shapes = {hf_name: (rows, *tensor_info.shape[1:]) for hf_name, rows in hf_rows.items()}
+    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks), tuple(padding))
 
 
 # --- Tables of names
@@ -292,11 +255,10 @@ def name_entries(
     Args:
         table_lines: (canonical name, HF names separated by spaces, function that makes the rule).
     """
-    entries = []
-    for name, hf_names, make_rule in table_lines:
-        full_hf_names = tuple(hf_prefix + hf_name for hf_name in hf_names.split())
-        entries.append(NameEntry(prefix + name, full_hf_names, make_rule))
-    return tuple(entries)
+    return tuple(
+        NameEntry(prefix + name, tuple(hf_prefix + hf_name for hf_name in hf_names.split()), make_rule)
+        for name, hf_names, make_rule in table_lines
+    )
 
 
 def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[ConversionRule]:

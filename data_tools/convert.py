@@ -23,12 +23,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import batched
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_vl.data.sample.images import DEFAULT_MAX_PIXELS
 from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium
-from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
 from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
@@ -50,6 +50,11 @@ RECORDS_PER_BLOCK = 256
 table that it does not need."""
 MAX_IGNORED_KEYS = 100
 OTHER_KEYS = "other keys"
+FACT_OPTIONS = (
+    *("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids", "format"),
+    *("columns", "missing_markers"),
+)
+"""Options that determine the output."""
 
 
 class ConvertError(UserError, ValueError):
@@ -114,8 +119,8 @@ class DataReport:
 class ConversionOptions:
     """Settings of a conversion."""
 
-    media_roots: tuple[Path, ...]
-    """Folders of the media; empty: no record refers to a file."""
+    media_root: Path | tuple[Path, ...] | None
+    """Folder of the media, or several that are searched one after the other; None: no record refers to a file."""
     out: Path
     follow_links: bool = False
     """Whether a link may lead out of its media root."""
@@ -141,7 +146,8 @@ class ConversionOptions:
     @cached_property
     def roots(self) -> MediaRoots:
         """The media roots with links resolved."""
-        return MediaRoots(tuple(root.resolve() for root in self.media_roots), self.follow_links)
+        folders = self.media_root if isinstance(self.media_root, tuple) else (self.media_root,)
+        return MediaRoots(tuple(folder.resolve() for folder in folders if folder), self.follow_links)
 
     @property
     def dataset_dir(self) -> Path:
@@ -157,21 +163,10 @@ class ConversionOptions:
 
     def output_facts(self, input_files: list[InputFile]) -> dict[str, Any]:
         """What determines the output, as JSON values: the options, and names and sizes of the inputs."""
-        names = (
-            "val_fraction",
-            "samples_per_shard",
-            "bytes_per_shard",
-            "max_pixels",
-            "duplicate_ids",
-            "format",
-            "columns",
-            "missing_markers",
-        )
-        input_paths = [source.path for source in input_files]
-        inputs = []
-        for name, path in zip(input_names(input_paths), input_paths, strict=True):
-            inputs.append({"name": name, "bytes": path.stat().st_size})
-        return {"options": {name: getattr(self, name) for name in names}, "inputs": inputs}
+        paths = [file.path for file in input_files]
+        names = zip(input_names(paths), paths, strict=True)
+        inputs = [{"name": name, "bytes": path.stat().st_size} for name, path in names]
+        return {"options": {name: getattr(self, name) for name in FACT_OPTIONS}, "inputs": inputs}
 
 
 def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> DataReport:
@@ -198,11 +193,9 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
                 part_text = f" in part {options.part[0]}/{options.part[1]}" if options.part[1] > 1 else ""
                 raise ConvertError(f"the inputs hold no record{part_text}")
             conversion = {"plan": output_facts, "shards": shard_records}
-            for path, content in (
-                (partial_dir / "report.json", report.as_json()),
-                (partial_dir / METADATA_DIR / CONVERSION_FILE, conversion),
-            ):
-                path.write_text(json.dumps(content, indent=2) + "\n")
+            (partial_dir / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
+            conversion_path = partial_dir / METADATA_DIR / CONVERSION_FILE
+            conversion_path.write_text(json.dumps(conversion, indent=2) + "\n")
     except (OSError, sqlite3.Error) as error:  # Energon's index is a database
         is_taken = isinstance(error, FileExistsError) and not error.errno  # a message of open_partial_folder
         advice = "" if is_taken else ". Fix this and start again with the same arguments"
@@ -213,10 +206,10 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
 def _check_other_parts(options: ConversionOptions, output_facts: dict[str, Any]) -> None:
     """Raises ConvertError if the parts in the output folder are not of the same conversion."""
     advice = "remove it, or give another --out"
-    for path in sorted(options.out.iterdir()) if options.out.is_dir() else []:
-        name_match = PART_NAME.fullmatch(path.name)
+    for path in sorted(options.out.glob("*")):
         if path.name.endswith(durable_files.PARTIAL_SUFFIX):
             continue
+        name_match = PART_NAME.fullmatch(path.name)
         if name_match is None or int(name_match[2]) != options.part[1]:
             raise ConvertError(
                 f"--out {options.out} holds {path.name}, which is none of {options.part[1]} parts; {advice}"
@@ -235,9 +228,9 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
     except InputError as error:
         raise ConvertError(str(error)) from error
 
-    for root in options.media_roots:
-        if not root.is_dir():
-            raise ConvertError(f"--media-root {root} is not a folder")
+    for folder in options.roots.folders:
+        if not folder.is_dir():
+            raise ConvertError(f"--media-root {folder} is not a folder")
     if not 0 <= options.val_fraction < 1:
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
     if options.format and options.format not in FORMATS:
@@ -265,13 +258,8 @@ def _convert_records(
         nonlocal bytes_read
         bytes_read += num_bytes
 
-    def tasks() -> Iterator[tuple[Any, ...]]:
-        records = _numbered_records(input_files, options, count_bytes)
-        for batch_number, record_batch in enumerate(
-            iter(lambda: list(islice(records, RECORDS_PER_BATCH)), [])
-        ):
-            yield record_batch, options, spool_dir / str(batch_number)
-
+    batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
+    tasks = ((batch, options, spool_dir / str(number)) for number, batch in enumerate(batches))
     total_bytes = sum(source.path.stat().st_size for source in input_files)
     with (
         WorkerPool(options.workers) as pool,
@@ -287,7 +275,7 @@ def _convert_records(
             options.bytes_per_shard,
             max_pending=2 * options.workers,
         )
-        for spool_path, outcomes in pool.results_in_order(_store_batch, tasks()):
+        for spool_path, outcomes in pool.results_in_order(_store_batch, tasks):
             with spool_path.open("rb") as spool_file:
                 for outcome in outcomes:
                     if isinstance(outcome, StoredSample) and options.duplicate_ids == "refuse":
@@ -327,8 +315,8 @@ def _numbered_records(
 
         for record_number, record in read_records(input_file.path, on_bytes, is_wanted):
             if options.is_wanted(record_index, record_index + 1):
-                renamed_record = input_file.rename_fields(record)
-                yield record_index, file_name, record_number, renamed_record, input_file.format_name
+                record = input_file.rename_fields(record)
+                yield record_index, file_name, record_number, record, input_file.format_name
             record_index += 1
 
 
@@ -344,16 +332,15 @@ def _first_or_refusal(sample: StoredSample, seen_ids: RecordIds) -> StoredSample
         f"{_shorten_text(sample.record_identity)} is also the id of record {first_record} of {first_file};"
         " --duplicate-ids keep accepts both"
     )
-    return _quarantine_entry(
-        sample.record_source, sample.record_identity, RecordError("duplicate id", detail, "id")
-    )
+    error = RecordError("duplicate id", detail, "id")
+    return _quarantine_entry(sample.record_source, sample.record_identity, error)
 
 
 # --- In the worker processes --------------------------------------------------------------------------------
 
 
 def _store_batch(
-    record_batch: list[tuple[int, str, int, Any, str]], options: ConversionOptions, spool_path: Path
+    record_batch: tuple[tuple[int, str, int, Any, str], ...], options: ConversionOptions, spool_path: Path
 ) -> tuple[Path, list[StoredSample | dict[str, Any]]]:
     """Writes the samples of a batch to a file. An unusable record gives its line of the quarantine file."""
     outcomes: list[StoredSample | dict[str, Any]] = []
@@ -373,9 +360,8 @@ def _store_batch(
                     " lower --workers, and start again"
                 ) from error
             else:
-                outcomes.append(
-                    store_sample(f"{record_index:09d}", conversation, media, record_source, spool_file)
-                )
+                key = f"{record_index:09d}"
+                outcomes.append(store_sample(key, conversation, media, record_source, spool_file))
     return spool_path, outcomes
 
 
@@ -391,15 +377,14 @@ def read_record(
         RecordError: it cannot be used. Its ``field_path`` is the location in the record.
     """
     if isinstance(record, UnreadableRecord):
-        raise RecordError(record.reason, str(record))
+        raise RecordError(record.reason, record.detail)
     conversation = read_conversation(record, options.format or record_format, options.missing_markers)
     media = []
-    for (media_kind, reference), field_path in zip(
-        conversation.media_references, conversation.field_paths, strict=True
-    ):
+    references, field_paths = conversation.media_references, conversation.field_paths
+    for (kind, reference), field_path in zip(references, field_paths, strict=True):
         try:
-            media_bytes = read_media(media_kind, reference, options.roots)
-            media.append((_inspect_once(media_kind, reference, media_bytes, options), media_bytes))
+            media_bytes = read_media(kind, reference, options.roots)
+            media.append((_inspect_once(kind, reference, media_bytes, options), media_bytes))
         except UnusableError as error:
             raise RecordError(error.reason, str(error), field_path) from error
     return conversation, media
@@ -423,12 +408,10 @@ def _inspect_once(
     return _inspected_files[file_key]
 
 
-def _quarantine_entry(
-    record_source: dict[str, Any], record_identity: str, error: RecordError
-) -> dict[str, Any]:
+def _quarantine_entry(source: dict[str, Any], record_identity: str, error: RecordError) -> dict[str, Any]:
     """The line of the quarantine file of an unusable record. Its id is empty if the record has none."""
     return {
-        **record_source,
+        **source,
         "id": _shorten_text(record_identity.partition(": ")[2]),
         "field": error.field_path,
         "reason": error.reason,
@@ -513,4 +496,4 @@ def _start_worker() -> None:
 
 def default_workers() -> int:
     """Default number of processes: the available cores, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(8, len(os.sched_getaffinity(0)))

@@ -22,8 +22,6 @@ class RoundedNumber(float):
     It is refused only where it would be written again, as in the arguments of a call.
     """
 
-    difference = "a number has more digits, or another exponent, than a float holds; write it as a string"
-
 
 def _read_float(number_text: str) -> float:
     number = float(number_text)

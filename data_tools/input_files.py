@@ -82,41 +82,30 @@ class InputFile:
             return record
         if self.field_by_column:
             known_fields = {**self.field_by_column, "id": "id"}
-            taken_fields = KNOWN_FIELDS | set(known_fields.values())
-
-            indexed_values = {}
-            other_values = {}
-            for name, value in record.items():
-                if name in known_fields:
-                    indexed_values[known_fields[name]] = value
-                else:
-                    # A field that the index leaves out must not be read under its own name.
-                    other_values[f"{name} (not in the index)" if name in taken_fields else name] = value
-            record = indexed_values | other_values
-
+            record = _renamed(record, known_fields, KNOWN_FIELDS | set(known_fields.values()))
         if self.role_tags and isinstance(record.get("conversations"), list):
-            record = {
-                **record,
-                "conversations": [self._rename_turn(turn) for turn in record["conversations"]],
-            }
+            turns = [self._rename_turn(turn) for turn in record["conversations"]]
+            record = {**record, "conversations": turns}
         return record
 
     def _rename_turn(self, turn: Any) -> Any:
         if not isinstance(turn, dict):
             return turn
-        role_key, content_key = self.role_tags["role_tag"], self.role_tags["content_tag"]
+        keys = {self.role_tags["role_tag"]: "role", self.role_tags["content_tag"]: "content"}
+        turn = {"role": None, "content": None} | _renamed(turn, keys, {"role", "content"})
         role_by_tag = {self.role_tags[tag]: role for tag, (_, role) in ROLE_TAGS.items()}
+        if isinstance(turn["role"], str):  # another type is refused where the record is read
+            turn["role"] = role_by_tag.get(turn["role"], turn["role"])
+        return turn
 
-        # A field that the tags leave out must not be read as the role or the content.
-        other_fields = {}
-        for name, value in turn.items():
-            if name not in (role_key, content_key):
-                other_fields[f"{name} (not in the index)" if name in ("role", "content") else name] = value
 
-        written_role = turn.get(role_key)
-        if isinstance(written_role, str):  # another type is refused where the record is read
-            written_role = role_by_tag.get(written_role, written_role)
-        return {**other_fields, "role": written_role, "content": turn.get(content_key)}
+def _renamed(json_object: dict[str, Any], new_keys: dict[str, str], taken_keys: set[str]) -> dict[str, Any]:
+    """An object with other keys. One that the index leaves out must not be read as one of ``taken_keys``."""
+    renamed_object = {new_keys[key]: value for key, value in json_object.items() if key in new_keys}
+    for key, value in json_object.items():
+        if key not in new_keys:
+            renamed_object[f"{key} (not in the index)" if key in taken_keys else key] = value
+    return renamed_object
 
 
 KNOWN_FIELDS = {
@@ -199,19 +188,18 @@ def _folder_files(input_dir: Path) -> list[Path]:
         _refuse_outside(input_dir, files)
         return files
 
-    record_files = []
-    for path in sorted(input_dir.rglob("*")):
-        if path.is_file() and record_suffix(path) and path.name != INDEX_FILE:
-            record_files.append(path)
-
-    file_suffixes = {record_suffix(path) for path in record_files}
-    if len(file_suffixes) != 1:
-        suffixes_text = (
-            " and ".join(sorted(file_suffixes)) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
-        )
+    paths = [path for path in sorted(input_dir.rglob("*")) if path.is_file() and path.name != INDEX_FILE]
+    record_files = [path for path in paths if record_suffix(path)]
+    suffixes = sorted(set(map(record_suffix, record_files)))
+    if len(suffixes) != 1:
+        suffixes_text = " and ".join(suffixes) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
         raise InputError(f"--input {input_dir} holds {suffixes_text}; give the files to use")
 
-    _refuse_several_splits(input_dir, record_files)
+    # Test data would be trained on if a folder with several splits were read as a whole.
+    split_matches = [SPLIT_PATTERN.search(str(path.relative_to(input_dir))) for path in record_files]
+    splits = sorted({split_match[1].lower() for split_match in split_matches if split_match})
+    if len(splits) > 1:
+        raise InputError(f"--input {input_dir} holds the splits {', '.join(splits)}; give the files to use")
     _refuse_outside(input_dir, record_files)
     return record_files
 
@@ -230,18 +218,6 @@ def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
                 f"{file_path} leads to {file_path.resolve()}, which is not inside {allowed_dir}; copy the"
                 " file there, or give it as an --input of its own"
             )
-
-
-def _refuse_several_splits(input_dir: Path, record_files: list[Path]) -> None:
-    """Test data would be trained on if a folder with several splits were read as a whole."""
-    split_names = set()
-    for path in record_files:
-        if split_match := SPLIT_PATTERN.search(str(path.relative_to(input_dir))):
-            split_names.add(split_match[1].lower())
-    if len(split_names) > 1:
-        raise InputError(
-            f"--input {input_dir} holds the splits {', '.join(sorted(split_names))}; give the files to use"
-        )
 
 
 def _read_json(json_path: Path) -> Any:
@@ -264,7 +240,7 @@ def record_suffix(file_path: Path) -> str:
     """The suffix of a file that can be read, without that of its compression; empty for others."""
     suffix = file_path.suffix
     if suffix in COMPRESSION_SUFFIXES:
-        suffix = file_path.with_suffix("").suffix
+        suffix = Path(file_path.stem).suffix
     return suffix if suffix in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) else ""
 
 
@@ -287,24 +263,16 @@ def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[Inpu
             f"{index_path} does not have {', '.join(unknown_names)}; it has {', '.join(sorted(index))}"
         )
     index = {name: entry for name, entry in index.items() if dataset_names is None or name in dataset_names}
-    location_by_remote: dict[str, Any] = {}
-    for name, entry in index.items():
-        hub_locations = [entry[key] for key in REMOTE_KEYS if entry.get(key)]
-        if hub_locations:
-            location_by_remote[name] = hub_locations[0]
-
-    if location_by_remote:
-        remote_names = list(location_by_remote)
-        hub_location = location_by_remote[remote_names[0]]
-        local_names = [name for name in index if name not in location_by_remote]
-        advice = "no other is local"
-        if local_names:
-            advice = f"choose the local ones: --input {index_path}:{','.join(local_names)}"
+    remotes = {name: [entry[key] for key in REMOTE_KEYS if entry.get(key)] for name, entry in index.items()}
+    remote_names = [name for name, locations in remotes.items() if locations]
+    if remote_names:
+        local_names = [name for name, locations in remotes.items() if not locations]
+        advice = f"choose the local ones: --input {index_path}:{','.join(local_names)}"
         raise InputError(
-            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} "
-            "on a hub, and nothing is downloaded here. Download it (hf download --repo-type "
-            f"dataset {hub_location} --local-dir DIR) and put "
-            f'its file or folder under "file_name", or {advice}'
+            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} on a hub,"
+            " and nothing is downloaded here. Download it (hf download --repo-type dataset"
+            f" {remotes[remote_names[0]][0]} --local-dir DIR) and put its file or folder under"
+            f' "file_name", or {advice if local_names else "no other is local"}'
         )
     return [source for name, entry in index.items() for source in _index_entry_files(index_path, name, entry)]
 
@@ -314,10 +282,7 @@ def _field_names(
 ) -> dict[str, str]:
     """The names under ``columns`` or ``tags`` of a data set. Raises InputError if they are something else."""
     field_names = entry.get(key) or {}
-    is_valid = isinstance(field_names, dict) and all(
-        isinstance(field_name, str | None) for field_name in field_names.values()
-    )
-    if not is_valid:
+    if not isinstance(field_names, dict) or not all(isinstance(n, str | None) for n in field_names.values()):
         raise InputError(f"{location}: {key} must give a field's name for each of its keys")
     if unknown_names := [name for name in field_names if name not in known_names]:
         raise InputError(f"{location}: the {key} {', '.join(unknown_names)} are unknown")
@@ -328,7 +293,7 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     """The files of one data set of an index. Raises InputError if its entry cannot be used."""
     location = f"{index_path}: {dataset_name}"
     if entry.get("ranking"):
-        raise InputError(f"{location} has preferences, which supervised training cannot learn")
+        raise InputError(f"{location} has preferences, which supervised training cannot use")
     if entry.get("num_samples") is not None:
         raise InputError(f"{location} asks for num_samples; take it out, and use a mixture's weights instead")
     formatting = entry.get("formatting", "alpaca")
@@ -342,10 +307,9 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
 
     columns = _field_names(entry, "columns", FIELD_BY_COLUMN, location)
     tags = _field_names(entry, "tags", DEFAULT_TAGS, location)
-    field_by_column = {}
-    for key, column_name in columns.items():
-        if column_name:
-            field_by_column[column_name] = FIELD_BY_COLUMN[key] or "conversations"
+    field_by_column = {
+        column: FIELD_BY_COLUMN[key] or "conversations" for key, column in columns.items() if column
+    }
     if tags and not columns:
         field_by_column = {"conversations": "conversations"}
 
@@ -355,6 +319,5 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     if not files[0].is_file():
         raise InputError(f"{location}: {data_path} does not exist")
 
-    format_name = FORMAT_BY_FORMATTING[formatting]
     role_tags = {**DEFAULT_TAGS, **tags} if tags else {}
-    return [InputFile(file, format_name, field_by_column, role_tags) for file in files]
+    return [InputFile(file, FORMAT_BY_FORMATTING[formatting], field_by_column, role_tags) for file in files]

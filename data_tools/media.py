@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,15 +20,15 @@ from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 from .formats import RecordError
 from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 
-PICTURE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
-"""Suffixes of the pictures in a folder of frames. Other files are ignored."""
+IMAGE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
+"""Suffixes of the images in a folder of frames. Other files are ignored."""
 BASE64_IMAGE_PREFIXES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """How JPEG, PNG, GIF and WebP begin in base64."""
 MAX_SHOWN = 200
 """Characters of a reference that a message shows."""
 MISSING = "medium missing"
 ASSUMED_FPS = 2.0
-"""Frames a second of a video that is given as pictures, if its record does not say: as in qwen-vl-utils and
+"""Frames a second of a video that is given as images, if its record does not say: as in qwen-vl-utils and
 LLaMA-Factory."""
 
 
@@ -54,13 +54,13 @@ def resolve_reference(reference: str, roots: MediaRoots, *, allow_folder: bool =
     Raises:
         RecordError: it is remote, lies outside the folders, is missing, or is not a regular file.
     """
-    shown_reference = reference[:MAX_SHOWN]
+    shown = reference[:MAX_SHOWN]
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
-            "remote medium", f"{shown_reference}: only local files and data: URIs are read; download it first"
+            "remote medium", f"{shown}: only local files and data: URIs are read; download it first"
         )
     if not roots.folders:
-        raise RecordError("no media root", f"{shown_reference!r} is a file; give its folder as --media-root")
+        raise RecordError("no media root", f"{shown!r} is a file; give its folder as --media-root")
 
     refusals = []
     for folder in roots.folders:
@@ -72,24 +72,26 @@ def resolve_reference(reference: str, roots: MediaRoots, *, allow_folder: bool =
 
 
 def _resolve_in(folder: Path, reference: str, follow_links: bool, allow_folder: bool) -> Path:
-    shown_reference = reference[:MAX_SHOWN]
+    shown = reference[:MAX_SHOWN]
     try:
         media_path = folder / reference
         media_path = Path(os.path.normpath(media_path)) if follow_links else media_path.resolve()
         if not media_path.is_relative_to(folder):
-            raise RecordError("outside the media root", _outside_message(reference, folder))
+            detail = f"{shown} leads to {media_path}, which is not inside the media root"
+            advice = "copy the file there, give a --media-root that holds both, or --follow-links"
+            raise RecordError("outside the media root", f"{detail}; {advice}")
         mode = retry_machine_faults(media_path.stat, media_path).st_mode
     except RecordError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise RecordError(MISSING, f"{shown_reference} does not exist in the media root") from error
+        raise RecordError(MISSING, f"{shown} does not exist in the media root") from error
     except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a name too long, a loop of links
         if is_machine_fault(error):
             raise
-        raise RecordError("bad media reference", f"{shown_reference!r}: {error}"[: 2 * MAX_SHOWN]) from error
+        raise RecordError("bad media reference", f"{shown!r}: {error}"[: 2 * MAX_SHOWN]) from error
 
     if not (stat.S_ISREG(mode) or allow_folder and stat.S_ISDIR(mode)):
-        raise RecordError("not a file", f"{shown_reference} is not a regular file")
+        raise RecordError("not a file", f"{shown} is not a regular file")
     return media_path
 
 
@@ -103,27 +105,10 @@ def _local_path(reference: str) -> str:
     return unquote(url_parts.path)
 
 
-def _outside_message(reference: str, media_root: Path) -> str:
-    """Says that a reference leads out of the media root, and which link does."""
-    path = media_root / reference
-    for link_path in (*reversed(path.parents), path):
-        if (
-            link_path.is_relative_to(media_root)
-            and link_path.is_symlink()
-            and not link_path.resolve().is_relative_to(media_root)
-        ):
-            return (
-                f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not "
-                "inside the media root; copy what it leads to, give a --media-root that holds both, or"
-                " --follow-links"
-            )
-    return f"{reference[:MAX_SHOWN]} is not inside the media root"
-
-
 def is_embedded(reference: Any) -> bool:
     """Whether a reference holds the medium itself, or an image of it."""
     if isinstance(reference, FrameSequence):
-        return not isinstance(reference.pictures, str) and any(map(is_embedded, reference.pictures))
+        return not isinstance(reference.images, str) and any(map(is_embedded, reference.images))
     return isinstance(reference, bytes) or reference[:5].lower() == "data:" or _is_base64_image(reference)
 
 
@@ -133,7 +118,7 @@ def _is_base64_image(reference: str) -> bool:
 
 
 def read_media(media_kind: str, reference: Any, roots: MediaRoots) -> bytes:
-    """Reads the bytes of a medium. A video that is given as pictures becomes a file of frames.
+    """Reads the bytes of a medium. A video that is given as images becomes a file of frames.
 
     Args:
         reference: a path inside one of the folders, a base64 ``data:`` URI, base64 alone, or the bytes.
@@ -158,7 +143,7 @@ def read_media(media_kind: str, reference: Any, roots: MediaRoots) -> bytes:
     media_path = resolve_reference(reference, roots, allow_folder=allow_folder)
     if media_path.is_dir():
         return _read_frames(FrameSequence(reference), roots)
-    return _file_bytes(media_path, reference)
+    return _read(media_path.read_bytes, media_path, reference)
 
 
 def _decode_base64(text: str) -> bytes:
@@ -168,9 +153,10 @@ def _decode_base64(text: str) -> bytes:
         raise RecordError("bad media reference", f"embedded bytes are not base64: {error}") from error
 
 
-def _file_bytes(file_path: Path, reference: str) -> bytes:
+def _read[Content](read: Callable[[], Content], path: Path, reference: str) -> Content:
+    """What ``read`` returns. Raises RecordError if the path cannot be read."""
     try:
-        return retry_machine_faults(file_path.read_bytes, file_path)
+        return retry_machine_faults(read, path)
     except OSError as error:
         if is_machine_fault(error):
             raise
@@ -179,50 +165,41 @@ def _file_bytes(file_path: Path, reference: str) -> bytes:
 
 def _read_frames(frame_sequence: FrameSequence, roots: MediaRoots) -> bytes:
     sampling: Sampling = "whole"
-    if isinstance(frame_sequence.pictures, str):
-        path = resolve_reference(frame_sequence.pictures, roots, allow_folder=True)
+    if isinstance(frame_sequence.images, str):
+        path = resolve_reference(frame_sequence.images, roots, allow_folder=True)
         if not path.is_dir():  # the file of a video, which has a rate of its own
-            return _file_bytes(path, frame_sequence.pictures)
+            return _read(path.read_bytes, path, frame_sequence.images)
         sampling = "as a file"
     frame_file_info = FrameArchiveInfo(
         frame_sequence.fps or ASSUMED_FPS, sampling, assumed_fps=frame_sequence.fps is None
     )
 
-    def read_pictures() -> Iterator[tuple[str, bytes]]:
-        for picture in list_pictures(frame_sequence, roots):
-            file_name = "" if is_embedded(picture) else PurePosixPath(picture).name
-            yield file_name, read_media("image", picture, roots)
+    def read_images() -> Iterator[tuple[str, bytes]]:
+        for image in list_images(frame_sequence, roots):
+            file_name = "" if is_embedded(image) else PurePosixPath(image).name
+            yield file_name, read_media("image", image, roots)
 
-    return pack_frames(read_pictures(), frame_file_info)
+    return pack_frames(read_images(), frame_file_info)
 
 
-def list_pictures(frame_sequence: FrameSequence, roots: MediaRoots) -> list[Any]:
-    """The references of a video's pictures, those of a folder in the natural order of their names.
+def list_images(frame_sequence: FrameSequence, roots: MediaRoots) -> list[Any]:
+    """The references of a video's images, those of a folder in the natural order of their names.
 
     Raises:
-        RecordError: the folder cannot be read, has no pictures, or two with the same number.
+        RecordError: the folder cannot be read, has no images, or two with the same number.
     """
-    if not isinstance(frame_sequence.pictures, str):
-        return list(frame_sequence.pictures)
-    frame_dir = resolve_reference(frame_sequence.pictures, roots, allow_folder=True)
-    ordered_names = []
-    try:
-        for path in retry_machine_faults(lambda: list(frame_dir.iterdir()), frame_dir):
-            if path.suffix[1:].lower() in PICTURE_SUFFIXES and not path.name.startswith("."):
-                ordered_names.append((natural_order(path.name), path.name))
-    except OSError as error:
-        if is_machine_fault(error):
-            raise
-        raise RecordError("medium unreadable", f"{frame_sequence}: {error.strerror}") from error
-    ordered_names.sort()
-    if not ordered_names:
-        raise RecordError("no frames", f"the folder {frame_sequence} holds no pictures")
-    for (previous_key, previous_name), (next_key, next_name) in itertools.pairwise(ordered_names):
-        if previous_key == next_key:
-            raise RecordError(
-                "two frames of one number", f"{previous_name} and {next_name} in {frame_sequence}"
-            )
-    return [f"{frame_dir}/{name}" for _, name in ordered_names]
+    if not isinstance(frame_sequence.images, str):
+        return list(frame_sequence.images)
+    frame_dir = resolve_reference(frame_sequence.images, roots, allow_folder=True)
+    paths = _read(lambda: list(frame_dir.iterdir()), frame_dir, str(frame_sequence))
+    names = [path.name for path in paths if path.suffix[1:].lower() in IMAGE_SUFFIXES and path.name[0] != "."]
+    names.sort(key=lambda name: (natural_order(name), name))
+    if not names:
+        raise RecordError("no frames", f"the folder {frame_sequence} holds no images")
+    for name, next_name in itertools.pairwise(names):
+        if natural_order(name) == natural_order(next_name):
+            raise RecordError("two frames of one number", f"{name} and {next_name} in {frame_sequence}")
+    return [f"{frame_dir}/{name}" for name in names]
 
 
 def natural_order(file_name: str) -> list[tuple[int, str]]:

@@ -14,8 +14,9 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from megatron_vl.system.errors import UserError
 
@@ -27,6 +28,7 @@ WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 MAX_RECORD_BYTES = 1 << 30
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
 """Finds the end of a record that is refused for its keys, or for an integer that Python does not read."""
+LONG_INTEGER_TEXT = f"an integer has more than {sys.get_int_max_str_digits()} digits; write it as a string"
 MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
@@ -35,33 +37,18 @@ class ReadError(UserError, ValueError):
     """A file that cannot be read any further; the message names the file and the record."""
 
 
-class UnreadableRecord(str):
-    """Takes the place of a record that cannot be read. The text says what is wrong with it.
+class UnreadableRecord(NamedTuple):
+    """Takes the place of a record that cannot be read."""
 
-    Attributes:
-        reason: the heading under which it is counted.
-    """
-
-    reason = "not JSON"
-
-    @classmethod
-    def with_reason(cls, reason: str, detail: object) -> UnreadableRecord:
-        unreadable_record = cls(detail)
-        unreadable_record.reason = reason
-        return unreadable_record
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnreadableRecord.with_reason, (self.reason, str(self))
-
-
-def all_wanted(first_record: int, end_record: int) -> bool:
-    return True
+    reason: str
+    """The heading under which it is counted."""
+    detail: str
 
 
 def read_records(
     records_path: Path,
     on_bytes: Callable[[int], None] = lambda n: None,
-    is_wanted: Callable[[int, int], bool] = all_wanted,
+    is_wanted: Callable[[int, int], bool] = lambda first_record, end_record: True,
 ) -> Iterator[tuple[int, Any]]:
     """Yields ``(number, record)``. Numbers count from 1 the lines, or the entries of an array or a table.
 
@@ -90,25 +77,20 @@ def read_records(
         first_bytes = content_file.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if not first_bytes:
             raise ReadError(f"{records_path} is empty")
-        count_bytes = on_bytes
-        if content_file is not raw_file:
-            count_bytes = _compressed_byte_counter(raw_file, on_bytes)
+
+        reported_position = 0
+
+        def count_bytes(text_bytes: int) -> None:
+            nonlocal reported_position
+            if content_file is not raw_file:  # progress is measured in the bytes of the compressed file
+                text_bytes = raw_file.tell() - reported_position
+                reported_position += text_bytes
+            on_bytes(text_bytes)
+
         if first_bytes.startswith(b"["):
             yield from _read_array(records_path, content_file, count_bytes)
         else:
             yield from _read_json_lines(records_path, content_file, count_bytes, is_wanted)
-
-
-def _compressed_byte_counter(raw_file: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
-    """Reports the bytes of a compressed file instead of those of its text: progress is measured in them."""
-    reported_position = 0
-
-    def report_compressed_bytes(text_bytes: int) -> None:
-        nonlocal reported_position
-        on_bytes(raw_file.tell() - reported_position)
-        reported_position = raw_file.tell()
-
-    return report_compressed_bytes
 
 
 @contextmanager
@@ -153,12 +135,8 @@ def _read_json_lines(
         line_number += 1
         on_bytes(len(line))
         if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
-            yield (
-                line_number,
-                UnreadableRecord.with_reason(
-                    "line too long", f"the line does not end within {MAX_RECORD_BYTES >> 20} MiB"
-                ),
-            )
+            detail = f"the line does not end within {MAX_RECORD_BYTES >> 20} MiB"
+            yield line_number, UnreadableRecord("line too long", detail)
             num_yielded += 1
             # The rest of the line is read and dropped, in pieces.
             while line and not line.endswith(b"\n"):
@@ -170,12 +148,12 @@ def _read_json_lines(
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
             record = _parse_line(line) if is_wanted(num_yielded, num_yielded + 1) else None
-            is_torn = isinstance(record, UnreadableRecord) and record.reason in ("not JSON", "not UTF-8")
-            if is_torn and not line.endswith(b"\n"):
-                raise ReadError(
-                    f"{records_path} ends within line {line_number} ({record}): fetch the whole file, or end"
-                    " that line if it is the last one"
-                )
+            if isinstance(record, UnreadableRecord) and not line.endswith(b"\n"):
+                if record.reason in ("not JSON", "not UTF-8"):
+                    advice = "fetch the whole file, or end that line if it is the last one"
+                    raise ReadError(
+                        f"{records_path} ends within line {line_number} ({record.detail}): {advice}"
+                    )
             yield line_number, record
             num_yielded += 1
 
@@ -184,21 +162,13 @@ def _parse_line(line: bytes) -> Any:
     try:
         return _check_nesting(EXACT_DECODER.decode(line.decode()), line.count(b"[") + line.count(b"{"))
     except UnicodeDecodeError as error:
-        return UnreadableRecord.with_reason("not UTF-8", error)
+        return UnreadableRecord("not UTF-8", str(error))
     except (json.JSONDecodeError, RecursionError) as error:
-        return UnreadableRecord.with_reason("not JSON", error)
+        return UnreadableRecord("not JSON", str(error))
     except DuplicateKeyError as error:
-        return UnreadableRecord.with_reason("duplicate key", error)
-    except ValueError:
-        return _long_integer_error()
-
-
-def _long_integer_error() -> UnreadableRecord:
-    """What is wrong with a record that Python's limit on the digits of an integer refuses."""
-    max_digits = sys.get_int_max_str_digits()
-    return UnreadableRecord.with_reason(
-        "integer too long", f"an integer has more than {max_digits} digits; write it as a string"
-    )
+        return UnreadableRecord("duplicate key", str(error))
+    except ValueError:  # Python's limit on the digits of an integer
+        return UnreadableRecord("integer too long", LONG_INTEGER_TEXT)
 
 
 def _check_nesting(json_value: Any, num_brackets: int) -> Any:
@@ -210,38 +180,29 @@ def _check_nesting(json_value: Any, num_brackets: int) -> Any:
     """
     if num_brackets <= MAX_NESTING:
         return json_value
-
-    nesting_level = [json_value]
+    containers = [json_value]
     for _ in range(MAX_NESTING):
-        next_level = []
-        for container in nesting_level:
-            for child in container.values() if isinstance(container, dict) else container:
-                if isinstance(child, (dict, list)):
-                    next_level.append(child)
-        if not next_level:
-            return json_value
-        nesting_level = next_level
-
-    return UnreadableRecord.with_reason(
-        "nested too deeply", f"the record has more than {MAX_NESTING} levels of lists and objects"
-    )
+        children = (c.values() if isinstance(c, dict) else c for c in containers)
+        containers = [child for child in chain.from_iterable(children) if isinstance(child, (dict, list))]
+    if not containers:
+        return json_value
+    detail = f"the record has more than {MAX_NESTING} levels of lists and objects"
+    return UnreadableRecord("nested too deeply", detail)
 
 
 def _read_array(
     records_path: Path, content_file: IO[bytes], on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:
-    array_text = _ArrayText(content_file, on_bytes, records_path)
-    array_text.skip_character("[")
-    while array_text.next_character() != "]":
-        if array_text.num_records:
-            if array_text.next_character() != ",":
-                raise ReadError(f"{records_path}: no comma after record {array_text.num_records}")
-            array_text.skip_character(",")
-        yield array_text.num_records + 1, array_text.read_record()
-    array_text.skip_character("]")
-    if array_text.next_character():
+    text = _ArrayText(content_file, on_bytes, records_path)
+    text.skip_character("[")
+    while text.next_character() != "]":
+        if text.num_records and not text.skip_character(","):
+            raise ReadError(f"{records_path}: no comma after record {text.num_records}")
+        yield text.num_records + 1, text.read_record()
+    text.skip_character("]")
+    if text.next_character():
         raise ReadError(
-            f"{records_path}: something follows the end of the array, after record {array_text.num_records};"
+            f"{records_path}: something follows the end of the array, after record {text.num_records};"
             " is it two files in one?"
         )
 
@@ -278,10 +239,12 @@ class _ArrayText:
                 return ""
             self.read_chunk()
 
-    def skip_character(self, character: str) -> None:
-        if self.next_character() == character:
-            self.position += 1
+    def skip_character(self, character: str) -> bool:
+        """Whether the character is the next one, which is skipped."""
+        is_next = self.next_character() == character
+        self.position += is_next
         self.has_ended = character == "]"
+        return is_next
 
     def read_record(self) -> Any:
         """Reads the record at the current position, and moves to its end."""
@@ -304,10 +267,11 @@ class _ArrayText:
                 self._refuse_broken_record(error, record_number)
             except DuplicateKeyError as error:
                 json_decoder = INTEGER_SKIPPING_DECODER
-                refused_record = UnreadableRecord.with_reason("duplicate key", error)
+                refused_record = UnreadableRecord("duplicate key", str(error))
                 continue
             except ValueError:  # from here on, only the end of the record is looked for
-                json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _long_integer_error()
+                json_decoder = INTEGER_SKIPPING_DECODER
+                refused_record = UnreadableRecord("integer too long", LONG_INTEGER_TEXT)
                 continue
 
             if len(self.text) - self.position > MAX_RECORD_BYTES:
@@ -325,8 +289,7 @@ class _ArrayText:
 
         A cut leaves an open string, or fails within the last characters.
         """
-        is_near_end = error.pos >= len(self.text) - 12
-        is_cut_off = error.msg.startswith("Unterminated string") or is_near_end
+        is_cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
         if self.is_at_end or not is_cut_off:
             error_text = error.msg.removesuffix(" starting at")
             nearby_text = self.text[error.pos : error.pos + 40]

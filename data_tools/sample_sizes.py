@@ -18,17 +18,18 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from megatron.energon.errors import FatalSampleError
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import RawSample, RowEncoder, stored_media_grid, stored_video_info
-from megatron_vl.data.sample.chat import ChatError, ChatTemplateError
-from megatron_vl.data.source.bad_samples import NOT_IN_CHAT_TEMPLATE
+from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_bytes, refusal_of_error
+from megatron_vl.data.sample.chat import ChatError
+from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
     SIZES_DIR,
@@ -85,18 +86,13 @@ def index_datasets(
     """
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
     encoder = RowEncoder(data_config, spec, hf_dir)
-    datasets = _local_datasets(data_config)
-    return [_index_dataset(dataset, sizes_name, encoder, num_workers) for dataset in datasets]
-
-
-def _local_datasets(data_config: DataConfig) -> list[DatasetDescription]:
     datasets = list_all_datasets(read_description(data_config.path))
     for dataset in datasets:
         if not isinstance(dataset.path, Path):
             raise SizesWriteError(
                 f"{dataset.path} is in an object store; index the local folder, then copy {METADATA_DIR} too"
             )
-    return datasets
+    return [_index_dataset(dataset, sizes_name, encoder, num_workers) for dataset in datasets]
 
 
 def _index_dataset(
@@ -152,38 +148,25 @@ def _write_sizes(dataset: DatasetDescription, sizes_dir: Path, encoder: RowEncod
 
 def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
     samples, media = (np.load(sizes_dir / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
-    total_bytes = sum(file.stat().st_size for file in sizes_dir.iterdir())
-    num_unusable = int((samples["tokens"] == 0).sum())
     shards = json.loads((sizes_dir / SHARDS_FILE).read_text())["shards"].values()
-    reasons = sum((Counter(shard["unusable"]) for shard in shards), Counter[str]())
     return IndexResult(
         sizes_dir.parents[2],
         round(seconds, 3),
         samples=len(samples),
-        unusable=num_unusable,
-        reasons=reasons,
+        unusable=int((samples["tokens"] == 0).sum()),
+        reasons=sum((Counter(shard["unusable"]) for shard in shards), Counter[str]()),
         media=len(media),
-        bytes=total_bytes,
+        bytes=sum(file.stat().st_size for file in sizes_dir.iterdir()),
     )
 
 
 # --- One shard after the other ------------------------------------------------------------------------------
 
 
-@dataclass
-class _ShardTask:
-    sample_source: SampleSource
-    shard_index: int
+class _ShardTask(NamedTuple):
+    source: SampleSource
+    sample_indices: range
     encoder: RowEncoder
-
-    @property
-    def name(self) -> str:
-        return self.sample_source.shard_names[self.shard_index]
-
-    @property
-    def sample_indices(self) -> range:
-        starts = self.sample_source.shard_starts
-        return range(starts[self.shard_index], starts[self.shard_index + 1])
 
 
 _current_tasks: list[_ShardTask] = []
@@ -195,16 +178,14 @@ STORAGE_REASONS = ("reading takes too long", "shard missing", "shard unreadable"
 """Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
-def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder) -> list[_ShardTask]:
-    """One task for each shard, in order. A shard of two splits has one."""
-    task_by_shard: dict[str, _ShardTask] = {}
-    for split, split_shards in dataset.shards_by_split.items():
-        if not split_shards:
-            continue
+def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder) -> dict[str, _ShardTask]:
+    """The task of each shard, in order. A shard of two splits has one."""
+    tasks: dict[str, _ShardTask] = {}
+    for split in [split for split, shards in dataset.shards_by_split.items() if shards]:
         source = SampleSource.whole_split(dataset, split)
-        for shard_index, shard_name in enumerate(source.shard_names):
-            task_by_shard.setdefault(shard_name, _ShardTask(source, shard_index, encoder))
-    return list(task_by_shard.values())
+        for name, (start, end) in zip(source.shard_names, pairwise(source.shard_starts), strict=True):
+            tasks.setdefault(name, _ShardTask(source, range(start, end), encoder))
+    return tasks
 
 
 def _measure_shards(
@@ -212,18 +193,18 @@ def _measure_shards(
 ) -> None:
     """Writes the sizes of all samples, in the order of the shards."""
     tasks = _shard_tasks(dataset, encoder)
-    _current_tasks[:] = tasks
+    _current_tasks[:] = tasks.values()
     shards: dict[str, dict[str, Any]] = {}
     sample_arrays, media_arrays = [np.zeros(0, SAMPLE_DTYPE)], [np.zeros(0, MEDIUM_DTYPE)]
     media_count = 0
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
-            for task, (samples, media, facts) in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
+            for name, (samples, media, facts) in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
                 samples["media_end"] += media_count  # counted on from shard to shard
                 media_count += len(media)
                 sample_arrays.append(samples)
                 media_arrays.append(media)
-                shards[task.name] = facts
+                shards[name] = facts
                 show_progress(1)
     finally:
         for split_reader in _split_readers.values():
@@ -242,7 +223,7 @@ def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[Any]:
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
-    # A worker whose parent was killed would wait for its next shard for ever.
+    # A worker whose parent was killed would wait for its next shard indefinitely.
     with ProcessPoolExecutor(num_workers, context, initializer=end_with_parent) as process_pool:
         yield from process_pool.map(_measure_shard, range(num_tasks))
 
@@ -250,18 +231,17 @@ def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[Any]:
 def _measure_shard(task_number: int) -> tuple[NDArray[np.void], NDArray[np.void], dict[str, Any]]:
     """The samples and media of a shard, and its facts. ``media_end`` counts from its first medium."""
     task = _current_tasks[task_number]
-    split_reader = _split_readers.get(task.sample_source.split)
+    split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
-        split_reader = _split_readers[task.sample_source.split] = SampleReader(task.sample_source)
+        split_reader = _split_readers[task.source.split] = SampleReader(task.source)
 
     sample_rows = []
     media_arrays = [np.zeros(0, MEDIUM_DTYPE)]
     unusable_reasons: Counter[str] = Counter()
     media_count = all_turns = 0
     for sample_index in task.sample_indices:
-        text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(
-            task.encoder, _read_sample(split_reader, sample_index)
-        )
+        sample = _read_sample(split_reader, sample_index)
+        text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(task.encoder, sample)
         all_turns += assistant_turns
         if unusable_reason:
             unusable_reasons[unusable_reason] += 1
@@ -278,9 +258,9 @@ def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | N
         sample = split_reader.read_sample(sample_index, with_media=False)
     except FatalSampleError as error:
         raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
-    if sample is not None and sample.read_failure and sample.read_failure[0] in STORAGE_REASONS:
+    if sample is not None and sample.refused and sample.refused[0] in STORAGE_REASONS:
         raise SizesWriteError(
-            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start "
+            f"{sample.refused[0]}: {sample.refused[1]}. Start "
             "`megatron-vl data index` again when the storage answers: it continues"
         )
     return sample
@@ -300,32 +280,24 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
         SizesWriteError: files or memory fail, which says nothing about the sample.
     """
     no_media = np.zeros(0, MEDIUM_DTYPE)
+    if sample is None:
+        return 0, 0, no_media, ""
+    chat_encoder = encoder.chat_encoder
     try:
-        if sample is None or sample.read_failure:
-            return 0, 0, no_media, sample.read_failure[0] if sample and sample.read_failure else ""
-        sample_record = json.loads(sample.json_bytes or b"")
-        media_rows = np.array([_medium_row(item) for item in sample_record["media"]], MEDIUM_DTYPE)
-        media_grids = [stored_media_grid(item, encoder.pixel_settings) for item in sample_record["media"]]
-        token_ids, _ = encoder.chat_encoder.encode(
-            sample_record["messages"], media_grids, sample_record.get("tools", ())
-        )
-    except ChatTemplateError:
-        return 0, 0, no_media, NOT_IN_CHAT_TEMPLATE
+        record = json.loads(checked_json_bytes(sample))
+        media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
+        grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
+        token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
             raise SizesWriteError(
-                f"sample {sample.key if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"
+                f"sample {sample.key}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
-        return 0, 0, no_media, "cannot be encoded"
-    assistant_turns = sum(message.get("role") == "assistant" for message in sample_record["messages"])
-    return (
-        len(token_ids) - sum(map(encoder.chat_encoder.media_token_count, media_grids)),
-        assistant_turns,
-        media_rows,
-        "",
-    )
+        return 0, 0, no_media, refusal_of_error(error).reason
+    text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids))
+    return text_tokens, sum(message.get("role") == "assistant" for message in record["messages"]), media, ""
 
 
 def _medium_row(item: dict[str, Any]) -> MediumFields:

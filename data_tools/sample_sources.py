@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook_sample
+from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -92,13 +92,9 @@ class SampleSource:
     def find_sample(self, sample_key: str) -> int | None:
         """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
         shard_name, bracket, sample_position = sample_key.rpartition("[")
-        if (
-            bracket
-            and sample_position.endswith("]")
-            and sample_position[:-1].isdigit()
-            and shard_name in self.shard_names
-        ):
-            return self._index_in_source(shard_name, int(sample_position[:-1]))
+        position_text = sample_position.removesuffix("]")
+        if bracket and position_text.isdigit() and shard_name in self.shard_names:
+            return self._index_in_source(shard_name, int(position_text))
 
         index_path = self.dataset.path / METADATA_DIR / "index.sqlite"
         try:
@@ -153,21 +149,18 @@ def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSourc
 
 def _sources_of_parts(source: SampleSource) -> list[SampleSource]:
     """A source for each data set of a folder of parts; the source itself if it is one data set."""
-    parts = source.dataset.parts
     part_sources = []
     part_start = 0
-    for part in parts:
-        whole_part = (
-            SampleSource.whole_split(part, source.split) if part.shards_by_split.get(source.split) else ()
-        )
+    for part in source.dataset.parts:
+        has_split = part.shards_by_split.get(source.split)
+        part_size = len(SampleSource.whole_split(part, source.split)) if has_split else 0
         first = max(source.indices.start - part_start, 0)
-        count = min(source.indices.stop - part_start, len(whole_part)) - first
-        part_start += len(whole_part)
+        count = min(source.indices.stop - part_start, part_size) - first
+        part_start += part_size
         if count > 0:
-            name = f"{source.name}/{part.path.name}"
-            share = source.share * count / len(source)
+            name, share = f"{source.name}/{part.path.name}", source.share * count / len(source)
             part_sources.append(SampleSource(name, part, source.split, share, first, count))
-    return part_sources if parts else [source]
+    return part_sources if source.dataset.parts else [source]
 
 
 def list_splits(data_path: DataPath | Location) -> list[str]:
@@ -212,13 +205,9 @@ class SampleReader:
         from megatron.energon.flavors.webdataset.structs import ShardInfo
 
         dataset_dir = EPath(sample_source.dataset.path)
-        sample_counts = sample_source.dataset.samples_by_shard
-        shard_infos = []
-        for shard_name in sample_source.shard_names:
-            shard_infos.append(
-                ShardInfo(name=shard_name, path=dataset_dir / shard_name, count=sample_counts[shard_name])
-            )
-
+        counts = sample_source.dataset.samples_by_shard
+        names = sample_source.shard_names
+        shard_infos = [ShardInfo(name=name, path=dataset_dir / name, count=counts[name]) for name in names]
         excluded_names = set(sample_source.dataset.excluded_names)
         self.member_names: list[str] = []
         # Energon names a sample SHARD/KEY there.
@@ -269,5 +258,5 @@ def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -
 class _QuietEncoder(RowEncoder):
     """Its caller counts unusable samples."""
 
-    def _log_bad_sample(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
+    def _log_bad_sample(self, sample: RawSample, reason: str, detail: str) -> None:
         pass

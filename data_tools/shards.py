@@ -87,10 +87,9 @@ def store_sample(
     """Appends a sample to a file as members of a tar: its JSON, and the original bytes of its media."""
     media_infos = [info for info, _ in media]
     suffixed_keys = [f"{i}.{info.suffix}" for i, info in enumerate(media_infos)]
+    sample_json = _sample_json(conversation, media_infos, suffixed_keys, record_source)
     byte_offset = spool_file.tell()
-    _add_member(
-        spool_file, f"{key}.json", _sample_json(conversation, media_infos, suffixed_keys, record_source)
-    )
+    _add_member(spool_file, f"{key}.json", sample_json)
     for suffixed_key, (_, media_bytes) in zip(suffixed_keys, media, strict=True):
         _add_member(spool_file, f"{key}.{suffixed_key}", media_bytes)
     return StoredSample(
@@ -116,10 +115,7 @@ def _add_member(tar_file: BinaryIO, member_name: str, member_bytes: bytes) -> No
 
 
 def _sample_json(
-    conversation: Conversation,
-    media_infos: list[MediaInfo],
-    suffixed_keys: list[str],
-    record_source: dict[str, Any],
+    conversation: Conversation, media_infos: list[MediaInfo], suffixed_keys: list[str], source: dict[str, Any]
 ) -> bytes:
     """The JSON of a sample: its messages, and the sizes of its media, so that packing decodes nothing.
 
@@ -133,17 +129,16 @@ def _sample_json(
             return part
         return {"type": part["type"], part["type"]: next(member_iterator)}
 
-    messages = []
+    sample: dict[str, Any] = {"messages": []}
     for message in conversation.messages:
         if not isinstance(message["content"], str):
             message = {**message, "content": [named_part(part) for part in message["content"]]}
-        messages.append(message)
-
-    media_records = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
-    tool_definitions = conversation.tool_definitions
-    tools_field = {"tools": tool_definitions} if tool_definitions else {}
-    sample_fields = {"messages": messages, **tools_field, "media": media_records, "source": record_source}
-    return append_crc32(json.dumps(sample_fields, ensure_ascii=False).encode())
+        sample["messages"].append(message)
+    if conversation.tool_definitions:
+        sample["tools"] = conversation.tool_definitions
+    sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
+    sample["source"] = source
+    return append_crc32(json.dumps(sample, ensure_ascii=False).encode())
 
 
 class _OpenShard:
@@ -277,28 +272,19 @@ def index_shard(
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 
-    tar_path = dataset_dir / shard_name
-    energon_rows = WebdatasetPreparator._preprocess_tar(
-        shard_name, {shard_name: shard_number}, EPath(dataset_dir), max_parts=0
+    tar_path, num_samples = dataset_dir / shard_name, len(keyed_infos)
+    rows = list(
+        WebdatasetPreparator._preprocess_tar(
+            shard_name, {shard_name: shard_number}, EPath(dataset_dir), max_parts=0
+        )
     )
-    index_rows = []
-    energon_sample_count = 0
-    for row in energon_rows:
-        if isinstance(row, IndexShardInfo):
-            energon_sample_count = row.shard_info.count
-        else:
-            index_rows.append(row)
-    if energon_sample_count != len(keyed_infos):
-        raise ShardError(f"{tar_path}: Energon finds {energon_sample_count} of {len(keyed_infos)} samples")
+    found = sum(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
+    if found != num_samples:
+        raise ShardError(f"{tar_path}: Energon finds {found} of {num_samples} samples")
 
     durable_files.fsync_path(tar_path)  # here, so that the end need not wait for all of them
-    return WrittenShard(
-        shard_name,
-        len(keyed_infos),
-        tar_path.stat().st_size,
-        file_sha256(tar_path),
-        index_rows + _media_rows(keyed_infos),
-    )
+    rows = [row for row in rows if not isinstance(row, IndexShardInfo)] + _media_rows(keyed_infos)
+    return WrittenShard(shard_name, num_samples, tar_path.stat().st_size, file_sha256(tar_path), rows)
 
 
 def _media_rows(keyed_infos: list[tuple[str, list[MediaInfo]]]) -> list[Any]:
@@ -325,15 +311,10 @@ def _media_rows(keyed_infos: list[tuple[str, list[MediaInfo]]]) -> list[Any]:
                     video_fps=media_info.fps,
                 )
 
-            metadata_type, metadata_json = serialize_media_metadata(media_metadata)
-            metadata_rows.append(
-                IndexMediaMetadata(
-                    entry_key=f"{sample_key}.{i}.{media_info.suffix}",
-                    metadata_type=metadata_type.value,
-                    metadata_json=metadata_json,
-                )
-            )
-
+            kind, content = serialize_media_metadata(media_metadata)
+            key = f"{sample_key}.{i}.{media_info.suffix}"
+            row = IndexMediaMetadata(entry_key=key, metadata_type=kind.value, metadata_json=content)
+            metadata_rows.append(row)
     return metadata_rows
 
 
@@ -391,9 +372,10 @@ class IndexWriter:
             json.dumps({"energon_version": __version__, "shard_counts": sample_counts}, indent=2)
         )
 
-        split_shards: dict[str, list[str]] = {"train": [], "val": []}
-        for shard in self.written_shards:
-            split_shards[shard.name.partition("-")[0]].append(shard.name)
+        split_shards = {
+            split: [name for name in sample_counts if name.startswith(f"{split}-")]
+            for split in ("train", "val")
+        }
         (self.meta_dir / "split.yaml").write_text(
             yaml.safe_dump({"split_parts": split_shards, "exclude": []}, sort_keys=False)
         )

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
-from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.packing.fill_row import choose_row_samples
+from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
 from megatron_vl.data.source.sample_sizes import (
@@ -98,13 +98,10 @@ class DatasetStatistics:
         Returns:
             int64 [n], and float64 [n]: the probability that training draws the sample next.
         """
-        values_by_source = []
-        sample_weights = []
-        for source_sizes in self.sources:
-            values_by_source.append(source_sizes.sizes[quantity_name][source_sizes.usable_mask])
-            sample_weights.append(source_sizes.source.share / len(source_sizes.source))
-        weights = np.repeat(sample_weights, list(map(len, values_by_source)))
-        return np.concatenate(values_by_source), weights / weights.sum()
+        values = [each.sizes[quantity_name][each.usable_mask] for each in self.sources]
+        sample_weights = [each.source.share / len(each.source) for each in self.sources]
+        weights = np.repeat(sample_weights, list(map(len, values)))
+        return np.concatenate(values), weights / weights.sum()
 
     @cached_property
     def row_quantities(self) -> dict[str, NDArray[np.float64]]:
@@ -129,27 +126,19 @@ class DatasetStatistics:
         divided by those of a packed row.
         """
         # Without packing, every row holds one sample, so samples are counted instead of tokens.
-        units_per_row = 1.0
-        if self.data_config.pack:
-            units_per_row = self.row_quantities["fill"].mean() * self.data_config.seq_len
-
+        packs = self.data_config.pack
+        units_per_row = self.row_quantities["fill"].mean() * self.data_config.seq_len if packs else 1.0
         units_per_sample = 0.0
-        for source_sizes in self.sources:
-            units = source_sizes.usable_mask.sum()
-            if self.data_config.pack:
-                units = source_sizes.sizes["tokens"][source_sizes.usable_mask].sum()
-            units_per_sample += source_sizes.source.share * units / len(source_sizes.source)
+        for each in self.sources:
+            units = each.sizes["tokens"][each.usable_mask].sum() if packs else each.num_usable
+            units_per_sample += each.source.share * units / len(each.source)
 
         rows = math.ceil(self.num_samples * units_per_sample / units_per_row - 1e-6)
         steps = {str(passes): math.ceil(passes * rows / global_batch_size) for passes in PASS_COUNTS}
         return {"rows": rows, "global_batch_size": global_batch_size, "steps": steps}
 
 
-def count_statistics(
-    encoder: RowEncoder,
-    hf_dir: str | Path,
-    split: str = "train",
-) -> DatasetStatistics:
+def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "train") -> DatasetStatistics:
     """Counts a split.
 
     Args:
@@ -168,33 +157,28 @@ def count_statistics(
     sizes_name = compute_tokenization_id(hf_dir, encoder.spec, data_config)
     sample_sizes = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
 
-    source_sizes = []
-    for source in drawn_sources:
-        source_sizes.append(_source_sizes(source, sizes_name, sample_sizes, data_config))
-    return DatasetStatistics(data_config, source_sizes)
+    sizes = [_source_sizes(source, sizes_name, sample_sizes, data_config) for source in drawn_sources]
+    return DatasetStatistics(data_config, sizes)
 
 
 def _source_sizes(
-    drawn_source: SampleSource,
-    sizes_name: str,
-    sample_sizes: SampleSizeCounter,
-    data_config: DataConfig,
+    source: SampleSource, sizes_name: str, sample_sizes: SampleSizeCounter, data_config: DataConfig
 ) -> SourceSizes:
-    stored_sizes = open_stored_sizes(drawn_source.dataset.path / METADATA_DIR, sizes_name)
-    shard_bounds = list(pairwise(drawn_source.shard_starts))
+    stored_sizes = open_stored_sizes(source.dataset.path / METADATA_DIR, sizes_name)
+    shard_bounds = list(pairwise(source.shard_starts))
     shard_sizes = [end - start for start, end in shard_bounds]
-    begins = stored_sizes.first_sample_numbers(list(zip(drawn_source.shard_names, shard_sizes, strict=True)))
+    begins = stored_sizes.first_sample_numbers(list(zip(source.shard_names, shard_sizes, strict=True)))
 
     columns: list[tuple[IntegerArray, ...]] = [(np.zeros(0, np.int64),) * len(SAMPLE_QUANTITIES)]
-    end_index = drawn_source.first_index + drawn_source.num_samples
     for begin, (start, end) in zip(begins.tolist(), shard_bounds, strict=True):
-        sample_indices = np.arange(max(start, drawn_source.first_index), min(end, end_index), dtype=np.int64)
-        if len(sample_indices):
-            columns.append(_shard_quantities(sample_sizes, stored_sizes, sample_indices - start + begin))
+        first, stop = max(start, source.indices.start), min(end, source.indices.stop)
+        if first < stop:
+            sample_numbers = np.arange(first, stop, dtype=np.int64) - start + begin
+            columns.append(_shard_quantities(sample_sizes, stored_sizes, sample_numbers))
     sizes = dict(zip(SAMPLE_QUANTITIES, map(np.concatenate, zip(*columns, strict=True)), strict=True))
 
-    is_whole = drawn_source.num_samples == drawn_source.shard_starts[-1]
-    shard_facts = [stored_sizes.shard_facts[shard] for shard in drawn_source.shard_names] if is_whole else []
+    is_whole = source.num_samples == source.shard_starts[-1]
+    shard_facts = [stored_sizes.shard_facts[shard] for shard in source.shard_names] if is_whole else []
     assistant_turns = sum(facts["turns"] for facts in shard_facts) if is_whole else None
     too_long = sizes["tokens"] > data_config.seq_len
     too_large = ~too_long & (sizes["patches"] > (data_config.max_patches or math.inf))
@@ -203,7 +187,7 @@ def _source_sizes(
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
     reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
     reasons += Counter({reason: int(left_out_masks[reason].sum()) for reason in (TOO_LONG, TOO_MANY_PATCHES)})
-    return SourceSizes(drawn_source, sizes, assistant_turns, left_out_masks, reasons)
+    return SourceSizes(source, sizes, assistant_turns, left_out_masks, reasons)
 
 
 def _shard_quantities(
@@ -215,12 +199,9 @@ def _shard_quantities(
     video_counts = np.append(
         0, np.cumsum(stored_sizes.medium_records["frames"][first_medium : media_ends[-1]] > 0)
     )
-    sample_videos = video_counts[media_ends - first_medium] - video_counts[media_begins - first_medium]
-    return (
-        *sample_sizes.count_samples(stored_sizes, sample_numbers),
-        media_ends - media_begins - sample_videos,
-        sample_videos,
-    )
+    videos = video_counts[media_ends - first_medium] - video_counts[media_begins - first_medium]
+    tokens_and_patches = sample_sizes.count_samples(stored_sizes, sample_numbers)
+    return *tokens_and_patches, media_ends - media_begins - videos, videos
 
 
 def _pack_rows(
@@ -234,15 +215,12 @@ def _pack_rows(
     random_generator = np.random.default_rng(0)
     max_samples = min(MAX_PACKED_SAMPLES, sum(len(source_sizes.source) for source_sizes in all_sources))
     drawn_samples = []
-    for source_sizes in all_sources:
-        tokens = source_sizes.sizes["tokens"][source_sizes.usable_mask]
-        patches = source_sizes.sizes["patches"][source_sizes.usable_mask]
-        draw_share = source_sizes.source.share * len(tokens) / len(source_sizes.source)
+    for each in all_sources:
+        tokens, patches = (each.sizes[name][each.usable_mask] for name in ("tokens", "patches"))
+        draw_share = each.source.share * len(tokens) / len(each.source)
+        num_drawn = max(1, round(max_samples * draw_share)) if len(tokens) else 0
         # A source with fewer samples is repeated, as in training.
-        drawn_indices = np.resize(
-            random_generator.permutation(len(tokens)),
-            max(1, round(max_samples * draw_share)) if len(tokens) else 0,
-        )
+        drawn_indices = np.resize(random_generator.permutation(len(tokens)), num_drawn)
         drawn_samples.append(np.stack([tokens, patches, np.ones_like(tokens)], axis=1)[drawn_indices])
     waiting_samples = random_generator.permutation(np.concatenate(drawn_samples)).tolist()
 
@@ -264,12 +242,11 @@ def describe_values(
         value_weights: weight of each value; they add up to 1. None: all are equal.
     """
     weight_of_value = np.full(len(values), 1 / len(values)) if value_weights is None else value_weights
-    sort_order = values.argsort(kind="stable")
-    cumulative_weights = weight_of_value[sort_order].cumsum()
-    quantile_indices = np.searchsorted(cumulative_weights, np.array(list(QUANTILES.values())) - 1e-9).clip(
-        max=len(values) - 1
-    )
-    quantiles = dict(zip(QUANTILES, values[sort_order][quantile_indices].tolist(), strict=True))
+    order = values.argsort(kind="stable")
+    quantile_indices = np.searchsorted(
+        weight_of_value[order].cumsum(), np.array(list(QUANTILES.values())) - 1e-9
+    ).clip(max=len(values) - 1)
+    quantiles = dict(zip(QUANTILES, values[order][quantile_indices].tolist(), strict=True))
     extreme_values = {"smallest": values.min().item(), "largest": values.max().item()}
     return {"mean": round(float(values @ weight_of_value), 6), **quantiles, **extreme_values}
 

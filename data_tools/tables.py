@@ -1,6 +1,6 @@
 """Reads the rows of Parquet, Arrow and CSV files as records, a few at a time.
 
-A column of pictures is a structure of ``bytes`` and ``path``, as ``datasets`` writes it, or bytes. Tables
+A column of images is a structure of ``bytes`` and ``path``, as ``datasets`` writes it, or bytes. Tables
 fill the fields that a structure lacks with null, so null fields are left out, at every depth: a tool call
 would otherwise get the arguments of all others, with null in them.
 """

@@ -34,10 +34,9 @@ import psutil
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel import joining
-from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes
-from megatron_vl.parallel.open_file_limit import raise_open_file_limit
+from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes, raise_open_file_limit
 from megatron_vl.system import host_memory
-from megatron_vl.system.processes import list_children
+from megatron_vl.system.processes import kill_process_tree, list_children
 from megatron_vl.system.signals import (
     STOP_SIGNALS,
     handle_stop_signals,
@@ -50,6 +49,13 @@ RANK_PROGRAM = "megatron_vl.train"
 STOPPED_GRACE_S = 30.0
 """Seconds after ``failures.timeout_s`` in which the other ranks of the node may kill a stopped rank."""
 
+_launcher_pid = 0
+"""Id of the process that has started the ranks."""
+_received_signals: list[int] = []
+"""Signals that this process has received, in their order."""
+_ranks_seen = threading.Event()
+"""Set when this process has ranks, or had them."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the ranks and waits for them.
@@ -60,97 +66,98 @@ def main(argv: list[str] | None = None) -> int:
     """
     global _launcher_pid
     _launcher_pid = os.getpid()
-    command_words = list(sys.argv[1:] if argv is None else argv)
-    should_fork = command_words[:1] == ["--fork"]
+    argv = list(sys.argv[1:] if argv is None else argv)
+    should_fork = argv[:1] == ["--fork"]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+    from torch.distributed.run import parse_args, run
 
     survive_closed_outputs()
     raise_open_file_limit()  # this process serves the store of all ranks
-
-    torchrun_args = parse_args(command_words[1:] if should_fork else command_words)
-    run_config = _parse_run_config(torchrun_args.training_script, torchrun_args.training_script_args)
+    torchrun_args = parse_args(argv[1:] if should_fork else argv)
+    program, run_args = torchrun_args.training_script, torchrun_args.training_script_args
+    config = _parse_run_config(run_args) if program == RANK_PROGRAM else None
     should_fork = should_fork or (
-        torchrun_args.standalone and run_config is not None and run_config.platform == "cpu"
+        torchrun_args.standalone and config is not None and config.platform == "cpu"
     )
     if should_fork:
-        import_training_stack(torchrun_args.training_script)
+        import_training_stack(program)
 
-    if torchrun_args.training_script == RANK_PROGRAM:
+    if program == RANK_PROGRAM:
         torchrun_args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
         set_signal_handler(STOP_SIGNALS, _ask_ranks_to_stop)
         threading.Thread(target=_wait_for_ranks, daemon=True).start()
-
-    if run_config is not None and run_config.failures.timeout_s:
-        stopped_limit_s = run_config.failures.timeout_s + STOPPED_GRACE_S
-        threading.Thread(target=kill_stopped_ranks, args=(stopped_limit_s,), daemon=True).start()
+    timeout_s = config.failures.timeout_s if config is not None else 0
+    if timeout_s:
+        threading.Thread(target=kill_stopped_ranks, args=(timeout_s + STOPPED_GRACE_S,), daemon=True).start()
 
     # torchrun logs each failure and each signal that it sends, but the ranks have printed the cause already.
     for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(logger_name).setLevel(logging.CRITICAL)
 
     try:
-        limit_s = join_limit_s(run_config.failures.timeout_s if run_config else 0)
-        _, num_nodes = parse_min_max_nnodes(torchrun_args.nnodes)
-        if torchrun_args.rdzv_backend == "static" and num_nodes > 1:
-            _nodes_store = _meet_numbered_nodes(torchrun_args, num_nodes, limit_s)  # kept while the ranks run
-        elif torchrun_args.rdzv_backend == "c10d" and torchrun_args.rdzv_endpoint:
-            _meet_nodes(torchrun_args, limit_s)
+        _nodes_store = _meet_nodes(torchrun_args, join_limit_s(timeout_s))  # kept while the ranks run
         run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
         return 0
     except (JoinError, RendezvousError) as error:
         problem_text = str(error) or f"not all {torchrun_args.nnodes} nodes came in time"
-        print(
-            f"megatron_vl.launch: {problem_text} ({torchrun_args.rdzv_endpoint})", file=sys.stderr, flush=True
-        )
+        _print_message(f"{problem_text} ({torchrun_args.rdzv_endpoint})")
         return 1
     except ChildFailedError as error:
-        failed_rank, first_failure = error.get_first_failure()
-        return _exit_code_of_rank(
-            failed_rank, first_failure.exitcode, is_only_rank=torchrun_args.nproc_per_node == "1"
-        )
+        rank, failure = error.get_first_failure()
+        return _exit_code_of_rank(rank, failure.exitcode, is_only_rank=torchrun_args.nproc_per_node == "1")
     except SignalException as error:
         return 128 + error.sigval.value
 
 
-def _meet_numbered_nodes(torchrun_args: argparse.Namespace, num_nodes: int, limit_s: float) -> object:
-    """Waits for all nodes of ``--node-rank``: torch would do so in native code, silent and deaf to signals.
-
-    Returns the store of the meeting, which torch then finds by its port. Raises JoinError.
-    """
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
-    address = f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
-    torchrun_args.rdzv_endpoint = torchrun_args.rdzv_endpoint or address
-    host, port = parse_rendezvous_endpoint(torchrun_args.rdzv_endpoint, default_port=29500)
-    return join_nodes(host, port, torchrun_args.node_rank, num_nodes, limit_s)
+def _print_message(text: str) -> None:
+    print(f"megatron_vl.launch: {text}", file=sys.stderr, flush=True)
 
 
-def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> None:
-    """Waits for the launcher that serves as the meeting point, and watches the wait for further nodes.
+def _parse_run_config(run_args: list[str]) -> TrainConfig | None:
+    """The run's configuration; None if it is wrong, and the ranks will say why."""
+    with contextlib.suppress(Exception):
+        return parse_config(list(run_args))
+    return None
 
-    Raises JoinError if it does not come within ``limit_s`` seconds, which torch then grants the others.
+
+def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> object:
+    """Waits for the other nodes: torch would do so in native code, silent and deaf to signals.
+
+    With ``--node-rank``, it waits for all of them, and returns the store of the meeting, which torch then
+    finds by its port. With a rendezvous, it waits for the launcher that serves as the meeting point, and
+    watches torch's wait for the others.
+
+    Raises JoinError if they do not come within ``limit_s`` seconds.
     """
     from torch.distributed.elastic.rendezvous.utils import (
         _matches_machine_hostname,
         parse_rendezvous_endpoint,
     )
+    from torch.distributed.run import parse_min_max_nnodes
 
+    _, num_nodes = parse_min_max_nnodes(torchrun_args.nnodes)
     endpoint = torchrun_args.rdzv_endpoint
+    if torchrun_args.rdzv_backend == "static" and num_nodes > 1:
+        endpoint = endpoint or f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
+        torchrun_args.rdzv_endpoint = endpoint
+        host, port = parse_rendezvous_endpoint(endpoint, default_port=29500)
+        return join_nodes(host, port, torchrun_args.node_rank, num_nodes, limit_s)
+    if torchrun_args.rdzv_backend != "c10d" or not endpoint:
+        return None
+
     host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
     JoinWait(limit_s).reach_address(host, port, is_server=_matches_machine_hostname(host))
     torchrun_args.rdzv_conf = f"join_timeout={limit_s:.0f},{torchrun_args.rdzv_conf}".rstrip(",")
 
     def note_missing_nodes() -> None:
         if not _ranks_seen.wait(joining.NOTE_AFTER_S):
-            note_text = (
-                f"NOTE: not all {torchrun_args.nnodes} nodes have come to {endpoint}; start the others"
-            )
-            print(note_text, file=sys.stderr, flush=True)
+            nodes_text = f"not all {torchrun_args.nnodes} nodes have come to {endpoint}"
+            print(f"NOTE: {nodes_text}; start the others", file=sys.stderr, flush=True)
 
     threading.Thread(target=note_missing_nodes, daemon=True).start()
+    return None
 
 
 def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
@@ -161,29 +168,14 @@ def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
     """
     if exit_code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if exit_code < 0:  # the rank did not handle the signal yet
-            not_begun_text = "megatron_vl.launch: the run had not begun; nothing was saved"
-            print(not_begun_text, file=sys.stderr, flush=True)
+            _print_message("the run had not begun; nothing was saved")
         return 128 + (_received_signals[0] if _received_signals else signal.SIGUSR1)
-
-    if exit_code < 0:
-        signal_name = signal.Signals(-exit_code).name
-        kill_text = f". {host_memory.explain_kill()}" if is_only_rank and signal_name == "SIGKILL" else ""
-        print(
-            f"megatron_vl.launch: rank {rank} was ended by {signal_name}{kill_text}",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 128 - exit_code
-    return exit_code
-
-
-def _parse_run_config(program_name: str, command_words: list[str]) -> TrainConfig | None:
-    """The run's configuration; None if this starts something else."""
-    if program_name != RANK_PROGRAM:
-        return None
-    with contextlib.suppress(Exception):  # the ranks say what is wrong with it
-        return parse_config(list(command_words))
-    return None
+    if exit_code >= 0:
+        return exit_code
+    signal_name = signal.Signals(-exit_code).name
+    kill_text = f". {host_memory.explain_kill()}" if is_only_rank and signal_name == "SIGKILL" else ""
+    _print_message(f"rank {rank} was ended by {signal_name}{kill_text}")
+    return 128 - exit_code
 
 
 def import_training_stack(module_name: str) -> None:
@@ -217,8 +209,8 @@ def run_forked_ranks(torchrun_args: argparse.Namespace) -> None:
     )
 
 
-def _run_as_rank(module_name: str, command_words: list[str]) -> None:
-    """Runs ``python -m module_name command_words`` in a fork. It returns only if the program succeeded."""
+def _run_as_rank(module_name: str, run_args: list[str]) -> None:
+    """Runs ``python -m module_name run_args`` in a fork. It returns only if the program succeeded."""
     import torch
 
     if module_name == RANK_PROGRAM:
@@ -231,7 +223,7 @@ def _run_as_rank(module_name: str, command_words: list[str]) -> None:
     if thread_count := os.environ.get("OMP_NUM_THREADS"):  # torch read another value when it was imported
         torch.set_num_threads(int(thread_count.split(",")[0]))
 
-    sys.argv = [module_name, *command_words]
+    sys.argv = [module_name, *run_args]
     sys.modules.pop(module_name, None)  # it runs as __main__ and must not be known under its own name as well
     try:
         runpy.run_module(module_name, run_name="__main__", alter_sys=True)
@@ -256,21 +248,16 @@ def kill_stopped_ranks(stopped_limit_s: float, poll_interval_s: float = 5.0) -> 
     last_poll = time.monotonic()
     while True:
         time.sleep(poll_interval_s)
-        current_time = time.monotonic()
-        if current_time - last_poll > 4 * poll_interval_s:
+        now = time.monotonic()
+        if now - last_poll > 4 * poll_interval_s:
             stopped_since.clear()  # this process was stopped too
-        last_poll = current_time
-
-        stopped_pids = {pid for pid in list_children(os.getpid()) if _is_stopped_process(pid)}
-        stopped_since = {pid: stopped_since.get(pid, current_time) for pid in stopped_pids}
-        for pid in [pid for pid, began in stopped_since.items() if current_time - began > stopped_limit_s]:
-            print(
-                f"megatron_vl.launch: process {pid} was stopped for {stopped_limit_s:.0f} s and is killed",
-                file=sys.stderr,
-                flush=True,
-            )
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        last_poll = now
+        stopped_pids = [pid for pid in list_children(os.getpid()) if _is_stopped_process(pid)]
+        stopped_since = {pid: stopped_since.get(pid, now) for pid in stopped_pids}
+        for pid, began in stopped_since.items():
+            if now - began > stopped_limit_s:
+                _print_message(f"process {pid} was stopped for {stopped_limit_s:.0f} s and is killed")
+                kill_process_tree(pid)
 
 
 def _is_stopped_process(pid: int) -> bool:
@@ -290,29 +277,19 @@ def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:
         return
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    signal_name = signal.Signals(signal_number).name
-    is_repeated = signal_number == signal.SIGINT and signal_number in _received_signals
+    signal_name, is_ctrl_c = signal.Signals(signal_number).name, signal_number == signal.SIGINT
+    is_repeated = is_ctrl_c and signal_number in _received_signals
     _received_signals.append(signal_number)
     rank_pids = _find_rank_pids()
-    if is_repeated or not (rank_pids or _ranks_seen.is_set()):
-        _signal_ranks(rank_pids, signal.SIGKILL)
+    ends_at_once = is_repeated or not (rank_pids or _ranks_seen.is_set())
+    if rank_pids and not ends_at_once:
+        ctrl_c_hint = "; Ctrl-C again ends them at once, without saving" if is_ctrl_c else ""
+        _print_message(f"{signal_name}: the ranks save and end{ctrl_c_hint}")
+    for pid in rank_pids:
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, signal.SIGKILL if ends_at_once else signal.SIGUSR1)
+    if ends_at_once:
         raise SignalException(f"{signal_name} ends the launcher", signal.Signals(signal_number))
-
-    if not rank_pids:  # they have ended, and their result is the exit code
-        return
-    ctrl_c_hint = "; Ctrl-C again ends them at once, without saving" if signal_number == signal.SIGINT else ""
-    print(
-        f"megatron_vl.launch: {signal_name}: the ranks save and end{ctrl_c_hint}", file=sys.stderr, flush=True
-    )
-    _signal_ranks(rank_pids, signal.SIGUSR1)
-
-
-_launcher_pid = 0
-"""Id of the process that has started the ranks."""
-_received_signals: list[int] = []
-"""Signals that this process has received, in their order."""
-_ranks_seen = threading.Event()
-"""Set when this process has ranks, or had them."""
 
 
 def _wait_for_ranks(poll_interval_s: float = 1.0) -> None:
@@ -331,12 +308,6 @@ def _find_rank_pids() -> list[int]:
         for pid, command in commands_by_pid.items()
         if RANK_PROGRAM in command or command == forked_command
     ]
-
-
-def _signal_ranks(rank_pids: list[int], signal_number: signal.Signals) -> None:
-    for pid in rank_pids:
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(pid, signal_number)
 
 
 if __name__ == "__main__":

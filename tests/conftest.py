@@ -25,8 +25,13 @@ if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from tests.support import ranks, times  # noqa: E402
+
+# The same examples each time, however busy the machine is.
+settings.register_profile("tests", derandomize=True, deadline=None, database=None)
+settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-
-HOOKS = Path(__file__).resolve().parent.parent / "docs" / "hooks.py"
 
 
 @cache
 def docs_hooks() -> ModuleType:
     """``docs/hooks.py``, imported as mkdocs does it."""
-    spec = importlib.util.spec_from_file_location("docs_hooks", HOOKS)
+    spec = spec_from_file_location("docs_hooks", Path(__file__).resolve().parent.parent / "docs" / "hooks.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -13,10 +13,10 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 ROOT = Path(__file__).resolve().parent.parent
 HF_CONFIGS = ROOT / "tests" / "hf_configs"
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-GPUS = re.compile(r"# GPUs: (\d+) x (.*?), (\d+) GiB estimated on the fullest, when a row is all pictures\n")
-SPEED = re.compile(
+FIRST_LINES = re.compile(
+    r"# GPUs: (\d+) x (.*?), (\d+) GiB estimated on the fullest, when a row is all images\n"
     r"# Speed: ([\d,]+) tokens/s on image rows, "
-    r"(?:estimated at (\d+) % MFU|measured on 4 of these GPUs \(([\d,]+) each, docs/log/speed\.md\)); "
+    r"(?:estimated at (\d+) % MFU|measured on 4 of these GPUs \(([\d,]+) each, benchmarks/log/speed\.md\)); "
     r"([\d.]+) hours per billion tokens\n"
 )
 
@@ -45,22 +45,19 @@ def read_example(path: Path) -> Example:
     """Fails the test unless the YAML begins with the two lines. The result is shared and read-only."""
     config = parse_config(["--config", str(path)])
     hf_config = HF_CONFIGS / f"{Path(config.model.hf).name}.json"
-    first, second = path.read_text().splitlines(keepends=True)[:2]
-    gpus = GPUS.fullmatch(first)
-    speed = SPEED.fullmatch(second)
-
-    assert gpus, f"{path.name} begins with {first!r}"
-    assert speed, f"{path.name} goes on with {second!r}"
+    stated = FIRST_LINES.match(path.read_text())
+    assert stated, f"{path.name} does not begin with its GPUs and its speed"
+    world, gpu, gib, tokens, mfu, measured, hours = stated.groups(default="0")
     return Example(
         name=path.stem,
         config=config,
         spec=read_spec(hf_config),
         hf_config=hf_config,
-        world=int(gpus[1]),
-        gpu=gpus[2],
-        gib=int(gpus[3]),
-        tokens_per_second=int(speed[1].replace(",", "")),
-        mfu=int(speed[2] or 0) / 100,
-        measured_per_gpu=int((speed[3] or "0").replace(",", "")),
-        hours=float(speed[4]),
+        world=int(world),
+        gpu=gpu,
+        gib=int(gib),
+        tokens_per_second=int(tokens.replace(",", "")),
+        mfu=int(mfu) / 100,
+        measured_per_gpu=int(measured.replace(",", "")),
+        hours=float(hours),
     )

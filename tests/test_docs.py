@@ -1,4 +1,4 @@
-"""Checks commands and links in the documents.
+"""Commands, runs, links, paths and quotations in the documents are valid.
 
 Blocks after the comment ``<!-- The tests run this block. -->``, which no reader of the page sees, are run;
 the commands of all others must be valid. A block of Python is a program of its own. The blocks of a document
@@ -8,6 +8,7 @@ small one with as many layers as the example's layout needs) and conversations w
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -22,55 +23,64 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.config import parse_config, validate_config
+from megatron_vl.config import field_types, parse_config, validate_config
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
 from toolkit.demo.demo_data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+LOG = sorted((ROOT / "benchmarks" / "log").glob("*.md"))
+PACKAGES = ("megatron_vl", "converters", "data_tools", "toolkit")
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+# --- Commands and runs --------------------------------------------------------------------------------------
+
 MARK = "<!-- The tests run this block. -->\n"
-BLOCK = re.compile(rf"(^{MARK})?^ *```(bash|python)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(rf"(^{MARK})?^ *```(bash|python|yaml)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
+@cache
 def blocks(document: Path) -> list[tuple[str, str, str]]:
     """Mark, language and text of each block; text within lists loses its indentation."""
     found = BLOCK.findall(document.read_text())
     return [(mark, language, textwrap.dedent(text)) for mark, language, text in found]
 
 
-COMMANDS = [
-    (name, line)
-    for name, document in zip(NAMES, DOCUMENTS, strict=True)
-    for _, language, block in blocks(document)
-    if language == "bash"
-    for line in logical_lines(block)
-]
-STARTS_RANKS = re.compile(r"^megatron-vl train (?!.*--help)", re.MULTILINE)
-
-
 def checked_script(document: Path) -> str:
     """The checked blocks of a document, one after the other; empty where it has none."""
-    parts = []
-    for mark, language, block in blocks(document):
-        if mark:
-            parts.append(block if language == "bash" else f"python - <<'END OF BLOCK'\n{block}END OF BLOCK\n")
-    return "\n".join(parts)
+    return "\n".join(
+        text if language == "bash" else f"python - <<'END OF BLOCK'\n{text}END OF BLOCK\n"
+        for mark, language, text in blocks(document)
+        if mark
+    )
 
 
 def checked_documents() -> list[Any]:
-    """Documents with checked blocks; those whose blocks train carry the mark of tests that start ranks, the
-    others that of slow tests: each command is a process of its own."""
+    """Documents with checked blocks, marked as tests that start ranks where they train."""
     found = []
-    for name, document in zip(NAMES, DOCUMENTS, strict=True):
-        script = checked_script(document)
-        marks = [pytest.mark.ranks if STARTS_RANKS.search(script) else pytest.mark.slow]
-        if script:
-            found.append(pytest.param(document, id=name, marks=marks))
+    for document in DOCUMENTS:
+        if script := checked_script(document):
+            trains = re.search(r"^megatron-vl train (?!.*--help)", script, re.MULTILINE)
+            marks = pytest.mark.ranks if trains else pytest.mark.slow
+            found.append(pytest.param(document, id=name_of(document), marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("document", "line"), COMMANDS, ids=[line[:70] for _, line in COMMANDS])
+COMMANDS = [
+    pytest.param(document, line, id=line[:70])
+    for document in DOCUMENTS
+    for _, language, text in blocks(document)
+    if language == "bash"
+    for line in logical_lines(text)
+]
+
+
+@pytest.mark.parametrize(("document", "line"), COMMANDS)
 def test_commands_are_valid(document, line):
     words = shlex.split(line, comments=True)
     while re.fullmatch(r"\w+=\S*", words[0]):
@@ -90,21 +100,18 @@ def test_commands_are_valid(document, line):
         assert (ROOT / "examples" / f"{words[-1]}.yaml").is_file() and (ROOT / words[-2]).is_file()
     elif program.startswith("examples/"):
         assert os.access(ROOT / program, os.X_OK)
-        name = words[1]
-        path = str(ROOT / "examples" / f"{name}.yaml")
-        assert Path(path).is_file() or name == "RUN.yaml"
-        if program.endswith("pretrain.sh") and name != "RUN.yaml":
-            parse_config(["--config", path, *words[2:]])
+        run = ROOT / "examples" / f"{words[1]}.yaml"
+        assert run.is_file() or words[1] == "RUN.yaml"
+        if program.endswith("pretrain.sh") and run.is_file():
+            parse_config(["--config", str(run), *words[2:]])
     elif program in ("pip", "pre-commit", "source", "python") or words[1:3] == ["-m", "pytest"]:
         for word in words[1:]:
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()
         if program == "python" and "-m" in words:
-            module = words[words.index("-m") + 1]
-            assert importlib.util.find_spec(module), f"{document}: there is no module {module}"
+            assert importlib.util.find_spec(words[words.index("-m") + 1])
     else:
         pytest.fail(
-            f"{document}: nobody checks {line!r}; write {MARK.strip()!r} before its block, or teach "
-            "this test to validate it"
+            f"{document}: no check for {line!r}; write {MARK.strip()!r} before its block, or add one here"
         )
 
 
@@ -114,50 +121,51 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
     write_raw_data(tmp_path / "data")
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
     script = checked_script(document)
-    done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-
+    command = ["bash", "-euxo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     if "megatron-vl verify" in script:
         assert "identical" in done.stdout
 
 
-def test_documents_have_blocks_that_are_run():
-    """A mark that is written differently would run nothing."""
-    assert {param.id for param in checked_documents()} >= {
-        "README.md",
-        "docs/data.md",
-        "docs/python-api.md",
-        "docs/weights.md",
-    }
+def test_marks_of_checked_blocks_are_recognized():
+    expected = {"README.md", "docs/data.md", "docs/python-api.md", "docs/weights.md"}
+    assert {param.id for param in checked_documents()} >= expected
 
 
-def named_functions(page: str) -> list[str]:
-    """The dotted names in the first column of the tables of a page."""
-    return re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
+RUNS = [
+    pytest.param(text, id=f"{name_of(document)}: {text.splitlines()[0][:40]}")
+    for document in DOCUMENTS
+    for _, language, text in blocks(document)
+    if language == "yaml" and "__class__" not in text  # an Energon metadataset
+]
 
 
-def test_the_functions_of_the_python_api_exist():
-    """Those that the page's own example does not call are only looked up."""
-    names = named_functions((ROOT / "docs" / "python-api.md").read_text())
-    assert len(names) > 10
-    for name in names:
-        module, _, function = name.rpartition(".")
-        assert getattr(importlib.import_module(module), function).__doc__, name
+@pytest.mark.parametrize("run", RUNS)
+def test_runs_are_valid(run, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(run)
+    config = parse_config(["--config", str(path)])
+    assert validate_config(config, config.parallel.replica_ranks) == 1
 
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_fields_of_a_run_exist(document):
+    """``section.field`` in backquotes, perhaps with a value."""
+    if document.name in ("coming-from.md", "CHANGELOG.md"):
+        return  # names fields of other toolkits, and removed ones
+    fields = field_types()
+    sections = "|".join({name.partition(".")[0] for name in fields if "." in name})
+    named = re.findall(rf"`(?:--)?((?:{sections})\.(?!jsonl?|py\b)\w+)(?::? [^`]*)?`", document.read_text())
+    assert [name for name in named if name not in fields] == []
+
+
+# --- Links --------------------------------------------------------------------------------------------------
 
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
-FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
 @cache
@@ -165,7 +173,7 @@ def anchors(document: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a document.
 
     Words in small letters are joined with hyphens, without other signs; the second heading of the same text
-    ends with ``-1``. mkdocs checks the links of the built site, which joins words in its own way.
+    ends with ``-1``. `make docs` checks the links and the navigation of the built site.
     """
     headings = re.findall(r"^#+ (.*)", FENCED.sub("", document.read_text()), re.MULTILINE)
     titles = [re.sub(r"[`*]", "", heading).strip().lower() for heading in headings]
@@ -184,12 +192,12 @@ def broken_links(document: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *LOG, ROOT / "llms.txt"], ids=name_of)
 def test_links_lead_somewhere(document):
     assert broken_links(document) == []
 
 
-def test_broken_links_are_noticed(tmp_path):
+def test_broken_links_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# Where is `it`?\n\n# Twice\n\n# Twice\n\n```bash\n# no heading\n```\n\n"
@@ -199,55 +207,138 @@ def test_broken_links_are_noticed(tmp_path):
     assert broken_links(page) == ["gone.md", "#gone", "page.md#no-heading", "gone.md#it"]
 
 
-LOG = [page for page in sorted((ROOT / "docs" / "log").glob("*.md")) if page.stem != "index"]
+# --- Paths and names ----------------------------------------------------------------------------------------
+
+TOP = "megatron_vl|converters|data_tools|toolkit|examples|tests|docs|benchmarks"
+PATH = re.compile(r"`((?:[\w.*-]+/)+[\w.*-]*)(?:::(\w+)(?:\[[^`]*\])?)?`")
+"""A path, from the root or within a folder of it, perhaps with a test of the file."""
+DEFINED = re.compile(rf"`(?!transformers)(\w+)` (?:in|\() ?`((?:{TOP})/[\w./-]+\.py)`")
+"""A definition and its file: "`NAME` in `PATH`" or "`NAME` (`PATH`)"."""
+ELSEWHERE = re.compile(r"NAME|_SIZE|^megatron_vl/_tools/")
+"""A name that the reader chooses, and a folder of the built wheel."""
 
 
-@pytest.mark.parametrize("page", LOG, ids=lambda path: path.name)
-def test_a_page_of_the_log_has_its_newest_entry_first_and_lines_that_fit(page):
-    """Rows of tables cannot be broken; all other lines have less than 120 characters."""
-    lines = page.read_text().splitlines()
-    dates = [line[3:13] for line in lines if line.startswith("## ")]
-    assert dates == sorted(dates, reverse=True)
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
-    assert [line for line in lines if len(line) >= 120 and not line.lstrip().startswith("|")] == []
-    assert f"]({page.name})" in (page.parent / "index.md").read_text()
+@cache
+def definitions(path: Path) -> set[str]:
+    """Functions, classes and constants of a module, and the methods and fields of its classes."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
 
 
-def test_every_entry_of_the_glossary_says_what_else_it_is_called():
+@cache
+def files_named(path: str) -> list[Path]:
+    """The files and folders of that path, from the root or, for a file of ours, within any of its folders."""
+    if re.match(rf"(?:{TOP})/", path) or not path.endswith(".py"):
+        return list(ROOT.glob(path))
+    return [file for package in (*PACKAGES, "tests") for file in (ROOT / package).rglob(path)]
+
+
+def missing_paths(text: str, within_folders: bool = True) -> list[str]:
+    """What a page names and the tree does not have."""
+    wrong = []
+    for path, test in PATH.findall(text):
+        from_root = re.match(rf"(?:{TOP})/", path)
+        if ELSEWHERE.search(path) or not (from_root or (within_folders and path.endswith(".py"))):
+            continue
+        files = files_named(path)
+        if not files:
+            wrong.append(path)
+        elif test and test not in definitions(files[0]):
+            wrong.append(f"{path}::{test}")
+    for name, path in DEFINED.findall(text):
+        if (ROOT / path).is_file() and name not in definitions(ROOT / path):
+            wrong.append(f"{name} in {path}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
+def test_paths_and_definitions_exist(page):
+    """The register of faults upstream names files of other projects, too."""
+    assert missing_paths(page.read_text(), within_folders=page.name != "upstream.md") == []
+
+
+def test_missing_paths_are_found():
+    wrong = ["tests/nowhere.py", "gone/checks.py", "tests/test_config.py::test_nothing"]
+    right = ["tests/test_config.py", "config/checks.py", "megatron_vl/spec/", "data/train"]
+    text = ", ".join(f"`{path}`" for path in [*wrong, *right])
+    text += ", `Gone` in `megatron_vl/config/fields.py`, `DataConfig` (`megatron_vl/config/fields.py`)"
+    assert missing_paths(text) == [*wrong, "Gone in megatron_vl/config/fields.py"]
+
+
+def test_architecture_leads_from_a_question_to_code_and_test():
+    """README -> the table -> the file."""
+    assert "](docs/architecture.md#where-is-it)" in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Where is it?\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (Where .*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    assert len(rows) > 15
+    for question, code, test in rows:
+        files = [path for path, _ in PATH.findall(code)]
+        proofs = [path for path, _ in PATH.findall(test)]
+        assert files and all(path.startswith(PACKAGES) for path in files), question
+        assert proofs and all(path.startswith("tests/") for path in proofs), question
+
+
+def test_python_api_functions_exist():
+    """Those that the page's own example does not call are only looked up."""
+    names = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "python-api.md").read_text(), re.MULTILINE)
+    assert len(names) > 10
+    for name in names:
+        module, _, function = name.rpartition(".")
+        assert getattr(importlib.import_module(module), function).__doc__, name
+
+
+# --- Quotations and form ------------------------------------------------------------------------------------
+
+
+def texts_of_the_code() -> str:
+    """All texts in our sources, one a line; what an f-string fills in is left out as ``...``."""
+    found = []
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append(" ".join("".join(map(str, parts)).split()))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(" ".join(node.value.split()))
+    return "\n".join(found)
+
+
+def test_messages_on_the_errors_page_are_those_of_the_code():
+    """What stands between the dots of a message is, in this order, in one text of the code."""
+    texts = texts_of_the_code()
+    heads = re.findall(r"^- (`.*`):$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    messages = [message for head in heads for message in re.findall(r"`([^`]+)`", head)]
+    assert len(messages) > 50
+    for message in messages:
+        pieces = [piece for piece in message.split("...") if piece.strip()]
+        assert re.search(".*?".join(map(re.escape, pieces)), texts), message
+
+
+def test_glossary_entries_say_what_else_they_are_called():
     """The site's search finds a page by words that stand in it."""
     entries = re.split(r"^- \*\*", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)[1:]
     assert len(entries) > 30
     assert [entry.partition("**")[0] for entry in entries if "*Also called:*" not in entry] == []
 
 
-def test_every_page_is_in_the_navigation():
-    text = (ROOT / "mkdocs.yml").read_text()
-    named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}
-    assert named == set((ROOT / "docs").rglob("*.md"))
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").rglob("*.md")), ids=name_of)
+def test_lists_are_written_for_python_markdown(document):
+    """What belongs to an item is indented by four spaces, and a blank line comes before a list."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n {1,3}\S.*", text) == []
+    assert re.findall(r"^ {1,3}(?:[-*] |\d+\. |```|\|).*", text, re.MULTILINE) == []
+    assert re.findall(r"\n\n[^\s|#<\d*-].*\n(?:\S.*\n)*?(?:[-*]|\d+\.) .*", text) == []
 
 
-BUILDS = [
-    pytest.param("#a-page", True, marks=pytest.mark.slow),
-    ("nowhere.md", False),
-    pytest.param("#nowhere", False, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("link", "built"), BUILDS)
-def test_the_site_is_not_built_with_a_broken_link(tmp_path, link, built):
-    """With the options of `make docs`: mkdocs forgets --strict where --quiet is given too."""
-    recipe = re.search(r"\$\(BIN\)/mkdocs (build.*)", (ROOT / "Makefile").read_text())
-    assert recipe is not None
-    options = recipe[1].split()
-    options[options.index("--site-dir") + 1] = str(tmp_path / "site")
-
-    (tmp_path / "pages").mkdir()
-    (tmp_path / "pages" / "index.md").write_text(f"# A page\n\n[A link]({link})\n")
-    config = f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: pages\nhooks: []\nplugins: []\nnav: [index.md]\n"
-    (tmp_path / "mkdocs.yml").write_text(config)
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", *options, "--config-file", tmp_path / "mkdocs.yml"],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode == 0) == built, done.stderr[-2000:]
+@pytest.mark.parametrize("page", [page for page in LOG if page.stem != "README"], ids=name_of)
+def test_log_has_its_newest_entry_first(page):
+    dates = re.findall(r"^## (\S{10})", page.read_text(), re.MULTILINE)
+    assert dates and dates == sorted(dates, reverse=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
+    assert f"]({page.name})" in (page.parent / "README.md").read_text()

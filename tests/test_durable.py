@@ -60,7 +60,7 @@ def test_new_folders_and_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert disk.lost(tmp_path / "a") == []
 
 
-def test_a_large_file_is_flushed_in_pieces_that_count_as_progress(
+def test_large_file_is_flushed_in_pieces_that_count_as_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durable_files, "FLUSH_PIECE_BYTES", 1 << 20)

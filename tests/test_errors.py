@@ -88,7 +88,7 @@ def test_what_a_user_can_fix(error, fixable, code):
         (KeyError("rows"), ""),
     ],
 )
-def test_a_rank_tells_a_message_or_a_traceback(monkeypatch, capfd, tmp_path, error, message):
+def test_rank_tells_a_message_or_a_traceback(monkeypatch, capfd, tmp_path, error, message):
     def fail(config):
         raise error
 

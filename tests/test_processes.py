@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_vl.system.processes import list_children
-from toolkit.common.process_tree import kill_process_tree
+from megatron_vl.system.processes import kill_process_tree, list_children
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -65,7 +64,7 @@ print("saw one die", flush=True)
 """
 
 
-def test_a_tree_ends_whole_also_below_a_session_of_its_own() -> None:
+def test_tree_ends_whole_also_below_a_session_of_its_own() -> None:
     root = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE, text=True)
     assert root.stdout is not None
     with root.stdout:
@@ -90,7 +89,7 @@ def test_no_process_lives_to_see_one_below_it_die() -> None:
     wait_until(lambda: all(map(has_ended, below)))
 
 
-def test_the_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
+def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
     """In a process of its own, because it looks at all children."""
     program = (
         "import signal, subprocess, threading, time\n"
@@ -123,7 +122,7 @@ def test_without_proc_memory_and_this_process_are_still_known(monkeypatch):
     assert heartbeat.own_process().pid == os.getpid() and not heartbeat.own_process().is_local()
 
 
-def test_a_closed_stderr_is_no_bug(tmp_path):
+def test_closed_stderr_is_no_bug(tmp_path):
     """Its number must not go to a file, and nothing may write to None."""
     words = [sys.executable, "-m", "toolkit.cli", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
     words += ["--out", str(tmp_path / "out")]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.small_run import command, environment, prepare
+from tests.support.tiny_run import command, environment, prepare
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ import transformer_engine.common.recipe, transformer_engine.pytorch.module.base
 """
 
 
-def test_a_run_on_cpu_calls_no_kernel_of_transformer_engine(tmp_path: Path) -> None:
+def test_run_on_cpu_calls_no_kernel_of_transformer_engine(tmp_path: Path) -> None:
     """Of an installed one, whose kernels and modules need a GPU."""
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed/transformer_engine.py").write_text(TRANSFORMER_ENGINE)

@@ -19,7 +19,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table_names_files_that_exist() -> None:
+def test_table_names_files_that_exist() -> None:
     assert [name for name in json.loads(times.TABLE.read_text()) if not (times.TESTS / name).is_file()] == []
 
 

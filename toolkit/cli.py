@@ -28,9 +28,9 @@ def main(argv: list[str] | None = None) -> int:
         if not group or commands_of(group) and argv[1:2] and argv[1] in HELP_FLAGS:
             print(commands_overview(group), end="")
             return 0 if argv else UsageError.exit_code
-        command_name, option_words = find_command(argv)
+        command_name, option_args = find_command(argv)
         program_name = f"{PROGRAM_NAME} {command_name}"
-        options = read_command_line(command_name, option_words)
+        options = read_command_line(command_name, option_args)
         check_paths(options)
         return COMMANDS[command_name].load_function()(options) or 0
     except KeyboardInterrupt:
@@ -78,7 +78,7 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
     raise UsageError(explain_unknown(name, group_commands or list(COMMANDS)))
 
 
-def read_command_line(command_name: str, option_words: list[str]) -> CommandOptions:
+def read_command_line(command_name: str, option_args: list[str]) -> CommandOptions:
     """The options of a command.
 
     Raises:
@@ -86,7 +86,7 @@ def read_command_line(command_name: str, option_words: list[str]) -> CommandOpti
         SystemExit: ``--help`` was requested and has been printed.
     """
     options_class = COMMANDS[command_name].load_options_class()
-    return parse_command_line(options_class, option_words, f"{PROGRAM_NAME} {command_name}")
+    return parse_command_line(options_class, option_args, f"{PROGRAM_NAME} {command_name}")
 
 
 def commands_overview(group: str = "") -> str:

@@ -13,20 +13,17 @@ from toolkit.common.options import CommandOptions
 class Command:
     """The location of a command's code. Its modules are imported only when the command is used."""
 
-    package_name: str
-    """The package of its modules, ``toolkit.PACKAGE.options`` and ``toolkit.PACKAGE.command``."""
-    options_class_name: str
-    """The name of the dataclass in ``options``."""
-    function_name: str
-    """The name of the function in ``command``, which takes the options and returns the exit code."""
+    folder: str
+    options: str
+    """The name of the dataclass in ``toolkit.FOLDER.options``."""
+    function: str
+    """The name of the function in ``toolkit.FOLDER.command``. It takes the options, returns the exit code."""
 
     def load_options_class(self) -> type[CommandOptions]:
-        return getattr(
-            importlib.import_module(f"toolkit.{self.package_name}.options"), self.options_class_name
-        )
+        return getattr(importlib.import_module(f"toolkit.{self.folder}.options"), self.options)
 
     def load_function(self) -> Callable[[CommandOptions], int]:
-        return getattr(importlib.import_module(f"toolkit.{self.package_name}.command"), self.function_name)
+        return getattr(importlib.import_module(f"toolkit.{self.folder}.command"), self.function)
 
 
 COMMANDS = {

@@ -21,6 +21,7 @@ from .conversation import (
     add_system,
     check_answers,
     check_loss_weights,
+    check_result_counts,
     check_role_order,
     record_identity,
     refuse_listed_audio,
@@ -47,12 +48,12 @@ FORMATS: dict[str, RecordFormat] = {
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
 BOXES = "boxes beside the text; write them into the text as the model's family does"
-PREFERENCES = "preferences, which supervised training cannot learn"
+PREFERENCES = "preferences, which supervised training cannot use"
 UNSUPERVISED_FIELDS = {
     **dict.fromkeys(("objects", "bbox", "bboxes"), BOXES),
     **dict.fromkeys(("chosen", "rejected", "rejected_response"), PREFERENCES),
     **dict.fromkeys(("rejected_messages", "chosen_messages"), PREFERENCES),
-    "kto_tag": "judgements of answers, which supervised training cannot learn",
+    "kto_tag": "judgements of answers, which supervised training cannot use",
 }
 """Fields that belong to the task and have no place in a supervised sample."""
 
@@ -66,7 +67,11 @@ def read_conversation(
         format_name: name in :data:`FORMATS`; empty: the format is recognised.
         missing_markers: whether listed media come first if no text has a marker, or the record is refused.
     """
-    _check_object(record)
+    if not isinstance(record, dict):
+        detail = f"the record is a {type(record).__name__}, not an object"
+        if isinstance(record, list) and any(isinstance(item, dict) for item in record):
+            detail += "; if it is a pack of conversations, write each as a record of its own"
+        raise RecordError("not an object", detail)
     refuse_listed_audio(record, "")
     record_format = FORMATS[format_name] if format_name else detect_format(record)
     _refuse_unsupervised_fields(record)
@@ -95,6 +100,7 @@ def read_conversation(
         check_control_tokens(messages, tools)
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
+    check_result_counts(messages, record_format.turns_field)
     return Conversation(
         messages,
         reader.media_references,
@@ -105,24 +111,13 @@ def read_conversation(
     )
 
 
-def _check_object(record: Any) -> None:
-    if not isinstance(record, dict):
-        detail = f"the record is a {type(record).__name__}, not an object"
-        if isinstance(record, list) and any(isinstance(item, dict) for item in record):
-            detail += "; if it is a pack of conversations, write each as a record of its own"
-        raise RecordError("not an object", detail)
-
-
 def detect_format(record: dict[str, Any]) -> RecordFormat:
     """Recognises the format of a record. Raises RecordError if it has none, or the turns of two."""
     present_fields = [name for name in CONVERSATION_FIELDS if record.get(name) not in EMPTY_VALUES]
     if len(present_fields) > 1:
-        quoted_names = " and ".join(f"'{name}'" for name in present_fields)
-        raise RecordError(
-            "two conversations",
-            f"the record has both {quoted_names}, but only one can be learnt; leave out one",
-            present_fields[1],
-        )
+        quoted_names = " and ".join(map(repr, present_fields))
+        detail = f"the record has both {quoted_names}, but only one can be trained on; leave out one"
+        raise RecordError("two conversations", detail, present_fields[1])
     for candidate_format in FORMATS.values():
         if candidate_format.matches_record(record):
             return candidate_format
@@ -137,8 +132,6 @@ def _refuse_unsupervised_fields(record: dict[str, Any]) -> None:
     for key, field_meaning in UNSUPERVISED_FIELDS.items():
         if record.get(key) not in EMPTY_VALUES:
             raise RecordError("not supervised text", f"{key!r} holds {field_meaning}", key)
-    kto_label = record.get("label")
-    if isinstance(kto_label, bool):
-        raise RecordError(
-            "not supervised text", "a 'label' of true or false judges the answer (KTO)", "label"
-        )
+    if isinstance(record.get("label"), bool):
+        detail = "a 'label' of true or false judges the answer (KTO)"
+        raise RecordError("not supervised text", detail, "label")

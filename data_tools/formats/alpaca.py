@@ -2,7 +2,7 @@
 TRL's prompt and completion.
 
 The question is ``instruction``, a newline and ``input``, or the one of them that is not empty, as in
-LLaMA-Factory. ``history`` holds pairs of question and answer; their answers are learnt too.
+LLaMA-Factory. ``history`` holds pairs of question and answer; their answers are trained on too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str |
     """The field of these names that has a value. Raises RecordError if several have."""
     filled_fields = [name for name in field_names if record.get(name) not in (None, "")]
     if len(filled_fields) > 1:
-        raise RecordError(
-            "two conversations",
-            f"the record has both {filled_fields[0]!r} and {filled_fields[1]!r}",
-            filled_fields[1],
-        )
+        detail = f"the record has both {filled_fields[0]!r} and {filled_fields[1]!r}"
+        raise RecordError("two conversations", detail, filled_fields[1])
     return filled_fields[0] if filled_fields else None
 
 
@@ -38,11 +35,8 @@ def _history_turns(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
     role_turns = []
     for i, history_pair in enumerate(history):
         if not isinstance(history_pair, (list, tuple)) or len(history_pair) != 2:
-            raise RecordError(
-                "bad history",
-                f"a pair of question and answer is required, but this is {shorten_value(history_pair)}",
-                f"history[{i}]",
-            )
+            detail = f"a pair of question and answer is required, but this is {shorten_value(history_pair)}"
+            raise RecordError("bad history", detail, f"history[{i}]")
         role_turns.append(("user", history_pair[0], f"history[{i}][0]"))
         role_turns.append(("assistant", history_pair[1], f"history[{i}][1]"))
     return role_turns
@@ -51,32 +45,25 @@ def _history_turns(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
 def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
     role_turns = _history_turns(record)
     # The question is the instruction and its input, of which one may be missing.
-    question_fields = []
-    for name in (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))):
-        if name and not isinstance(record[name], str):
-            raise RecordError(
-                "bad text", f"a string is required, but this is {shorten_value(record[name])}", name
-            )
-        if name:
-            question_fields.append(name)
+    question_fields = list(
+        filter(None, (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))))
+    )
+    for name in question_fields:
+        if not isinstance(record[name], str):
+            detail = f"a string is required, but this is {shorten_value(record[name])}"
+            raise RecordError("bad text", detail, name)
     if not question_fields:
         raise RecordError("no conversation", "'instruction' and 'input' are empty", "instruction")
     question_text = "\n".join(record[name] for name in question_fields)
 
     answer_field = _filled_field(record, ANSWER_FIELDS)
+    has_history = bool(role_turns)
+    role_turns.append(("user", question_text, question_fields[0]))
     if answer_field is not None:
-        answer_turns = [("assistant", record[answer_field], answer_field)]
-    else:  # without an empty turn, the answers of the history would hide that this one is missing
-        answer_turns = [("assistant", "", ANSWER_FIELDS[0])] if role_turns else []
-
-    messages = []
-    for role, content, field_path in (
-        *role_turns,
-        ("user", question_text, question_fields[0]),
-        *answer_turns,
-    ):
-        messages.append(reader.read_content(role, content, field_path))
-    return messages
+        role_turns.append(("assistant", record[answer_field], answer_field))
+    elif has_history:  # without an empty turn, the answers of the history would hide that this one is missing
+        role_turns.append(("assistant", "", ANSWER_FIELDS[0]))
+    return [reader.read_content(*turn) for turn in role_turns]
 
 
 FORMAT = RecordFormat(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
@@ -53,7 +54,7 @@ class Conversation:
 
     @property
     def answer_media(self) -> int:
-        """Number of images and videos in the assistant's turns. The model sees them but does not learn
+        """Number of images and videos in the assistant's turns. The model sees them but is not trained on
         them."""
         answers = [message for message in self.messages if message["role"] == "assistant"]
         return sum(map(count_media, answers))
@@ -132,7 +133,7 @@ def check_role_order(messages: list[Message], turns_field: str) -> None:
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     if not any(message["role"] == "assistant" for message in turns):
         raise RecordError(
-            "no assistant turn", "without an assistant turn there is nothing to learn", turns_field
+            "no assistant turn", "without an assistant turn there is nothing to train on", turns_field
         )
 
     previous_role = ""
@@ -145,6 +146,17 @@ def check_role_order(messages: list[Message], turns_field: str) -> None:
         previous_role = "call" if message.get("tool_calls") else role
 
 
+def check_result_counts(messages: list[Message], turns_field: str) -> None:
+    """Raises RecordError if a turn's calls have results, but not one for each of them."""
+    num_calls = 0
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        turns = list(group)
+        if are_results and len(turns) != num_calls:
+            detail = f"{num_calls} calls have {len(turns)} results; each call needs one result"
+            raise RecordError("results and calls differ", detail, turns_field)
+        num_calls = len(turns[-1].get("tool_calls", ()))
+
+
 def check_answers(messages: list[Message], turns_field: str) -> None:
     """Raises RecordError if an answer has neither text nor calls.
 
@@ -153,9 +165,8 @@ def check_answers(messages: list[Message], turns_field: str) -> None:
     for i, message in enumerate(messages):
         is_empty = not message_text(message).strip() and not message.get("tool_calls")
         if message["role"] == "assistant" and is_empty:
-            raise RecordError(
-                "empty answer", f"the assistant's turn {i + 1} holds no text to learn", f"{turns_field}[{i}]"
-            )
+            detail = f"the assistant's turn {i + 1} holds no text to train on"
+            raise RecordError("empty answer", detail, f"{turns_field}[{i}]")
 
 
 def check_loss_weights(messages: list[Message], turns_field: str) -> None:
@@ -196,11 +207,8 @@ def checked_text(text_value: Any, field_path: str) -> str:
             "bad text", f"a string is required, but this is a {type(text_value).__name__}", field_path
         )
     if MEDIA_PLACEHOLDER.search(text_value):
-        raise RecordError(
-            "placeholder token in text",
-            "the text holds a token that stands for image or video features",
-            field_path,
-        )
+        detail = "the text holds a token that stands for image or video features"
+        raise RecordError("placeholder token in text", detail, field_path)
     if control_token := CONTROL_TOKEN.search(text_value):
         raise RecordError("control token in text", control_token_text(control_token[0]), field_path)
     if audio_token := audio.AUDIO_TOKEN.search(text_value):

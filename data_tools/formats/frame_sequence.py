@@ -1,4 +1,4 @@
-"""Videos that a record gives as pictures: a list of them, or a folder."""
+"""Videos that a record gives as images: a list of them, or a folder."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from megatron_vl.data.sample.medium import VIDEO_SUFFIXES
 from .conversation import RecordError, shorten_value
 
 FRAME_RATE_KEYS = ("sample_fps", "fps", "raw_fps")
-"""Keys of a frame rate, in pictures a second. The first that has a value counts. The last one is the rate of
+"""Keys of a frame rate, in images a second. The first that has a value counts. The last one is the rate of
 the video that a folder was made of."""
 
 
 @dataclass(frozen=True)
 class FrameSequence:
-    """A video given as pictures."""
+    """A video given as images."""
 
-    pictures: str | tuple[Any, ...]
-    """The path of a folder; or the pictures in order, each as it is written for a picture."""
+    images: str | tuple[Any, ...]
+    """The path of a folder; or the images in order, each as it is written for an image."""
     fps: float | None = None
-    """Pictures a second; None: the record does not say."""
+    """Images a second; None: the record does not say."""
 
     def __str__(self) -> str:
         """How messages name it."""
-        if isinstance(self.pictures, str):
-            return self.pictures
-
-        name = "pictures in the record"
-        first_picture = self.pictures[0]
-        if isinstance(first_picture, str) and first_picture[:5].lower() != "data:":
-            name = first_picture[:120]
-        return f"{name} and {len(self.pictures) - 1} more" if len(self.pictures) > 1 else name
+        if isinstance(self.images, str):
+            return self.images
+        first = self.images[0]
+        is_path = isinstance(first, str) and first[:5].lower() != "data:"
+        name = first[:120] if is_path else "pictures in the record"
+        return f"{name} and {len(self.images) - 1} more" if len(self.images) > 1 else name
 
 
 def may_be_frame_folder(reference: Any) -> bool:
@@ -48,31 +46,30 @@ def may_be_frame_folder(reference: Any) -> bool:
 
 
 def read_frame_rate(
-    json_object: dict[str, Any], key_prefix: str, *, is_picture_list: bool
-) -> tuple[str, float] | None:
+    json_object: dict[str, Any], key_prefix: str, *, is_image_list: bool
+) -> tuple[str, float] | tuple[None, None]:
     """The key and value of the frame rate that an object gives for a video; None if it gives none.
 
     Args:
         key_prefix: prefix of the key in messages.
-        is_picture_list: whether the video is a list of pictures, and not a folder.
+        is_image_list: whether the video is a list of images, and not a folder.
 
     Raises:
         RecordError: the value is not a frame rate.
     """
-    rate_keys = FRAME_RATE_KEYS[:2] if is_picture_list else FRAME_RATE_KEYS[::-1]
+    rate_keys = FRAME_RATE_KEYS[:2] if is_image_list else FRAME_RATE_KEYS[::-1]
     rate_key = next((name for name in rate_keys if json_object.get(name) not in (None, "")), None)
     if rate_key is None:
-        return None
+        return None, None
 
     rate_value = json_object[rate_key]
     if isinstance(rate_value, str):  # Qwen's own documentation writes '1'
         with contextlib.suppress(ValueError):
             rate_value = float(rate_value)
     if not is_frame_rate(rate_value):
-        raise RecordError(
-            "bad frame rate",
+        detail = (
             f"{shorten_value(json_object[rate_key])} is no number of "
-            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}",
-            f"{key_prefix}{rate_key}",
+            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
         )
+        raise RecordError("bad frame rate", detail, f"{key_prefix}{rate_key}")
     return rate_key, float(rate_value)

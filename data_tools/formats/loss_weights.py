@@ -7,7 +7,6 @@ false, true or a number), ``loss_scale``, or ``train`` (Axolotl: false or true).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from .conversation import Message, RecordError, shorten_value
@@ -32,23 +31,16 @@ def read_loss_weight(
         if weight_value is None or weight_value == "":
             continue
         field_path = f"{field_prefix}{weight_key}"
-        if (
-            not isinstance(weight_value, (bool, int, float))
-            or not 0 <= weight_value <= MAX_LOSS_WEIGHT
-            or math.isnan(weight_value)
-        ):
-            raise RecordError(
-                "bad loss weight",
+        # Not a number is not between them either.
+        if not isinstance(weight_value, int | float) or not 0 <= weight_value <= MAX_LOSS_WEIGHT:
+            detail = (
                 f"{shorten_value(weight_value)} is no loss weight; valid: "
-                f"a number from 0 to {MAX_LOSS_WEIGHT:g}, true or false",
-                field_path,
+                f"a number from 0 to {MAX_LOSS_WEIGHT:g}, true or false"
             )
+            raise RecordError("bad loss weight", detail, field_path)
         if weight is not None and weight[0] != float(weight_value):
-            raise RecordError(
-                "bad loss weight",
-                f"{weight[1]} is {weight[0]:g}, but {field_path} is {shorten_value(weight_value)}",
-                field_path,
-            )
+            detail = f"{weight[1]} is {weight[0]:g}, but {field_path} is {shorten_value(weight_value)}"
+            raise RecordError("bad loss weight", detail, field_path)
         weight = weight or (float(weight_value), field_path)
     return weight
 
@@ -57,7 +49,7 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
     """Sets the weight of an assistant's message.
 
     Raises:
-        RecordError: a turn that is not the assistant's has a weight above 0; only answers are learnt.
+        RecordError: a turn that is not the assistant's has a weight above 0; only answers are trained on.
     """
     weight = read_loss_weight(turn, TURN_WEIGHT_KEYS, field_prefix)
     if weight is None:
@@ -65,12 +57,11 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
     if message["role"] != "assistant":
         # True and 1 are what tools write into every turn; other numbers were chosen for this one.
         if weight[0] not in (0.0, 1.0):
-            raise RecordError(
-                "loss on a prompt",
+            detail = (
                 f"the {message['role']}'s turn has the loss weight {weight[0]:g}, "
-                "but only answers are learnt",
-                weight[1],
+                "but only answers are trained on"
             )
+            raise RecordError("loss on a prompt", detail, weight[1])
         return
     if weight[0] != 1:
         message["loss_weight"] = weight[0]

@@ -118,10 +118,9 @@ class RecordReader:
         self.turns_field = record_format.turns_field
         self.strip_user_text = record_format.strip_user_text
         folder_field = record_format.media_folder_field
-        media_folder = record.get(folder_field) if folder_field else None
-        if not isinstance(media_folder, str | None):
+        self.media_folder = (record.get(folder_field) if folder_field else "") or ""
+        if not isinstance(self.media_folder, str):
             raise RecordError("bad media reference", f"{folder_field!r} must be a folder", folder_field)
-        self.media_folder = media_folder or ""
 
         self.ignored_keys: list[tuple[str, str]] = []
         self.frame_rate_keys: set[str] = set()
@@ -136,11 +135,8 @@ class RecordReader:
         self.ignored_keys[:0] = unread_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):
-            raise RecordError(
-                "bad markers",
-                f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text",
-                "markers",
-            )
+            detail = f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text"
+            raise RecordError("bad markers", detail, "markers")
         self.markers_are_text = record.get("markers") == "text"
         self.unlisted_markers: list[str] = []
         """Markers in the texts of a record that lists no media."""
@@ -158,26 +154,17 @@ class RecordReader:
         field_value = record.get(field_name)
         if field_value is None or field_value == "":
             return []
-        listed_items = [(field_value, field_name)]
-        if isinstance(field_value, list):
-            listed_items = [(listed_item, f"{field_name}[{i}]") for i, listed_item in enumerate(field_value)]
-
-        media_kind = field_name.removesuffix("s")
-        located_media = []
-        for listed_item, field_path in listed_items:
-            # The rate of a video's pictures stands beside the video: in its own object, or in the record.
-            if isinstance(listed_item, dict):
-                reference, rate_key = self.medium_reference(
-                    media_kind, listed_item, field_path, listed_item, f"{field_path}."
-                )
-                refuse_unread_keys(listed_item, MEDIUM_KEYS, f"{field_path}.")
-                self.note_ignored_keys("listed media", listed_item, "path", "url", "bytes", rate_key)
-            else:
-                reference, rate_key = self.medium_reference(media_kind, listed_item, field_path, record, "")
-                if rate_key:
-                    self.frame_rate_keys.add(rate_key)
+        kind, located_media = field_name.removesuffix("s"), []
+        for item, field_path in _located_items(field_value, field_name):
+            # The rate of a video's images stands beside the video: in its own object, or in the record.
+            parent, prefix = (item, f"{field_path}.") if isinstance(item, dict) else (record, "")
+            reference, rate_key = self.medium_reference(kind, item, field_path, parent, prefix)
+            if isinstance(item, dict):
+                refuse_unread_keys(item, MEDIUM_KEYS, prefix)
+                self.note_ignored_keys("listed media", item, "path", "url", "bytes", rate_key)
+            elif rate_key:
+                self.frame_rate_keys.add(rate_key)
             located_media.append((reference, field_path))
-
         return located_media
 
     def medium_reference(
@@ -188,7 +175,7 @@ class RecordReader:
         parent_object: dict[str, Any],
         key_prefix: str,
     ) -> tuple[Any, str | None]:
-        """The reference of a medium, and the key that says how many pictures it has a second.
+        """The reference of a medium, and the key that says how many images it has a second.
 
         Args:
             field_path: the location of the medium in the record, for messages.
@@ -198,20 +185,16 @@ class RecordReader:
         if media_kind == "video" and isinstance(media_value, list):
             if not media_value:
                 raise RecordError("bad media reference", "a video of no frames", field_path)
-            pictures = []
-            for i, picture in enumerate(media_value):
-                pictures.append(self.reference_in_folder(picture, f"{field_path}[{i}]"))
+            located_images = _located_items(media_value, field_path)
+            images = tuple(self.reference_in_folder(image, path) for image, path in located_images)
+            rate_key, fps = read_frame_rate(parent_object, key_prefix, is_image_list=True)
+            return FrameSequence(images, fps), rate_key
 
-            frame_rate = read_frame_rate(parent_object, key_prefix, is_picture_list=True)
-            rate_key, frames_per_second = frame_rate or (None, None)
-            return FrameSequence(tuple(pictures), frames_per_second), rate_key
-
-        located_reference = self.reference_in_folder(media_value, field_path)
-        if media_kind == "video" and may_be_frame_folder(located_reference):
-            frame_rate = read_frame_rate(parent_object, key_prefix, is_picture_list=False)
-            if frame_rate:
-                return FrameSequence(located_reference, frame_rate[1]), frame_rate[0]
-        return located_reference, None
+        reference = self.reference_in_folder(media_value, field_path)
+        if media_kind == "video" and may_be_frame_folder(reference):
+            rate_key, fps = read_frame_rate(parent_object, key_prefix, is_image_list=False)
+            return (FrameSequence(reference, fps), rate_key) if rate_key else (reference, None)
+        return reference, None
 
     def reference_in_folder(self, media_value: Any, field_path: str) -> Any:
         """The reference of a medium, in the record's folder."""
@@ -248,26 +231,23 @@ class RecordReader:
         refuse_listed_audio(turn, f"{field_path}.")
         refuse_unread_keys(turn, (*CLIP_KEYS, *BOX_KEYS), f"{field_path}.")
         written_role = turn.get(role_field)
-        canonical_role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
-        if canonical_role is None:
-            raise RecordError(
-                "unknown role",
+        role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
+        if role is None:
+            detail = (
                 f"turn {turn_index + 1} has the unknown role "
-                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}",
-                f"{field_path}.{role_field}",
+                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
             )
+            raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
 
-        structure_keys = ROLE_TURN_KEYS.get(canonical_role, TURN_WEIGHT_KEYS)
+        structure_keys = ROLE_TURN_KEYS.get(role, TURN_WEIGHT_KEYS)
         self.note_ignored_keys("turns", turn, role_field, content_field, *structure_keys)
-        if canonical_role == "call":
+        if role == "call":
             message = self.read_call_turn(turn, content_field, field_path)
-        elif canonical_role == "assistant":
+        elif role == "assistant":
             message = self.read_answer(turn, content_field, field_path)
         else:
-            message = self.read_content(
-                canonical_role, turn.get(content_field), f"{field_path}.{content_field}"
-            )
-            if canonical_role == "tool" and turn.get("tool_call_id") not in EMPTY_VALUES:
+            message = self.read_content(role, turn.get(content_field), f"{field_path}.{content_field}")
+            if role == "tool" and turn.get("tool_call_id") not in EMPTY_VALUES:
                 message["tool_call_id"] = turn["tool_call_id"]
         apply_turn_weight(turn, message, f"{field_path}.")
         return message
@@ -305,23 +285,19 @@ class RecordReader:
         if role != "assistant":
             self.refuse_audio_content(turn_content, field_path)
         if not isinstance(turn_content, list):
-            content_text = checked_text(turn_content, field_path)
-            strip_text = self.strip_user_text and role == "user"
-            message["content"] = join_text_parts(self.text_parts(content_text, strip_text))
+            text, strips = checked_text(turn_content, field_path), self.strip_user_text and role == "user"
+            message["content"] = join_text_parts(self.text_parts(text, strips))
             return message
 
         parts: list[dict[str, Any]] = []
-        for i, item in enumerate(turn_content):
-            for part in self.read_part(item, f"{field_path}[{i}]"):
+        for item, part_path in _located_items(turn_content, field_path):
+            for part in self.read_part(item, part_path):
                 part_type = part["type"]
                 if part_type in ("text", *MEDIA_KINDS):
                     parts.append(part)
                 elif role != "assistant":
-                    raise RecordError(
-                        "unknown content part",
-                        f"a content part of type {part_type!r} in the {role}'s turn",
-                        f"{field_path}[{i}]",
-                    )
+                    detail = f"a content part of type {part_type!r} in the {role}'s turn"
+                    raise RecordError("unknown content part", detail, part_path)
                 elif part_type == "reasoning":
                     message["reasoning_content"] = message.get("reasoning_content", "") + part["text"]
                 else:
@@ -343,17 +319,12 @@ class RecordReader:
 
     def refuse_audio_content(self, turn_content: Any, field_path: str) -> None:
         """Refuses a turn whose text has a placeholder for a sound."""
-        located_texts = [(turn_content, field_path)]
-        if isinstance(turn_content, list):
-            located_texts = [(item, f"{field_path}[{i}]") for i, item in enumerate(turn_content)]
-
-        for item, text_field_path in located_texts:
+        for item, text_path in _located_items(turn_content, field_path):
             if isinstance(item, dict):
                 key = "text" if item.get("text") is not None else "value"
-                item = item.get(key)
-                text_field_path = f"{text_field_path}.{key}"
+                item, text_path = item.get(key), f"{text_path}.{key}"
             if isinstance(item, str):
-                refuse_audio_in(item, text_field_path, match_anywhere=any(self.listed_counts.values()))
+                refuse_audio_in(item, text_path, match_anywhere=any(self.listed_counts.values()))
 
     def text_parts(self, marked_text: str, strip_text: bool = False) -> list[dict[str, Any]]:
         """The parts of a text with markers, with the next listed medium in the place of each marker.
@@ -361,20 +332,16 @@ class RecordReader:
         Args:
             strip_text: whether to remove white space around each piece of text.
         """
-        if self.markers_are_text or not any(self.listed_counts.values()):
-            self.unlisted_markers += MEDIA_MARKER.findall(marked_text)
-            return [{"type": "text", "text": marked_text.strip() if strip_text else marked_text}]
         pieces = MEDIA_MARKER.split(marked_text)
+        if self.markers_are_text or not any(self.listed_counts.values()):
+            self.unlisted_markers += pieces[1::2]
+            pieces = [marked_text]
         if strip_text:
             pieces = [piece.strip() for piece in pieces]
-
-        content_parts: list[dict[str, Any]] = []
-        for piece in pieces:
-            if MEDIA_MARKER.fullmatch(piece):
-                content_parts.append(self.next_listed_medium(piece[1:-1]))
-            elif piece:
-                content_parts.append({"type": "text", "text": piece})
-        return content_parts
+        return [
+            self.next_listed_medium(piece[1:-1]) if i % 2 else {"type": "text", "text": piece}
+            for i, piece in enumerate(pieces)  # every second one is a marker
+        ]
 
     def read_part(self, item: Any, field_path: str) -> list[dict[str, Any]]:
         """Reads a typed part: its reference is in the field of its type (``image``, ``image_url``, ...), in
@@ -400,7 +367,7 @@ class RecordReader:
 
         if part_type in ("text", "reasoning", "thinking", "tool_call"):
             return self.read_text_part(item, part_type, field_path)
-        return self.read_media_part(item, part_type, field_path)
+        return [self.read_media_part(item, part_type, field_path)]
 
     def read_text_part(self, item: dict[str, Any], part_type: str, field_path: str) -> list[dict[str, Any]]:
         key = next((key for key in (part_type, "text", "value") if item.get(key) is not None), "text")
@@ -408,22 +375,18 @@ class RecordReader:
         value = item.get(key)
         if part_type == "tool_call":
             return [{"type": "tool_call", "call": tool_calls.read_tool_call(value, f"{field_path}.{key}")}]
-        part_text = checked_text(value, f"{field_path}.{key}")
-        return (
-            self.text_parts(part_text) if part_type == "text" else [{"type": "reasoning", "text": part_text}]
-        )
+        text = checked_text(value, f"{field_path}.{key}")
+        return self.text_parts(text) if part_type == "text" else [{"type": "reasoning", "text": text}]
 
-    def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> list[dict[str, Any]]:
+    def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> dict[str, Any]:
         media_kind = part_type.removesuffix("_url")
         other_kind = "video" if media_kind == "image" else "image"
         for conflicting_key in (other_kind, f"{other_kind}_url"):
             if item.get(conflicting_key) not in EMPTY_VALUES:
-                raise RecordError(
-                    "two media in a part",
-                    f"a content part of type {part_type!r} that also has {conflicting_key!r}; "
-                    "write two parts",
-                    f"{field_path}.{conflicting_key}",
+                detail = (
+                    f"a content part of type {part_type!r} that also has {conflicting_key!r}; write two parts"
                 )
+                raise RecordError("two media in a part", detail, f"{field_path}.{conflicting_key}")
 
         refuse_unread_keys(item, MEDIUM_KEYS, f"{field_path}.")
         reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path", "value")
@@ -440,22 +403,21 @@ class RecordReader:
         media_field_path = f"{field_path}.{reference_key or media_kind}"
         is_listed = media_value is None and self.listed_counts[media_kind] > 0
         if not is_listed:
-            medium, rate_key = self.medium_reference(
-                media_kind, media_value, media_field_path, item, f"{field_path}."
-            )
+            prefix = f"{field_path}."
+            medium, rate_key = self.medium_reference(media_kind, media_value, media_field_path, item, prefix)
             self.media_references.append((media_kind, medium))
             self.field_paths.append(media_field_path)
         self.note_ignored_keys("content parts", item, "type", reference_key, rate_key)
         self.ignored_keys += ignored_value_keys
-        return [self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}]
+        return self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}
 
     def next_listed_medium(self, media_kind: str) -> dict[str, Any]:
         """Returns the next listed medium of a kind; :meth:`check_media_counts` reports a missing one,
         with both counts."""
         self.marker_counts[media_kind] += 1
         if self.unplaced_media[media_kind]:
-            media_reference, field_path = self.unplaced_media[media_kind].pop(0)
-            self.media_references.append((media_kind, media_reference))
+            reference, field_path = self.unplaced_media[media_kind].pop(0)
+            self.media_references.append((media_kind, reference))
             self.field_paths.append(field_path)
         return {"type": media_kind}
 
@@ -476,21 +438,17 @@ class RecordReader:
         In a record whose media are content parts, or which says so, markers are text.
         """
         if not self.media_references and not self.markers_are_text:
-            for media_marker in self.unlisted_markers:
-                self.marker_counts[media_marker[1:-1]] += 1
+            for marker in self.unlisted_markers:
+                self.marker_counts[marker[1:-1]] += 1
 
-        for media_kind in MEDIA_KINDS:
-            marker_count = self.marker_counts[media_kind]
-            listed_count = self.listed_counts[media_kind]
-            if marker_count != listed_count:
-                detail = (
-                    f"{marker_count} <{media_kind}> in the text, but "
-                    f"{listed_count} listed under '{media_kind}' / '{media_kind}s'"
-                )
-                if media_kind == "video" and 1 <= marker_count < listed_count:
-                    detail += "; to give one video as pictures, write a list of them in the place of its file"
+        for kind in MEDIA_KINDS:
+            markers, listed = self.marker_counts[kind], self.listed_counts[kind]
+            if markers != listed:
+                detail = f"{markers} <{kind}> in the text, but {listed} listed under '{kind}' / '{kind}s'"
+                if kind == "video" and 1 <= markers < listed:
+                    detail += "; to give one video as images, write a list of them in the place of its file"
                 unread_fields = [key for key_location, key in self.ignored_keys if key_location == "records"]
-                if not marker_count:
+                if not markers:
                     detail += "; --missing-markers first puts them before the first question"
                 if self.unlisted_markers and unread_fields:
                     detail += f"; nothing is read from {shorten_value(', '.join(unread_fields))}"
@@ -507,12 +465,11 @@ def refuse_unread_keys(json_object: dict[str, Any], keys: tuple[str, ...], key_p
     for key in keys:
         value = json_object.get(key)
         if value not in EMPTY_VALUES and value is not False and (value != 0 or "start" not in key):
-            raise RecordError(
-                "part of a medium",
+            detail = (
                 f"{key!r} names a part of a medium and is not read; cut the medium beforehand, or write the"
-                " part into the text",
-                f"{key_prefix}{key}",
+                " part into the text"
             )
+            raise RecordError("part of a medium", detail, f"{key_prefix}{key}")
 
 
 def unread_keys(
@@ -522,26 +479,24 @@ def unread_keys(
 
     Exported tables write empty values for absent keys, so these do not count.
     """
-    located_keys: list[tuple[str, str]] = []
-    for key, value in json_object.items():
-        if key not in read_keys and value not in EMPTY_VALUES:
-            located_keys.append((key_location, key[:MAX_SHOWN_KEY]))
-    return located_keys
+    keys = [key for key, value in json_object.items() if key not in read_keys and value not in EMPTY_VALUES]
+    return [(key_location, key[:MAX_SHOWN_KEY]) for key in keys]
+
+
+def _located_items(value: Any, field_path: str) -> list[tuple[Any, str]]:
+    """(item, location) of the items of a list; a value that is no list stands for itself."""
+    if not isinstance(value, list):
+        return [(value, field_path)]
+    return [(item, f"{field_path}[{i}]") for i, item in enumerate(value)]
 
 
 def read_media_reference(media_value: Any, field_path: str) -> Any:
     """A medium's path, address or bytes. In a structure of both, as tables have it, bytes come first."""
     if isinstance(media_value, dict):
-        media_bytes = media_value.get("bytes")
-        has_bytes = isinstance(media_bytes, bytes) and media_bytes
-        media_value = media_bytes if has_bytes else media_value.get("path", media_value.get("url"))
-    if isinstance(media_value, bytes) and media_value:
-        return media_value
-    if not isinstance(media_value, str) or not media_value:
+        has_bytes = isinstance(media_value.get("bytes"), bytes) and media_value["bytes"]
+        media_value = has_bytes or media_value.get("path", media_value.get("url"))
+    if not isinstance(media_value, str | bytes) or not media_value:
         found_text = "an empty string" if media_value == "" else f"a {type(media_value).__name__}"
-        raise RecordError(
-            "bad media reference",
-            f"a path, a data: URI or bytes are required, but this is {found_text}",
-            field_path,
-        )
+        detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
+        raise RecordError("bad media reference", detail, field_path)
     return media_value

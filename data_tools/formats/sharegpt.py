@@ -1,7 +1,7 @@
 """ShareGPT, and LLaVA's JSON: ``conversations`` with ``from`` and ``value``.
 
 ``<image>`` and ``<video>`` in the text stand for the entries of ``image(s)`` and ``video(s)``, each a string
-or a list. LLaVA's own code moves a picture to the beginning of its turn; here it stays where the text has it.
+or a list. LLaVA's own code moves an image to the beginning of its turn; here it stays where the text has it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Reads the functions that an assistant may call, its calls, and calls written as text."""
+"""Reads the functions that an assistant may call, its calls, and calls written as text.
+
+Qwen3.5 writes an argument as it is, between ``<parameter=NAME>`` and ``</parameter>``, and the other families
+write a call between ``<tool_call>`` and ``</tool_call>``. A server takes the first closing tag for the end,
+so arguments with one are refused.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,15 @@ import math
 import re
 from typing import Any
 
+from megatron_vl.data.sample.conversation_checks import iterate_texts
+
 from ..exact_json import EXACT_DECODER, DuplicateKeyError, RoundedNumber
 from .conversation import Message, RecordError, checked_text, shorten_value
 
+NO_CALLS: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
 THINK_BLOCK = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 """Reasoning in front of a call, as LLaMA-Factory has it in a turn of the role function_call."""
+CLOSING_TAG = re.compile("</(?:parameter|function|tool_call)>")
 MAX_JSON_DEPTH = 200
 """Levels of lists and objects in a function or in arguments."""
 
@@ -23,9 +32,7 @@ def read_tools(record: dict[str, Any]) -> list[dict[str, Any]]:
     Raises:
         RecordError: they are something else.
     """
-    present_fields = [
-        key for key in ("tools", "functions") if record.get(key) not in (None, "", [], {}, "[]")
-    ]
+    present_fields = [key for key in ("tools", "functions") if record.get(key) not in NO_CALLS]
     if not present_fields:
         return []
     if len(present_fields) > 1:
@@ -64,7 +71,8 @@ def check_plain_json(json_value: Any, field_path: str, reason: str, depth: int =
             not be written as in the record (a number that a float rounds).
     """
     if isinstance(json_value, RoundedNumber):
-        raise RecordError(reason, json_value.difference, field_path)
+        detail = "a number has more digits, or another exponent, than a float holds; write it as a string"
+        raise RecordError(reason, detail, field_path)
     if depth > MAX_JSON_DEPTH:
         raise RecordError(reason, f"more than {MAX_JSON_DEPTH} levels of lists and objects", field_path)
     if isinstance(json_value, dict):
@@ -113,20 +121,22 @@ def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
             "bad tool call", f"a call with a name is required, but this is {shorten_value(call)}", field_path
         )
 
-    arguments = function.get("arguments", function.get("parameters"))
-    arguments = (
-        parse_json_text(arguments, f"{field_path}.arguments", "bad tool call") if arguments != "" else {}
+    arguments, arguments_path = (
+        function.get("arguments", function.get("parameters")),
+        f"{field_path}.arguments",
     )
-    if arguments is None:
-        arguments = {}
+    arguments = {} if arguments == "" else parse_json_text(arguments, arguments_path, "bad tool call")
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise RecordError(
-            "bad tool call",
-            f"arguments must be an object, but these are {shorten_value(arguments)}",
-            f"{field_path}.arguments",
-        )
+        detail = f"arguments must be an object, but these are {shorten_value(arguments)}"
+        raise RecordError("bad tool call", detail, arguments_path)
     checked_text(function["name"], f"{field_path}.name")
-    check_plain_json(arguments, f"{field_path}.arguments", "bad tool call")
+    check_plain_json(arguments, arguments_path, "bad tool call")
+    if closing_tag := next(filter(None, map(CLOSING_TAG.search, iterate_texts(arguments))), None):
+        detail = (
+            f"an argument has {closing_tag[0]}, which a server would take for the end of the argument or call"
+        )
+        raise RecordError("bad tool call", detail, arguments_path)
     call_id = {"id": call["id"]} if call.get("id") not in (None, "") else {}
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -145,11 +155,12 @@ def drop_null_arguments(messages: list[dict[str, Any]], tools: list[dict[str, An
             function_parameters = parameters_by_function.get(function["name"])
             if function_parameters is None:
                 continue
-            kept_arguments = {}
-            for name, value in function["arguments"].items():
-                if value is not None or name not in all_parameters - function_parameters:
-                    kept_arguments[name] = value
-            function["arguments"] = kept_arguments
+            fillers = all_parameters - function_parameters
+            function["arguments"] = {
+                name: value
+                for name, value in function["arguments"].items()
+                if value is not None or name not in fillers
+            }
 
 
 def _parameter_names(function: dict[str, Any]) -> set[str]:
@@ -161,21 +172,16 @@ def _parameter_names(function: dict[str, Any]) -> set[str]:
 
 def read_tool_calls(turn: dict[str, Any], field_prefix: str) -> list[dict[str, Any]]:
     """The calls of an assistant's turn: ``tool_calls``, or one ``function_call`` (OpenAI's first form)."""
-    calls = turn.get("tool_calls")
+    calls, function_call = turn.get("tool_calls"), turn.get("function_call")
     refuse_second_calls(turn, "tool_calls", ("function_call",), field_prefix)
     if calls in (None, "", []):
-        function_call = turn.get("function_call")
-        if function_call in (None, "", {}):
-            return []
-        return [read_tool_call(function_call, f"{field_prefix}function_call")]
+        has_call = function_call not in (None, "", {})
+        return [read_tool_call(function_call, f"{field_prefix}function_call")] if has_call else []
 
     calls = parse_json_text(calls, f"{field_prefix}tool_calls", "bad tool call")
     if not isinstance(calls, list):
-        raise RecordError(
-            "bad tool call",
-            f"a list of calls is required, but this is {shorten_value(calls)}",
-            f"{field_prefix}tool_calls",
-        )
+        detail = f"a list of calls is required, but this is {shorten_value(calls)}"
+        raise RecordError("bad tool call", detail, f"{field_prefix}tool_calls")
     return [read_tool_call(call, f"{field_prefix}tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
@@ -183,14 +189,10 @@ def refuse_second_calls(
     turn: dict[str, Any], first_field: str, other_fields: tuple[str, ...], field_prefix: str
 ) -> None:
     """Raises RecordError if a turn has calls in a field and in another one, whose order is unknown."""
-    empty_values: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
-    second_field = next((key for key in other_fields if turn.get(key) not in empty_values), None)
-    if second_field and turn.get(first_field) not in empty_values:
-        raise RecordError(
-            "bad tool call",
-            f"the turn has calls in {first_field!r} and in {second_field!r}; leave out one",
-            f"{field_prefix}{second_field}",
-        )
+    second_field = next((key for key in other_fields if turn.get(key) not in NO_CALLS), None)
+    if second_field and turn.get(first_field) not in NO_CALLS:
+        detail = f"the turn has calls in {first_field!r} and in {second_field!r}; leave out one"
+        raise RecordError("bad tool call", detail, f"{field_prefix}{second_field}")
 
 
 def read_text_calls(turn_text: str, field_path: str) -> tuple[str, list[dict[str, Any]]]:
@@ -210,28 +212,20 @@ def merge_calls(messages: list[Message], call_message: Message) -> bool:
     Returns:
         Whether the calls were added.
     """
-    last_message = messages[-1] if messages else None
-    if last_message is None or last_message["role"] != "assistant":
+    last: Message = messages[-1] if messages else {"role": ""}
+    if last["role"] != "assistant" or last.get("loss_weight") != call_message.get("loss_weight"):
         return False
-    if last_message.get("tool_calls") and call_message["content"]:  # text between two calls
+    text, thought = call_message["content"], call_message.get("reasoning_content")
+    # Text between two calls, or after media, has no place in one turn; neither has a second thought, or one
+    # between two calls.
+    if text and (last.get("tool_calls") or not isinstance(last["content"], str)):
         return False
-    if last_message.get("loss_weight") != call_message.get("loss_weight"):
+    last_thought = last.get("reasoning_content")
+    if thought and thought != last_thought and (last_thought or last.get("tool_calls")):
         return False
-    call_reasoning = call_message.get("reasoning_content")
-    last_reasoning = last_message.get("reasoning_content")
-    # A thought between two calls, or a second one, has no place in one turn.
-    if (
-        call_reasoning
-        and call_reasoning != last_reasoning
-        and (last_reasoning or last_message.get("tool_calls"))
-    ):
-        return False
-    if isinstance(last_message["content"], str) and call_message["content"]:
-        last_message["content"] = f"{last_message['content']}{call_message['content']}"
-    elif call_message["content"]:
-        return False
-
-    if call_reasoning:
-        last_message["reasoning_content"] = call_reasoning
-    last_message["tool_calls"] = [*last_message.get("tool_calls", []), *call_message["tool_calls"]]
+    if text:
+        last["content"] += text
+    if thought:
+        last["reasoning_content"] = thought
+    last["tool_calls"] = [*last.get("tool_calls", []), *call_message["tool_calls"]]
     return True

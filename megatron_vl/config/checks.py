@@ -22,61 +22,53 @@ from megatron_vl.config.options import valid_range
 from megatron_vl.system.plurals import pluralize
 
 
+def _refuse_if(is_impossible: object, message: str) -> None:
+    if is_impossible:
+        raise RunConfigError(message)
+
+
 def validate_config(config: TrainConfig, world_size: int) -> int:
     """Raises RunConfigError for values that are impossible whatever the model and the files are.
 
     Returns the data-parallel size.
     """
     _check_field_ranges(config)
-    data_parallel_size = _check_parallel_sizes(config, world_size)
-    _check_pipeline_chunks(config, data_parallel_size)
-    _check_step_counts(config)
-    _check_synthetic_rows(config)
+    dp = _check_parallel_sizes(config, world_size)
+    _check_row_sharing(config)
+    _check_pipeline_chunks(config, dp)
+    _check_steps_and_rows(config)
+    _check_model_parts(config)
     _check_export(config)
     _check_profile(config, world_size)
-    _check_model_parts(config)
-    return data_parallel_size
+    return dp
 
 
 def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
-    """Checks the sizes of process groups and the options that need them. Returns the data-parallel size."""
-    parallel = config.parallel
-    ranks_per_replica = parallel.replica_ranks
-    sizes_text = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp})
-    if world_size % ranks_per_replica:
-        fields = (
-            "parallel.tp, parallel.cp or parallel.pp" if parallel.cp > 1 else "parallel.tp or parallel.pp"
-        )
-        raise RunConfigError(
-            f"parallel: {sizes_text} = {ranks_per_replica} ranks do not divide the world size {world_size};"
-            f" start a multiple of {ranks_per_replica} processes, or change {fields}"
-        )
-
-    data_parallel_size = world_size // ranks_per_replica
-    _check_expert_parallel(config, data_parallel_size)
-    global_batch_size = config.global_batch_size
-    if global_batch_size < 1 or global_batch_size % data_parallel_size:
-        raise RunConfigError(
-            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size"
-            f" {data_parallel_size} ({pluralize(world_size, 'rank')} / ({sizes_text})); take"
-            f" {_near_multiples(global_batch_size, data_parallel_size)}"
-        )
-    _check_row_sharing(config)
-    return data_parallel_size
-
-
-def _check_expert_parallel(config: TrainConfig, data_parallel_size: int) -> None:
-    parallel = config.parallel
-    stage_ranks = parallel.tp * parallel.cp * data_parallel_size
-    expert_ranks = parallel.ep * parallel.etp
-    if stage_ranks % expert_ranks:
-        stage_text = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "dp": data_parallel_size})
-        raise RunConfigError(
-            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {expert_ranks} ranks do not"
-            f" divide the {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage_text});"
-            f" lower parallel.ep or etp, or start a multiple of"
-            f" {parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)} processes"
-        )
+    """Checks the sizes of process groups. Returns the data-parallel size."""
+    parallel, batch = config.parallel, config.global_batch_size
+    replica_ranks = parallel.replica_ranks
+    sizes = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp})
+    fields = "parallel.tp, parallel.cp or parallel.pp" if parallel.cp > 1 else "parallel.tp or parallel.pp"
+    _refuse_if(
+        world_size % replica_ranks,
+        f"parallel: {sizes} = {replica_ranks} ranks do not divide the world size {world_size};"
+        f" start a multiple of {replica_ranks} processes, or change {fields}",
+    )
+    dp = world_size // replica_ranks
+    stage_ranks, expert_ranks = parallel.tp * parallel.cp * dp, parallel.ep * parallel.etp
+    stage_sizes = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "dp": dp})
+    _refuse_if(
+        stage_ranks % expert_ranks,
+        f"parallel: ep {parallel.ep} x etp {parallel.etp} = {expert_ranks} ranks do not divide the"
+        f" {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage_sizes}); lower parallel.ep or etp, or"
+        f" start a multiple of {parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)} processes",
+    )
+    _refuse_if(
+        batch < 1 or batch % dp,
+        f"global_batch_size {batch} must be a multiple of the data-parallel size {dp}"
+        f" ({pluralize(world_size, 'rank')} / ({sizes})); take {_near_multiples(batch, dp)}",
+    )
+    return dp
 
 
 def _sizes_text(sizes: dict[str, int]) -> str:
@@ -92,161 +84,136 @@ def _near_multiples(number: int, divisor: int) -> str:
 
 def _check_row_sharing(config: TrainConfig) -> None:
     """Checks that the ranks of a stage can share a row."""
-    parallel, seq_len = config.parallel, config.data.seq_len
-    if parallel.sequence_parallel and parallel.tp == 1:
-        raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
-    if parallel.sequence_parallel and seq_len % parallel.tp:
-        raise RunConfigError(
-            f"data.seq_len {seq_len} must be a multiple of parallel.tp {parallel.tp} with sequence_parallel"
-        )
-    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
-        raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
-
-    shard_count = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-    if parallel.cp > 1 and seq_len % shard_count:
-        tensor_text = f" x tp {parallel.tp} with sequence_parallel" if parallel.sequence_parallel else ""
-        raise RunConfigError(
-            f"data.seq_len {seq_len} must be a multiple of {shard_count} (parallel.cp"
-            f" {parallel.cp}{tensor_text}); take {_near_multiples(seq_len, shard_count)}"
-        )
-    _check_fp8_rows(config)
-
-
-def _check_fp8_rows(config: TrainConfig) -> None:
-    """Checks the tokens of a rank's products in FP8: blocks of 128, or for Tensor Cores a multiple of 16.
-
-    With sequence parallelism, Transformer Engine also wants a multiple of 8 in what each rank gathers.
-    """
-    fp8_recipe, parallel, seq_len = config.fp8.recipe, config.parallel, config.data.seq_len
-    if fp8_recipe == "none":
-        return
-    gathered_parts = parallel.tp if parallel.sequence_parallel else 1
-    multiple = parallel.cp * math.lcm(128 if fp8_recipe == "blockwise" else 16, 8 * gathered_parts)
-    if seq_len % multiple:
-        raise RunConfigError(
-            f"data.seq_len {seq_len} must be a multiple of {multiple} with fp8.recipe {fp8_recipe},"
-            f" parallel.tp {parallel.tp} and cp {parallel.cp}; take {_near_multiples(seq_len, multiple)}"
-        )
+    parallel, seq_len, recipe = config.parallel, config.data.seq_len, config.fp8.recipe
+    tp, cp, sequence_parallel = parallel.tp, parallel.cp, parallel.sequence_parallel
+    _refuse_if(sequence_parallel and tp == 1, "parallel.sequence_parallel needs parallel.tp of at least 2")
+    _refuse_if(
+        sequence_parallel and seq_len % tp,
+        f"data.seq_len {seq_len} must be a multiple of parallel.tp {tp} with sequence_parallel",
+    )
+    _refuse_if(
+        parallel.tp_comm_overlap and not sequence_parallel,
+        "parallel.tp_comm_overlap needs parallel.sequence_parallel",
+    )
+    gathered_parts = tp if sequence_parallel else 1
+    tensor_text = f" x tp {tp} with sequence_parallel" if sequence_parallel else ""
+    _refuse_if(
+        cp > 1 and seq_len % (cp * gathered_parts),
+        f"data.seq_len {seq_len} must be a multiple of {cp * gathered_parts} (parallel.cp {cp}{tensor_text});"
+        f" take {_near_multiples(seq_len, cp * gathered_parts)}",
+    )
+    # Tokens of a rank's products in FP8 come in blocks of 128, or for Tensor Cores in a multiple of 16. With
+    # sequence parallelism, Transformer Engine also wants a multiple of 8 in what each rank gathers.
+    multiple = cp * math.lcm(128 if recipe == "blockwise" else 16, 8 * gathered_parts)
+    _refuse_if(
+        recipe != "none" and seq_len % multiple,
+        f"data.seq_len {seq_len} must be a multiple of {multiple} with fp8.recipe {recipe}, parallel.tp {tp}"
+        f" and cp {cp}; take {_near_multiples(seq_len, multiple)}",
+    )
 
 
-def _check_pipeline_chunks(config: TrainConfig, data_parallel_size: int) -> None:
+def _check_pipeline_chunks(config: TrainConfig, dp: int) -> None:
     """Checks the stages and virtual chunks of the pipeline."""
-    parallel = config.parallel
-    micro_batches = config.global_batch_size // data_parallel_size
-    if parallel.vpp > 1 and (parallel.pp < 2 or micro_batches % parallel.pp):
-        raise RunConfigError(
-            f"parallel.vpp {parallel.vpp} needs pp of at least 2 and a multiple of pp ({parallel.pp}) rows on"
-            f" each data-parallel rank, not {micro_batches}"
-        )
-    if isinstance(parallel.layers, list) and len(parallel.layers) != parallel.pp * parallel.vpp:
-        raise RunConfigError(
-            f"parallel.layers {parallel.layers} has {len(parallel.layers)} entries; pp {parallel.pp} x vpp"
-            f" {parallel.vpp} needs {parallel.pp * parallel.vpp}"
-        )
-
-
-def _check_step_counts(config: TrainConfig) -> None:
-    """Checks the length of the run and of its warm-up."""
-    if config.steps and config.epochs:
-        raise RunConfigError(f"steps {config.steps} and epochs {config.epochs} exclude each other: give one")
-    if not config.steps and config.data.is_synthetic:
-        raise RunConfigError(f"data.path {config.data.path} has no end: give steps")
-    if not config.steps:
-        return  # they are counted from the data, and checked then
-    if config.optimizer.warmup_steps and config.optimizer.warmup_steps >= config.steps:
-        raise RunConfigError(
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}"
-        )
-    if config.stop_after is not None and config.stop_after > config.steps:
-        raise RunConfigError(
-            f"stop_after {config.stop_after} must not be above steps {config.steps}; raise steps to go on"
+    pp, vpp, layers = config.parallel.pp, config.parallel.vpp, config.parallel.layers
+    rows = config.global_batch_size // dp
+    _refuse_if(
+        vpp > 1 and (pp < 2 or rows % pp),
+        f"parallel.vpp {vpp} needs pp of at least 2 and a multiple of pp ({pp}) rows on each data-parallel"
+        f" rank, not {rows}",
+    )
+    if isinstance(layers, list):
+        _refuse_if(
+            len(layers) != pp * vpp,
+            f"parallel.layers {layers} has {len(layers)} entries; pp {pp} x vpp {vpp} needs {pp * vpp}",
         )
 
 
-def _check_synthetic_rows(config: TrainConfig) -> None:
-    """Checks the fields of a run on random rows."""
-    if not config.data.is_synthetic:
-        return
-    if config.data.path not in SYNTHETIC_ROWS:
-        raise RunConfigError(f"data.path {config.data.path}: random rows are {' or '.join(SYNTHETIC_ROWS)}")
-    if config.eval.interval:
-        raise RunConfigError(
-            f"eval.interval {config.eval.interval} needs a data set, and data.path is {config.data.path}; set"
-            " it to 0"
-        )
+def _check_steps_and_rows(config: TrainConfig) -> None:
+    """Checks the length of the run and of its warm-up, and what its rows are made of."""
+    steps, warmup_steps, data = config.steps, config.optimizer.warmup_steps, config.data
+    _refuse_if(
+        steps and config.epochs, f"steps {steps} and epochs {config.epochs} exclude each other: give one"
+    )
+    _refuse_if(not steps and data.is_synthetic, f"data.path {data.path} has no end: give steps")
+    # Steps that are counted from the data are checked when they are known.
+    _refuse_if(
+        steps and warmup_steps and warmup_steps >= steps,
+        f"optimizer.warmup_steps {warmup_steps} must be below steps {steps}",
+    )
+    _refuse_if(
+        steps and (config.stop_after or 0) > steps,
+        f"stop_after {config.stop_after} must not be above steps {steps}; raise steps to go on",
+    )
+    _refuse_if(
+        data.is_synthetic and data.path not in SYNTHETIC_ROWS,
+        f"data.path {data.path}: random rows are {' or '.join(SYNTHETIC_ROWS)}",
+    )
+    _refuse_if(
+        data.is_synthetic and config.eval.interval,
+        f"eval.interval {config.eval.interval} needs a data set, and data.path is {data.path}; set it to 0",
+    )
+    _refuse_if(
+        0 < data.max_pixels < data.min_pixels,
+        f"data.min_pixels {data.min_pixels} must not be above data.max_pixels {data.max_pixels}",
+    )
 
 
 def _check_model_parts(config: TrainConfig) -> None:
-    """Checks the vision tower, its pictures, recompute, and the parts that are trained."""
-    if config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none":
-        raise RunConfigError(
-            "fp8.vision needs vision.placement first_stage: with decoupled, ranks run the tower a different"
-            " number of times in a step. Set fp8.vision to false"
-        )
-
-    unknown_modules = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)
-    if unknown_modules:
-        raise RunConfigError(
-            f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid:"
-            f" {', '.join(RECOMPUTE_MODULES)}"
-        )
-    tower_is_recomputed = config.recompute.vision == "full" and not config.model.freeze_vision
-    if config.recompute.offload_inputs and config.recompute.language != "full" and not tower_is_recomputed:
-        raise RunConfigError(
-            "recompute.offload_inputs moves the inputs of layers under full recompute; set recompute.language"
-            " to full, or recompute.vision if the tower is trained"
-        )
-
-    min_pixels, max_pixels = config.data.min_pixels, config.data.max_pixels
-    if min(min_pixels, max_pixels) > 0 and min_pixels > max_pixels:
-        raise RunConfigError(f"data.min_pixels {min_pixels} must not be above data.max_pixels {max_pixels}")
-
-    if config.lora.rank and not config.lora.targets:
-        raise RunConfigError("lora.targets is empty, so nothing would be trained")
-    model_config = config.model
-    if model_config.freeze_vision and model_config.freeze_merger and model_config.freeze_language:
-        raise RunConfigError(
-            "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false"
-        )
+    """Checks the vision tower, recompute, and the parts that are trained."""
+    recompute, model = config.recompute, config.model
+    _refuse_if(
+        config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none",
+        "fp8.vision needs vision.placement first_stage: with decoupled, ranks run the tower a different"
+        " number of times in a step. Set fp8.vision to false",
+    )
+    unknown_modules = sorted(set(recompute.language_modules) - set(RECOMPUTE_MODULES))
+    _refuse_if(
+        unknown_modules,
+        f"recompute.language_modules {unknown_modules} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}",
+    )
+    tower_is_recomputed = recompute.vision == "full" and not model.freeze_vision
+    _refuse_if(
+        recompute.offload_inputs and recompute.language != "full" and not tower_is_recomputed,
+        "recompute.offload_inputs moves the inputs of layers under full recompute; set recompute.language to"
+        " full, or recompute.vision if the tower is trained",
+    )
+    _refuse_if(
+        config.lora.rank and not config.lora.targets, "lora.targets is empty, so nothing would be trained"
+    )
+    _refuse_if(
+        model.freeze_vision and model.freeze_merger and model.freeze_language,
+        "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false",
+    )
 
 
 def _check_export(config: TrainConfig) -> None:
-    checkpoint = config.checkpoint
-    if not checkpoint.export_hf:
-        return
-    if not checkpoint.dir:
-        raise RunConfigError(
-            f"checkpoint.export_hf {checkpoint.export_hf} needs checkpoint.dir: what is exported is a saved"
-            " step"
-        )
-    if checkpoint.export_hf == "last":
-        return
-    if checkpoint.export_hf < 0:
-        raise RunConfigError(f"checkpoint.export_hf {checkpoint.export_hf} must be at least 0, or last")
-    if not checkpoint.interval or checkpoint.export_hf % checkpoint.interval:
-        raise RunConfigError(
-            f"checkpoint.export_hf {checkpoint.export_hf} must be a multiple of checkpoint.interval"
-            f" {checkpoint.interval}, as saved steps alone can be exported; or give last"
+    export_hf, interval = config.checkpoint.export_hf, config.checkpoint.interval
+    _refuse_if(
+        export_hf and not config.checkpoint.dir,
+        f"checkpoint.export_hf {export_hf} needs checkpoint.dir: what is exported is a saved step",
+    )
+    if isinstance(export_hf, int):
+        _refuse_if(
+            export_hf < 0 or export_hf and (not interval or export_hf % interval),
+            f"checkpoint.export_hf {export_hf} must be a multiple of checkpoint.interval {interval}, as saved"
+            " steps alone can be exported; or give last",
         )
 
 
 def _check_profile(config: TrainConfig, world_size: int) -> None:
-    profile = config.profile
-    if not profile.steps:
+    steps, ranks = config.profile.steps, config.profile.ranks
+    if not steps:
         return
-
-    last_step = config.steps or profile.steps[-1]  # 0: not counted yet
-    if len(profile.steps) != 2 or not 1 <= profile.steps[0] <= profile.steps[1] <= last_step:
-        raise RunConfigError(
-            f"profile.steps {profile.steps} must be the first and the last step to trace, as in [5, 7],"
-            f" between 1 and steps {last_step}"
-        )
-    if not profile.ranks or not set(profile.ranks) <= set(range(world_size)):
-        raise RunConfigError(
-            f"profile.ranks {profile.ranks} must be ranks of this run, 0 to {world_size - 1}, at least one"
-        )
-    if not config.checkpoint.dir:
-        raise RunConfigError("profile.steps needs checkpoint.dir, to write the traces to")
+    _refuse_if(
+        len(steps) != 2 or not 1 <= steps[0] <= steps[-1] <= (config.steps or steps[-1]),
+        f"profile.steps {steps} must be the first and the last step to trace, as in [5, 7], between 1 and"
+        f" steps {config.steps}",
+    )
+    _refuse_if(
+        not ranks or not set(ranks) <= set(range(world_size)),
+        f"profile.ranks {ranks} must be ranks of this run, 0 to {world_size - 1}, at least one",
+    )
+    _refuse_if(not config.checkpoint.dir, "profile.steps needs checkpoint.dir, to write the traces to")
 
 
 def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
@@ -269,22 +236,23 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
 
 def check_inputs(config: TrainConfig) -> None:
     """Raises RunConfigError for a run whose model does not exist, or lacks weights. No file is read."""
-    hf_dir = config.model.hf
-    if not hf_dir:
-        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
-    has_config = (Path(hf_dir) / "config.json").is_file()
-    if not has_config and not (config.data.is_synthetic and Path(hf_dir).is_file()):
-        raise RunConfigError(
-            f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
-            "(hf download REPOSITORY --local-dir FOLDER)"
-        )
+    hf_dir, lora = Path(config.model.hf), config.lora
+    _refuse_if(
+        not config.model.hf, "model.hf is empty; give the Hugging Face folder that the model comes from"
+    )
+    is_config_file = config.data.is_synthetic and hf_dir.is_file()
+    _refuse_if(
+        not (hf_dir / "config.json").is_file() and not is_config_file,
+        f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
+        "(hf download REPOSITORY --local-dir FOLDER)",
+    )
+    lora_field = f"rank {lora.rank}" if lora.rank else f"adapter {lora.adapter}"
     has_random_base = config.model.checkpoint == RANDOM_WEIGHTS and not config.data.is_synthetic
-    if (config.lora.rank or config.lora.adapter) and has_random_base:
-        lora_field = f"rank {config.lora.rank}" if config.lora.rank else f"adapter {config.lora.adapter}"
-        raise RunConfigError(
-            f"lora.{lora_field} needs trained weights, which stay frozen, but model.checkpoint is"
-            f" {RANDOM_WEIGHTS}; leave it empty to train adapters of the weights in model.hf"
-        )
+    _refuse_if(
+        has_random_base and (lora.rank or lora.adapter),
+        f"lora.{lora_field} needs trained weights, which stay frozen, but model.checkpoint is"
+        f" {RANDOM_WEIGHTS}; leave it empty to train adapters of the weights in model.hf",
+    )
 
 
 def check_outputs(config: TrainConfig) -> None:
@@ -295,69 +263,58 @@ def check_outputs(config: TrainConfig) -> None:
     check_export_weights(config)
 
 
+def check_wandb_installed(project: str) -> None:
+    """Raises RunConfigError if the run uses W&B and its package is not installed."""
+    # W&B keeps its files in a folder wandb/, which Python considers an empty package.
+    wandb = find_spec("wandb") if project else None
+    _refuse_if(
+        project and (wandb is None or wandb.origin is None),
+        f"wandb.project {project} needs the package wandb, which is not installed: install the"
+        " extra wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or"
+        " leave wandb.project empty",
+    )
+
+
 def check_output_dir(field_name: str, output_path: str) -> None:
     """Raises RunConfigError if an output folder or any folder above it is a file.
 
     The folder of checkpoints must be writable, too. An empty path stands for no folder.
     """
-    output_dir = Path(output_path)
-    blocking_file = next(
-        (part for part in (output_dir, *output_dir.parents) if part.exists() and not part.is_dir()), None
-    )
-    if output_path and blocking_file:
-        raise RunConfigError(
-            f"{field_name} {output_path}: {blocking_file} is a file; give a folder, which may be a new one"
-        )
-    # All ranks write checkpoints. Other folders are written by rank 0, whose machine may be another one.
-    existing_dir = next(part for part in (output_dir, *output_dir.absolute().parents) if part.exists())
-    if output_path and field_name == "checkpoint.dir" and not os.access(existing_dir, os.W_OK | os.X_OK):
-        raise RunConfigError(
-            f"{field_name} {output_path} cannot be written, because {existing_dir} is read-only or belongs to"
-            f" another user; give another {field_name}, or write permission there"
-        )
-
-
-def check_wandb_installed(wandb_project: str) -> None:
-    """Raises RunConfigError if the run uses W&B and its package is not installed."""
-    if not wandb_project:
+    if not output_path:
         return
-    # W&B keeps its files in a folder wandb/, which Python considers an empty package.
-    package_spec = find_spec("wandb")
-    if package_spec is None or package_spec.origin is None:
-        raise RunConfigError(
-            f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the"
-            " extra wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or"
-            " leave wandb.project empty"
-        )
+    output_dir = Path(output_path)
+    existing_path = next(part for part in (output_dir, *output_dir.absolute().parents) if part.exists())
+    _refuse_if(
+        not existing_path.is_dir(),
+        f"{field_name} {output_path}: {existing_path} is a file; give a folder, which may be a new one",
+    )
+    # All ranks write checkpoints. Other folders are written by rank 0, whose machine may be another one.
+    _refuse_if(
+        field_name == "checkpoint.dir" and not os.access(existing_path, os.W_OK | os.X_OK),
+        f"{field_name} {output_path} cannot be written, because {existing_path} is read-only or belongs to"
+        f" another user; give another {field_name}, or write permission there",
+    )
 
 
 def check_export_weights(config: TrainConfig) -> None:
     """Raises RunConfigError if exports, which use types of tensors, find no weights in ``model.hf``."""
     if not config.checkpoint.export_hf:
         return
-
-    # A model of one file has no index.
     hf_dir = Path(config.model.hf)
     index_path = hf_dir / "model.safetensors.index.json"
+    shard_names = {"model.safetensors"}  # a model of one file has no index
     try:
-        shard_names = (
-            set(json.loads(index_path.read_text())["weight_map"].values()) if index_path.is_file() else set()
-        )
+        if index_path.is_file():
+            shard_names = set(json.loads(index_path.read_text())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunConfigError(f"{index_path} is damaged ({error}); download it again") from error
-    missing_files = sorted(
-        name for name in shard_names or {"model.safetensors"} if not (hf_dir / name).is_file()
+    missing_files = sorted(name for name in shard_names if not (hf_dir / name).is_file())
+    _refuse_if(
+        missing_files,
+        f"checkpoint.export_hf takes names and types of tensors from the weights in model.hf, and {hf_dir}"
+        f" has no {', '.join(missing_files[:1])}; download the whole checkpoint, or set checkpoint.export_hf"
+        " to 0",
     )
-    if missing_files:
-        raise RunConfigError(
-            f"checkpoint.export_hf takes names and types of tensors from the weights in model.hf, and"
-            f" {hf_dir} has no {missing_files[0]}; download the whole checkpoint, or set checkpoint.export_hf"
-            " to 0"
-        )
-
-
-MAX_UNREMARKED_STEPS = 10
-"""If a trace has more steps than this, a line warns of its cost."""
 
 
 def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
@@ -366,39 +323,17 @@ def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
     Args:
         on_cpu: whether the run has no GPUs.
     """
-    remark_texts = []
+    remarks, lora = [], config.lora
     if not config.checkpoint.dir:
-        remark_texts.append("checkpoint.dir is empty: no checkpoint of this run is saved")
+        remarks.append("checkpoint.dir is empty: no checkpoint of this run is saved")
     elif not config.checkpoint.interval:
-        remark_texts.append(
-            "checkpoint.interval is 0: the only checkpoint is that of the last step, so a"
-            " run that fails earlier loses everything. Set an interval, for instance --checkpoint.interval"
-            " 500"
+        remarks.append(
+            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}), so a"
+            " run that fails earlier loses everything. Set an interval, for instance"
+            " --checkpoint.interval 500"
         )
-
-    traced_steps = config.profile.steps
-    if traced_steps and traced_steps[1] - traced_steps[0] >= MAX_UNREMARKED_STEPS:
-        remark_texts.append(
-            f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs"
-            " much memory and disk space on each traced rank; three to five steps are usually enough"
-        )
-    for model_part in ("vision", "merger"):
-        part_rate = getattr(config.optimizer, f"{model_part}_lr")
-        if getattr(config.model, f"freeze_{model_part}") and part_rate is not None:
-            remark_texts.append(
-                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
-                " keeps those weights unchanged"
-            )
-        elif part_rate == 0:
-            remark_texts.append(
-                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
-                f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
-            )
-    has_adapters = config.lora.rank or config.lora.adapter
-    if not has_adapters and config.lora != LoraConfig():
-        remark_texts.append(
-            "lora.rank is 0: the whole model is trained, and other fields of lora have no effect"
-        )
+    if not (lora.rank or lora.adapter) and lora != LoraConfig():
+        remarks.append("lora.rank is 0: the whole model is trained, and other fields of lora have no effect")
     if on_cpu and config.dtype == "bfloat16":
-        remark_texts.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
-    return remark_texts
+        remarks.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
+    return remarks

@@ -29,7 +29,7 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 ALL_LINEAR = ("language", "vision", "merger")
 """The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
 LearntOrMasked = Literal["learnt", "masked"]
-"""Whether something bears loss."""
+"""Whether these tokens are trained on."""
 
 
 class RunConfigError(UserError, ValueError):
@@ -233,8 +233,8 @@ class DataConfig:
     model learns to close the block at once, so that it answers without thinking where it may think."""
     earlier_answers: LearntOrMasked = "learnt"
     """Loss on the answers before the last question, from which the chat templates of thinking models leave
-    out the thinking. learnt: they are learnt as the template writes them, without thinking. masked: only the
-    answers after the last question are learnt, which look as the served model writes them."""
+    out the thinking. learnt: they are trained on as the template writes them, without thinking. masked: only
+    the answers after the last question are trained on, which look as the served model writes them."""
     num_workers: int = option(2, minimum=0)
     """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle: bool = True

@@ -14,20 +14,17 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
-CORE_MODULE = "megatron.core"
-SPECULATIVE_MODULE = "transformers.generation.candidate_generator"
 
+class _ModuleFinder(importlib.abc.MetaPathFinder):
+    """Finds one module in the usual way, and has it executed within a context."""
 
-class _OneModuleFinder(importlib.abc.MetaPathFinder):
-    """Finds one module in the usual way, and lets a loader of ours load it."""
-
-    def __init__(self, module_name: str, loader_class: type[_DelegatingLoader]) -> None:
-        self.module_name = module_name
-        self.loader_class = loader_class
+    def __init__(self, module_name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self.module_name, self.context = module_name, context
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -37,47 +34,42 @@ class _OneModuleFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = self.loader_class(spec.loader)
+            execute = spec.loader.exec_module
+
+            def execute_in_context(module: ModuleType) -> None:
+                with self.context():
+                    execute(module)
+
+            spec.loader.exec_module = execute_in_context  # type: ignore[method-assign]
         return spec
 
 
-class _DelegatingLoader(importlib.abc.Loader):
-    """Delegates to the loader that it wraps."""
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    import torch
 
-    def __init__(self, wrapped_loader: importlib.abc.Loader) -> None:
-        self.wrapped_loader = wrapped_loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.wrapped_loader.create_module(spec)
-
-
-class _UncompiledCoreLoader(_DelegatingLoader):
-    def exec_module(self, module: ModuleType) -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            self.wrapped_loader.exec_module(module)
-            return
-        torch_compile, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
-        try:
-            self.wrapped_loader.exec_module(module)
-        finally:
-            torch.compile = torch_compile
-        # Parts of core that are imported later get the wrapper from this module.
-        sys.modules[f"{CORE_MODULE}.jit"].disable_jit_fuser()
+    if torch.cuda.is_available():
+        yield
+        return
+    torch_compile, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = torch_compile
+    # Parts of core that are imported later get the wrapper from this module.
+    sys.modules["megatron.core.jit"].disable_jit_fuser()
 
 
-class _NoSklearnLoader(_DelegatingLoader):
+@contextmanager
+def _without_sklearn() -> Iterator[None]:
     """For this one module, scikit-learn is not installed. Other modules find it."""
+    import transformers.utils as utils
 
-    def exec_module(self, module: ModuleType) -> None:
-        import transformers.utils as utils
-
-        is_available, utils.is_sklearn_available = utils.is_sklearn_available, lambda: False
-        try:
-            self.wrapped_loader.exec_module(module)
-        finally:
-            utils.is_sklearn_available = is_available
+    is_available, utils.is_sklearn_available = utils.is_sklearn_available, lambda: False
+    try:
+        yield
+    finally:
+        utils.is_sklearn_available = is_available
 
 
 def _return_unchanged(plain_function: Callable[..., Any] | None = None, **compile_options: Any) -> Any:
@@ -85,12 +77,16 @@ def _return_unchanged(plain_function: Callable[..., Any] | None = None, **compil
     return plain_function if plain_function is not None else _return_unchanged
 
 
+CONTEXTS = {
+    "megatron.core": _without_compiling,
+    "transformers.generation.candidate_generator": _without_sklearn,
+}
+"""The context in which each module is imported."""
+
+
 def install_finders() -> None:
     """Installs the finders. Call it before the modules are imported; afterwards, it does nothing."""
-    watched_modules = {finder.module_name for finder in sys.meta_path if isinstance(finder, _OneModuleFinder)}
-    for module, loader_class in (
-        (CORE_MODULE, _UncompiledCoreLoader),
-        (SPECULATIVE_MODULE, _NoSklearnLoader),
-    ):
-        if module not in sys.modules and module not in watched_modules:
-            sys.meta_path.insert(0, _OneModuleFinder(module, loader_class))
+    watched = {finder.module_name for finder in sys.meta_path if isinstance(finder, _ModuleFinder)}
+    for name, context in CONTEXTS.items():
+        if name not in sys.modules and name not in watched:
+            sys.meta_path.insert(0, _ModuleFinder(name, context))

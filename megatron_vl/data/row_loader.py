@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from megatron.energon.errors import FatalSampleError
@@ -16,25 +16,19 @@ from megatron.energon.errors import FatalSampleError
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
-from megatron_vl.data.source.blend import BlendSource, list_names, summarize_blend
-from megatron_vl.data.source.blend_change import blend_change_lines, read_saved_sources
+from megatron_vl.data.sample.stop_tokens import serving_notes
+from megatron_vl.data.source.blend import blend_change_lines, list_names, read_saved_sources, summarize_blend
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.system.json_files import check_format_version
 
 STATE_VERSION = 1
 """Version of a state's format, of the order of samples and of the planning of rows."""
-PIXEL_FIELDS = (
-    "min_pixels",
-    "max_pixels",
-    "video_min_pixels",
-    "video_max_pixels",
-    "video_fps",
-    "video_max_frames",
+PIXEL_FIELDS = tuple(
+    "min_pixels max_pixels video_min_pixels video_max_pixels video_fps video_max_frames".split()
 )
 PROCESSOR_PREFIX = "processor."
 """Begins the names of an identity's settings of pixels that are not fields of ``data``."""
-GIVE_ORIGINAL_DATASET = "give the data set that the run began with"
 RESUME_EARLIER_ADVICE = "go back to an earlier checkpoint with `megatron-vl checkpoint rollback`"
 ADVICE_BY_FIELD = {
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
@@ -91,7 +85,7 @@ class RowLoader:
             raise LoaderError(_without_traceback(str(error))) from error
 
     def count_steps(self) -> int:
-        """Number of steps until the data end, from their start. Plans all of them."""
+        """Number of steps until the data end, from the loaded state. Plans all of them."""
         batch_planner, steps = self._planning_context.make_planner(), 0
         while not batch_planner.is_at_end:
             batch_planner.next_batch()
@@ -108,18 +102,19 @@ class RowLoader:
     @property
     def model_folder_settings(self) -> dict[str, Any]:
         """What comes from the folder of the model, for messages: digests, and settings of the processor."""
-        settings = {
-            name: value for name, value in self._identity.items() if name.startswith(PROCESSOR_PREFIX)
-        }
         template_digest = f"CRC-32 {self._identity['chat_template']:08x}"
-        return {"chat template": template_digest, "tokenizer": self._identity["tokenizer"], **settings}
+        return {
+            "chat template": template_digest,
+            "tokenizer": self._identity["tokenizer"],
+            **{name: value for name, value in self._identity.items() if name.startswith(PROCESSOR_PREFIX)},
+        }
 
     @property
     def start_notes(self) -> list[str]:
         """Lines to print once at the start of a run."""
-        chat_notes = self._planning_context.row_encoder.chat_encoder.start_notes()
+        chat_notes = serving_notes(self._planning_context.row_encoder.chat_encoder)
         return [
-            *summarize_blend(tuple(self._planning_context.blend_sources)),
+            *summarize_blend(self._planning_context.blend_sources),
             *self._change_lines,
             *(f"NOTE: {note}" for note in chat_notes),
         ]
@@ -170,24 +165,19 @@ class RowLoader:
             self._start_row = int(saved_state["rows"])
             self._change_lines += self._parallelism_changes(saved_state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            damage_text = f"the loader state is damaged ({error!r})"
+            damage = f"the loader state is damaged ({error!r})"
             if isinstance(error, LoaderStateError):
-                damage_text = str(error)
-                if "damaged" not in damage_text:
+                damage = str(error)
+                if "damaged" not in damage:
                     raise
-            raise LoaderStateError(f"{damage_text}; {RESUME_EARLIER_ADVICE}") from error
+            raise LoaderStateError(f"{damage}; {RESUME_EARLIER_ADVICE}") from error
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
         """Refuses a state that does not belong to this loader."""
         saved_identity = saved_state.get("identity", {})
-        current_version = self._identity["version"]
-        check_format_version(
-            "the loader state",
-            saved_identity.get("version"),
-            current_version,
-            "resume with the program that saved it",
-            LoaderStateError,
-        )
+        versions = (saved_identity.get("version"), self._identity["version"])
+        advice = "resume with the program that saved it"
+        check_format_version("the loader state", *versions, advice, LoaderStateError)
 
         for field_name, current_value in self._identity.items():
             saved_value = saved_identity.get(field_name)
@@ -212,9 +202,13 @@ class RowLoader:
         old_sources = read_saved_sources(saved_dataset)
         new_sources = self._planning_context.blend_sources
         if not {one.source_key for one in old_sources} & {one.source_key for one in new_sources}:
+            old_names, new_names = (
+                list_names([f"{one.source_name} ({one.sample_count:,} samples)" for one in sources])
+                for sources in (old_sources, new_sources)
+            )
             raise LoaderStateError(
-                f"the loader state was saved with another data set: {_list_sources(old_sources)} before,"
-                f" {_list_sources(new_sources)} now; {GIVE_ORIGINAL_DATASET}"
+                f"the loader state was saved with another data set: {old_names or 'data that cannot be read'}"
+                f" before, {new_names} now; give the data set that the run began with"
             )
         if change_lines := blend_change_lines(old_sources, new_sources, drawn_keys):
             self._change_lines.append("the blend has changed; from here on:")
@@ -242,11 +236,6 @@ class RowLoader:
         self._is_closed = True
         if self._rank_rows is not None:
             self._rank_rows.close()
-
-
-def _list_sources(sources: Sequence[BlendSource]) -> str:
-    texts = [f"{one.source_name} ({one.sample_count:,} samples)" for one in sources]
-    return list_names(texts) or "data that cannot be read"
 
 
 def _without_traceback(error_message: str) -> str:

@@ -1,6 +1,6 @@
 """Rows without a data set: ``data.path: synthetic:images`` and ``synthetic:text``.
 
-Documents are as long as those of visual question answering. The pictures have the sizes of COCO's, each with
+Documents are as long as those of visual question answering. The images have the sizes of COCO's, each with
 40 to 260 tokens of text. Tokens and pixels are random, because only shapes matter for speed. Grids, windows,
 positions and packing are those of the loader.
 
@@ -39,12 +39,12 @@ PICTURE_SIZES = (
     (500, 375),
     (640, 640),
 )
-"""Width and height in pixels: the sizes of COCO's pictures. :mod:`megatron_vl.estimate.rows` assumes their
+"""Width and height in pixels: the sizes of COCO's images. :mod:`megatron_vl.estimate.rows` assumes their
 mean."""
 TEXT_LENGTHS = range(40, 261)
-"""Tokens of text with a picture; the second half has loss."""
+"""Tokens of text with an image; the second half has loss."""
 DOCUMENT_LENGTHS = range(300, 701)
-"""Tokens of a document without a picture, about as many as one with a picture has."""
+"""Tokens of a document without an image, about as many as one with an image has."""
 SECONDS_PER_GRID = 3.75
 """Seconds per frame group. In Qwen2.5-VL, time positions then reach further than rows and columns."""
 
@@ -66,6 +66,14 @@ class SyntheticRows:
         self._start_row = self._rows_taken = 0
         self._row_count = distinct_row_count(data_config.seq_len)
         self._rows: dict[int, TrainingRow] = {}
+        self.dataset_identity = synthetic_identity(data_config)
+        """The identity of these rows in a saved state."""
+        self.row_settings = {"seed": data_config.seed, "seq_len": data_config.seq_len}
+        """The fields of ``data`` that determine the rows."""
+        self.model_folder_settings: dict[str, Any] = {}
+        """Nothing comes from the files of a tokenizer or image processor."""
+        self.start_notes = [f"{data_config.path}: {self._row_count} different rows of random tokens, in turn"]
+        """Lines to print once at the start of a run."""
 
     def __iter__(self) -> SyntheticRows:
         return self
@@ -93,26 +101,6 @@ class SyntheticRows:
             for number, samples in enumerate(draw_rows(self._data_config, self._spec))
             if number in own_numbers
         }
-
-    @property
-    def dataset_identity(self) -> dict[str, Any]:
-        """The identity of these rows in a saved state."""
-        return synthetic_identity(self._data_config)
-
-    @property
-    def row_settings(self) -> dict[str, Any]:
-        """The fields of ``data`` that determine the rows."""
-        return {"seed": self._data_config.seed, "seq_len": self._data_config.seq_len}
-
-    @property
-    def model_folder_settings(self) -> dict[str, Any]:
-        """What comes from the files of a tokenizer or image processor: nothing."""
-        return {}
-
-    @property
-    def start_notes(self) -> list[str]:
-        """Lines to print once at the start of a run."""
-        return [f"{self._data_config.path}: {self._row_count} different rows of random tokens, in turn"]
 
     def state_dict(self) -> dict[str, Any]:
         """The number of rows of the steps that are done, the same on all ranks."""
@@ -178,7 +166,7 @@ def fill_rows(samples: Iterable[TokenizedSample], seq_len: int) -> Iterator[list
 
 
 def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> TokenizedSample:
-    """Draws one picture with a question and its answer. Each has at most half of a row."""
+    """Draws one image with a question and its answer. Each has at most half of a row."""
     merge_size = spec.vision.spatial_merge_size
     merged_pixels = spec.vision.patch_size * merge_size
     columns, rows = (max(1, round(n / merged_pixels)) for n in rng.choice(PICTURE_SIZES))
@@ -187,16 +175,16 @@ def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> Tokenized
         columns, rows = (columns + 1) // 2, (rows + 1) // 2
     grid_size = (1, rows * merge_size, columns * merge_size)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    picture_token_ids, media_item = random_medium(spec, "image", grid_size, generator)
+    image_token_ids, media_item = random_medium(spec, "image", grid_size, generator)
     text_token_ids = random_text_ids(spec, min(half_row, rng.choice(TEXT_LENGTHS)), generator)
-    token_ids = torch.cat([picture_token_ids, text_token_ids])
+    token_ids = torch.cat([image_token_ids, text_token_ids])
     loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)
     loss_mask[-len(text_token_ids) // 2 :] = True
     return TokenizedSample(token_ids, loss_mask, [media_item])
 
 
 def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> TokenizedSample:
-    """Draws a document about as long as an image sample, without a picture."""
+    """Draws a document about as long as an image sample, without an image."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     token_ids = random_text_ids(spec, min(seq_len, rng.choice(DOCUMENT_LENGTHS)), generator)
     return TokenizedSample(token_ids, loss_mask=torch.ones(len(token_ids), dtype=torch.bool))
@@ -204,13 +192,9 @@ def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> TokenizedS
 
 def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
     """Draws tokens below all special ones."""
-    first_special_id = min(
-        spec.image_token_id,
-        spec.video_token_id,
-        spec.vision_start_token_id,
-        spec.vision_end_token_id,
-        spec.language.vocab_size,
-    )
+    special_ids = (spec.image_token_id, spec.video_token_id)
+    marker_ids = (spec.vision_start_token_id, spec.vision_end_token_id)
+    first_special_id = min(*special_ids, *marker_ids, spec.language.vocab_size)
     return torch.randint(0, first_special_id, (token_count,), generator=generator)
 
 

@@ -49,29 +49,25 @@ class RowSizes(NamedTuple):
 def row_sizes(
     document_lengths: list[int], frame_lengths: list[int], window_lengths: list[int], loss_tokens: int
 ) -> RowSizes:
-    """The sizes of a row with documents of these lengths in tokens, and frames and windows in patches."""
-    token_pairs, frame_pairs, window_pairs = (
-        sum(length * length for length in lengths)
-        for lengths in (document_lengths, frame_lengths, window_lengths)
-    )
+    """The sizes of a row with documents of these lengths in tokens, and frames and windows in patches.
+
+    Args:
+        document_lengths: without the padded tail.
+        frame_lengths, window_lengths: empty for a row of text.
+        loss_tokens: tokens for which the output layer is computed; many programs count all tokens.
+    """
+
+    def pairs(lengths: list[int]) -> int:
+        return sum(length * length for length in lengths)
+
     return RowSizes(
-        sum(document_lengths), token_pairs, loss_tokens, sum(frame_lengths), frame_pairs, window_pairs
+        tokens=sum(document_lengths),
+        token_pairs=pairs(document_lengths),
+        loss_tokens=loss_tokens,
+        patches=sum(frame_lengths),
+        frame_pairs=pairs(frame_lengths),
+        window_pairs=pairs(window_lengths),
     )
-
-
-@dataclass(frozen=True)
-class ModelFlops:
-    """FLOPs of the two halves of the model."""
-
-    language: float
-    vision: float
-
-    def __add__(self, other: ModelFlops) -> ModelFlops:
-        return ModelFlops(self.language + other.language, self.vision + other.vision)
-
-    @property
-    def total(self) -> float:
-        return self.language + self.vision
 
 
 class LayerFlops(NamedTuple):
@@ -98,47 +94,13 @@ class RowFlops:
         return RowFlops(layers, self.output + other.output, self.tower + other.tower)
 
     @property
-    def by_half(self) -> ModelFlops:
-        return ModelFlops(sum(map(sum, self.layers)) + self.output, self.tower)
+    def language(self) -> float:
+        """The FLOPs of the language model."""
+        return sum(map(sum, self.layers)) + self.output
 
-
-def row_flops(
-    spec: ModelSpec,
-    model_config: ModelConfig,
-    document_lengths: list[int],
-    frame_lengths: list[int],
-    window_lengths: list[int],
-    head_tokens: int,
-    lora: LoraConfig | None = None,
-) -> ModelFlops:
-    """FLOPs of the forward and backward pass of one row.
-
-    Args:
-        document_lengths: real document lengths in tokens (without the padded tail).
-        frame_lengths, window_lengths: lengths in patches; empty for a text-only row.
-        head_tokens: tokens for which the output layer is computed. Model FLOPs count the loss tokens only;
-            many programs compute and count all tokens.
-        lora: the run's adapters, if it has any. ``model_config`` does not matter then.
-    """
-    sizes = row_sizes(document_lengths, frame_lengths, window_lengths, head_tokens)
-    return needed_flops(spec, model_config, lora or LoraConfig(), sizes).by_half
-
-
-def recompute_flops(
-    spec: ModelSpec,
-    model_config: ModelConfig,
-    recompute_config: RecomputeConfig,
-    document_lengths: list[int],
-    frame_lengths: list[int],
-    window_lengths: list[int],
-    is_decoupled: bool = False,
-    lora: LoraConfig | None = None,
-) -> ModelFlops:
-    """FLOPs that recomputation adds to :func:`row_flops`, as :func:`repeated_flops` counts them."""
-    sizes = row_sizes(document_lengths, frame_lengths, window_lengths, 0)
-    return repeated_flops(
-        spec, model_config, lora or LoraConfig(), recompute_config, sizes, is_decoupled
-    ).by_half
+    @property
+    def total(self) -> float:
+        return self.language + self.tower
 
 
 # --- Both passes --------------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
 from megatron_vl.estimate.gpus import Gpu, reserve_gib
-from megatron_vl.estimate.memory import GIB, offloaded_fraction, replica_bytes
+from megatron_vl.estimate.memory import GIB
+from megatron_vl.estimate.parameters import offloaded_fraction, replica_bytes
+from megatron_vl.estimate.rows import executed_flops
 from megatron_vl.estimate.split import planned_layout
-from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, StepTime, step_time, with_memory
+from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layout
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError
@@ -54,6 +56,9 @@ class SearchRequest:
 
     def fits(self, prediction: RunPrediction) -> bool:
         """Whether a run fits both the GPUs and the host memory."""
+        # The first stage, which is quickly estimated, is often the fullest.
+        if not prediction.stages_fit(prediction.first_stages(1)):
+            return False
         return prediction.fits_memory and prediction.host_gib <= self.host_gib
 
 
@@ -78,30 +83,29 @@ def smallest_layout(request: SearchRequest) -> RunPrediction:
     """The layout that needs least memory. It raises the error of :func:`search_layouts`."""
     groups = _size_groups(request)
     smallest = (_with_config(group, [*_variants(request, group.config)][-1]) for group in groups)
-    return min(map(with_memory, smallest), key=lambda prediction: prediction.peak_gib)
+    return min(smallest, key=lambda prediction: prediction.peak_gib)
 
 
-def _sort_key(time: StepTime) -> tuple:
+def _sort_key(time: RunPrediction) -> tuple:
     """The order of layouts: the fastest first, and of equally fast ones the simplest."""
     layout = time.layout
     return round(time.step_seconds, 4), layout.pp * layout.vpp, layout.tp, layout.ep, layout.etp
 
 
-def _size_groups(request: SearchRequest) -> list[StepTime]:
+def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
     groups = []
-    for parallel_config in _parallel_configs(request):
-        sized_config = dataclasses.replace(request.config, parallel=parallel_config)
-        config = next(_variants(request, sized_config))
+    for parallel in _parallel_configs(request):
+        config = next(_variants(request, dataclasses.replace(request.config, parallel=parallel)))
         try:
-            data_parallel_size = validate_config(config, request.world_size)
+            validate_config(config, request.world_size)
             # On one rank, there is nothing to share; FP8 needs the tower on the first stage.
-            shares_tower = parallel_config.replica_ranks > 1 and not config.fp8.vision
+            shares_tower = parallel.replica_ranks > 1 and not config.fp8.vision
             for placement in ("first_stage", "decoupled") if shares_tower else ("first_stage",):
                 vision = dataclasses.replace(config.vision, placement=placement)
-                placed_config = dataclasses.replace(config, vision=vision)
-                layout = planned_layout(placed_config, request.spec)
-                groups.append(step_time(placed_config, request.spec, layout, data_parallel_size, request.gpu))
+                placed = dataclasses.replace(config, vision=vision)
+                layout = planned_layout(placed, request.spec)
+                groups.append(predict_layout(placed, request.spec, request.world_size, layout, request.gpu))
         except (RunConfigError, LayoutError):
             continue
     if not groups:
@@ -124,63 +128,55 @@ def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConf
             yield dataclasses.replace(config, recompute=recompute, optimizer=optimizer)
 
 
-def _cheapest_fit(request: SearchRequest, group: StepTime, slowest: StepTime | None) -> RunPrediction | None:
+def _cheapest_fit(
+    request: SearchRequest, group: RunPrediction, slowest: RunPrediction | None
+) -> RunPrediction | None:
     """The fastest run with these sizes that fits and is no slower than ``slowest``."""
     configs = [config for config in _variants(request, group.config) if _could_fit(request, config, group)]
-    if not configs or not with_memory(_with_config(group, configs[-1]), stage_count=1).fits_memory:
+    runs = [_with_config(group, config) for config in configs]
+    if not runs or not runs[-1].stages_fit(runs[-1].first_stages(1)):
         return None
-    times = [_with_config(group, config) for config in configs]
     # The sort is stable: of equally fast ones, that with less recomputation comes first.
-    for time in sorted(
-        times, key=lambda time: (round(time.step_seconds, 4), offloaded_fraction(time.config))
-    ):
-        if slowest is not None and time.step_seconds > slowest.step_seconds:
+    for run in sorted(runs, key=lambda run: (round(run.step_seconds, 4), offloaded_fraction(run.config))):
+        if slowest is not None and run.step_seconds > slowest.step_seconds:
             break
-        # The first stage, which is quickly estimated, is often the fullest.
-        if request.fits(with_memory(time, stage_count=1)) and request.fits(whole := with_memory(time)):
-            return whole
+        if request.fits(run):
+            return run
     return None
 
 
-def _could_fit(request: SearchRequest, config: TrainConfig, group: StepTime) -> bool:
+def _could_fit(request: SearchRequest, config: TrainConfig, group: RunPrediction) -> bool:
     """Whether an even share of the parameters and their state leaves some memory."""
     layout = group.layout
     state_bytes = replica_bytes(config, request.spec, layout, group.data_parallel_size) / layout.pp
     return state_bytes / GIB + reserve_gib(request.gpu.memory_gib) < request.gpu.memory_gib
 
 
-def _with_config(group: StepTime, config: TrainConfig) -> StepTime:
-    """The step of a run with the sizes of another one."""
+def _with_config(group: RunPrediction, config: TrainConfig) -> RunPrediction:
+    """A run with the sizes of another one, and other recompute and offload."""
     layout = planned_layout(config, group.spec)
-    return step_time(config, group.spec, layout, group.data_parallel_size, group.gpu)
+    flops = executed_flops(config, group.spec, group.rows)
+    return dataclasses.replace(group, config=config, layout=layout, flops=flops)
 
 
 def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
     """The ``parallel`` sections to try. Some of them are impossible for other fields of the run."""
-    parallel_config, language_spec = request.config.parallel, request.spec.language
-    for tp, pp, ep in _size_combinations(request):
-        moe = language_spec.moe
+    parallel, language, world_size = request.config.parallel, request.spec.language, request.world_size
+    moe, largest_pp = language.moe, min(LARGEST_PP, language.num_layers, world_size)
+    for tp, pp, ep in itertools.product(
+        _powers_of_two(min(LARGEST_TP, world_size)),
+        range(1, largest_pp + 1),
+        _powers_of_two(min(LARGEST_EP, world_size)) if moe else [1],
+    ):
+        if world_size % (tp * pp):
+            continue
         has_wide_experts = moe is not None and moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tp
         expert_tensor_sizes = [1, tp] if has_wide_experts and tp > 1 else [1]
-        largest_vpp = min(LARGEST_VPP, language_spec.num_layers // pp) if pp > 1 else 1
+        largest_vpp = min(LARGEST_VPP, language.num_layers // pp) if pp > 1 else 1
         for vpp, etp in itertools.product(_powers_of_two(largest_vpp), expert_tensor_sizes):
             sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "layers": None}
-            overlaps = parallel_config.tp_comm_overlap and tp > 1
-            yield dataclasses.replace(
-                parallel_config, **sizes, sequence_parallel=tp > 1, tp_comm_overlap=overlaps
-            )
-
-
-def _size_combinations(request: SearchRequest) -> Iterator[tuple[int, int, int]]:
-    """The tensor-, pipeline- and expert-parallel sizes to try."""
-    language_spec, world_size = request.spec.language, request.world_size
-    largest_pp = min(LARGEST_PP, language_spec.num_layers, world_size)
-    expert_sizes = _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1]
-    for tp, pp, ep in itertools.product(
-        _powers_of_two(min(LARGEST_TP, world_size)), range(1, largest_pp + 1), expert_sizes
-    ):
-        if world_size % (tp * pp) == 0:
-            yield tp, pp, ep
+            overlaps = parallel.tp_comm_overlap and tp > 1
+            yield dataclasses.replace(parallel, **sizes, sequence_parallel=tp > 1, tp_comm_overlap=overlaps)
 
 
 def _powers_of_two(largest: int) -> list[int]:

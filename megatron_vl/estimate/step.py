@@ -8,6 +8,7 @@ slowest stage's rows, times 1 + the bubble of the schedule, and the offloaded st
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,13 +17,11 @@ from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops
 from megatron_vl.estimate.gpus import Gpu, find_gpu, reserve_gib
 from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
-from megatron_vl.estimate.memory import (
-    GIB,
-    StageMemory,
+from megatron_vl.estimate.memory import GIB, StageMemory, peak_stage_gib, stage_memories
+from megatron_vl.estimate.parameters import (
     bytes_per_element,
     offloaded_fraction,
     optimizer_state_bytes,
-    stage_memories,
     stage_parameters,
 )
 from megatron_vl.estimate.rows import assumed_rows, executed_flops
@@ -34,8 +33,8 @@ GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """The time of a step of a run under a layout."""
+class RunPrediction:
+    """The time and memory that are predicted for a run under a layout."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -175,21 +174,12 @@ class StepTime:
             longest_seconds = max(longest_seconds, copy_seconds - row_seconds / 3)
         return longest_seconds
 
+    # --- Memory and results ---------------------------------------------------------------------------------
 
-def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
-    """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
-    missed_probability = 1.0
-    for i in range(top_k):
-        other_experts = expert_count - expert_count // expert_parallel_size
-        missed_probability *= max(0, other_experts - i) / (expert_count - i)
-    return expert_parallel_size * (1 - missed_probability)
-
-
-@dataclass(frozen=True)
-class RunPrediction(StepTime):
-    """The time and memory that are predicted for a run."""
-
-    stages: tuple[StageMemory, ...]
+    @cached_property
+    def stages(self) -> list[StageMemory]:
+        """The memory of each stage."""
+        return self.first_stages(None)
 
     @property
     def world_size(self) -> int:
@@ -197,7 +187,7 @@ class RunPrediction(StepTime):
 
     @property
     def peak_gib(self) -> float:
-        return max(stage.total_bytes for stage in self.stages) / GIB
+        return peak_stage_gib(self.stages)
 
     @property
     def host_gib(self) -> float:
@@ -208,8 +198,18 @@ class RunPrediction(StepTime):
     @property
     def fits_memory(self) -> bool:
         """Whether the fullest stage leaves :func:`reserve_gib` free."""
+        return self.stages_fit(self.stages)
+
+    def stages_fit(self, stages: Sequence[StageMemory]) -> bool:
+        """Whether some of the stages leave :func:`reserve_gib` free."""
         gpu_gib = self.gpu.memory_gib
-        return self.peak_gib + reserve_gib(gpu_gib) <= gpu_gib
+        return peak_stage_gib(stages) + reserve_gib(gpu_gib) <= gpu_gib
+
+    def first_stages(self, stage_count: int | None) -> list[StageMemory]:
+        """The memory of the first stages; None: of all."""
+        return stage_memories(
+            self.config, self.spec, self.layout, self.data_parallel_size, stage_count=stage_count
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -221,7 +221,7 @@ class RunPrediction(StepTime):
         """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
         needed = needed_flops(self.spec, self.config.model, self.config.lora, self.rows)
         peak_flops = self.world_size * 1e12 * self.gpu.peak_tflops
-        return self.config.global_batch_size * needed.by_half.total / (self.step_seconds * peak_flops)
+        return self.config.global_batch_size * needed.total / (self.step_seconds * peak_flops)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -239,18 +239,13 @@ class RunPrediction(StepTime):
         }
 
 
-def step_time(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    data_parallel_size: int,
-    gpu: Gpu | None = None,
-    rows: RowSizes | None = None,
-) -> StepTime:
-    """The time of a step; by default on H200, with the assumed rows."""
-    rows = rows or assumed_rows(config, spec)
-    flops = executed_flops(config, spec, rows)
-    return StepTime(config, spec, layout, data_parallel_size, gpu or find_gpu(), rows, flops)
+def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
+    """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
+    missed_probability = 1.0
+    for i in range(top_k):
+        other_experts = expert_count - expert_count // expert_parallel_size
+        missed_probability *= max(0, other_experts - i) / (expert_count - i)
+    return expert_parallel_size * (1 - missed_probability)
 
 
 def predict_layout(
@@ -266,12 +261,6 @@ def predict_layout(
     Raises:
         RunConfigError: the run is impossible.
     """
-    data_parallel_size = validate_config(config, world_size)
-    return with_memory(step_time(config, spec, layout, data_parallel_size, gpu, rows))
-
-
-def with_memory(time: StepTime, stage_count: int | None = None) -> RunPrediction:
-    """The prediction with the memory of the first ``stage_count`` stages; None: of all."""
-    sizes = time.config, time.spec, time.layout, time.data_parallel_size
-    stages = stage_memories(*sizes, stage_count=stage_count)
-    return RunPrediction(*sizes, time.gpu, time.rows, time.flops, tuple(stages))
+    dp, rows = validate_config(config, world_size), rows or assumed_rows(config, spec)
+    flops = executed_flops(config, spec, rows)
+    return RunPrediction(config, spec, layout, dp, gpu or find_gpu(), rows, flops)

@@ -118,26 +118,21 @@ class PackedAttention(nn.Module):
         segments = packed_seq_params.window_segments if self.windowed else packed_seq_params.full_segments
         assert segments is not None
 
-        packed_query = query.squeeze(1)
-        packed_key = key.squeeze(1)
-        packed_value = value.squeeze(1)
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.causal:
             # The value is a view of the fused QKV output, all of which the backward pass would keep.
-            packed_value = packed_value.contiguous()
-
-        attention_output = self._attend(packed_query, packed_key, packed_value, segments)
-        return attention_output.reshape(attention_output.shape[0], 1, -1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        if self.cp_group.size() == 1:
-            return self.backend_function(query, key, value, segments, self.causal)
+            value = value.contiguous()
 
         # Each rank gets all tokens of some heads, so that the backends need not know that the row is split.
-        query, key, value = heads_for_tokens(query, key, value, self.head_group)
-        if segments.gathered_keys is not None:
-            key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
-        output_of_heads = self.backend_function(query, key, value, segments, self.causal)
-        return tokens_for_heads(output_of_heads, self.head_group)
+        is_shared = self.cp_group.size() > 1
+        if is_shared:
+            query, key, value = heads_for_tokens(query, key, value, self.head_group)
+            if segments.gathered_keys is not None:
+                key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
+        output = self.backend_function(query, key, value, segments, self.causal)
+        if is_shared:
+            output = tokens_for_heads(output, self.head_group)
+        return output.reshape(output.shape[0], 1, -1)
 
 
 def choose_backend(
@@ -204,26 +199,25 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     output_parts = []
     first_query = first_key = 0
     for (num_queries, num_keys), run in itertools.groupby(zip(query_lengths, key_lengths, strict=True)):
-        num_segments = len(list(run))
-        end_query, end_key = first_query + num_segments * num_queries, first_key + num_segments * num_keys
-        query_slice, key_slice = slice(first_query, end_query), slice(first_key, end_key)
-        if num_queries:
-            query_batch, key_batch, value_batch = (
-                packed_tensor.unflatten(0, (num_segments, -1)).transpose(1, 2)
-                for packed_tensor in (query[query_slice], key[key_slice], value[key_slice])
-            )
-            # SDPA's own causal mask aligns the first query with the first key, and not the last ones.
-            causal_mask = None
-            is_causal = causal and num_keys == num_queries
-            if causal and not is_causal:
-                every_pair = query.new_ones(num_queries, num_keys, dtype=torch.bool)
-                causal_mask = every_pair.tril(num_keys - num_queries)
-            output_batch = F.scaled_dot_product_attention(
-                query_batch, key_batch, value_batch, causal_mask, 0.0, is_causal, enable_gqa=has_grouped_heads
-            )
-            output_parts.append(output_batch.transpose(1, 2).flatten(0, 1))
-        first_query, first_key = end_query, end_key
-
+        n = len(list(run))
+        queries = slice(first_query, first_query + n * num_queries)
+        keys = slice(first_key, first_key + n * num_keys)
+        first_query, first_key = queries.stop, keys.stop
+        if not num_queries:
+            continue
+        q, k, v = (
+            packed.unflatten(0, (n, -1)).transpose(1, 2)
+            for packed in (query[queries], key[keys], value[keys])
+        )
+        # SDPA's own causal mask aligns the first query with the first key, and not the last ones.
+        causal_mask, is_causal = None, causal and num_keys == num_queries
+        if causal and not is_causal:
+            every_pair = query.new_ones(num_queries, num_keys, dtype=torch.bool)
+            causal_mask = every_pair.tril(num_keys - num_queries)
+        output = F.scaled_dot_product_attention(
+            q, k, v, causal_mask, 0.0, is_causal, enable_gqa=has_grouped_heads
+        )
+        output_parts.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(output_parts)
 
 

@@ -13,7 +13,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
@@ -97,11 +96,7 @@ class _ModelBuilder:
         self.dtype = getattr(torch, config.dtype)
         self.pipeline_rank = mpu.get_pipeline_model_parallel_rank()
         self.core_config = language_config(
-            platform,
-            spec,
-            layout,
-            config,
-            aux_loss_coefficient=aux_loss_coefficient(spec, config.model),
+            platform, spec, layout, config, aux_loss_coefficient=aux_loss(spec, config.model)[0]
         )
         if self.core_config.tp_comm_overlap:
             tp_overlap.start_overlap(
@@ -154,6 +149,8 @@ class _ModelBuilder:
         tower_groups.tp = tp_group or mpu.get_tensor_model_parallel_group()
         tower_groups.cp = group_of_this_rank()
         tower_groups.pp = None
+        # With float32 inputs, the window kernel's products would be TF32.
+        has_window_kernel = self.platform.name == "cuda" and config.dtype == "bfloat16"
         return VisionTower(
             self.platform,
             vision_spec,
@@ -169,23 +166,30 @@ class _ModelBuilder:
                 dtype=self.dtype,
             ),
             is_frozen=config.model.freeze_vision,
-            fused_windows=self._fuses_windows(),
+            fused_windows=has_window_kernel and config.model.attention == "auto",
             recompute_activation=config.recompute.vision == "activation",
         )
-
-    def _fuses_windows(self) -> bool:
-        # With float32 inputs, the kernel's products would be TF32.
-        is_possible = self.platform.name == "cuda" and self.config.dtype == "bfloat16"
-        return is_possible and self.config.model.attention == "auto"
 
     def _build_language_model(self, virtual_stage: int, layer_range: range) -> GPTModel:
         """The language model's part on a virtual stage, whose layers are ``layer_range``."""
         language_spec, layout = self.spec.language, self.layout
         process_groups = ProcessGroupCollection.use_mpu_process_groups()
         process_groups.hcp = nested_context_groups()
+        block_spec = transformer_block_spec(
+            self.platform,
+            self.core_config,
+            len(layer_range),
+            attention_backend=self._language_backend,
+            causal=True,
+            num_deepstack_levels=len(self.spec.vision.deepstack_layers),
+            recompute_activation="activation" in self.config.recompute.selected_modules,
+            layers_with_experts=list(map(language_spec.has_experts, layer_range)),
+            layers_with_linear_attention=list(map(language_spec.has_linear_attention, layer_range)),
+            linear_attention=language_spec.linear_attention,
+        )
         language_model = GPTModel(
             self.core_config,
-            self._language_block_spec(layer_range),
+            block_spec,
             vocab_size=language_spec.vocab_size,
             max_sequence_length=self.config.data.seq_len,
             pre_process=self.pipeline_rank == 0 and virtual_stage == 0,
@@ -220,6 +224,7 @@ class _ModelBuilder:
 
         query_heads, key_value_heads = attention_heads(self.spec, self.layout)
         is_right = flash_attention_is_right(query_heads // key_value_heads, head_dim, gathers_keys)
+        # Ranks may have other GPUs, and all must compute with one backend.
         right_everywhere = torch.tensor(int(is_right), device=self.platform.device)
         dist.all_reduce(right_everywhere, dist.ReduceOp.MIN)
         if right_everywhere:
@@ -233,66 +238,35 @@ class _ModelBuilder:
             )
         return backend
 
-    def _language_block_spec(self, layer_range: range) -> TransformerBlockSubmodules:
-        language_spec = self.spec.language
-        return transformer_block_spec(
-            self.platform,
-            self.core_config,
-            len(layer_range),
-            attention_backend=self._language_backend,
-            causal=True,
-            num_deepstack_levels=len(self.spec.vision.deepstack_layers),
-            recompute_activation="activation" in self.config.recompute.selected_modules,
-            layers_with_experts=[language_spec.has_experts(layer) for layer in layer_range],
-            layers_with_linear_attention=[language_spec.has_linear_attention(layer) for layer in layer_range],
-            linear_attention=language_spec.linear_attention,
-        )
-
 
 def _move_to_device(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLanguageModel:
     """Moves a chunk to its device and type, except for parameters that stay in float32."""
-    float32_values = {}
-    for parameter in chunk.parameters():
-        if getattr(parameter, "keep_float32", False):
-            float32_values[parameter] = parameter.detach().clone()
-
+    kept_parameters = [p for p in chunk.parameters() if getattr(p, "keep_float32", False)]
+    float32_values = {parameter: parameter.detach().clone() for parameter in kept_parameters}
     chunk = chunk.to(device=device, dtype=dtype)
     for parameter, value in float32_values.items():
         parameter.data = value.to(device)
     return chunk
 
 
-def aux_loss_coefficient(spec: ModelSpec, model_config: ModelConfig) -> float:
-    """The coefficient of this run's load-balancing loss; 0 if there are no experts or they are not trained.
+def aux_loss(spec: ModelSpec, model_config: ModelConfig) -> tuple[float, str]:
+    """The coefficient of a run's load-balancing loss, and what decides it; 0 and no text without experts.
 
     It is ``model.moe_aux_loss``, if that is set. Otherwise, the loss is added if the Hugging Face config's
     ``output_router_logits`` is true, as in ``transformers``.
     """
     moe_spec = spec.language.moe
-    if moe_spec is None or model_config.freeze_language:
-        return 0.0
-    if model_config.moe_aux_loss is not None:
-        return model_config.moe_aux_loss
-    return moe_spec.aux_loss_coef if moe_spec.output_router_logits else 0.0
-
-
-def aux_loss_reason(spec: ModelSpec, model_config: ModelConfig) -> str:
-    """Says in words what the coefficient of the load-balancing loss is and why; empty without experts."""
-    moe_spec = spec.language.moe
-    coefficient = aux_loss_coefficient(spec, model_config)
     if moe_spec is None:
-        return ""
-
-    coefficient_text = f"coefficient {coefficient:g}" if coefficient else "none"
+        return 0.0, ""
     if model_config.freeze_language:
-        return f"{coefficient_text} (model.freeze_language)"
+        return 0.0, "model.freeze_language"
     if model_config.moe_aux_loss is not None:
-        return f"{coefficient_text} (model.moe_aux_loss)"
+        return model_config.moe_aux_loss, "model.moe_aux_loss"
     if moe_spec.output_router_logits:
         reason = "router_aux_loss_coef, as output_router_logits is true in model.hf's config.json"
-        return f"{coefficient_text} ({reason})"
+        return moe_spec.aux_loss_coef, reason
     advice = f"--model.moe_aux_loss {moe_spec.aux_loss_coef:g} adds it"
-    return f"{coefficient_text} (output_router_logits is not true in model.hf's config.json; {advice})"
+    return 0.0, f"output_router_logits is not true in model.hf's config.json; {advice}"
 
 
 @torch.no_grad()

@@ -124,9 +124,7 @@ class DecoupledTower:
     def __init__(
         self, tower_module: TowerEverywhere, vision_spec: VisionSpec, vision_config: VisionConfig
     ) -> None:
-        self.module = tower_module
-        self.vision = vision_spec
-        self.config = vision_config
+        self.module, self.vision, self.config = tower_module, vision_spec, vision_config
         self.group = replica_group()
         self.cp_group = mpu.get_context_parallel_group()
         self.tp_group = mpu.get_tensor_model_parallel_group()
@@ -145,10 +143,6 @@ class DecoupledTower:
                 self.module.config, ddp_config, self.module, pg_collection=tower_process_groups()
             )
 
-    @property
-    def _is_trained(self) -> bool:
-        return self.ddp is not None
-
     def encode(self, step_rows: Sequence[DeviceRow], is_training: bool) -> None:
         """Computes the features of a step and attaches them to the rows of the first stage.
 
@@ -165,7 +159,7 @@ class DecoupledTower:
             return
 
         # Above frozen blocks, only the mergers have activations, and those of all patches are kept.
-        keeps_activations = is_training and self._is_trained and self.module.vision_model.is_frozen
+        keeps_activations = is_training and self.ddp is not None and self.module.vision_model.is_frozen
         step_features = self._empty_features(step_vision)
         if step_vision.has_pictures:
             step_features = self.to_first(self.forward(step_vision, keeps_activations), step_vision)
@@ -176,7 +170,7 @@ class DecoupledTower:
             features_by_row = step_features.split(step_vision.features_per_row)
             for device_row, row_features in zip(step_vision.device_rows, features_by_row, strict=True):
                 row_features = row_features.detach()
-                device_row.vision_features = row_features.requires_grad_(is_training and self._is_trained)
+                device_row.vision_features = row_features.requires_grad_(is_training and self.ddp is not None)
         self._step_vision = step_vision if is_training else None
 
     def forward(self, step_vision: StepVision, keeps_activations: bool) -> Tensor:
@@ -199,15 +193,8 @@ class DecoupledTower:
 
     def _empty_features(self, step_vision: StepVision) -> Tensor:
         """No features, [0, 1 + levels, H]."""
-        vision_spec = self.vision
-        dtype = self.module.config.params_dtype
-        return torch.empty(
-            0,
-            1 + len(vision_spec.deepstack_layers),
-            vision_spec.out_hidden_size,
-            dtype=dtype,
-            device=step_vision.planes.device,
-        )
+        shape = 0, 1 + len(self.vision.deepstack_layers), self.vision.out_hidden_size
+        return torch.empty(shape, dtype=self.module.config.params_dtype, device=step_vision.planes.device)
 
     def to_first(self, local_features: Tensor, step_vision: StepVision) -> Tensor:
         """The features of all ranks of the replica, in rank order, on its first stage; empty elsewhere.
@@ -282,12 +269,9 @@ class DecoupledTower:
         no_gradients = self._empty_features(step_vision)
         gradient_parts = []
         for device_row in step_vision.device_rows:
-            row_features, device_row.vision_features = device_row.vision_features, None
-            if row_features is not None:
-                row_gradient = row_features.grad
-                gradient_parts.append(
-                    torch.zeros_like(row_features) if row_gradient is None else row_gradient
-                )
+            features, device_row.vision_features = device_row.vision_features, None
+            if features is not None:
+                gradient_parts.append(torch.zeros_like(features) if features.grad is None else features.grad)
 
         # All tensor-parallel ranks of the first stage have the same gradients, so one of them sends.
         row_gradients = no_gradients

@@ -41,27 +41,20 @@ def embed_tokens(embedding: VocabParallelEmbedding, token_ids: Tensor) -> Tensor
     if embedding.tp_group.size() == 1:
         return _EmbeddingLookup.apply(embedding.weight, token_ids)
 
-    first_id = embedding.vocab_start_index
-    is_before = token_ids < first_id
-    is_after = token_ids >= embedding.vocab_end_index
-    is_elsewhere = is_before | is_after
-    local_ids = token_ids - first_id
-    local_ids = local_ids.masked_fill(is_elsewhere, 0)
-
-    local_vectors = _EmbeddingLookup.apply(embedding.weight, local_ids)
-    masked_vectors = local_vectors.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-    return reduce_from_tensor_model_parallel_region(masked_vectors, group=embedding.tp_group)
+    first_id, end_id = embedding.vocab_start_index, embedding.vocab_end_index
+    is_elsewhere = (token_ids < first_id) | (token_ids >= end_id)
+    local_vectors = _EmbeddingLookup.apply(
+        embedding.weight, (token_ids - first_id).masked_fill(is_elsewhere, 0)
+    )
+    local_vectors = local_vectors.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+    return reduce_from_tensor_model_parallel_region(local_vectors, group=embedding.tp_group)
 
 
 class _EmbeddingLookup(torch.autograd.Function):
     """``F.embedding``, whose backward pass adds to ``weight.main_grad``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        token_ids: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, token_ids: Tensor) -> Tensor:
         ctx.save_for_backward(token_ids)
         ctx.weight = weight
         return torch.nn.functional.embedding(token_ids, weight)
@@ -70,11 +63,7 @@ class _EmbeddingLookup(torch.autograd.Function):
     def backward(ctx: Any, vector_grads: Tensor) -> tuple[Tensor, None]:
         (token_ids,) = ctx.saved_tensors
         weight = ctx.weight
-        add_to_rows(
-            weight.main_grad,
-            token_ids.flatten(),
-            vector_grads.flatten(0, -2),
-        )
+        add_to_rows(weight.main_grad, token_ids.flatten(), vector_grads.flatten(0, -2))
         weight.grad_added_to_main_grad = True
 
         # DDP's hook needs a gradient, which it does not read.
@@ -94,23 +83,16 @@ def add_to_rows(main_grad: Tensor, token_ids: Tensor, vector_grads: Tensor) -> N
     """
     num_tokens = len(token_ids)
     sorted_ids, order = torch.sort(token_ids, stable=True)
-    is_new_word = sorted_ids[1:] != sorted_ids[:-1]
     sorted_numbers = torch.zeros_like(sorted_ids)
-    sorted_numbers[1:] = is_new_word.cumsum(0)
-
+    sorted_numbers[1:] = (sorted_ids[1:] != sorted_ids[:-1]).cumsum(0)
     word_numbers = torch.empty_like(sorted_numbers)
     word_numbers[order] = sorted_numbers
     word_grads = torch.ops.aten.embedding_dense_backward(
-        vector_grads,
-        word_numbers,
-        num_weights=num_tokens,
-        padding_idx=-1,
-        scale_grad_by_freq=False,
+        vector_grads, word_numbers, num_weights=num_tokens, padding_idx=-1, scale_grad_by_freq=False
     )
 
     # The host does not know how many words there are. The other sums are 0; they are spread over all rows,
     # because adding all of them to one row would take long.
-    rows_of_words = torch.arange(num_tokens, device=token_ids.device)
-    rows_of_words = rows_of_words % len(main_grad)
+    rows_of_words = torch.arange(num_tokens, device=token_ids.device) % len(main_grad)
     rows_of_words[sorted_numbers] = sorted_ids
     main_grad.index_add_(0, rows_of_words, word_grads.to(main_grad.dtype))

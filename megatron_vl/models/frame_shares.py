@@ -46,19 +46,11 @@ def cumulative_starts(part_sizes: Array, dtype: type = np.int64) -> Array:
 
 def make_tower_frames(row_lengths: list[tuple[list[int], list[int]]]) -> TowerFrames:
     """The frames of rows that are given as (patches of each frame, patches of each window)."""
-    patches_per_frame: list[int] = []
-    patches_per_window: list[int] = []
-    row_of_frame: list[int] = []
-    for row_index, (frame_lengths, window_lengths) in enumerate(row_lengths):
-        patches_per_frame += frame_lengths
-        patches_per_window += window_lengths
-        row_of_frame += [row_index] * len(frame_lengths)
-
-    return TowerFrames(
-        np.array(patches_per_frame, dtype=np.int64),
-        np.array(patches_per_window, dtype=np.int64),
-        np.array(row_of_frame, dtype=np.int64),
-    )
+    frames = [length for frame_lengths, _ in row_lengths for length in frame_lengths]
+    windows = [length for _, window_lengths in row_lengths for length in window_lengths]
+    frames_per_row = [len(frame_lengths) for frame_lengths, _ in row_lengths]
+    row_of_frame = np.repeat(np.arange(len(row_lengths)), frames_per_row)
+    return TowerFrames(*(np.array(values, dtype=np.int64) for values in (frames, windows, row_of_frame)))
 
 
 def frame_flops(vision: VisionSpec, frames: TowerFrames) -> Array:

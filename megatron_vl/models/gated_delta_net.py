@@ -150,31 +150,27 @@ class GatedDeltaNet(nn.Module):
         """[S, sections] -> [S, value heads * V]"""
         qkv, output_gate, beta_input, decay_input = projected.split(self.sections, dim=-1)
         convolved_qkv = causal_conv(qkv, self.conv1d.weight[:, 0], segment_ids, exchange=exchange)
-        log_decay, beta = self._decay_and_beta(decay_input, beta_input)
-        head_outputs, _ = gated_delta_rule(
-            *self._split_heads(convolved_qkv), log_decay, beta, segment_ids, exchange=exchange
-        )
-        return self._norm_and_gate(head_outputs, output_gate)
-
-    def _split_heads(self, convolved_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, channels] -> queries, keys [S, key heads, K] and values [S, value heads, V]"""
-        queries, keys, values = convolved_qkv.split(self.channels, dim=-1)
-        queries = queries.unflatten(-1, (self.key_heads, -1))
-        keys = keys.unflatten(-1, (self.key_heads, -1))
-        return queries, keys, values.unflatten(-1, (self.value_heads, -1))
-
-    def _decay_and_beta(self, decay_input: Tensor, beta_input: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the decay, float32, and beta; [S, value heads] each."""
+        # The logarithm of the decay is float32; both are [S, value heads].
         log_decay = -self.A_log.float().exp() * F.softplus(decay_input.float() + self.dt_bias)
-        return log_decay, beta_input.sigmoid()
+        heads, beta = self._split_heads(convolved_qkv), beta_input.sigmoid()
+        head_outputs, _ = gated_delta_rule(*heads, log_decay, beta, segment_ids, exchange=exchange)
 
-    def _norm_and_gate(self, head_outputs: Tensor, output_gate: Tensor) -> Tensor:
         weight = self.out_norm.weight
         if not self.config.sequence_parallel:
             # Each rank has the gradient from its own heads. Core sums it only under sequence parallelism.
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         head_gates = output_gate.unflatten(-1, (self.value_heads, -1))
         return self.out_norm(head_outputs, head_gates, weight).flatten(1)
+
+    def _split_heads(self, convolved_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[S, channels] -> queries, keys [S, key heads, K] and values [S, value heads, V]"""
+        queries, keys, values = convolved_qkv.split(self.channels, dim=-1)
+        key_shape, value_shape = (self.key_heads, -1), (self.value_heads, -1)
+        return (
+            queries.unflatten(-1, key_shape),
+            keys.unflatten(-1, key_shape),
+            values.unflatten(-1, value_shape),
+        )
 
 
 class _DepthwiseConvWeight(nn.Module):

@@ -99,16 +99,13 @@ class _ChunkedLosses(torch.autograd.Function):
             ctx.weight.grad_added_to_main_grad = True
 
         state_grads: list[Any] = []
-        chunk_loss_grads = loss_grads.split(LOSS_CHUNK_TOKENS, 1)
-        for (chunk_states, chunk_labels), chunk_grads in zip(
-            _split_into_chunks(states, labels), chunk_loss_grads, strict=True
-        ):
+        chunks = zip(_split_into_chunks(states, labels), loss_grads.split(LOSS_CHUNK_TOKENS, 1), strict=True)
+        for (chunk_states, chunk_labels), chunk_grads in chunks:
             weight.grad = None  # a placeholder, as large as the weight
             chunk_states = chunk_states.detach().requires_grad_()
             with torch.enable_grad():
                 chunk_losses = ctx.compute_losses(chunk_states, weight, chunk_labels)
             torch.autograd.backward(chunk_losses, chunk_grads)
-
             state_grads.append(chunk_states.grad)
 
         return torch.cat(state_grads), weight.grad, None, None

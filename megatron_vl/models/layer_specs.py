@@ -207,13 +207,9 @@ def transformer_block_spec(
             mlp=moe_layer(platform, *linear_classes(platform)),
         )
     if any(layers_with_linear_attention):
-        linear_classes_of_layer = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
-        linear_attention_spec = ModuleSpec(
-            module=GatedDeltaNet, params={"spec": linear_attention, **linear_classes_of_layer}
-        )
-        layer_specs = _replace_in_layers(
-            layer_specs, layers_with_linear_attention, self_attention=linear_attention_spec
-        )
+        linears = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
+        delta_net = ModuleSpec(module=GatedDeltaNet, params={"spec": linear_attention, **linears})
+        layer_specs = _replace_in_layers(layer_specs, layers_with_linear_attention, self_attention=delta_net)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
 
 
@@ -274,8 +270,7 @@ def _replace_in_layers(
     layer_specs: list[ModuleSpec], is_chosen: Sequence[bool], **submodules: Any
 ) -> list[ModuleSpec]:
     """The layers, with other submodules in the chosen ones."""
-    new_specs = []
-    for layer_spec, has_others in zip(layer_specs, is_chosen, strict=True):
-        other_spec = replace(layer_spec, submodules=replace(layer_spec.submodules, **submodules))
-        new_specs.append(other_spec if has_others else layer_spec)
-    return new_specs
+    return [
+        replace(layer, submodules=replace(layer.submodules, **submodules)) if has_others else layer
+        for layer, has_others in zip(layer_specs, is_chosen, strict=True)
+    ]

@@ -66,10 +66,8 @@ class _FusedFactor(_Factor):
         weight = self.weight if weight is None else weight
 
         # Each row multiplies only the columns of its own released matrix; the others are zero.
-        part_columns = []
-        for part_rank, part_mask in zip(self.part_ranks, self.part_masks, strict=True):
-            part_columns.append(weight[:, :part_rank] * part_mask)
-        return F.linear(x, torch.cat(part_columns, 1))
+        parts = zip(self.part_ranks, self.part_masks, strict=True)
+        return F.linear(x, torch.cat([weight[:, :rank] * mask for rank, mask in parts], 1))
 
 
 class LinearAdapter(nn.Module):
@@ -93,9 +91,7 @@ class LinearAdapter(nn.Module):
         self.tp_size = self.tp_group.size() if self.tp_group is not None else 1
         self.sequence_parallel = bool(linear.sequence_parallel) and not self.is_expert
 
-        column_scales: list[float] = []
-        for part in adapter.parts:
-            column_scales += [part.scale] * part.rank
+        column_scales = [part.scale for part in adapter.parts for _ in range(part.rank)]
         self.uniform_scale = column_scales[0]
         self.has_uniform_scale = len(set(column_scales)) == 1
         self.column_scales: Tensor
@@ -108,19 +104,11 @@ class LinearAdapter(nn.Module):
         for parameter in (self.lora_A.weight, self.lora_B.weight):
             parameter.allreduce = not is_expert_parallel  # type: ignore[attr-defined]
 
-        if self.is_column:
-            whole_factor = self.lora_A
-            cut_factor = self.lora_B
-        else:
-            whole_factor = self.lora_B
-            cut_factor = self.lora_A
+        factors = self.lora_A, self.lora_B
+        whole_factor, cut_factor = factors if self.is_column else reversed(factors)
         set_tensor_model_parallel_attributes(
-            cut_factor.weight,
-            is_parallel=True,
-            dim=0 if self.is_column else 1,
-            stride=1,
+            cut_factor.weight, True, dim=0 if self.is_column else 1, stride=1
         )
-
         # A rank sees the whole factor with its own part of the tokens only.
         whole_factor.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -135,35 +123,21 @@ class LinearAdapter(nn.Module):
         weight_b = self._summed_weight(self.lora_B, not self.is_column)
         inner_states = self._exchange(self.lora_A(self._drop(x), weight_a))
 
-        if self.has_uniform_scale:
-            scaled_states = inner_states * self.uniform_scale
-        else:
-            scaled_states = (inner_states * self.column_scales).to(inner_states.dtype)
+        scale = self.uniform_scale if self.has_uniform_scale else self.column_scales
+        scaled_states = (inner_states * scale).to(inner_states.dtype)
         return output + self.lora_B(scaled_states, weight_b)
 
     def _exchange(self, inner_states: Tensor) -> Tensor:
         """Gathers or sums the columns between the factors over the tensor-parallel ranks."""
         if self.tp_size == 1 or self.is_expert:
             return inner_states
-        if self.is_column and self.sequence_parallel:
-            return gather_from_sequence_parallel_region(
-                inner_states,
-                group=self.tp_group,
-            )
-        if self.is_column:
-            return copy_to_tensor_model_parallel_region(
-                inner_states,
-                group=self.tp_group,
-            )
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(
-                inner_states,
-                group=self.tp_group,
-            )
-        return reduce_from_tensor_model_parallel_region(
-            inner_states,
-            group=self.tp_group,
-        )
+        exchange = {
+            (True, True): gather_from_sequence_parallel_region,
+            (True, False): copy_to_tensor_model_parallel_region,
+            (False, True): reduce_scatter_to_sequence_parallel_region,
+            (False, False): reduce_from_tensor_model_parallel_region,
+        }[self.is_column, self.sequence_parallel]
+        return exchange(inner_states, group=self.tp_group)
 
     def _summed_weight(self, factor: _Factor, is_whole: bool) -> Tensor | None:
         """For experts, the weight of a factor that all tensor ranks hold, whose gradient is summed over them.
@@ -215,9 +189,8 @@ def seed_dropout(seed: int, step: int) -> None:
 
     data_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
     pipeline_rank = mpu.get_pipeline_model_parallel_rank()
-    seed_text = f"{seed} {step} {data_rank} {pipeline_rank}"
-    seed_digest = hashlib.sha256(seed_text.encode()).digest()
-    model_parallel_cuda_manual_seed(int.from_bytes(seed_digest[:4], "little"))
+    digest = hashlib.sha256(f"{seed} {step} {data_rank} {pipeline_rank}".encode()).digest()
+    model_parallel_cuda_manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 class AdaptedModel:
@@ -231,12 +204,8 @@ class AdaptedModel:
     def __init__(
         self, spec: ModelSpec, config: TrainConfig, sharding: Sharding, *, tp_rank: int, etp_rank: int
     ) -> None:
-        self.spec = spec
-        self.lora = config.lora
-        self.seed = config.seed
-        self.sharding = sharding
-        self.tp_rank = tp_rank
-        self.etp_rank = etp_rank
+        self.spec, self.lora, self.seed = spec, config.lora, config.seed
+        self.sharding, self.tp_rank, self.etp_rank = sharding, tp_rank, etp_rank
         self.adapters = fused_adapters(spec, config.lora)
 
         adapter_kinds = {adapter.kind for adapter in self.adapters.values()}
@@ -257,13 +226,10 @@ class AdaptedModel:
         Raises:
             RunConfigError: something that the run's ``lora`` asks for cannot be done.
         """
-        tensor_by_parameter = {id(live_tensor.parameter): live_tensor for live_tensor in live_tensors}
+        adapted = {id(live.parameter): live for live in live_tensors if live.tensor_name in self.adapters}
         for linear in list(module.modules()):
-            base_tensors: list[LiveTensor] = []
-            for parameter in linear.parameters(recurse=False):
-                live_tensor = tensor_by_parameter.get(id(parameter))
-                if live_tensor is not None and live_tensor.tensor_name in self.adapters:
-                    base_tensors.append(live_tensor)
+            parameters = linear.parameters(recurse=False)
+            base_tensors = [adapted[id(parameter)] for parameter in parameters if id(parameter) in adapted]
             if base_tensors:
                 self._attach(linear, base_tensors)
 
@@ -299,36 +265,27 @@ class AdaptedModel:
                 "lora.targets: on GPUs, adapters of experts need bfloat16 without FP8, parallel.etp 1, and a"
                 f" rank that is a multiple of {MIN_RANK_MULTIPLE}; change one of these, or leave out experts"
             )
-        factors_a = []
-        factors_b = []
-        for base_tensor in base_tensors:
-            initial_a, initial_b = self._initial_factors(adapter, base_tensor)
-            factors_a.append(initial_a)
-            factors_b.append(initial_b)
+        factors_a, factors_b = zip(
+            *(self._initial_factors(adapter, base) for base in base_tensors), strict=True
+        )
         is_expert_parallel = not getattr(base_tensors[0].parameter, "allreduce", True)
         return GroupedAdapter(factors_a, factors_b, part.scale, is_expert_parallel)
 
     def _initial_factors(self, adapter: FusedAdapter, base_tensor: LiveTensor) -> tuple[Tensor, Tensor]:
         """This rank's shards of A and B before the first step, in the type of the base."""
         info_a, info_b = adapter.tensor_infos()
+        dtype = base_tensor.parameter.dtype
         full_a = self._draw_a(adapter, info_a, base_tensor.expert_index)
         full_b = torch.zeros(info_b.shape[-2:])
-
-        shard_a = self._cut(full_a, info_a)
-        shard_b = self._cut(full_b, info_b)
-        dtype = base_tensor.parameter.dtype
-        return shard_a.to(dtype), shard_b.to(dtype)
+        return self._cut(full_a, info_a).to(dtype), self._cut(full_b, info_b).to(dtype)
 
     def _draw_a(self, adapter: FusedAdapter, info_a: TensorInfo, expert_index: int | None) -> Tensor:
         """The first value of A [rank, columns], of one expert in a stack. Padded columns are zero.
 
         It depends only on the seed and the tensor's name, so that it is the same in every layout.
         """
-        seed_text = f"{self.seed} {info_a.name} {expert_index}"
-        seed_digest = hashlib.sha256(seed_text.encode()).digest()
-        generator = torch.Generator()
-        generator.manual_seed(int.from_bytes(seed_digest[:7], "little"))
-
+        digest = hashlib.sha256(f"{self.seed} {info_a.name} {expert_index}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         bound, real_columns = initial_bound(self.spec, adapter.base)
         factor = torch.zeros(info_a.shape[-2:])
         factor[:, :real_columns].uniform_(-bound, bound, generator=generator)
@@ -340,11 +297,8 @@ class AdaptedModel:
         shard_index = sharding.shard_index(info, tp_rank=self.tp_rank)
         if info.num_experts:
             # The factor is that of one expert, which only expert tensor parallelism cuts.
-            info = info.single_expert
-            sharding = Sharding(sharding.etp)
-            shard_index = self.etp_rank
-        shard = cut_shard(factor, info, shard_index, sharding)
-        return shard.contiguous()
+            info, sharding, shard_index = info.single_expert, Sharding(sharding.etp), self.etp_rank
+        return cut_shard(factor, info, shard_index, sharding).contiguous()
 
     def _make_b(self, adapter: FusedAdapter, initial_b: Tensor) -> _Factor:
         """The module of B for one released matrix or for several."""
@@ -353,16 +307,8 @@ class AdaptedModel:
             return _Factor(initial_b)
 
         # The released matrix of each row is cut among the ranks as the rows are.
-        part_of_row = []
-        for part_number, row_count in runs:
-            part_of_row += [part_number] * row_count
-        info_b = adapter.tensor_infos()[1]
-        local_parts = self._cut(torch.tensor(part_of_row)[:, None], info_b)
-
-        part_ranks = []
-        part_masks = []
-        for part_number, part in enumerate(adapter.parts):
-            if part.rank:
-                part_ranks.append(part.rank)
-                part_masks.append(local_parts == part_number)
-        return _FusedFactor(initial_b, part_ranks, torch.stack(part_masks))
+        part_of_row = torch.repeat_interleave(*torch.tensor(runs).unbind(1))
+        local_parts = self._cut(part_of_row[:, None], adapter.tensor_infos()[1])
+        numbered = [(number, part.rank) for number, part in enumerate(adapter.parts) if part.rank]
+        part_masks = torch.stack([local_parts == number for number, _ in numbered])
+        return _FusedFactor(initial_b, [rank for _, rank in numbered], part_masks)

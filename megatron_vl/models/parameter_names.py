@@ -57,8 +57,7 @@ def canonical_name(
         has_router: whether the parameter's layer has experts. The norm before experts stays separate.
         has_linear_attention: whether the parameter's layer has linear attention.
     """
-    tensor_name = module_name
-    local_expert = None
+    tensor_name, local_expert = module_name, None
     norm_names = [_LINEAR_ATTENTION_NORM_NAMES if has_linear_attention else _ATTENTION_NORM_NAMES]
     if not has_router:
         norm_names.append(_MLP_NORM_NAMES)

@@ -93,11 +93,9 @@ class PositionTable(nn.Module):
         low_index = floor_coordinates.long()
         high_index = (low_index + 1).clamp(max=self.table_side - 1)
 
-        row_index = torch.stack((low_index[:, 0], high_index[:, 0]), 1)
-        column_index = torch.stack((low_index[:, 1], high_index[:, 1]), 1)
-        row_weight = torch.stack((1 - fraction[:, 0], fraction[:, 0]), 1)
-        column_weight = torch.stack((1 - fraction[:, 1], fraction[:, 1]), 1)
-
+        # [P, 2] each: of the lower and the upper neighbour.
+        row_index, column_index = torch.stack((low_index, high_index), 1).unbind(2)
+        row_weight, column_weight = torch.stack((1 - fraction, fraction), 1).unbind(2)
         table_index = (row_index[:, :, None] * self.table_side + column_index[:, None, :]).flatten(1)
         corner_weight = (row_weight[:, :, None] * column_weight[:, None, :]).flatten(1)
         return F.embedding_bag(table_index, self.weight.float(), per_sample_weights=corner_weight, mode="sum")

@@ -4,6 +4,7 @@ line that says who is missing. torch would wait in native code, silent and deaf 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -12,17 +13,32 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from megatron_vl.parallel.heartbeat import list_ranks, slow_start_timeout_s
+from megatron_vl.parallel.diagnosis import list_ranks
+from megatron_vl.parallel.heartbeat import slow_start_timeout_s
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.signals import requested_stop_signal
 
 NOTE_AFTER_S = 30.0
 """Seconds after which a line says who is missing. Further lines follow, each after twice the time."""
+MAX_OPEN_FILES = 65_536
+"""Enough for a process of the largest runs: one or two connections to each of some ten thousand ranks."""
 STOPPED_EARLY = "a signal stopped the run before its first step; nothing was saved"
 
 
 class JoinError(UserError, RuntimeError):
     """The ranks have not found each other in time. The message says which are missing, and where."""
+
+
+def raise_open_file_limit() -> None:
+    """Raises this process's limit on open files to :data:`MAX_OPEN_FILES`, or as far as the system permits.
+
+    The usual limit is 1,024. The server of a store needs more, because it holds two connections to each rank.
+    So does a gloo group, which has a connection to each member.
+    """
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target_limit = MAX_OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_OPEN_FILES)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < target_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target_limit, hard_limit))
 
 
 def join_limit_s(timeout_s: float) -> float:

@@ -16,14 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.parallel import failures, tp_overlap
-from megatron_vl.parallel.joining import join_store
-from megatron_vl.parallel.open_file_limit import raise_open_file_limit
-from megatron_vl.parallel.process_groups import (
-    cache_core_groups,
-    cached_group,
-    destroy_groups,
-    keep_groups,
-)
+from megatron_vl.parallel.joining import join_store, raise_open_file_limit
+from megatron_vl.parallel.process_groups import cache_core_groups, cached_group, destroy_groups, keep_groups
 from megatron_vl.platform import Platform
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import Sharding, TensorInfo

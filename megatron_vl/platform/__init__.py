@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_vl.core_fixes.register import check_core_version
+from megatron_vl.core_fixes.core_version import check_core_version
 from megatron_vl.system.errors import UserError
 
 

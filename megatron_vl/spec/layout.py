@@ -8,6 +8,7 @@ layer. Both may have fewer decoder layers than the others, or none.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,12 +59,6 @@ class Layout:
         """The numbers of parts that the tensors of a stage are cut into."""
         return Sharding(self.tp, self.ep, self.etp, self.decoupled)
 
-    @property
-    def min_data_parallel_size(self) -> int:
-        """The smallest data-parallel size for which ``ep * etp`` divides a stage's ``tp * cp * dp`` ranks."""
-        experts = self.ep * self.etp
-        return experts // math.gcd(self.tp * self.cp, experts)
-
     def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
         """Global zero-based number of the first decoder layer of this chunk."""
         return sum(self.layers_per_chunk[: vp_stage * self.pp + pp_rank])
@@ -83,9 +78,7 @@ class Layout:
             return 0
         if tensor_info.model_section == "head":
             return self.pp - 1
-        end_layer = 0
-        for chunk_index, layer_count in enumerate(self.layers_per_chunk):
-            end_layer += layer_count
+        for chunk_index, end_layer in enumerate(itertools.accumulate(self.layers_per_chunk)):
             if tensor_info.layer_index < end_layer:
                 return chunk_index % self.pp
         raise LayoutError(f"layer {tensor_info.layer_index} is outside the layout {self.layers_per_chunk}")
@@ -152,18 +145,9 @@ def make_layout(
 
 def configured_layout(config: TrainConfig, spec: ModelSpec, layers: Sequence[int] | None) -> Layout:
     """:func:`make_layout` with the sizes of a run."""
-    parallel_config = config.parallel
-    return make_layout(
-        spec,
-        parallel_config.tp,
-        parallel_config.pp,
-        parallel_config.vpp,
-        layers,
-        parallel_config.ep,
-        parallel_config.etp,
-        config.vision.placement == "decoupled",
-        parallel_config.cp,
-    )
+    parallel, decoupled = config.parallel, config.vision.placement == "decoupled"
+    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
+    return make_layout(spec, layers=layers, decoupled=decoupled, **sizes)
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:

@@ -38,20 +38,10 @@ from megatron_vl.spec.tensors import (
     tensor_table,
 )
 
-ADAPTER_KINDS = (
-    "language",
-    "attention",
-    "linear_attention",
-    "mlp",
-    "shared_experts",
-    "experts",
-    "vision",
-    "merger",
-)
+LANGUAGE_KINDS = ("attention", "linear_attention", "mlp", "shared_experts")
+ADAPTER_KINDS = ("language", *LANGUAGE_KINDS, "experts", "vision", "merger")
 """Kinds of matrices that ``lora.targets`` may name. ``language`` stands for all of the language model but its
 experts."""
-
-LANGUAGE_KINDS = ("attention", "linear_attention", "mlp", "shared_experts")
 _LANGUAGE_PREFIX = "model.language_model.layers."
 _LANGUAGE_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "self_attention.linear_qkv": ("attention", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -153,20 +143,14 @@ class FusedAdapter:
         cuts_columns = self.base.parallel_style == "row"
         style_a: ParallelStyle = "row" if cuts_columns else "replicated"
         style_b: ParallelStyle = "replicated" if cuts_columns else self.base.parallel_style
-        info_a = dataclasses.replace(
-            self.base,
-            name=self.name_a,
-            shape=(*expert_shape, sum(self.ranks), columns),
-            parallel_style=style_a,
-            section_rows=(),
+        shape_a = (*expert_shape, sum(self.ranks), columns)
+        shape_b = (*expert_shape, rows, max(self.ranks))
+        return (
+            dataclasses.replace(
+                self.base, name=self.name_a, shape=shape_a, parallel_style=style_a, section_rows=()
+            ),
+            dataclasses.replace(self.base, name=self.name_b, shape=shape_b, parallel_style=style_b),
         )
-        info_b = dataclasses.replace(
-            self.base,
-            name=self.name_b,
-            shape=(*expert_shape, rows, max(self.ranks)),
-            parallel_style=style_b,
-        )
-        return info_a, info_b
 
 
 def is_adapter_tensor(tensor_name: str) -> bool:
@@ -222,11 +206,8 @@ def stored_lora(spec: ModelSpec, settings: Mapping[str, Any]) -> LoraConfig:
 
 def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     """All factors of a run's adapters by canonical name, in model order."""
-    factor_infos: dict[str, TensorInfo] = {}
-    for adapter in fused_adapters(spec, lora).values():
-        for tensor_info in adapter.tensor_infos():
-            factor_infos[tensor_info.name] = tensor_info
-    return factor_infos
+    adapters = fused_adapters(spec, lora).values()
+    return {info.name: info for adapter in adapters for info in adapter.tensor_infos()}
 
 
 @functools.cache
@@ -237,16 +218,12 @@ def saved_modules(spec: ModelSpec, lora: LoraConfig) -> dict[str, str]:
         RunConfigError: an entry matches no module that can be trained whole, or one that has adapters too, or
             the embedding, which is tied to the output layer.
     """
-    module_by_tensor = {}
-    for tensor_name in tensor_table(spec) if lora.rank else ():
-        module_name = whole_module(tensor_name)
-        if module_name:
-            module_by_tensor[tensor_name] = module_name
-    named_modules = []
-    for tensor_name, module_name in module_by_tensor.items():
-        kind = model_part(tensor_name)
-        named_modules.append((kind if kind == "merger" else "module", module_name))
-
+    modules = {name: whole_module(name) for name in (tensor_table(spec) if lora.rank else ())}
+    module_by_tensor = {name: module for name, module in modules.items() if module}
+    named_modules = [
+        ("merger" if model_part(name) == "merger" else "module", module)
+        for name, module in module_by_tensor.items()
+    ]
     if spec.language.tied_embeddings:
         named_modules.append(("module", "lm_head"))
     chosen_names = _matching_names("lora.modules_to_save", lora.modules_to_save, named_modules)
@@ -352,12 +329,8 @@ def row_runs(spec: ModelSpec, base: TensorInfo) -> list[tuple[int, int]]:
     queries_per_group = language.num_heads // language.num_kv_heads
     if language.output_gate:
         queries_per_group *= 2
-    group_runs = [
-        (0, queries_per_group * language.head_dim),
-        (1, language.head_dim),
-        (2, language.head_dim),
-    ]
-    return group_runs * language.num_kv_heads
+    head_dim = language.head_dim
+    return [(0, queries_per_group * head_dim), (1, head_dim), (2, head_dim)] * language.num_kv_heads
 
 
 def initial_bound(spec: ModelSpec, base: TensorInfo) -> tuple[float, int]:
@@ -414,18 +387,14 @@ def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
 
 def _named_matrices(spec: ModelSpec) -> list[tuple[str, str]]:
     """Kind and name of each released matrix that can have an adapter, in model order."""
-    named_matrices = []
-    for base in tensor_table(spec).values():
-        kind, hf_names = _released_modules(spec, base)
-        for hf_name in hf_names:
-            named_matrices.append((kind, hf_name))
-    return named_matrices
+    released = [_released_modules(spec, base) for base in tensor_table(spec).values()]
+    return [(kind, hf_name) for kind, hf_names in released for hf_name in hf_names]
 
 
 def _matching_names(
     field_name: str, targets: Sequence[str], named_modules: Sequence[tuple[str, str]]
 ) -> set[str]:
-    """The released matrices that a list of targets means.
+    """Resolves LoRA targets to released matrices.
 
     Args:
         named_modules: kind and name of each released matrix.
@@ -435,15 +404,11 @@ def _matching_names(
     """
     matching_names: set[str] = set()
     for target in targets:
-        target_names = set()
-        for kind, hf_name in named_modules:
-            if _is_match(target, kind, hf_name):
-                target_names.add(hf_name)
+        target_names = {hf_name for kind, hf_name in named_modules if _is_match(target, kind, hf_name)}
         if not target_names:
-            valid_kinds = []
-            for kind in ADAPTER_KINDS:
-                if any(_is_match(kind, *named_module) for named_module in named_modules):
-                    valid_kinds.append(kind)
+            valid_kinds = [
+                kind for kind in ADAPTER_KINDS if any(_is_match(kind, *named) for named in named_modules)
+            ]
             names_text = ", ".join(sorted({hf_name.rpartition(".")[2] for _, hf_name in named_modules}))
             raise RunConfigError(
                 f"{field_name}: {target!r} matches no matrix of this model. Names: {names_text}; or give a"
@@ -467,7 +432,5 @@ def _is_match(target: str, kind: str, hf_name: str) -> bool:
 
 def _pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of a module's name, as in PEFT."""
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", hf_name):
-            return value
-    return default
+    matching = (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", hf_name))
+    return next(matching, default)

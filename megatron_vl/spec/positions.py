@@ -103,11 +103,7 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
     return first_positions
 
 
-def mrope_positions(
-    token_ids: Tensor,
-    media_grids: Sequence[GridTHW],
-    spec: ModelSpec,
-) -> Tensor:
+def mrope_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: ModelSpec) -> Tensor:
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
     For text, all three positions are equal and increase by 1 per token. A medium at position ``p`` spans
@@ -196,9 +192,7 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
     Frames stay together. Within a frame, windows are in row-major order. There are no empty windows.
     """
     merge_unit = vision_spec.merge_unit
-    frame_lengths: list[int] = []
-    for media_grid in media_grids:
-        frame_lengths += [media_grid.h * media_grid.w] * media_grid.t
+    frame_lengths = [grid.h * grid.w for grid in media_grids for _ in range(grid.t)]
     cu_seqlens = _cumulative_lengths(torch.tensor(frame_lengths, dtype=torch.int32))
     if not vision_spec.window_size:
         return WindowOrder(torch.arange(sum(frame_lengths) // merge_unit), cu_seqlens, cu_seqlens)
@@ -208,28 +202,19 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
     window_side = vision_spec.window_size // vision_spec.spatial_merge_size // vision_spec.patch_size
     window_numbers = []
     first_window = 0
-    for media_grid in media_grids:
-        unit_windows, windows_per_frame = _window_indices(
-            media_grid.h // vision_spec.spatial_merge_size,
-            media_grid.w // vision_spec.spatial_merge_size,
-            window_side,
-        )
-        frame_starts = torch.arange(media_grid.t)[:, None] * windows_per_frame + first_window
-        window_numbers.append((frame_starts + unit_windows).flatten())
-        first_window += media_grid.t * windows_per_frame
+    for grid in media_grids:
+        rows, columns = (size // vision_spec.spatial_merge_size for size in (grid.h, grid.w))
+        windows_across, windows_down = -(-columns // window_side), -(-rows // window_side)
+        window_row = torch.arange(rows)[:, None] // window_side
+        unit_windows = (window_row * windows_across + torch.arange(columns) // window_side).flatten()
+        first_windows = torch.arange(grid.t)[:, None] * (windows_across * windows_down) + first_window
+        window_numbers.append((first_windows + unit_windows).flatten())
+        first_window += grid.t * windows_across * windows_down
 
     window_of_unit = torch.cat(window_numbers)
     unit_order = torch.argsort(window_of_unit, stable=True)
     units_per_window = torch.unique_consecutive(window_of_unit[unit_order], return_counts=True)[1]
     return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * merge_unit))
-
-
-def _window_indices(unit_rows: int, unit_columns: int, window_side: int) -> tuple[Tensor, int]:
-    """The window of each merge unit of a frame (int64 [rows * columns]) and the number of windows."""
-    windows_across = -(-unit_columns // window_side)
-    window_row = torch.arange(unit_rows) // window_side
-    window_index = window_row[:, None] * windows_across + (torch.arange(unit_columns) // window_side)
-    return window_index.flatten(), windows_across * -(-unit_rows // window_side)
 
 
 def _cumulative_lengths(lengths: Tensor) -> Tensor:

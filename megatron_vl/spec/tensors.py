@@ -224,11 +224,8 @@ def _softmax_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable
     if language_spec.qk_norm:
         add_tensor("self_attention.q_layernorm.weight", (language_spec.head_dim,))
         add_tensor("self_attention.k_layernorm.weight", (language_spec.head_dim,))
-    add_tensor(
-        "self_attention.linear_proj.weight",
-        (hidden_size, language_spec.num_heads * language_spec.head_dim),
-        "row",
-    )
+    query_width = language_spec.num_heads * language_spec.head_dim
+    add_tensor("self_attention.linear_proj.weight", (hidden_size, query_width), "row")
 
 
 def _expert_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:
@@ -239,18 +236,9 @@ def _expert_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]
     # The router also reads this norm's output, so Megatron-core does not fuse it.
     add_tensor("pre_mlp_layernorm.weight", (hidden_size,))
     add_tensor("mlp.router.weight", (num_experts, hidden_size))
-    add_tensor(
-        "mlp.experts.linear_fc1.weight",
-        (num_experts, 2 * expert_ffn_size, hidden_size),
-        "gated",
-        num_experts=num_experts,
-    )
-    add_tensor(
-        "mlp.experts.linear_fc2.weight",
-        (num_experts, hidden_size, expert_ffn_size),
-        "row",
-        num_experts=num_experts,
-    )
+    fc1_shape, fc2_shape = (2 * expert_ffn_size, hidden_size), (hidden_size, expert_ffn_size)
+    for name, shape, style in (("linear_fc1", fc1_shape, "gated"), ("linear_fc2", fc2_shape, "row")):
+        add_tensor(f"mlp.experts.{name}.weight", (num_experts, *shape), style, num_experts=num_experts)
     if shared_ffn_size := language_spec.moe.shared_ffn_hidden_size:
         add_tensor("mlp.shared_experts.linear_fc1.weight", (2 * shared_ffn_size, hidden_size), "gated")
         add_tensor("mlp.shared_experts.linear_fc2.weight", (hidden_size, shared_ffn_size), "row")
@@ -267,18 +255,12 @@ def _linear_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[
     conv_sections = (key_width, key_width, value_width)
     projection_sections = (*conv_sections, value_width, linear_spec.value_heads, linear_spec.value_heads)
     add_tensor("self_attention.in_proj.layer_norm_weight", (hidden_size,))
-    add_tensor(
-        "self_attention.in_proj.weight",
-        (sum(projection_sections), hidden_size),
-        "sections",
-        section_rows=projection_sections,
-    )
-    add_tensor(
-        "self_attention.conv1d.weight",
-        (sum(conv_sections), 1, linear_spec.conv_width),
-        "sections",
-        section_rows=conv_sections,
-    )
+    for name, sections, columns in (
+        ("in_proj", projection_sections, (hidden_size,)),
+        ("conv1d", conv_sections, (1, linear_spec.conv_width)),
+    ):
+        shape = (sum(sections), *columns)
+        add_tensor(f"self_attention.{name}.weight", shape, "sections", section_rows=sections)
     add_tensor("self_attention.A_log", (linear_spec.value_heads,), "column")
     add_tensor("self_attention.dt_bias", (linear_spec.value_heads,), "column")
     add_tensor("self_attention.out_norm.weight", (linear_spec.value_dim,))

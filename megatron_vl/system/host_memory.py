@@ -13,23 +13,20 @@ GIB = 1 << 30
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def count_oom_kills() -> tuple[int, str] | None:
+def _count_oom_kills() -> tuple[int, str] | None:
     """(number of processes that the kernel has killed for lack of memory, scope of this counter in words).
 
     The counter is that of the job's control group (version 2 or else 1), or else that of the whole host. None
     if the kernel shows no counter here.
     """
-    cgroup_v1_file = "memory/memory.oom_control"
-    for path in (
-        *_own_cgroup_files("memory.events"),
-        _CGROUP_ROOT / "memory.events",
-        _CGROUP_ROOT / cgroup_v1_file,
-    ):
-        count = _read_oom_kills(path)
-        if count is not None:
-            return count, "in the job's control group"
-    count = _read_oom_kills(Path("/proc/vmstat"))
-    return None if count is None else (count, "on this host, which may be another job's")
+    group_scope, host_scope = "in the job's control group", "on this host, which may be another job's"
+    files = [*_cgroup_files("memory.events"), _CGROUP_ROOT / "memory/memory.oom_control"]
+    for path, scope in [*((path, group_scope) for path in files), (Path("/proc/vmstat"), host_scope)]:
+        # There is no such file, or it has no such line.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            entries = dict(line.split()[:2] for line in path.read_text().splitlines())
+            return int(entries["oom_kill"]), scope
+    return None
 
 
 LOWER_HOST_MEMORY_ADVICE = "lower data.num_workers, or give the job more memory"
@@ -41,16 +38,15 @@ def explain_kill(was_local: bool = True) -> str:
     Args:
         was_local: whether the process ran on this machine.
     """
-    kills_at_start, kills_so_far = _OOM_KILLS_AT_START, count_oom_kills()
-    if kills_at_start is None or kills_so_far is None or not was_local:
+    at_start, now = _OOM_KILLS_AT_START, _count_oom_kills()
+    if at_start is None or now is None or not was_local:
         return (
             f"If `dmesg` there shows that the kernel killed it for lack of memory, {LOWER_HOST_MEMORY_ADVICE}"
         )
-    if kills_so_far[0] > kills_at_start[0]:
-        new_kills = kills_so_far[0] - kills_at_start[0]
+    if now[0] > at_start[0]:
         return (
-            f"Since the start, the kernel has killed {new_kills} processes for lack of memory"
-            f" {kills_so_far[1]} ({memory_limits_text()}): {LOWER_HOST_MEMORY_ADVICE}"
+            f"Since the start, the kernel has killed {now[0] - at_start[0]} processes for lack of memory"
+            f" {now[1]} ({memory_limits_text()}): {LOWER_HOST_MEMORY_ADVICE}"
         )
     return "The kernel has killed no process for lack of memory here, so look for who ended it"
 
@@ -67,10 +63,9 @@ def available_bytes() -> int:
 def _cgroup_limits() -> list[int]:
     """The limits in bytes of this process's control groups (versions 2 and 1), as far as they are known."""
     byte_limits = []
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        for limit_path in (*_own_cgroup_files(name), _CGROUP_ROOT / name):
-            with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
-                byte_limits.append(int(limit_path.read_text()))
+    for path in (*_cgroup_files("memory.max"), _CGROUP_ROOT / "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            byte_limits.append(int(path.read_text()))
     return byte_limits
 
 
@@ -106,27 +101,14 @@ def memory_limits_text() -> str:
     return ", ".join(limit_texts)
 
 
-def _own_cgroup_files(file_name: str) -> list[Path]:
-    """The file of this process' control group (version 2)."""
-    try:
+def _cgroup_files(file_name: str) -> list[Path]:
+    """A file of this process's control groups (version 2): its own, and the outermost one that it sees."""
+    lines = []
+    with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    return [
-        _CGROUP_ROOT / line.partition("::")[2].lstrip("/") / file_name
-        for line in lines
-        if line.startswith("0::")
-    ]
+    own_groups = [line.partition("::")[2].lstrip("/") for line in lines if line.startswith("0::")]
+    return [*(_CGROUP_ROOT / group / file_name for group in own_groups), _CGROUP_ROOT / file_name]
 
 
-def _read_oom_kills(file_path: Path) -> int | None:
-    """The number after ``oom_kill`` in a file of names and numbers."""
-    try:
-        entries = dict(line.split()[:2] for line in file_path.read_text().splitlines())
-        return int(entries["oom_kill"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-_OOM_KILLS_AT_START = count_oom_kills()
-"""The result of :func:`count_oom_kills` when this process began, or the launcher that it is a fork of."""
+_OOM_KILLS_AT_START = _count_oom_kills()
+"""The result of :func:`_count_oom_kills` when this process began, or the launcher that it is a fork of."""

@@ -6,10 +6,8 @@ all ranks save and end together, whichever of them were signalled. Before the fi
 and end without saving. A second SIGTERM or SIGINT ends the process at once.
 
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
-remaining ranks when one has died. They would wait for the dead rank without end, so :func:`_peer_is_gone`
-detects this. They then end with the message of the dead rank (see :mod:`megatron_vl.parallel.failures`), or
-without one after ``_MESSAGE_TIMEOUT_S``. ``python -m megatron_vl.launch`` has neither problem, because it
-forwards SIGUSR1 instead.
+remaining ranks when one has died; they end with the message of the dead rank (see
+:mod:`megatron_vl.parallel.failures`). ``python -m megatron_vl.launch`` forwards SIGUSR1 instead, and waits.
 """
 
 from __future__ import annotations
@@ -20,20 +18,19 @@ import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from megatron_vl.system.processes import end_with_parent, list_children
-
-_MESSAGE_TIMEOUT_S = 10.0
-"""Seconds after which a rank whose peer is gone ends, with or without a message."""
+from megatron_vl.system.processes import end_with_parent
 
 SignalHandler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
+_CTRL_C_HINT = (
+    b"megatron_vl.train: SIGINT: the run saves and ends; Ctrl-C again ends it at once, without saving\n"
+)
 _received_stop_signals: list[str] = []
 """Names of the received signals, the latest last."""
 
@@ -65,37 +62,12 @@ def note_stop_request(signal_number: int, frame: FrameType | None = None) -> Non
     if signal_number in (signal.SIGTERM, signal.SIGINT) and signal_name in _received_stop_signals:
         signal.signal(signal_number, signal.SIG_DFL)
         os.kill(os.getpid(), signal_number)
-    if signal_number == signal.SIGTERM and _peer_is_gone():
-        exit_timer = threading.Timer(_MESSAGE_TIMEOUT_S, os._exit, (128 + signal_number,))
-        exit_timer.daemon = True
-        exit_timer.start()
-    if signal_number == signal.SIGINT and _is_only_rank():
+    # The only rank of its node, unless a launcher started it that prints a message.
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    if signal_number == signal.SIGINT and is_alone:
         with contextlib.suppress(OSError):  # nobody reads it
             os.write(2, _CTRL_C_HINT)  # print() may be what the signal has interrupted
     _received_stop_signals.append(signal_name)
-
-
-_CTRL_C_HINT = (
-    b"megatron_vl.train: SIGINT: the run saves and ends; Ctrl-C again ends it at once, without saving\n"
-)
-
-
-def _is_only_rank() -> bool:
-    """Whether this process is the only rank of its node, and no launcher started it that prints a message."""
-    return os.environ.get("LOCAL_WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
-
-
-def _peer_is_gone() -> bool:
-    """Whether fewer ranks of this node are alive than torchrun started.
-
-    Ranks are the children of torchrun's process that have our command line.
-    """
-    sibling_commands = list_children(os.getppid())
-    own_command = sibling_commands.get(os.getpid())
-    if not own_command:
-        return False
-    living_ranks = list(sibling_commands.values()).count(own_command)
-    return living_ranks < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def shield_loader_worker(grace_s: int = 30) -> None:

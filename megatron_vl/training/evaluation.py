@@ -7,12 +7,12 @@ gradient and no training row (tests/training/test_run.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,25 +22,20 @@ from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.parallel.process_grid import ProcessGrid
+from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.system import progress
 from megatron_vl.system.errors import describe_error
-from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
-from megatron_vl.training.step import reduce_losses, run_schedule
+from megatron_vl.training.hooks import Hook, Trainer
+from megatron_vl.training.report.sinks import ValidationResult, is_evaluated
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
+from megatron_vl.training.step import StepResult, reduce_losses, run_schedule
 
 
-@dataclass
-class ValidationResult:
-    """The result of an evaluation, equal on all ranks."""
-
-    loss: float
-    """Mean loss over all loss tokens of the rows."""
-    loss_tokens: int
-    elapsed_s: float
-
-
-class Evaluator:
-    """Evaluates the loss on rows of the held-out split.
+class Evaluate(Hook):
+    """Evaluates the loss on rows of the held-out split: before the first step, every ``eval.interval`` steps,
+    and at the end.
 
     The constructor reads the rows. It is collective.
 
@@ -56,38 +51,32 @@ class Evaluator:
         platform: Platform,
         split_facts: SplitFacts,
     ) -> None:
-        self.grid, self.platform, self.split_facts = grid, platform, split_facts
-        self.eval_config, self.data_config, self.hf_dir = config.eval, config.data, config.model.hf
-        self.rows_per_step = config.global_batch_size // grid.dp
-        self.vision_spec = spec.vision
-        self.eval_rows: list[TrainingRow] = []
-        failure_text, failure_cause = "", None
+        self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
+        self.rows: list[TrainingRow] = []
+        failure, cause = "", None
         if grid.owns_loader:
             try:
-                self.eval_rows = self._rows_of_replica(self._load_rows(spec))
+                self.rows = self._rows_of_replica(split_facts)
             except (ValueError, OSError, RuntimeError) as error:
                 # All ranks must raise this error. Otherwise, the others would wait and report a lost peer.
-                failure_text, failure_cause = describe_error(error), error
+                failure, cause = describe_error(error), error
 
-        failure_text, self.row_count = grid.from_loader_owner((failure_text, len(self.eval_rows)))
-        if failure_text:
-            raise RunConfigError(failure_text) from failure_cause
+        failure, self.num_rows = grid.from_loader_owner((failure, len(self.rows)))
+        if failure:
+            raise RunConfigError(failure) from cause
 
-    def _load_rows(self, spec: ModelSpec) -> list[TrainingRow]:
-        """The first ``eval.rows`` rows of the split, equal on every replica."""
-        from megatron_vl.data.loader import validation_rows
-
-        rows = validation_rows(self.data_config, spec, self.hf_dir, self.eval_config.split, self.split_facts)
-        return list(itertools.islice(rows, self.eval_config.rows))
-
-    def _rows_of_replica(self, rows: list[TrainingRow]) -> list[TrainingRow]:
+    def _rows_of_replica(self, split_facts: SplitFacts) -> list[TrainingRow]:
         """This replica's rows. All replicas get the same number: rows without loss pad shorter shares."""
-        grid, data_config = self.grid, self.data_config
+        from megatron_vl.data.loader import validation_rows  # it imports Energon
+
+        grid, data, eval_config = self.grid, self.config.data, self.config.eval
+        all_rows = validation_rows(data, self.spec, self.config.model.hf, eval_config.split, split_facts)
+        rows = list(itertools.islice(all_rows, eval_config.rows))
         if not rows:
             raise RunConfigError(
-                f"{data_config.path}: no sample of the split {self.eval_config.split!r} can be used, for the"
-                f" reasons above; correct the data set, raise data.seq_len (now {data_config.seq_len}), or"
-                " set eval.interval to 0"
+                f"{data.path}: no sample of the split {eval_config.split!r} can be used, for the reasons"
+                f" above; correct the data set, raise data.seq_len (now {data.seq_len}), or set eval.interval"
+                " to 0"
             )
         rows_per_replica = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule needs a multiple of the number of stages
@@ -96,71 +85,74 @@ class Evaluator:
         padding_row = dataclasses.replace(rows[0], loss_mask=torch.zeros_like(rows[0].loss_mask))
         return replica_rows + [padding_row] * (rows_per_replica - len(replica_rows))
 
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Whether to evaluate after ``step`` steps.
+    def begin(self, trainer: Trainer) -> None:
+        # Later losses are compared with that of the start weights. An evaluation that a kill or a stop
+        # prevented, even the last one, is made now.
+        run_dir = self.config.checkpoint.dir
+        if trainer.step == 0 or (
+            run_dir and not broadcast_from_rank_0(lambda: is_evaluated(Path(run_dir), trainer.step))
+        ):
+            self._evaluate_if_due(trainer)
 
-        An evaluation is due before the first step, every ``eval.interval`` steps, and at the end.
-        """
-        return step % self.eval_config.interval == 0 or step == last_step
+    def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
+        # A run that was asked to stop has little time left.
+        if not trainer.stop_requested or trainer.step == trainer.last_step:
+            self._evaluate_if_due(trainer)
+
+    def _evaluate_if_due(self, trainer: Trainer) -> None:
+        if trainer.step % self.config.eval.interval == 0 or trainer.step == trainer.last_step:
+            progress.enter_phase(progress.RUNNING_EVALUATION)
+            trainer.metrics_log.log_evaluation(trainer.step, self.evaluate(trainer.model_chunks))
 
     def evaluate(self, ddp_chunks: list[DistributedDataParallel]) -> ValidationResult:
         """Evaluates the current weights. Collective over all ranks."""
         start = time.perf_counter()
         chunks = [chunk.module for chunk in ddp_chunks]
-        with _gathered_weights(ddp_chunks), _inference_context(chunks):
-            loss, tokens = self._evaluate_loss(chunks)
-        self.platform.synchronize()
-        return ValidationResult(loss, tokens, time.perf_counter() - start)
-
-    def _evaluate_loss(self, model_chunks: list[Any]) -> tuple[float, int]:
-        """(mean loss, number of loss tokens) over the rows of all replicas. Collective."""
-        loss_sum, token_count = 0.0, 0
-        row_iterator = iter(self.eval_rows) if self.grid.owns_loader else None
+        loss_sum, num_tokens = 0.0, 0
+        row_iterator = iter(self.rows) if self.grid.owns_loader else None
         # At most as many rows as in a training step, so that there is enough memory.
-        rows_at_once = self.rows_per_step
-
-        for first_row in range(0, self.row_count, rows_at_once):
-            step_batch = BatchBroadcast(
-                self.grid,
-                self.platform,
-                row_iterator,
-                min(rows_at_once, self.row_count - first_row),
-                vision_spec=self.vision_spec,
-            ).next_batch()
-            row_reports = run_schedule(
-                model_chunks, step_batch.rows, seq_len=self.data_config.seq_len, forward_only=True
-            )
-            batch_loss, loss_tokens, *_ = reduce_losses(row_reports, self.grid, self.platform.device)
-            loss_sum += batch_loss
-            token_count += loss_tokens
-        return loss_sum / max(token_count, 1), token_count
+        rows_at_once = self.config.global_batch_size // self.grid.dp
+        with _complete_weights(ddp_chunks), _inference(chunks):
+            for first in range(0, self.num_rows, rows_at_once):
+                num_rows = min(rows_at_once, self.num_rows - first)
+                batches = BatchBroadcast(
+                    self.grid, self.platform, row_iterator, num_rows, vision_spec=self.spec.vision
+                )
+                reports = run_schedule(
+                    chunks, batches.next_batch().rows, seq_len=self.config.data.seq_len, forward_only=True
+                )
+                batch_loss, batch_tokens, *_ = reduce_losses(reports, self.grid, self.platform.device)
+                loss_sum += batch_loss
+                num_tokens += batch_tokens
+        self.platform.synchronize()  # the time includes what still runs on the device
+        return ValidationResult(loss_sum / max(num_tokens, 1), num_tokens, time.perf_counter() - start)
 
 
-@contextmanager
-def _inference_context(model_chunks: list[Any]) -> Iterator[None]:
+@contextlib.contextmanager
+def _inference(chunks: list[Any]) -> Iterator[None]:
     """A context without gradients, dropout and recomputation."""
-    for chunk in model_chunks:
+    for chunk in chunks:
         chunk.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for chunk in model_chunks:
+        for chunk in chunks:
             chunk.train()
 
 
-@contextmanager
-def _gathered_weights(ddp_chunks: list[DistributedDataParallel]) -> Iterator[None]:
+@contextlib.contextmanager
+def _complete_weights(ddp_chunks: list[DistributedDataParallel]) -> Iterator[None]:
     """A context in which the weights of the last update are complete.
 
     With the overlapped gather, they would arrive only in DDP's next forward pass. They are gathered now, and
     the hooks that would wait for them are removed until the context ends.
     """
-    overlapped_chunks = [ddp_chunk for ddp_chunk in ddp_chunks if ddp_chunk.ddp_config.overlap_param_gather]
-    for ddp_chunk in overlapped_chunks:
-        ddp_chunk.disable_forward_pre_hook(param_sync=True)
+    overlapped_chunks = [chunk for chunk in ddp_chunks if chunk.ddp_config.overlap_param_gather]
+    for chunk in overlapped_chunks:
+        chunk.disable_forward_pre_hook(param_sync=True)
     try:
         yield
     finally:
-        for ddp_chunk in overlapped_chunks:
-            ddp_chunk.enable_forward_pre_hook()
+        for chunk in overlapped_chunks:
+            chunk.enable_forward_pre_hook()

@@ -1,4 +1,5 @@
-"""The adapters of a run: those it starts with (``lora.adapter``) and those in its checkpoint.
+"""LoRA of a run: the one it starts with (``lora.adapter``, a run or a folder of PEFT's) and that of its
+checkpoint.
 
 torch is imported only to look into files of weights.
 """
@@ -17,17 +18,16 @@ from megatron_vl.weights.run_folder import SavedCheckpoint
 def with_start_adapter(
     config: TrainConfig, spec: ModelSpec, source_checkpoint: SavedCheckpoint | None = None
 ) -> TrainConfig:
-    """The config of a run with the settings of the adapters in ``lora.adapter``, if it names any.
+    """The config of a run with the settings of the LoRA in ``lora.adapter``, if it names one.
 
     Args:
-        source_checkpoint: the checkpoint that the run resumes from. It holds the run's adapters, and the
-            settings of those in ``lora.adapter`` are not read.
+        source_checkpoint: the checkpoint that the run resumes from. It holds the run's LoRA, and the
+            settings of the one in ``lora.adapter`` are not read.
 
     Raises:
-        RunConfigError: there are no weights, they are those of a whole model or cannot be read, the adapters
-            belong to another model, or another field of ``lora`` says something else. The message names the
-            field.
-        WeightsError: the adapters in ``source_checkpoint`` cannot be read.
+        RunConfigError: there are no weights, they are those of a whole model or of LoRA of another model,
+            they cannot be read, or another field of ``lora`` says something else. The message says which.
+        WeightsError: the LoRA in ``source_checkpoint`` cannot be read.
     """
     adapter_dir = config.lora.adapter
     if not adapter_dir:
@@ -38,12 +38,12 @@ def with_start_adapter(
 
     weight_reader: WeightReader | PeftAdapters
     if source_checkpoint is not None:
-        from megatron_vl.training.state.checkpoint import suggest_remedy
+        from megatron_vl.training.state.load import suggest_remedy
 
         with suggest_remedy(source_checkpoint.path):
             weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
         if not weight_reader.lora.rank:
-            return config  # check_same_adapters refuses it
+            return config  # check_same_lora refuses it
     else:
         try:
             weight_reader = open_adapters(adapter_dir, spec)
@@ -60,11 +60,11 @@ def with_start_adapter(
 
 
 def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) -> TrainConfig:
-    """The config of a run with the settings of the adapters in ``holder``.
+    """The config of a run with the settings of the LoRA in ``holder``.
 
     Raises RunConfigError if a field of ``lora`` says something else.
     """
-    # Dropout is no property of the adapters: each run chooses its own.
+    # Dropout is no property of the matrices: each run chooses its own.
     lora = dataclasses.replace(stored_lora, adapter=config.lora.adapter, dropout=config.lora.dropout)
     for name, default in dataclasses.asdict(LoraConfig()).items():
         value, stored_value = getattr(config.lora, name), getattr(lora, name)
@@ -77,8 +77,8 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     return dataclasses.replace(config, lora=lora)
 
 
-def check_adapter_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> None:
-    """Raises RunConfigError if the adapters in ``lora.adapter`` were trained on other weights than the run's.
+def check_lora_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> None:
+    """Raises RunConfigError if the LoRA in ``lora.adapter`` was trained on other weights than the run's.
 
     Args:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
@@ -88,18 +88,15 @@ def check_adapter_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return
-    if base_difference := open_adapters(adapter_dir, spec).adapter_base.difference_text(
-        base_digest, config.model.checkpoint or config.model.hf
-    ):
-        raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {base_difference}")
+    base = open_adapters(adapter_dir, spec).adapter_base
+    if difference := base.difference_text(base_digest, config.model.checkpoint or config.model.hf):
+        raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {difference}")
 
 
-def check_same_adapters(
-    checkpoint_path: Path, saved: LoraConfig, config: TrainConfig, spec: ModelSpec
-) -> None:
-    """Raises RunConfigError unless a checkpoint holds what the run trains: a model, or the same adapters."""
+def check_same_lora(checkpoint_path: Path, saved: LoraConfig, config: TrainConfig, spec: ModelSpec) -> None:
+    """Raises RunConfigError unless a checkpoint holds what the run trains: a model, or the same LoRA."""
     if bool(saved.rank) != bool(config.lora.rank):
-        held = f"adapters of rank {saved.rank}" if saved.rank else "a whole model"
+        held = f"LoRA of rank {saved.rank}" if saved.rank else "a whole model"
         raise RunConfigError(
             f"checkpoint {checkpoint_path} holds {held}, but this run has lora.rank {config.lora.rank}; give"
             " another checkpoint.dir to begin a new run"
@@ -110,10 +107,11 @@ def check_same_adapters(
 
     # These two decide no shape and no scale.
     current = dataclasses.replace(config.lora, dropout=saved.dropout, adapter=saved.adapter)
+    before, now = vars(saved), vars(current)
     differences = [
-        f"lora.{name} was {getattr(saved, name)}, is {getattr(current, name)}"
+        f"lora.{name} was {before[name]}, is {now[name]}"
         for name in dataclasses.asdict(LoraConfig())
-        if getattr(current, name) != getattr(saved, name)
+        if now[name] != before[name]
     ]
     raise RunConfigError(
         f"the adapters in {checkpoint_path} have other shapes or scales than this run's"

@@ -49,21 +49,17 @@ def _core_optimizer_config(config: TrainConfig, overlap_param_gather: bool) -> C
 
 def _part_rate_overrides(optimizer_config: OptimizerConfig) -> dict[ParamKey, Any]:
     """Core's overrides for the vision tower and the merger, which may have learning rates of their own."""
-    part_overrides: dict[ParamKey, Any] = {}
-    for module_names, part_rate in (
+    overrides: dict[ParamKey, Any] = {}
+    for modules, rate in (
         (VISION_MODULES, optimizer_config.vision_lr),
         (MERGER_MODULES, optimizer_config.merger_lr),
     ):
-        if part_rate is not None:
+        if rate is not None:
             # Core finds the parameters by name.
-            name_patterns = tuple(
-                f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in module_names
-            )
-            part_overrides[ParamKey(name=name_patterns)] = {
-                "max_lr": part_rate,
-                "min_lr": part_rate * optimizer_config.min_lr_ratio,
-            }
-    return part_overrides
+            names = (f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules)
+            min_rate = rate * optimizer_config.min_lr_ratio
+            overrides[ParamKey(name=tuple(names))] = {"max_lr": rate, "min_lr": min_rate}
+    return overrides
 
 
 def build_optimizer(
@@ -138,17 +134,13 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
 
 def peak_learning_rates(config: TrainConfig) -> PartLearningRates:
     """The highest rate of each part."""
-    optimizer_config = config.optimizer
-    given_rates = {
-        "language": optimizer_config.lr,
-        "vision": optimizer_config.vision_lr,
-        "merger": optimizer_config.merger_lr,
-    }
-    peak_rates: PartLearningRates = {}
-    for part, given_rate in given_rates.items():
+    lr = config.optimizer.lr
+    part_rates: PartLearningRates = {}
+    for part in ("language", "vision", "merger"):
+        rate = lr if part == "language" else getattr(config.optimizer, f"{part}_lr")
         is_frozen = getattr(config.model, f"freeze_{part}")
-        peak_rates[part] = None if is_frozen else optimizer_config.lr if given_rate is None else given_rate
-    return peak_rates
+        part_rates[part] = None if is_frozen else lr if rate is None else rate
+    return part_rates
 
 
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> PartLearningRates:
@@ -157,10 +149,10 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
         group["lr"] = scheduled_rate(config, step, group.get("max_lr", config.optimizer.lr))  # which may be 0
         group["weight_decay"] = config.optimizer.weight_decay * group.get("wd_mult", 1.0)
 
-    learning_rates: PartLearningRates = {}
-    for part, peak_rate in peak_learning_rates(config).items():
-        learning_rates[part] = None if peak_rate is None else scheduled_rate(config, step, peak_rate)
-    return learning_rates
+    return {
+        part: None if peak_rate is None else scheduled_rate(config, step, peak_rate)
+        for part, peak_rate in peak_learning_rates(config).items()
+    }
 
 
 @torch.no_grad()

@@ -7,6 +7,12 @@ import dataclasses
 from megatron_vl.config.checks import validate_config
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.training.state.load import (
+    read_loader_state,
+    read_run_metadata,
+    restore_loader,
+    suggest_remedy,
+)
 
 
 def with_counted_steps(resolved_run: ResolvedRun, world_size: int) -> ResolvedRun:
@@ -29,14 +35,17 @@ def with_counted_steps(resolved_run: ResolvedRun, world_size: int) -> ResolvedRu
 
 
 def count_steps(resolved_run: ResolvedRun) -> int:
-    """Number of steps of ``config.epochs`` passes over the data.
+    """Number of steps of ``config.epochs`` passes over the data, and of those done before.
+
+    A resumed run counts from its checkpoint, because its rows so far may have been planned for fewer passes.
 
     Raises:
         LoaderError, SizesError: as :func:`~megatron_vl.data.loader.build_loader` raises them.
+        CheckpointError: the checkpoint's state belongs to other data.
     """
     from megatron_vl.data.loader import build_loader  # it imports Energon
 
-    config = resolved_run.config
+    config, source = resolved_run.config, resolved_run.source_checkpoint
     loader = build_loader(
         config.data,
         resolved_run.spec,
@@ -45,4 +54,10 @@ def count_steps(resolved_run: ResolvedRun) -> int:
         rows_per_step=config.global_batch_size,
         epochs=config.epochs,
     )
-    return loader.count_steps()
+    if source is None:
+        return loader.count_steps()
+    with suggest_remedy(source.path):
+        loader_state = read_loader_state(source.path, read_run_metadata(source.path)["files"])
+    if loader_state is not None:
+        restore_loader(loader, loader_state, config.checkpoint.dir)
+    return source.step + loader.count_steps()

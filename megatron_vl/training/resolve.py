@@ -11,11 +11,10 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.config.checks import check_inputs, check_outputs, config_remarks
-from megatron_vl.core_fixes.register import check_core_version
+from megatron_vl.core_fixes.core_version import check_core_version
 from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
@@ -26,16 +25,13 @@ from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.lora import freeze_unadapted_parts
 from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
 from megatron_vl.training.lora import (
-    check_adapter_base,
-    check_same_adapters,
+    check_lora_base,
+    check_same_lora,
     check_same_model,
     with_start_adapter,
 )
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.weights.run_folder import (
-    SavedCheckpoint,
-    find_latest_checkpoint,
-)
+from megatron_vl.weights.run_folder import SavedCheckpoint, find_latest_checkpoint
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def resolve_run(
     """
     dp, spec = _check_fields(config, world_size, spec)
     source_checkpoint = find_source_checkpoint(config)
-    # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
+    # LoRA of an earlier run decides its own fields, and parts without LoRA are frozen.
     config = with_start_adapter(config, spec, source_checkpoint)
     config = freeze_unadapted_parts(config, spec)
     gpu = None if config.platform == "cpu" else local_gpu()
@@ -94,9 +90,7 @@ def resolve_run(
         machine_memory.gpu_gib,
         machine_memory.host_gib,
     )
-    resolved_run = ResolvedRun(
-        settled_config, spec, layout, dp, layer_split_origin, source_checkpoint, {}, ()
-    )
+    resolved_run = ResolvedRun(settled_config, spec, layout, dp, layer_split_origin, source_checkpoint)
     return _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
 
 
@@ -120,11 +114,6 @@ def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) 
     return dp, spec
 
 
-def _split_note(resolved_run: ResolvedRun) -> str:
-    origin = {"planned": "by FLOPs", "saved": "as it was saved"}[resolved_run.layer_split_origin]
-    return f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}: {origin}"
-
-
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
     from converters.hf_checkpoint import HfCheckpoint  # they import torch
@@ -135,13 +124,19 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     source_checkpoint = resolved_run.source_checkpoint
     run_notes = [f"NOTE: {remark}" for remark in config_remarks(config, on_cpu)]
     if resolved_run.layer_split_origin != "given":
-        run_notes.append(_split_note(resolved_run))
+        origin = {"planned": "by FLOPs", "saved": "as it was saved"}[resolved_run.layer_split_origin]
+        layers = list(resolved_run.layout.layers_per_chunk)
+        run_notes.append(f"decoder layers of the stages {layers}: {origin}")
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
     is_synthetic = config.data.is_synthetic
-    if not is_synthetic and (serving_note := check_tokenizer(config, spec)):
-        run_notes.append(f"NOTE: {serving_note}")
+    if not is_synthetic:
+        from megatron_vl.data.sample.chat import ChatEncoder
+
+        # Raises if tokenizer or chat template are missing, or do not fit the model.
+        if serving_note := ChatEncoder(config.model.hf, spec).serving_note:
+            run_notes.append(f"NOTE: {serving_note}")
 
     start_weights = None
     if source_checkpoint is None or config.lora.rank:
@@ -155,7 +150,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         if start_weights is not None:  # the digest of a Hugging Face folder is known already
             base_digest = model_digests.get(hf_weights_name(config)) or model_digest(start_weights)
     if source_checkpoint is None:
-        check_adapter_base(config, spec, base_digest)
+        check_lora_base(config, spec, base_digest)
     else:
         check_own_checkpoint(config, spec, source_checkpoint.path, base_digest)
 
@@ -193,30 +188,13 @@ def read_split_facts(
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
     dataset_description = dataset_description or read_description(config.data.path)
-    facts_by_split = {
-        split: dataset_description.split_facts(split)
-        for split in sorted({"train", config.eval.split} if config.eval.interval else {"train"})
-    }
-    unsized_datasets = find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
+    splits = sorted({"train", config.eval.split} if config.eval.interval else {"train"})
+    facts_by_split = {split: dataset_description.split_facts(split) for split in splits}
+    unsized = find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
     facts_by_split["train"] = dataclasses.replace(
-        facts_by_split["train"],
-        datasets_without_sizes=tuple(str(dataset.path) for dataset in unsized_datasets),
+        facts_by_split["train"], datasets_without_sizes=tuple(str(dataset.path) for dataset in unsized)
     )
     return facts_by_split
-
-
-def check_tokenizer(config: TrainConfig, spec: ModelSpec) -> str:
-    """Checks tokenizer and chat template of ``model.hf``.
-
-    Returns:
-        A note if transformers would give a text other tokens than training does; otherwise an empty text.
-
-    Raises:
-        ChatError, FileNotFoundError: they are missing, or the tokenizer does not fit the model.
-    """
-    from megatron_vl.data.sample.chat import ChatEncoder
-
-    return ChatEncoder(config.model.hf, spec).serving_note
 
 
 def check_own_checkpoint(
@@ -235,27 +213,26 @@ def check_own_checkpoint(
 
     Raises:
         CheckpointError: files are missing or damaged.
-        RunConfigError: the checkpoint holds another model than ``model.hf``, or other adapters.
+        RunConfigError: the checkpoint holds another model than ``model.hf``, or other LoRA.
     """
     from megatron_vl.training.start_weights import start_weights_path
-    from megatron_vl.training.state import checkpoint
+    from megatron_vl.training.state.load import (
+        open_checkpoint_weights,
+        read_run_metadata,
+        suggest_remedy,
+    )
     from megatron_vl.weights.model_digest import recorded_base
 
-    with checkpoint.suggest_remedy(checkpoint_path):
-        saved_metadata = checkpoint.read_run_metadata(checkpoint_path)
-    weight_reader = checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata)
+    with suggest_remedy(checkpoint_path):
+        metadata = read_run_metadata(checkpoint_path)
+        weight_reader = open_checkpoint_weights(checkpoint_path, metadata)
     check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
-    check_same_adapters(checkpoint_path, weight_reader.lora, config, spec)
-    if recorded_base(saved_metadata).differs_from(base_digest):
+    check_same_lora(checkpoint_path, weight_reader.lora, config, spec)
+    if recorded_base(metadata).differs_from(base_digest):
         raise RunConfigError(
             f"the adapters in {checkpoint_path} were trained on another model than the one in"
             f" {start_weights_path(config)}; give the weights that the run began with"
         )
-
-
-def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
-    """The fields of a run that decide the order of samples, as a checkpoint records them."""
-    return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
 # --- The start of a run -------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ class ResolvedRun:
     """The origin of the split of the decoder layers."""
     source_checkpoint: SavedCheckpoint | None
     """The checkpoint that the run resumes from; None: it begins anew."""
-    facts_by_split: dict[str, SplitFacts]
+    facts_by_split: dict[str, SplitFacts] = field(default_factory=dict)
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``."""
-    run_notes: tuple[str, ...]
+    run_notes: tuple[str, ...] = ()
     """Lines to print for the user."""
     base_digest: str = ""
-    """Of a run with LoRA: which model the adapters belong to
+    """Of a run with LoRA: which model is its base
     (:func:`~megatron_vl.weights.model_digest.model_digest`)."""
     model_digests: dict[str, str] = field(default_factory=dict)
     """What every rank reads (:func:`~megatron_vl.training.input_files.read_model_digests`)."""

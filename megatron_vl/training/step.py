@@ -23,7 +23,6 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -41,7 +40,7 @@ from megatron_vl.training.source_counts import SourceCounts
 NOT_FINITE, NO_LOSS_TOKENS, NO_GRADIENT = "not_finite", "no_loss_tokens", "no_gradient"
 SKIP_REASONS = {
     NOT_FINITE: "loss or gradient is not finite",
-    NO_LOSS_TOKENS: "no token of the step bears loss",
+    NO_LOSS_TOKENS: "the step has no loss tokens",
     NO_GRADIENT: "every gradient is zero; parts of the vision tower alone need images",
 }
 """The reasons for which a step's update is skipped. Weights, moments and Adam's step count then stay as they
@@ -95,39 +94,34 @@ def wrap_in_ddp(
     )
 
     core_config = model_chunks[0].config
+    # One bucket is enough for each later virtual stage: its reduction overlaps with the passes of the others.
     ddp_chunks = [
-        ReplicaDDP(core_config, ddp_config, model_chunk, disable_bucketing=i > 0)
-        for i, model_chunk in enumerate(model_chunks)
+        ReplicaDDP(core_config, ddp_config, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(model_chunks)
     ]
     # Delayed scaling reduces the maxima of all layers over all ranks, so every rank must run all layers in
     # every row.
     tower_can_be_skipped = not (config.fp8.recipe == "delayed" and config.fp8.vision)
-    for model_chunk in ddp_chunks:
-        fuse_vocabulary_gradients(model_chunk.module.language_model)
-        notify_ddp_directly(model_chunk)
+    for chunk in ddp_chunks:
+        fuse_vocabulary_gradients(chunk.module.language_model)
+        notify_ddp_directly(chunk)
         if tower_can_be_skipped:
-            connect_absent_tower(model_chunk)
+            connect_absent_tower(chunk)
 
     decoupled_tower = model_chunks[0].decoupled
     if decoupled_tower is not None:
         # The tower's backward passes come after the pipeline's, and its gradients are reduced together then.
-        tower_ddp_config = dataclasses.replace(
-            ddp_config, overlap_grad_reduce=False, overlap_param_gather=False
+        decoupled_tower.wrap(
+            dataclasses.replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
         )
-        decoupled_tower.wrap(tower_ddp_config)
-    _set_schedule_hooks(ddp_chunks, core_config, overlap)
-    return ddp_chunks
 
-
-def _set_schedule_hooks(
-    ddp_chunks: list[ReplicaDDP], core_config: TransformerConfig, overlap_grad_reduce: bool
-) -> None:
     # Core's schedules find their hooks in the config of the model.
-    if overlap_grad_reduce:
-        no_sync_hooks = [model_chunk.no_sync for model_chunk in ddp_chunks]
-        core_config.no_sync_func = no_sync_hooks if len(no_sync_hooks) > 1 else no_sync_hooks[0]
+    if overlap:
+        no_sync = [chunk.no_sync for chunk in ddp_chunks]
+        core_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     core_config.finalize_model_grads_func = _finalize_gradient_sums
     core_config.grad_scale_func = None
+    return ddp_chunks
 
 
 def _finalize_gradient_sums(model: Any, num_tokens: Tensor, **options: Any) -> None:
@@ -190,7 +184,7 @@ def run_schedule(
     # state.
     states_per_message = 1 + get_attr_wrapped_model(model_chunks[0], "message_levels")
 
-    # A tower that every rank holds encodes the pictures of all rows before the pipeline starts.
+    # A tower that every rank holds encodes the images of all rows before the pipeline starts.
     decoupled_tower = get_attr_wrapped_model(model_chunks[0], "decoupled")
     if decoupled_tower is not None:
         decoupled_tower.encode(rows, is_training=not forward_only)
@@ -238,15 +232,16 @@ def train_step(
             blend.
     """
     progress.enter_phase(progress.FORWARD_BACKWARD)
-    for model_chunk in model_chunks:
-        model_chunk.zero_grad_buffer()
+    for chunk in model_chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     row_reports = run_schedule(model_chunks, rows, seq_len=seq_len)
 
-    # The flags travel with the losses, so that they need no collective of their own.
+    # The flags travel with the losses, so that they need no collective of their own. The host waits for the
+    # device here.
     progress.enter_phase(progress.UPDATING_WEIGHTS)
     device = rows[0].tokens.device
-    loss_sum, loss_tokens, raised_flags, source_counts = reduce_losses(
+    loss_sum, loss_tokens, (any_failed, any_stop), source_counts = reduce_losses(
         row_reports, grid, device, (has_failed, stop_requested), local_source_counts
     )
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
@@ -263,7 +258,6 @@ def train_step(
     tokens_per_expert = None
     if num_experts := core_config.num_moe_experts:
         tokens_per_expert = expert_load(model_chunks, core_config.num_layers, num_experts, device)
-    any_failed, any_stop = raised_flags
     return StepResult(
         mean_loss, loss_tokens, grad_norm, skip_reason, tokens_per_expert, any_failed, any_stop, source_counts
     )
@@ -285,33 +279,30 @@ def reduce_losses(
             blend.
 
     Returns:
-        (loss sum, loss tokens, whether any rank set each flag, numbers by source), equal on every rank.
+        (loss sum, loss tokens, for each flag whether any rank has set it, numbers by source), equal on every
+        rank.
     """
-    # All ranks of a replica know the counts of its rows, so only one of them adds them.
-    flat_counts = local_source_counts.to_flat() if local_source_counts is not None else []
-    has_loss = grid.is_last_stage and grid.tp_rank == 0
-    if not has_loss or grid.cp_rank:
-        flat_counts = [0.0] * len(flat_counts)
-    local_sums = torch.tensor(
-        [0.0, 0.0, *map(float, local_flags), *flat_counts], dtype=torch.float64, device=device
-    )
-
     # The losses of a row lie in equal copies on all tensor ranks of the last stage, and in parts on its
-    # context ranks.
+    # context ranks. All ranks of a replica know the counts of its rows, so only one of them adds them.
+    sums = torch.tensor([0.0, 0.0, *local_flags], dtype=torch.float64)
+    has_loss = grid.is_last_stage and grid.tp_rank == 0
+    if local_source_counts is not None:
+        counts = torch.cat(local_source_counts)
+        sums = torch.cat((sums, counts if has_loss and not grid.cp_rank else torch.zeros_like(counts)))
+    sums = sums.to(device)
     if has_loss:
-        for row_report in row_reports:
-            local_sums[:2] += row_report["loss"].double()
+        for report in row_reports:
+            sums[:2] += report["loss"].double()
         if local_source_counts is not None:
             num_sources = len(local_source_counts.losses)
-            local_sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
-    dist.all_reduce(local_sums)
+            sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
+    dist.all_reduce(sums)
 
-    loss_sum, loss_tokens, *remaining_sums = local_sums.tolist()
-    raised_flags = [count > 0 for count in remaining_sums[: len(local_flags)]]
-    global_source_counts = None
-    if local_source_counts is not None:
-        global_source_counts = SourceCounts.from_flat(remaining_sums[len(local_flags) :])
-    return loss_sum, int(loss_tokens), raised_flags, global_source_counts
+    sums = sums.cpu()  # the sync
+    loss_sum, loss_tokens = sums[:2].tolist()
+    flags, counts = sums[2:].tensor_split([len(local_flags)])
+    source_counts = SourceCounts(*counts.view(3, -1)) if local_source_counts is not None else None
+    return loss_sum, int(loss_tokens), (flags > 0).tolist(), source_counts
 
 
 def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:

@@ -31,40 +31,34 @@ from megatron_vl.platform import Platform
 from megatron_vl.system import progress
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.signals import requested_stop_signal
-from megatron_vl.training.evaluation import Evaluator
-from megatron_vl.training.hooks import Evaluate, Hook, Profile, SaveCheckpoints
+from megatron_vl.training.evaluation import Evaluate
+from megatron_vl.training.hooks import Hook, SaveCheckpoints
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.report.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.report.profiling import StepProfiler
-from megatron_vl.training.resolve import data_order_metadata
+from megatron_vl.training.report.profiling import Profile
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import run_summary, skipped_steps_message
-from megatron_vl.training.source_counts import SourceCounts
+from megatron_vl.training.source_counts import count_sources
 from megatron_vl.training.start_weights import open_start_weights, start_weights_path
-from megatron_vl.training.state import checkpoint
-from megatron_vl.training.state.checkpoint import CheckpointSaver, load_main_weights
 from megatron_vl.training.state.export_hf import HfExporter
-from megatron_vl.training.state.resume import field_change_notes, recorded_fields
-from megatron_vl.training.step import (
-    NO_GRADIENT,
-    SKIP_REASONS,
-    StepResult,
-    train_step,
-    wrap_in_ddp,
+from megatron_vl.training.state.keep import last_good_text
+from megatron_vl.training.state.load import (
+    load_checkpoint,
+    load_main_weights,
+    read_run_metadata,
+    restore_loader,
 )
+from megatron_vl.training.state.resume import field_change_notes, recorded_fields
+from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
+from megatron_vl.training.step import NO_GRADIENT, SKIP_REASONS, StepResult, train_step, wrap_in_ddp
 from megatron_vl.weights.model_digest import AdapterBase
 from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, saved_checkpoints
 
 MAX_SKIPPED_STEPS = 10
 """A run stops after this many consecutive steps that were skipped. At the end of a run, two are enough."""
-
-_SKIPPED_STEPS_KEY = "skipped_steps"
-_FIELDS_KEY = "fields"
-_SOURCES_KEY = "sources"
-"""Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -128,9 +122,10 @@ class Trainer:
         """Whether a signal asked any rank to stop. Each step reports it to all ranks."""
         self.bad_samples: dict[str, Any] | None = None
         """Counts of bad samples over all ranks, from the checkpoint that the run resumes from."""
-        self.source_counts: dict[str, Any] = {}
-        """Samples, loss tokens and losses of each source up to that checkpoint."""
+        self.source_totals: dict[str, Any] = {}
+        """Samples and loss tokens of each source up to that checkpoint."""
         self._on_close = contextlib.ExitStack()
+        self._on_close.callback(self._close_loader)
 
     # --- Build ----------------------------------------------------------------------------------------------
 
@@ -160,64 +155,60 @@ class Trainer:
             overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
             with_optimizer: if false, the model cannot be trained, and its memory has no optimizer state.
         """
-        self.grid = make_grid(self.layout)
-        check_same_files(self.resolved_run, self.grid.owns_loader)
-        context = f", cp {self.grid.cp_rank}" if self.grid.cp > 1 else ""
+        config, is_resumed = self.config, self.resolved_run.is_resumed
+        self.grid = grid = make_grid(self.layout)
+        check_same_files(self.resolved_run, grid.owns_loader)
+        cp_text = f", cp {grid.cp_rank}" if grid.cp > 1 else ""
         progress.current_progress.grid_position = (
-            f"tp {self.grid.tp_rank}{context}, pp {self.grid.pp_rank}, dp {self.grid.dp_rank}"
+            f"tp {grid.tp_rank}{cp_text}, pp {grid.pp_rank}, dp {grid.dp_rank}"
         )
 
-        config, is_resumed = self.config, self.resolved_run.is_resumed
         # The run's own checkpoint fills the model later, and the start weights are not opened then. With
-        # LoRA, the checkpoint has only the adapters.
+        # LoRA, the checkpoint does not hold the base.
         start_weights = open_start_weights(config) if config.lora.rank or not is_resumed else None
-        adapter_reader = None
+        start_lora = None
         if config.lora.adapter and not is_resumed:
-            adapter_reader = open_adapters(config.lora.adapter, self.spec)
-        built_model = build_model(
+            start_lora = open_adapters(config.lora.adapter, self.spec)
+        chunks, self.live_tensors = build_model(
             config,
             self.spec,
             self.layout,
             self.platform,
-            self.grid,
-            weight_reader=start_weights,
-            adapter_reader=adapter_reader,
+            grid,
+            start_weights=start_weights,
+            start_lora=start_lora,
             pixel_norm=HALF_PIXEL_NORM if config.data.is_synthetic else None,
         )
-        self.live_tensors = built_model.live_tensors
-        self.model_chunks = wrap_in_ddp(
-            config, built_model.model_chunks, overlap=overlap, bucket_size=bucket_size
-        )
+        self.model_chunks = wrap_in_ddp(config, chunks, overlap=overlap, bucket_size=bucket_size)
         if not with_optimizer:
             return
         self.optimizer = build_optimizer(config, self.platform, self.model_chunks)
-        if adapter_reader is not None:
-            load_main_weights(adapter_reader, self.optimizer, self.live_tensors, self.grid)
+        if start_lora is not None:
+            load_main_weights(start_lora, self.optimizer, self.live_tensors, grid)
+
+    @property
+    def saved_tensors(self) -> list[LiveTensor]:
+        """The parameters that checkpoints hold: with LoRA, those that are trained, otherwise all."""
+        has_lora = bool(self.config.lora.rank)
+        return [tensor for tensor in self.live_tensors if tensor.parameter.requires_grad or not has_lora]
 
     def read_rows_of(self, data_config: DataConfig) -> None:
         """Reads all further rows from the start of this data, which need not be the run's."""
         # One rank of each replica reads the rows, and sends them to the others.
         if self.grid.owns_loader:
-            is_first_loader = self.data_loader is None
-            if not is_first_loader:
-                self.data_loader.close()
+            self._close_loader()
             self.data_loader = self._open_loader(data_config)
-            if is_first_loader:
-                self._on_close.callback(lambda: self.data_loader.close())
+        num_micro_batches = self.config.global_batch_size // self.grid.dp
         self.batches = BatchBroadcast(
-            self.grid,
-            self.platform,
-            self.data_loader,
-            self.config.global_batch_size // self.grid.dp,
-            vision_spec=self.spec.vision,
+            self.grid, self.platform, self.data_loader, num_micro_batches, vision_spec=self.spec.vision
         )
 
     def _open_loader(self, data_config: DataConfig) -> Any:
+        grid, rows_per_step = self.grid, self.config.global_batch_size
         if self.make_loader is not None:
-            return self.make_loader(self.grid)
-        rows_per_step = self.config.global_batch_size
+            return self.make_loader(grid)
         if data_config.is_synthetic:
-            return SyntheticRows(data_config, self.spec, self.grid.dp_rank, self.grid.dp, rows_per_step)
+            return SyntheticRows(data_config, self.spec, grid.dp_rank, grid.dp, rows_per_step)
         from megatron_vl.data.loader import build_loader  # it imports Energon
 
         is_of_run = data_config.path == self.config.data.path
@@ -225,41 +216,29 @@ class Trainer:
             data_config,
             self.spec,
             self.config.model.hf,
-            dp_rank=self.grid.dp_rank,
-            dp_size=self.grid.dp,
+            dp_rank=grid.dp_rank,
+            dp_size=grid.dp,
             split_facts=self.resolved_run.facts_by_split["train"] if is_of_run else None,
             rows_per_step=rows_per_step,
             epochs=self.config.epochs if is_of_run else 0,
         )
 
     def _build_hooks(self) -> None:
-        """Opens the run's folder, plans the rows of validation, and lists the hooks in their order."""
-        config = self.config
-        self.hooks.append(Profile(StepProfiler(config, self.grid.rank)))
+        """Opens the run's folder, reads the rows of validation, and lists the hooks in their order."""
+        config, grid = self.config, self.grid
+        self.hooks.append(Profile(config, grid.rank))
         if config.checkpoint.dir:
-            self.checkpoint_saver = self._open_run_dir()
+            run_dir, saves = Path(config.checkpoint.dir), config.checkpoint
+            if grid.rank == 0 and saves.export_hf:
+                self.hf_exporter = HfExporter(run_dir, Path(config.model.hf), saves.export_hf, self.last_step)
+            self.checkpoint_saver = CheckpointSaver(
+                run_dir, self.spec, self.layout, grid, saves.keep, saves.keep_every, self.hf_exporter
+            )
             self.hooks.append(SaveCheckpoints(self.checkpoint_saver, self.hf_exporter))
         if config.eval.interval:
             split_facts = self.resolved_run.facts_by_split[config.eval.split]
-            self.hooks.append(Evaluate(Evaluator(config, self.spec, self.grid, self.platform, split_facts)))
+            self.hooks.append(Evaluate(config, self.spec, grid, self.platform, split_facts))
         self.hooks += self.further_hooks
-
-    def _open_run_dir(self) -> CheckpointSaver:
-        """Makes what saves checkpoints and, on rank 0, exports them if the run does so."""
-        config, run_dir = self.config.checkpoint, Path(self.config.checkpoint.dir)
-        if self.grid.rank == 0 and config.export_hf:
-            self.hf_exporter = HfExporter(
-                run_dir, Path(self.config.model.hf), config.export_hf, self.last_step
-            )
-        return CheckpointSaver(
-            run_dir,
-            self.spec,
-            self.layout,
-            self.grid,
-            config.keep,
-            config.keep_every,
-            self.hf_exporter,
-        )
 
     # --- Restore --------------------------------------------------------------------------------------------
 
@@ -276,51 +255,39 @@ class Trainer:
         if self.hf_exporter is not None:  # an earlier start may not have finished its exports
             self.hf_exporter.enqueue_missing_exports(saved_checkpoints(Path(self.config.checkpoint.dir)))
 
-    def _restore_checkpoint(self, source_checkpoint: SavedCheckpoint) -> None:
+    def _restore_checkpoint(self, source: SavedCheckpoint) -> None:
         """Restores model, optimizer, loader and counts, and prints what has changed since the save."""
-        restored_state = checkpoint.load_checkpoint(
-            source_checkpoint.path,
-            model_chunks=self.model_chunks,
+        run_dir = self.config.checkpoint.dir
+        restored = load_checkpoint(
+            source.path,
+            live_tensors=self.saved_tensors,
             optimizer=self.optimizer,
             spec=self.spec,
-            layout=self.layout,
             grid=self.grid,
         )
-        if restored_state.loader_state is not None:
-            try:
-                self.data_loader.load_state_dict(restored_state.loader_state)
-            except ValueError as error:
-                raise CheckpointError(
-                    f"{error}. Or keep weights and optimizer and read the data set from its start: run"
-                    f" `megatron-vl checkpoint restart-data {self.config.checkpoint.dir}`, then start again"
-                ) from error
-
-        self.step = source_checkpoint.step
-        self.bad_samples = restored_state.bad_sample_counts
+        if restored.loader_state is not None:
+            restore_loader(self.data_loader, restored.loader_state, run_dir)
+        self.step, self.bad_samples = source.step, restored.bad_sample_counts
 
         # The notes name fields that may change between two starts. A user who did not mean to change one
         # sees it.
         current_fields = self._recorded_fields()
-        if not restored_state.restarts_data:
+        if not restored.restarts_data:
             del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
-        saved_metadata = checkpoint.read_run_metadata(source_checkpoint.path)
+        metadata = read_run_metadata(source.path)
         try:
-            self.skipped_steps = {
-                reason: int(saved_metadata[_SKIPPED_STEPS_KEY].get(reason, 0)) for reason in SKIP_REASONS
-            }
-            self.source_counts = dict(saved_metadata[_SOURCES_KEY])
-            saved_fields = dict(saved_metadata[_FIELDS_KEY])
-            change_notes = field_change_notes(self.config, current_fields, saved_fields, self.step)
+            skipped = metadata["skipped_steps"]
+            self.skipped_steps = {reason: int(skipped.get(reason, 0)) for reason in SKIP_REASONS}
+            self.source_totals = dict(metadata["sources"])
+            notes = field_change_notes(self.config, current_fields, dict(metadata["fields"]), self.step)
         except (KeyError, TypeError, ValueError) as error:
-            error_text = f"{type(error).__name__}: {error}"
-            raise CheckpointError(
-                f"{source_checkpoint.path / 'run.json'} is damaged: {error_text}"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{source.path / 'run.json'} is damaged: {reason}") from error
 
-        restart_text = "; the data set is read from its start" if restored_state.restarts_data else ""
-        log_rank_0(self.grid, f"resumed at step {self.step} from {self.config.checkpoint.dir}{restart_text}")
-        for change_note in change_notes:
-            log_rank_0(self.grid, f"NOTE: {change_note}")
+        restart_text = "; the data set is read from its start" if restored.restarts_data else ""
+        log_rank_0(self.grid, f"resumed at step {self.step} from {run_dir}{restart_text}")
+        for note in notes:
+            log_rank_0(self.grid, f"NOTE: {note}")
 
     # --- Run ------------------------------------------------------------------------------------------------
 
@@ -345,8 +312,11 @@ class Trainer:
             for hook in self.hooks:
                 hook.before_step(self)
 
+            # One rank of each replica has read the rows; the others receive them here.
             step_batch = self.batches.next_batch()
             learning_rates = set_learning_rates(self.optimizer, self.config, self.step)
+            # Forward and backward passes, and the update. The host waits for the device here: the sums of the
+            # losses and the norm of the gradients over all ranks decide whether weights are updated.
             step_result = self.train_step(step_batch)
             step_batch.rows.clear()  # frees their memory before the next rows are loaded
 
@@ -372,13 +342,12 @@ class Trainer:
         """Trains on the rows of a step. Collective."""
         local_source_counts = None
         if self.blend_sources:
-            local_source_counts = SourceCounts.from_rows(
-                step_batch.source_loss_tokens, len(self.blend_sources)
-            )
+            local_source_counts = count_sources(step_batch.source_loss_tokens, len(self.blend_sources))
         if self.config.lora.dropout:
             seed_dropout(self.config.seed, self.step)
 
-        # The loss reports to every rank whether any rank failed to save, or was asked to stop.
+        # Each rank says with its loss whether it failed to save, or was asked to stop. So all ranks know of
+        # it after the same step.
         saver = self.checkpoint_saver
         return train_step(
             self.model_chunks,
@@ -386,7 +355,7 @@ class Trainer:
             step_batch.rows,
             self.grid,
             self.config.data.seq_len,
-            has_failed=saver is not None and saver.save_error() is not None,
+            has_failed=saver is not None and saver.save_error is not None,
             stop_requested=bool(requested_stop_signal()),
             local_source_counts=local_source_counts,
         )
@@ -396,41 +365,42 @@ class Trainer:
         assert self.checkpoint_saver is not None
         progress.enter_phase(progress.SAVING_CHECKPOINT)
         bad_sample_counts, unlogged_counts = self.metrics_log.bad_sample_state()
-
-        def take_run_snapshot() -> checkpoint.CheckpointSnapshot:
-            return checkpoint.take_snapshot(
-                self.step,
-                model_chunks=self.model_chunks,
-                optimizer=self.optimizer,
-                spec=self.spec,
-                layout=self.layout,
-                grid=self.grid,
-                loader_state=self.data_loader.state_dict() if self.grid.rank == 0 else None,
-                run_metadata=self._checkpoint_metadata() | {"bad_samples": bad_sample_counts},
-                unlogged_counts=unlogged_counts,
-            )
-
-        self.checkpoint_saver.start_save(take_run_snapshot, self.step)
-
-    def _checkpoint_metadata(self) -> dict[str, Any]:
-        """The entries of ``run.json`` about the run; layout and files are added by the saver."""
         base_path = str(Path(start_weights_path(self.config)).resolve())
-        base = AdapterBase(self.resolved_run.base_digest, base_path)
-        return data_order_metadata(self.config, self.grid.dp) | {
-            _SKIPPED_STEPS_KEY: dict(self.skipped_steps),
-            **base.entry(),
-            _FIELDS_KEY: self._recorded_fields(),
-            _SOURCES_KEY: self.metrics_log.source_meter.state_dict(),
+        metadata = {
+            "dp": self.grid.dp,
+            "num_workers": self.config.data.num_workers,
+            "seq_len": self.config.data.seq_len,
+            "skipped_steps": dict(self.skipped_steps),
+            **AdapterBase(self.resolved_run.base_digest, base_path).entry(),
+            "fields": self._recorded_fields(),
+            "sources": self.metrics_log.source_meter.state_dict(),
+            "bad_samples": bad_sample_counts,
         }
+        # The copy to host memory is the part that the next step waits for.
+        take = functools.partial(
+            take_snapshot,
+            self.step,
+            model_chunks=self.model_chunks,
+            live_tensors=self.saved_tensors,
+            optimizer=self.optimizer,
+            spec=self.spec,
+            layout=self.layout,
+            grid=self.grid,
+            loader_state=self.data_loader.state_dict() if self.grid.rank == 0 else None,
+            run_metadata=metadata,
+            unlogged_counts=unlogged_counts,
+        )
+        self.checkpoint_saver.start_save(take, self.step)
 
     def _recorded_fields(self) -> dict[str, Any]:
         """The fields of the run to record. They are complete on ranks that own a loader, as rank 0 does."""
-        row_settings = self.data_loader.row_settings if self.data_loader is not None else {}
-        run_fields = recorded_fields(self.config, self.spec, row_settings)
-        if self.data_loader is not None:
-            # Only a run that restarts its data may have others.
-            run_fields |= self.data_loader.model_folder_settings
-        return run_fields
+        if self.data_loader is None:
+            return recorded_fields(self.config, self.spec, {})
+        # Settings of the model's folder can only differ in a run that restarts its data.
+        return {
+            **recorded_fields(self.config, self.spec, self.data_loader.row_settings),
+            **self.data_loader.model_folder_settings,
+        }
 
     @functools.cached_property
     def blend_sources(self) -> tuple[BlendSource, ...]:
@@ -441,14 +411,14 @@ class Trainer:
     def _open_metrics_log(self) -> None:
         self.metrics_log = MetricsLog(self.config, self.spec, self.grid, self.platform, self.blend_sources)
         self._on_close.push(lambda kind, *_: self.metrics_log.close(has_failed=kind is not None))
-        self.metrics_log.source_meter.load_state_dict(self.source_counts)
+        self.metrics_log.source_meter.load_state_dict(self.source_totals)
         if self.bad_samples is not None:
             self.metrics_log.bad_sample_meter.load_state_dict(self.bad_samples)
 
     def _stop_if_unrecoverable(self, step_result: StepResult) -> None:
         """Raises TrainingStopped, on all ranks at once, if data, weights or checkpoints are of no use."""
-        # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
         run_dir, skip_reason = self.config.checkpoint.dir, step_result.skip_reason
+        # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
         if bad_sample_problem := self.metrics_log.bad_sample_meter.stop_reason():
             list_name = Path(run_dir) / "quarantine.jsonl" if run_dir else "a run with checkpoint.dir"
             raise TrainingStopped(f"{bad_sample_problem}; {list_name} lists them")
@@ -461,31 +431,24 @@ class Trainer:
             raise TrainingStopped(skipped_steps_message(self.consecutive_skips, self.step))
 
         if step_result.any_rank_failed:
-            raise TrainingStopped(self._save_failure_message())
-
-    def _save_failure_message(self) -> str:
-        """Why a checkpoint could not be written, as reported by the rank that failed."""
-        own_error = self.checkpoint_saver.save_error() if self.checkpoint_saver is not None else None
-        if own_error is None and (reported_failure := failures.first_failure_message()):
-            return reported_failure
-        latest_text = checkpoint.last_good_text(Path(self.config.checkpoint.dir))
-        return f"{own_error or 'another rank could not write its checkpoint'}; {latest_text}"
+            own_error = self.checkpoint_saver.save_error if self.checkpoint_saver is not None else None
+            if own_error is None and (first_failure := failures.first_failure_message()):
+                raise TrainingStopped(first_failure)
+            error = own_error or "another rank could not write its checkpoint"
+            raise TrainingStopped(f"{error}; {last_good_text(Path(run_dir))}")
 
     def _print_summary(self) -> None:
         """Prints model, layout and notes of the run on rank 0."""
         if self.grid.rank != 0:
             return
-        lines = [
-            *run_summary(self.resolved_run, self.platform, self.optimizer),
-            *self.data_loader.start_notes,
-        ]
+        lines = run_summary(self.resolved_run, self.platform, self.optimizer)
+        lines += self.data_loader.start_notes
         if self.step >= self.last_step:
             lines.append(
                 f"nothing to do: step {self.step} of {self.last_step} is done; raise steps (or stop_after) to"
                 " continue"
             )
-        for line in lines:
-            print(line, flush=True)
+        print(*lines, sep="\n", flush=True)
 
     def _finish(self) -> None:
         """Waits until all files are written, and prints which checkpoints exist. Collective."""
@@ -498,16 +461,17 @@ class Trainer:
             steps = [saved.step for saved in saved_checkpoints(Path(run_dir))]
             print(f"checkpoints in {run_dir}: {steps}", flush=True)
         if self.stop_requested and self.step < self.last_step:
-            resume_hint = (
-                "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"
-            )
+            hint = "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"
             log_rank_0(
-                self.grid,
-                f"a signal stopped the run after step {self.step} of {self.config.steps}; {resume_hint}",
+                self.grid, f"a signal stopped the run after step {self.step} of {self.config.steps}; {hint}"
             )
         failures.stop_watching()
 
     # --- Close ----------------------------------------------------------------------------------------------
+
+    def _close_loader(self) -> None:
+        if self.data_loader is not None:
+            self.data_loader.close()
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,8 @@ parameters: a GPU that holds 3.7 billion weights of Qwen3-VL-30B-A3B needs 1,650
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -21,42 +22,36 @@ def copy_weights_together(optimizer: ChainedOptimizer) -> None:
 
     Parts without parameters do not change. Offloaded shards are not copied here.
     """
-    for sub_optimizer in optimizer.chained_optimizers:
-        if isinstance(sub_optimizer, DistributedOptimizer) and not sub_optimizer.is_stub_optimizer:
-            sub_optimizer._copy_main_params_to_model_params = _BatchedWeightCopy(sub_optimizer)
-
-
-class _BatchedWeightCopy:
-    """The shards of one optimizer and the slices of the model's buffers that they are copied to."""
-
-    def __init__(self, sub_optimizer: DistributedOptimizer) -> None:
-        self.sub_optimizer = sub_optimizer
-        self.slices_and_shards: tuple[list[Tensor], list[Tensor]] | None = None
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        if self.slices_and_shards is None:
-            # Once is enough: buffers and shards live as long as the optimizer, and loading a checkpoint
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            # They are listed once: buffers and shards live as long as the optimizer, and loading a checkpoint
             # writes into them.
-            self.slices_and_shards = self._find_slices_and_shards()
-        model_slices, shards = self.slices_and_shards
-        if model_slices:
-            torch._foreach_copy_(model_slices, shards)
+            list_once = functools.cache(functools.partial(_slices_and_shards, part))
+            part._copy_main_params_to_model_params = functools.partial(_copy_weights, list_once)
 
-    def _find_slices_and_shards(self) -> tuple[list[Tensor], list[Tensor]]:
-        sub_optimizer, model_slices, shards = self.sub_optimizer, [], []
-        for main_groups, model_groups in (
-            (sub_optimizer.shard_fp32_from_float16_groups, sub_optimizer.model_float16_groups),
-            (sub_optimizer.shard_fp32_groups, sub_optimizer.model_fp32_groups),
-        ):
-            for model_slice, shard in shard_destinations(sub_optimizer, main_groups, model_groups):
-                assert model_slice.numel() == shard.numel(), (model_slice.shape, shard.shape)
-                # Shards in chunks have no storage. Shards of float32 parameters are the model's own memory.
-                is_offloaded = not shard.untyped_storage().nbytes()
-                if not is_offloaded and model_slice.data_ptr() != shard.data_ptr():
-                    model_slices.append(model_slice)
-                    shards.append(shard.view(-1))
-        return model_slices, shards
+
+@torch.no_grad()
+def _copy_weights(list_slices_and_shards: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
+    model_slices, shards = list_slices_and_shards()
+    if model_slices:
+        torch._foreach_copy_(model_slices, shards)
+
+
+def _slices_and_shards(part: DistributedOptimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """The slices of the model's buffers, and the shards that are copied to them."""
+    model_slices, shards = [], []
+    for main_groups, model_groups in (
+        (part.shard_fp32_from_float16_groups, part.model_float16_groups),
+        (part.shard_fp32_groups, part.model_fp32_groups),
+    ):
+        for model_slice, shard in shard_destinations(part, main_groups, model_groups):
+            assert model_slice.numel() == shard.numel(), (model_slice.shape, shard.shape)
+            # Shards in chunks have no storage. Shards of float32 parameters are the model's own memory.
+            is_offloaded = not shard.untyped_storage().nbytes()
+            if not is_offloaded and model_slice.data_ptr() != shard.data_ptr():
+                model_slices.append(model_slice)
+                shards.append(shard.view(-1))
+    return model_slices, shards
 
 
 def shard_destinations(

@@ -51,12 +51,9 @@ MANIFEST_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 
 
-def rank_file_name(tp_rank: int, pp_rank: int) -> str:
-    return f"tp{tp_rank:02d}_pp{pp_rank:02d}.safetensors"
-
-
-def expert_file_name(ep_rank: int, etp_rank: int, pp_rank: int) -> str:
-    return f"ep{ep_rank:02d}_etp{etp_rank:02d}_pp{pp_rank:02d}.safetensors"
+def rank_file_name(**ranks: int) -> str:
+    """The file of a rank: ``tp00_pp01.safetensors``, or ``ep00_etp00_pp01.safetensors`` for experts."""
+    return "_".join(f"{axis}{rank:02d}" for axis, rank in ranks.items()) + ".safetensors"
 
 
 def file_entry(
@@ -70,77 +67,49 @@ def file_entry(
         stored_tensors: name -> (type, stored shape, SHA-256).
         file_ranks: the ranks that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
-    tensor_entries = {}
-    for name, (dtype, shape, digest) in stored_tensors.items():
-        tensor_entries[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
+    tensors = {
+        name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
+        for name, (dtype, shape, digest) in stored_tensors.items()
+    }
+    return {"file": file_name, **file_ranks, "tensors": tensors}
 
-    return {"file": file_name, **file_ranks, "tensors": tensor_entries}
 
-
-def write_rank_file(
-    weights_dir: str | Path, tp_rank: int, pp_rank: int, rank_tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """Writes the dense tensors of one model-parallel rank atomically and flushes them to the disk.
+def write_rank_file(weights_dir: str | Path, tensors: Mapping[str, Tensor], **ranks: int) -> dict[str, Any]:
+    """Writes the dense tensors of a rank, or its experts, atomically and flushes them to the disk.
 
     Args:
-        rank_tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. They are
-            copied in small pieces.
+        tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. Experts are
+            stacked ``[E / ep, ...]``. Tensors are copied in small pieces.
+        ranks: ``tp`` and ``pp``; for experts ``ep``, ``etp`` and ``pp``.
 
     Returns:
-        The rank's entry (plain JSON types) for :func:`write_manifest`.
+        The file's entry (plain JSON types) for :func:`write_manifest`.
 
     Raises:
         WeightsError: weights cannot have the type of a tensor.
     """
-    return _write_tensor_file(
-        Path(weights_dir) / rank_file_name(tp_rank, pp_rank), rank_tensors, {"tp": tp_rank, "pp": pp_rank}
-    )
-
-
-def write_expert_file(
-    weights_dir: str | Path, ep_rank: int, etp_rank: int, pp_rank: int, expert_tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """Writes the expert tensors of one expert-parallel rank, stacked ``[E / ep, ...]``.
-
-    Otherwise, it is the same as :func:`write_rank_file`.
-    """
-    return _write_tensor_file(
-        Path(weights_dir) / expert_file_name(ep_rank, etp_rank, pp_rank),
-        expert_tensors,
-        {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank},
-    )
-
-
-def _write_tensor_file(
-    file_path: Path, tensors_by_name: Mapping[str, Tensor], file_ranks: Mapping[str, int]
-) -> dict[str, Any]:
-    for tensor_name, tensor in tensors_by_name.items():
+    for name, tensor in tensors.items():
         if tensor.dtype not in CODE_BY_DTYPE:
-            raise WeightsError(
-                f"tensor {tensor_name!r} has type {tensor.dtype}; weights "
-                f"may be {', '.join(map(dtype_name, CODE_BY_DTYPE))}"
-            )
+            valid = ", ".join(map(dtype_name, CODE_BY_DTYPE))
+            raise WeightsError(f"tensor {name!r} has type {tensor.dtype}; weights may be {valid}")
 
+    file_path = Path(weights_dir) / rank_file_name(**ranks)
     durable_files.make_dirs(file_path.parent)
-    tensor_types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors_by_name.items()}
-    tensor_writer = TensorWriter(file_path, make_safetensors_header(tensor_types, {"format": "pt"}))
-    written_tensors = {}
-
+    types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    tensor_writer = TensorWriter(file_path, make_safetensors_header(types, {"format": "pt"}))
+    written = {}
     try:
-        for tensor_name, tensor in tensors_by_name.items():
-            tensor_matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
-            chunks = (
-                tensor_matrix[region.row : region.row_end]
-                for region in row_regions(tensor.shape, tensor.element_size())
-            )
-            digest = tensor_writer.write_tensor(tensor_name, chunks)
-            written_tensors[tensor_name] = (*tensor_types[tensor_name], digest)
+        for name, tensor in tensors.items():
+            matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
+            regions = row_regions(tensor.shape, tensor.element_size())
+            digest = tensor_writer.write_tensor(name, (matrix[r.row : r.row_end] for r in regions))
+            written[name] = (*types[name], digest)
     except BaseException:
         tensor_writer.abort()
         raise
 
     tensor_writer.commit()
-    return file_entry(file_path.name, written_tensors, file_ranks)
+    return file_entry(file_path.name, written, ranks)
 
 
 def write_manifest(
@@ -155,7 +124,7 @@ def write_manifest(
 
     Args:
         layout: None for unsplit weights.
-        rank_entries: results of :func:`write_rank_file` and :func:`write_expert_file` on all ranks.
+        rank_entries: results of :func:`write_rank_file` on all ranks.
         weights_origin: their origin. A reader compares its ``step`` with the name of the folder.
         lora: for the factors of adapters, the adapters; None for a whole model.
 
@@ -183,24 +152,19 @@ def write_manifest(
         # The reader needs no other file to know the model.
         "hf_config": spec.hf_config,
         "tensors": _check_entries(trained_table(spec, lora), layout, rank_entries),
-        "files": _file_digests(rank_entries),
+        # Sorted, so that the manifest does not depend on the order in which ranks finish.
+        "files": {
+            entry["file"]: {
+                **{axis: entry[axis] for axis in ("tp", "ep", "etp", "pp") if axis in entry},
+                "tensors": {name: tensor["sha256"] for name, tensor in entry["tensors"].items()},
+            }
+            for entry in sorted(rank_entries, key=lambda entry: entry["file"])
+        },
     }
     manifest["digest"] = manifest_digest(manifest)
     # The folder counts as weights from here on, so this file must be written as a whole or not at all.
     durable_files.write_file(Path(weights_dir) / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
     return str(manifest["digest"])
-
-
-def _file_digests(rank_entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
-    """File -> its ranks and the SHA-256 of its tensors."""
-    digests_by_file = {}
-    # Sorted, so that the manifest does not depend on the order in which ranks finish.
-    for rank_entry in sorted(rank_entries, key=lambda entry: entry["file"]):
-        digests_by_file[rank_entry["file"]] = {
-            **{rank: rank_entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in rank_entry},
-            "tensors": {name: tensor["sha256"] for name, tensor in rank_entry["tensors"].items()},
-        }
-    return digests_by_file
 
 
 def locate_shards(
@@ -219,9 +183,7 @@ def locate_shards(
     for entry in file_entries:
         for tensor_name in entry["tensors"]:
             tensor_info = tensor_infos.get(tensor_name)
-            shard_index = None
-            if tensor_info is not None:
-                shard_index = _shard_index_in_file(tensor_info, entry, layout)
+            shard_index = None if tensor_info is None else _shard_index_in_file(tensor_info, entry, layout)
             if tensor_info is None or shard_index is None:
                 raise WeightsError(
                     f"tensor {tensor_name!r} does not belong in {entry['file']}, pipeline rank {entry['pp']}"
@@ -231,17 +193,15 @@ def locate_shards(
                 raise WeightsError(f"tensor {tensor_name!r} of {rank_text} is in two files")
             file_by_shard[shard_index, tensor_name] = entry["file"]
 
-    shard_count = 0
     for tensor_name, tensor_info in tensor_infos.items():
         for shard_index in range(sharding.num_shards(tensor_info)):
-            shard_count += 1
             if (shard_index, tensor_name) not in file_by_shard:
                 rank_text = _describe_rank(tensor_info, shard_index, sharding)
                 pipeline_stage = layout.owning_pipeline_rank(tensor_info) if layout else 0
                 raise WeightsError(
                     f"tensor {tensor_name!r} is missing on {rank_text}, pipeline rank {pipeline_stage}"
                 )
-    if len(file_by_shard) != shard_count:
+    if len(file_by_shard) != sum(map(sharding.num_shards, tensor_infos.values())):
         raise WeightsError(f"there are files of more ranks than the layout {sharding} has")
     return file_by_shard
 
@@ -280,10 +240,8 @@ def _check_entries(
     tensors_by_file = {entry["file"]: entry["tensors"] for entry in rank_entries}
     manifest_tensors = {}
     for tensor_name, tensor_info in tensor_infos.items():
-        part_entries = []
-        for shard_index in range(sharding.num_shards(tensor_info)):
-            file_name = file_by_shard[shard_index, tensor_name]
-            part_entries.append(tensors_by_file[file_name][tensor_name])
+        shard_files = [file_by_shard[i, tensor_name] for i in range(sharding.num_shards(tensor_info))]
+        part_entries = [tensors_by_file[file_name][tensor_name] for file_name in shard_files]
         manifest_tensors[tensor_name] = {
             "dtype": _common_dtype(tensor_info, part_entries, sharding),
             "shape": list(tensor_info.shape),
@@ -295,10 +253,8 @@ def _check_entries(
 def _common_dtype(tensor_info: TensorInfo, part_entries: Sequence[dict[str, Any]], sharding: Sharding) -> str:
     """The type that the parts of a tensor have in common, after checking their shapes."""
     shard_shape = list(tensor_info.shard_shape(sharding))
-    dtypes, digests = set(), set()
+    dtypes, digests = ({part[key] for part in part_entries} for key in ("dtype", "sha256"))
     for shard_index, part_entry in enumerate(part_entries):
-        dtypes.add(part_entry["dtype"])
-        digests.add(part_entry["sha256"])
         if part_entry["shape"] != shard_shape:
             raise WeightsError(
                 f"tensor {tensor_info.name!r} has shape {part_entry['shape']} "

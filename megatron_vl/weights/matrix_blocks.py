@@ -73,20 +73,18 @@ def gather_region(
             shared_region.row - region.row : shared_region.row_end - region.row,
             shared_region.col - region.col : shared_region.col_end - region.col,
         ]
-        _copy_matrix(block_data, target_view, block.is_transposed)
+        # A transposed matrix is copied in strips that fit the cache, which is 4x faster.
+        strip_width = 64 if block.is_transposed else max(1, block_data.shape[1])
+        for target, source in zip(
+            target_view.split(strip_width, 1), block_data.split(strip_width, 1), strict=True
+        ):
+            target.copy_(source)
 
     return _zero_matrix(region, dtype) if gathered is None else gathered  # all zero: it is padding
 
 
 def _zero_matrix(region: MatrixRegion, dtype: torch.dtype) -> Tensor:
     return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
-
-
-def _copy_matrix(source_matrix: Tensor, target_matrix: Tensor, is_transposed: bool) -> None:
-    """Copies a matrix. A transposed matrix is copied in strips that fit the cache, which is 4x faster."""
-    strip_width = 64 if is_transposed else max(1, source_matrix.shape[1])
-    for col in range(0, source_matrix.shape[1], strip_width):
-        target_matrix[:, col : col + strip_width] = source_matrix[:, col : col + strip_width]
 
 
 def _read_block(
@@ -125,16 +123,9 @@ def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlo
     first_row = shard_row = 0
     for section_rows in _section_rows(tensor_info, row_count):
         shard_rows = section_rows // shard_count
-        for shard_index in range(shard_count):
-            blocks.append(
-                MatrixBlock(
-                    shard_index,
-                    shard_rows,
-                    col_count,
-                    row=first_row + shard_index * shard_rows,
-                    part_row=shard_row,
-                )
-            )
+        for i in range(shard_count):
+            row = first_row + i * shard_rows
+            blocks.append(MatrixBlock(i, shard_rows, col_count, row=row, part_row=shard_row))
         first_row += section_rows
         shard_row += shard_rows
     return tuple(blocks)

@@ -12,6 +12,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +64,8 @@ def step_of_dir(dir_path: Path) -> int | None:
 
 def unused_path(wanted_path: Path) -> Path:
     """This path, or the first of ``PATH.2``, ``PATH.3``, ... that does not exist."""
-    free_path = wanted_path
-    copy_number = 1
-    while free_path.exists():
-        copy_number += 1
-        free_path = wanted_path.with_name(f"{wanted_path.name}.{copy_number}")
-    return free_path
+    candidates = (wanted_path.with_name(f"{wanted_path.name}.{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([wanted_path], candidates) if not path.exists())
 
 
 # --- Checkpoints in a folder --------------------------------------------------------------------------------
@@ -76,11 +73,8 @@ def unused_path(wanted_path: Path) -> Path:
 
 def saved_checkpoints(checkpoint_dir: Path) -> list[SavedCheckpoint]:
     """The complete checkpoints of a run, sorted by step."""
-    checkpoints = []
-    for path in checkpoint_dir.glob("step_*"):
-        step = step_of_dir(path)
-        if step is not None and path.is_dir():
-            checkpoints.append(SavedCheckpoint(path, step))
+    steps = {path: step_of_dir(path) for path in checkpoint_dir.glob("step_*") if path.is_dir()}
+    checkpoints = [SavedCheckpoint(path, step) for path, step in steps.items() if step is not None]
     return sorted(checkpoints, key=lambda saved: saved.step)
 
 

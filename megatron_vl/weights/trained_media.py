@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from megatron_vl.weights.tensor_files import WeightsError
 
 MEDIA_KEY = "media"
 MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "video_max_frames")
@@ -20,11 +21,23 @@ MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "vi
 
 
 def trained_media(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, float]:
-    """The limits of a folder of weights by field of ``data``; empty if they are not known."""
-    run_facts = read_json_object(weights_dir.parent / "run.json")
-    run_fields = run_facts.get("fields") if run_facts.get("digest") == manifest_digest(run_facts) else None
-    if isinstance(run_fields, dict) and "data.max_pixels" in run_fields:
-        return {name: run_fields[f"data.{name}"] for name in MEDIA_FIELDS if f"data.{name}" in run_fields}
+    """The limits of a folder of weights by field of ``data``; empty if they are not known.
+
+    Raises WeightsError if the ``run.json`` of their checkpoint is damaged: without it, images would silently
+    be resized in another way than in training.
+    """
+    run_json = weights_dir.parent / "run.json"
+    if weights_dir.name == "weights" and run_json.exists():
+        run_facts = read_json_object(run_json)
+        if run_facts.get("digest") != manifest_digest(run_facts):
+            raise WeightsError(
+                f"{run_json} was changed after it was written (its digest differs), so the limits of pixels"
+                f" and frames of training are not known; use another step, or copy {weights_dir} elsewhere"
+                " and use the copy"
+            )
+        run_fields = run_facts.get("fields")
+        if isinstance(run_fields, dict) and "data.max_pixels" in run_fields:
+            return {name: run_fields[f"data.{name}"] for name in MEDIA_FIELDS if f"data.{name}" in run_fields}
     return _media_of(manifest.get("origin"))
 
 

@@ -50,8 +50,14 @@ def find_weights_dir(given_path: str | Path) -> Path:
         latest_checkpoint = run_folder.find_latest_checkpoint(given_path)
     except run_folder.CheckpointError as error:
         raise WeightsError(str(error)) from error
+    if latest_checkpoint is None and (given_path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{given_path} is a Hugging Face folder, not a folder of Megatron weights; write one with"
+            f" `megatron-vl convert --hf {given_path} --out DIR`"
+        )
     if latest_checkpoint is None:
-        raise FileNotFoundError(f"{given_path} {_no_weights_text(given_path)}")
+        looked_for = f"{MANIFEST_FILE}, weights/{MANIFEST_FILE} and step_ folders"
+        raise FileNotFoundError(f"{given_path} holds no weights: looked for {looked_for}")
 
     weights_dir = latest_checkpoint.path / "weights"
     if not (weights_dir / MANIFEST_FILE).is_file():
@@ -60,15 +66,6 @@ def find_weights_dir(given_path: str | Path) -> Path:
             f"{latest_checkpoint.step} is the latest of {given_path}"
         )
     return weights_dir
-
-
-def _no_weights_text(given_path: Path) -> str:
-    if (given_path / "config.json").is_file():
-        return (
-            "is a Hugging Face folder, not a folder of Megatron weights; write one with"
-            f" `megatron-vl convert --hf {given_path} --out DIR`"
-        )
-    return f"holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and step_ folders"
 
 
 def read_adapters(path: str | Path) -> WeightReader:
@@ -180,17 +177,14 @@ class WeightReader(CanonicalWeights):
         """
         file_name = self._file_by_shard[shard_index, tensor_name]
         with self._files_lock:
-            if file_name not in self._open_readers:
-                self._open_readers[file_name] = self.open_file(file_name)
+            tensor_reader = self._reader_of(file_name)
             verify_lock = self._verify_locks.setdefault((file_name, tensor_name), threading.Lock())
 
-        tensor_reader = self._open_readers[file_name]
         if self._should_verify and (file_name, tensor_name) not in self._verified_tensors:
             with verify_lock:  # only threads that read this tensor wait
                 expected_sha256 = self.manifest["files"][file_name]["tensors"][tensor_name]
-                if (file_name, tensor_name) not in self._verified_tensors and tensor_reader.sha256(
-                    tensor_name
-                ) != expected_sha256:
+                is_verified = (file_name, tensor_name) in self._verified_tensors
+                if not is_verified and tensor_reader.sha256(tensor_name) != expected_sha256:
                     raise WeightsError(
                         f"{tensor_reader.path} is damaged: tensor {tensor_name!r} is not what was written "
                         f"(SHA-256 differs from {MANIFEST_FILE}); fetch or write the weights again"
@@ -198,6 +192,11 @@ class WeightReader(CanonicalWeights):
                 self._verified_tensors.add((file_name, tensor_name))
 
         return tensor_reader
+
+    def _reader_of(self, file_name: str) -> TensorReader:
+        if file_name not in self._open_readers:
+            self._open_readers[file_name] = self.open_file(file_name)
+        return self._open_readers[file_name]
 
     def open_file(self, file_name: str) -> TensorReader:
         """Opens one of the manifest's files and checks that it holds the manifest's tensors.
@@ -221,9 +220,8 @@ class WeightReader(CanonicalWeights):
 
     def verify_tensor(self, tensor_name: str) -> None:
         """Raises WeightsError unless all parts of this tensor that :meth:`read_region` reads are whole."""
-        for shard_index in {
-            int(block.part_id) for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
-        }:
+        blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
+        for shard_index in {int(block.part_id) for block in blocks}:
             self._open_shard(shard_index, tensor_name)
 
     def fingerprint(self) -> dict[str, str]:
@@ -232,9 +230,7 @@ class WeightReader(CanonicalWeights):
 
     def expect_scattered_reads(self, is_scattered: bool) -> None:
         for file_name in self.manifest["files"]:
-            if file_name not in self._open_readers:
-                self._open_readers[file_name] = self.open_file(file_name)
-            self._open_readers[file_name].expect_scattered_reads(is_scattered)
+            self._reader_of(file_name).expect_scattered_reads(is_scattered)
 
     @property
     def adapter_base(self) -> AdapterBase:

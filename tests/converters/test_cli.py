@@ -26,7 +26,9 @@ def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
-def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+def test_convert_split_merge_export_give_the_folder_back(
+    tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert run("convert", "--hf", origin, "--out", tmp_path / "full") == 0
     split = ["split", "--checkpoint", tmp_path / "full", "--out", tmp_path / "shards"]
     assert run(*split, *"--parallel.tp 2 --parallel.pp 2 --parallel.layers 1,3".split()) == 0
@@ -40,7 +42,9 @@ def test_two_steps(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) 
     assert "identical: " in capsys.readouterr().out
 
 
-def test_one_step_leaves_no_unsplit_copy(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
+def test_convert_to_a_layout_leaves_no_unsplit_copy(
+    tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture
+) -> None:
     convert = ["convert", "--hf", origin, "--out", tmp_path / "shards"]
     assert run(*convert, *"--parallel.tp 2 --parallel.pp 2 --parallel.vpp 2".split()) == 0
     assert "layout: tp 2, pp 2, vpp 2, layers 1,1,1,1\n" in capsys.readouterr().out
@@ -125,7 +129,7 @@ FOLDER = Path(__file__).parent
         (("export", "--checkpoint", FOLDER, "--hf", FOLDER), "converters holds no weights"),
     ],
 )
-def test_failures_are_messages(
+def test_commands_fail_with_a_message(
     tmp_path: Path, words: tuple, message: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert run(*words, "--out", tmp_path / "out") == 1
@@ -133,23 +137,7 @@ def test_failures_are_messages(
     assert error.startswith(f"megatron-vl {words[0]}: ") and message in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("command", ["convert", "split", "merge", "export", "verify"])
-def test_help(command: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as leave:
-        run(command, "--help")
-    assert leave.value.code == 0
-    text = capsys.readouterr().out
-    assert f"usage: megatron-vl {command}" in text and len(text.splitlines()) < 80
-
-
-def test_bad_layers_are_explained(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run("convert", "--hf", origin, "--out", tmp_path / "out", "--parallel.layers", "1,x") == 1
-    assert (
-        "field 'parallel.layers': expected a list of whole numbers such as [8,20]" in capsys.readouterr().err
-    )
-
-
-def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
+def test_module_fails_with_a_message(repository: Path) -> None:
     """``python -m toolkit.cli`` is a different module from the one whose error the subcommands raise."""
     command = [sys.executable, "-m", "toolkit.cli", "merge", "--checkpoint", "x" * 300, "--out", "out"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
@@ -158,7 +146,7 @@ def test_run_as_a_module_failures_are_messages_too(repository: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_run_without_a_split_gets_the_planned_one(tmp_path: Path, origin: Path, capsys) -> None:
+def test_layout_without_a_split_is_the_planned_one(tmp_path: Path, origin: Path, capsys) -> None:
     """``split`` and ``convert`` write what a training begins with, never the even split."""
     from megatron_vl.config import parse_config
     from megatron_vl.estimate.split import run_layout

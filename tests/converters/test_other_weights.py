@@ -110,14 +110,14 @@ def test_adapters_meet_only_the_weights_that_they_were_trained_on(tmp_path: Path
         (tmp_path / "whole").rmdir()
 
 
-def test_an_adapter_from_elsewhere_is_accepted_with_a_note(tmp_path: Path, capsys) -> None:
+def test_adapters_from_elsewhere_are_accepted_with_a_note(tmp_path: Path, capsys) -> None:
     hf = tiny_checkpoint("qwen2_vl")
     peft = peft_folder(tmp_path / "peft", hf, **ATTENTION)
     assert run("export", "--merge", "--checkpoint", peft, "--hf", hf, "--out", tmp_path / "whole") == 0
     assert "does not record which weights its adapters were trained on" in capsys.readouterr().out
 
 
-def test_the_export_of_a_run_names_the_base_of_its_adapters(tmp_path: Path) -> None:
+def test_export_of_a_run_names_the_base_of_its_adapters(tmp_path: Path) -> None:
     """``model.hf`` gives config and tokenizer; the run may have begun with other weights."""
     original, tuned = tiny_checkpoint("qwen2_vl"), tiny_checkpoint("qwen2_vl", seed=5)
     weights = adapters_of(tmp_path, tuned)

@@ -152,14 +152,14 @@ def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp
     assert_same_folder(origin, tmp_path / "back")
 
 
-def test_a_tensor_beside_the_model_is_still_unknown(tmp_path: Path) -> None:
+def test_unknown_tensors_beside_the_model_are_refused(tmp_path: Path) -> None:
     tensors = released_tensors(DENSE_3_5) | {"model.mtp.fc.weight": torch.zeros(3)}
     origin = write_hf(tmp_path / "hf", tensors, small_config(DENSE_3_5))
     with pytest.raises(ValueError, match=r"'model\.mtp\.fc\.weight' is unknown"):
         HfCheckpoint(origin)
 
 
-def test_the_command_says_what_it_does_not_convert(tmp_path: Path, capsys) -> None:
+def test_convert_says_what_it_leaves_out(tmp_path: Path, capsys) -> None:
     """And every byte comes back, with tied embeddings too."""
     origin, full, back = (str(tmp_path / name) for name in ("hf", "full", "back"))
     released_folder(Path(origin), DENSE_3_5)
@@ -202,7 +202,7 @@ def config_of(size: str, **text: Any) -> dict[str, Any]:
     return config
 
 
-def test_refusals_name_what_would_be_valid() -> None:
+def test_impossible_qwen3_5_configs_are_refused() -> None:
     few = read_spec(config_of("Qwen3.5-9B", linear_num_key_heads=2, linear_num_value_heads=4))
     with pytest.raises(LayoutError, match=r"tp=4 does not divide 2 key heads .* allow tp in \[1, 2\]"):
         check_tensor_parallel(few, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) -> None:
+def test_killed_conversion_gives_the_same_bytes(tmp_path: Path, origin: Path, repository: Path) -> None:
     """Real processes get SIGKILL before chosen writing operations and at random times; kills.py
     compares every byte."""
     command = [sys.executable, "-m", "tests.converters.kills", str(origin), str(tmp_path), "2", "1"]
@@ -48,7 +47,7 @@ def test_killed_at_any_moment(tmp_path: Path, origin: Path, repository: Path) ->
     }
 
 
-def test_a_source_that_changes_meanwhile(
+def test_source_that_changes_meanwhile_is_refused(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf = tmp_path / "hf"
@@ -66,7 +65,7 @@ def test_a_source_that_changes_meanwhile(
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_full_disk_leaves_nothing_but_what_was_there(
+def test_full_disk_leaves_what_was_there(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, force: bool
 ) -> None:
     if force:
@@ -89,26 +88,6 @@ def test_a_full_disk_leaves_nothing_but_what_was_there(
         assert_same_folder(tmp_path / "before", tmp_path / "out")
 
 
-def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) -> None:
-    """A living owner is named; what a dead one left is removed."""
-    out = tmp_path / "out"
-    program = (
-        "import sys, time; from pathlib import Path; from megatron_vl.system.partial_folder import *\n"
-        "with open_partial_folder(Path(sys.argv[1])) as new:\n"
-        "    (new / 'half').write_text('x'); print('ready', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, out], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
-        with pytest.raises(FileExistsError, match=f"out.partial is being written by process {owner.pid} on "):
-            convert_weights(origin, out)
-        owner.send_signal(signal.SIGKILL)
-    assert (tmp_path / "out.partial" / "new" / "half").exists()
-    convert_weights(origin, out)
-    convert_weights(origin, tmp_path / "whole")
-    assert_same_folder(tmp_path / "whole", out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-
-
 def test_folders_of_others_are_not_removed(tmp_path: Path, origin: Path, monkeypatch) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "notes.txt").write_text("mine")
@@ -122,7 +101,7 @@ def test_folders_of_others_are_not_removed(tmp_path: Path, origin: Path, monkeyp
             convert_weights(origin, out)
 
 
-def test_a_link_to_another_disk_stays_a_link(tmp_path: Path, origin: Path) -> None:
+def test_link_to_another_disk_stays_a_link(tmp_path: Path, origin: Path) -> None:
     """``OUT.partial`` is beside the folder that the link leads to, so that it can be renamed."""
     (tmp_path / "disk" / "weights").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "weights")
@@ -134,7 +113,7 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path: Path, origin: Path) -> No
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
-def test_a_failed_rename_gives_the_earlier_folder_back(
+def test_failed_rename_gives_the_earlier_folder_back(
     tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     out = tmp_path / "out"
@@ -157,9 +136,7 @@ def test_a_failed_rename_gives_the_earlier_folder_back(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "out"]
 
 
-def test_an_exported_folder_is_on_the_disk_when_export_returns(
-    tiny_checkpoint, tmp_path: Path, monkeypatch
-) -> None:
+def test_export_is_on_the_disk_when_it_returns(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
     """Each file's bytes are synced, under its final or former name, and so is the folder that
     holds the names."""
     hf = tiny_checkpoint("qwen2_5_vl")

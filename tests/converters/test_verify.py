@@ -24,13 +24,13 @@ def folder_of(path: Path, **tensors: torch.Tensor) -> Path:
     return path
 
 
-def test_files_do_not_matter_tensors_do(tmp_path: Path) -> None:
+def test_verify_compares_tensors_not_files(tmp_path: Path) -> None:
     a = released_folder(tmp_path / "a", SIZE, files=1)
     b = released_folder(tmp_path / "b", SIZE, files=3)
     assert compare_weights(a, b).differences == []
 
 
-def test_one_bit_is_found(tmp_path: Path) -> None:
+def test_verify_finds_one_bit(tmp_path: Path) -> None:
     tensors = dict(released_tensors(SIZE))
     a = write_hf(tmp_path / "a", tensors, small_config(SIZE))
     for name in ("visual.blocks.1.attn.qkv.weight", "model.layers.0.mlp.up_proj.weight"):
@@ -46,7 +46,7 @@ def test_one_bit_is_found(tmp_path: Path) -> None:
     )
 
 
-def test_every_kind_of_difference(tmp_path: Path) -> None:
+def test_verify_names_every_kind_of_difference(tmp_path: Path) -> None:
     nan = torch.tensor([float("nan")])
     a = folder_of(
         tmp_path / "a",
@@ -89,7 +89,7 @@ def present_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {present[name]: tensor for name, tensor in tensors.items()}
 
 
-def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
+def test_verify_reads_both_naming_styles(tmp_path: Path, capsys) -> None:
     """The same tensors under other names are reported as identical; a differing bit is found
     under any name."""
     tensors = released_tensors(SIZE)
@@ -114,7 +114,7 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     assert found.name == "model.visual.blocks.1.attn.qkv.weight" and found.how.startswith("1 of ")
 
 
-def test_a_tensor_under_both_names_is_not_guessed(tmp_path: Path) -> None:
+def test_verify_does_not_guess_a_tensor_under_both_names(tmp_path: Path) -> None:
     ones = lambda *names: {name: torch.ones(1) for name in names}  # noqa: E731
     a = folder_of(tmp_path / "a", **ones("visual.x", "model.visual.x", "visual.y", "lm_head.weight"))
     b = folder_of(tmp_path / "b", **ones("visual.x", "model.visual.y", "lm_head.weight"))
@@ -122,7 +122,7 @@ def test_a_tensor_under_both_names_is_not_guessed(tmp_path: Path) -> None:
     assert [found.name for found in result.differences] == ["model.visual.x"] and result.renamed == 1
 
 
-def test_megatron_weights_in_two_layouts(tmp_path: Path) -> None:
+def test_verify_compares_two_layouts(tmp_path: Path) -> None:
     hf = released_folder(tmp_path / "hf", SIZE)
     convert_weights(hf, tmp_path / "a", {"tp": 8, "pp": 2})
     convert_weights(hf, tmp_path / "b")

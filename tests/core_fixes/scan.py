@@ -132,43 +132,37 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def modules() -> list[tuple[Module, list[tuple[str, ast.AST]]]]:
-    """Every module with its nodes, see :func:`scoped`."""
+def modules() -> list[Module]:
+    """Every module of the packages."""
     return _modules(ROOT)
 
 
 @cache
-def _modules(root: Path) -> list[tuple[Module, list[tuple[str, ast.AST]]]]:
+def _modules(root: Path) -> list[Module]:
     found = []
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-            module = Module(name, ast.parse(path.read_text()))
-            found.append((module, list(scoped(module))))
+            found.append(Module(name, ast.parse(path.read_text())))
     return found
 
 
-def scoped(module: Module) -> Iterator[tuple[str, ast.AST]]:
-    """Every node with the top-level class or function that it is in."""
-    for top in module.tree.body:
-        scope = top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else ""
-        for node in ast.walk(top):
-            yield scope, node
+def all_nodes() -> Iterator[tuple[Module, str, ast.AST]]:
+    """Every node of every module, with the top-level class or function that it is in."""
+    for module in modules():
+        for top in module.tree.body:
+            scope = top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else ""
+            for node in ast.walk(top):
+                yield module, scope, node
 
 
 def subclasses() -> list[Reach]:
     """Classes that are made from classes of core, Energon and Transformer Engine."""
     found = []
-    for module, nodes in modules():
-        for scope, node in nodes:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            bases = [module.dotted(base) for base in node.bases]
-            found += [
-                Reach(module.name, node.lineno, scope, base)
-                for base in bases
-                if is_foreign(base) and not base.startswith("torch.")
-            ]
+    for module, scope, node in all_nodes():
+        bases = [module.dotted(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+        foreign = [base for base in bases if is_foreign(base) and not base.startswith("torch.")]
+        found += [Reach(module.name, node.lineno, scope, base) for base in foreign]  # type: ignore[attr-defined]
     return found
 
 
@@ -181,12 +175,11 @@ def modules_of_bases(module: Module) -> set[str]:
 def assignments() -> list[Reach]:
     """Attributes of the dependencies' modules, classes and objects that are set."""
     found = []
-    for module, nodes in modules():
-        for scope, node in nodes:
-            target = _assigned(module, node)
-            public = target.startswith(SWITCHES) or any(f".{kind}." in target for kind in SETTINGS)
-            if is_foreign(target) and not public:
-                found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
+    for module, scope, node in all_nodes():
+        target = _assigned(module, node)
+        public = target.startswith(SWITCHES) or any(f".{kind}." in target for kind in SETTINGS)
+        if is_foreign(target) and not public:
+            found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
     return found
 
 
@@ -204,31 +197,36 @@ def private_names() -> list[Reach]:
     What a class inherits from a class of this project counts as its own.
     """
     found = []
-    defined = {module.name: module.own for module, _ in modules()}
-    for module, nodes in modules():
-        inherited = set().union(*(defined.get(base, set()) for base in modules_of_bases(module)))
-        for scope, node in nodes:
-            if isinstance(node, ast.Attribute) and is_self(node.value) and node.attr in inherited:
-                continue
-            target = ""
-            if isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
-                target = next((f"{node.module}.{n.name}" for n in node.names if is_private(n.name)), "")
-                if any(map(is_private, node.module.split("."))):
-                    target = f"{node.module}.{node.names[0].name}"
-            elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in module.own:
-                known = module.dotted(node)
-                target = known if not known or is_foreign(known) else ""
-                target = target or ("" if known else node.attr)
-            if target and target not in OTHERS:
-                found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
+    defined = {module.name: module.own for module in modules()}
+    inherited = {
+        module.name: set().union(*(defined.get(base, set()) for base in modules_of_bases(module)))
+        for module in modules()
+    }
+    for module, scope, node in all_nodes():
+        target = _private_name(module, node, inherited[module.name])
+        if target and target not in OTHERS:
+            found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
     return found
+
+
+def _private_name(module: Module, node: ast.AST, inherited: set[str]) -> str:
+    if isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
+        names = [name.name for name in node.names]
+        if not any(map(is_private, node.module.split("."))):
+            names = list(filter(is_private, names))
+        return f"{node.module}.{names[0]}" if names else ""
+    if not isinstance(node, ast.Attribute) or not is_private(node.attr) or node.attr in module.own:
+        return ""
+    if is_self(node.value) and node.attr in inherited:
+        return ""
+    known = module.dotted(node)
+    return known if is_foreign(known) else "" if known else node.attr
 
 
 def silenced() -> list[Reach]:
     """Modules that filter warnings, or set the level of a logger."""
-    found = []
-    for module, nodes in modules():
-        for scope, node in nodes:
-            if isinstance(node, ast.Attribute) and node.attr in ("filterwarnings", "setLevel"):
-                found.append(Reach(module.name, node.lineno, scope, node.attr))
-    return found
+    return [
+        Reach(module.name, node.lineno, scope, node.attr)
+        for module, scope, node in all_nodes()
+        if isinstance(node, ast.Attribute) and node.attr in ("filterwarnings", "setLevel")
+    ]

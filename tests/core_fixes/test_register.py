@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import tomllib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,10 @@ import torch
 from torch import nn
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.core_fixes.register import (
-    DEPENDENCY_FIXES,
-    NOT_REPORTED,
-    PUBLIC_BASE_CLASSES,
+from megatron_vl.core_fixes.core_version import (
     TESTED_CORE_VERSIONS,
     UNTESTED_CORE_VARIABLE,
     CoreVersionError,
-    DependencyFix,
     check_core_version,
 )
 from megatron_vl.core_fixes.silenced_messages import IGNORED_WARNINGS, QUIET_LOGGERS
@@ -41,18 +38,26 @@ from tests.core_fixes.programs import (
 )
 from tests.support.ranks import call
 
-by_place = pytest.mark.parametrize("fix", DEPENDENCY_FIXES, ids=lambda fix: fix.fix_location)
+REGISTER = tomllib.loads((scan.ROOT / "megatron_vl/core_fixes/register.toml").read_text())
+FIXES: dict[str, dict[str, Any]] = {fix["code"]: fix for fix in REGISTER["fix"]}
+PUBLIC_BASE_CLASSES = REGISTER["public_base_classes"]
 
 
 # --- Entries are true
 
 
-@by_place
-def test_what_an_entry_names_is_there(fix: DependencyFix) -> None:
-    module, _, name = fix.fix_location.partition(":")
+@pytest.mark.parametrize("code", FIXES)
+def test_entry_is_true(code: str) -> None:
+    """What it touches and its test exist, and it says why and until when."""
+    fix = FIXES[code]
+    module, _, name = code.partition(":")
     assert hasattr(importlib.import_module(module), name)
-    for target in fix.touched_names:
-        assert not installed(target) or exists(target), target
+    assert [target for target in fix["touches"] if installed(target) and not exists(target)] == []
+    assert fix["touches"] and fix["why"] and fix["until"]
+    assert fix.get("package", "megatron-core") in REGISTER["versions"]
+    path, _, test = fix["test"].partition("::")
+    tree = ast.parse((scan.ROOT / path).read_text())
+    assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def installed(target: str) -> bool:
@@ -96,42 +101,24 @@ def sets(kind: type, name: str) -> bool:
     return re.search(rf"\bself\.{name}\b[^=\n]*=", source) is not None
 
 
-def test_a_name_that_is_gone_is_noticed() -> None:
+def test_name_that_is_gone_is_noticed() -> None:
     assert exists("megatron.core.transformer.moe.router.TopKRouter.routing")
     assert exists("megatron.core.tensor_parallel.ColumnParallelLinear.allreduce_dgrad")
     assert not exists("megatron.core.transformer.moe.router.TopKRouter.gone")
     assert not exists("megatron.core.gone.TopKRouter")
 
 
-@by_place
-def test_the_test_of_an_entry_is_there(fix: DependencyFix) -> None:
-    path, _, name = fix.guarding_test.partition("::")
-    tree = ast.parse((scan.ROOT / path).read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-@by_place
-def test_an_entry_says_all(fix: DependencyFix) -> None:
-    assert fix.touched_names and fix.fix_reason.strip() and fix.removal_condition.strip()
-    assert re.fullmatch(
-        r"(megatron-core|megatron-energon|ms-vlmeval|torch|transformer-engine|transformers) \d+(\.\d+)+",
-        fix.written_for,
-    )
-
-
-def test_an_entry_names_its_thread_or_has_a_report_to_file() -> None:
+def test_entry_names_its_thread_or_has_a_report_to_file() -> None:
     reports = (scan.ROOT / "docs/upstream.md").read_text()
     named = set(re.findall(r"`([\w.]+:\w+)`", reports))
-    assert named == {fix.fix_location for fix in DEPENDENCY_FIXES if fix.upstream_issue == NOT_REPORTED}
-    for fix in DEPENDENCY_FIXES:
-        assert fix.upstream_issue == NOT_REPORTED or re.fullmatch(r"[\w-]+/[\w-]+#\d+", fix.upstream_issue), (
-            fix.fix_location
-        )
+    assert named == {code for code, fix in FIXES.items() if "issue" not in fix}
+    threads = [fix["issue"] for fix in FIXES.values() if "issue" in fix]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", thread) for thread in threads)
 
 
 def test_entries_are_unique() -> None:
-    assert len({fix.fix_location for fix in DEPENDENCY_FIXES}) == len(DEPENDENCY_FIXES)
-    assert not {fix.fix_location for fix in DEPENDENCY_FIXES} & set(PUBLIC_BASE_CLASSES)
+    assert len(FIXES) == len(REGISTER["fix"]) and not FIXES.keys() & PUBLIC_BASE_CLASSES.keys()
+    assert REGISTER["versions"]["megatron-core"] == TESTED_CORE_VERSIONS[-1]
 
 
 @pytest.mark.ranks
@@ -143,8 +130,9 @@ def test_ranks_run_the_core_that_is_tested() -> None:
 # --- None is missing
 
 
-def entries_of(module: str) -> list[DependencyFix]:
-    return [fix for fix in DEPENDENCY_FIXES if fix.fix_location.startswith(f"{module}:")]
+def touched_by(module: str) -> list[str]:
+    """What the entries of a module touch."""
+    return [name for code, fix in FIXES.items() if code.startswith(f"{module}:") for name in fix["touches"]]
 
 
 def is_touched(reach: scan.Reach) -> bool:
@@ -152,16 +140,16 @@ def is_touched(reach: scan.Reach) -> bool:
     instead of where they are imported from; of an object that is not known, the attribute counts."""
     names = 2 if "." in reach.target else 1
     end = reach.target.split(".")[-names:]
-    touched = [target for fix in entries_of(reach.module) for target in fix.touched_names]
+    touched = touched_by(reach.module)
     return reach.target in touched or any(target.split(".")[-names:] == end for target in touched)
 
 
 def test_every_subclass_has_an_entry() -> None:
     found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.subclasses()}
     assert len(found) >= 15
-    known = {fix.fix_location for fix in DEPENDENCY_FIXES} | set(PUBLIC_BASE_CLASSES)
+    known = FIXES.keys() | PUBLIC_BASE_CLASSES.keys()
     assert {text for place, text in found.items() if place not in known} == set()
-    assert set(PUBLIC_BASE_CLASSES) <= set(found)
+    assert PUBLIC_BASE_CLASSES.keys() <= found.keys()
 
 
 def test_every_replaced_attribute_has_an_entry() -> None:
@@ -180,10 +168,10 @@ def test_every_filter_has_an_entry() -> None:
     """Of warnings and of loggers; ``toolkit`` and ``tests`` may silence what they start."""
     found = [reach for reach in scan.silenced() if reach.module.startswith("megatron_vl")]
     assert found
-    assert [str(reach) for reach in found if not entries_of(reach.module)] == []
+    assert [str(reach) for reach in found if not touched_by(reach.module)] == []
 
 
-def test_the_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "megatron_vl").mkdir()
     (tmp_path / "megatron_vl" / "new.py").write_text(
         "from megatron.core.transformer.mlp import MLP\n"
@@ -219,46 +207,35 @@ def test_the_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def core_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``core_is(version)``: what the installed Megatron-core says it is."""
+    """``core_is(version)``: what the installed Megatron-core says it is; empty: it is not installed."""
 
     def set_version(number: str) -> None:
-        # Where it is used: the register has imported the function.
-        monkeypatch.setattr("megatron_vl.core_fixes.register.version", lambda package: number)
+        def version(package: str) -> str:
+            if not number:
+                raise importlib.metadata.PackageNotFoundError(package)
+            return number
+
+        monkeypatch.setattr("megatron_vl.core_fixes.core_version.version", version)
 
     monkeypatch.delenv(UNTESTED_CORE_VARIABLE, raising=False)
     return set_version
 
 
-def test_the_installed_core_is_one_that_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(UNTESTED_CORE_VARIABLE, raising=False)
-    if importlib.metadata.version("megatron-core") in TESTED_CORE_VERSIONS:
+def test_core_of_an_unknown_version_is_refused(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
+    core_is(TESTED_CORE_VERSIONS[-1])
+    check_core_version()
+    core_is("")
+    with pytest.raises(CoreVersionError, match="megatron-core is not installed; pip install"):
         check_core_version()
-    else:
-        with pytest.raises(CoreVersionError):
-            check_core_version()
-
-
-def test_an_unknown_core_is_refused_by_name(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
     core_is("99.1.0")
-    with pytest.raises(CoreVersionError, match=r"megatron-core 99\.1\.0 .*MEGATRON_VL_UNTESTED_CORE=1"):
-        check_core_version()
     monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "1")
     check_core_version()
     monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "0")
-    with pytest.raises(CoreVersionError):
+    with pytest.raises(CoreVersionError, match=r"megatron-core 99\.1\.0 .*MEGATRON_VL_UNTESTED_CORE=1"):
         check_core_version()
 
 
-def test_a_core_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr("megatron_vl.core_fixes.register.version", missing)
-    with pytest.raises(CoreVersionError, match="megatron-core is not installed; pip install"):
-        check_core_version()
-
-
-def test_a_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_vl import platform
 
     core_is("99.1.0")
@@ -286,7 +263,7 @@ def test_experts_take_our_swiglu() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None, reason="APEX is installed"
 )
-def test_the_fusion_of_weight_gradients_needs_apex_in_core() -> None:
+def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
     """Ours sets the linears of Transformer Engine alone, and no other module that has such a switch."""
     assert "install APEX" in call(linear_with_fused_weight_gradients)
 

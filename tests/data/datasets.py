@@ -19,6 +19,11 @@ from .media import encoded, video, write
 KINDS = ["jpeg", "png", "rgba", "exif", "grey"]
 
 
+def turns(words: int) -> list[dict[str, str]]:
+    """A question of so many words, and its answer."""
+    return [{"from": "human", "value": "x " * words}, {"from": "gpt", "value": "y"}]
+
+
 def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
     """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with
     all of them."""
@@ -30,9 +35,8 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
         two = "images/0.img"
         answer = {"from": "gpt", "value": f"Answer number {i}."}
 
-        def turns(*questions: str, answer: dict[str, str] = answer) -> list[dict[str, str]]:
-            asked = [{"from": "human", "value": question} for question in questions]
-            return [turn for question in asked for turn in (question, answer)]
+        def asked(*questions: str, answer: dict[str, str] = answer) -> list[dict[str, str]]:
+            return [turn for text in questions for turn in ({"from": "human", "value": text}, answer)]
 
         parts = [
             {"type": "text", "text": "Compare "},
@@ -41,10 +45,10 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
         ]
         both = {"role": "assistant", "content": f"Both show {i}."}
         kinds: list[dict[str, Any]] = [
-            {"image": one, "conversations": turns("<image>\nWhat is this?")},
-            {"conversations": turns(f"Say {i}"), "system": "Be brief."},
-            {"images": [one, two], "conversations": turns("First <image> then <image>?", "And?")},
-            {"video": ["clips/a.mp4"], "conversations": turns("<video>Describe.")},
+            {"image": one, "conversations": asked("<image>\nWhat is this?")},
+            {"conversations": asked(f"Say {i}"), "system": "Be brief."},
+            {"images": [one, two], "conversations": asked("First <image> then <image>?", "And?")},
+            {"video": ["clips/a.mp4"], "conversations": asked("<video>Describe.")},
             {"messages": [{"role": "user", "content": parts}, both]},
         ]
         records.append(kinds[i % 5])

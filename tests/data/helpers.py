@@ -14,75 +14,39 @@ from megatron_vl.spec.positions import GridTHW, placeholder_runs
 VOCAB = 151_700
 
 
+TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "bos_token_id": 151643, "eos_token_id": 151645}
+TEXT |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 10000.0}
+VISION = {"depth": 2, "num_heads": 2, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+VISION |= {"in_chans": 3}
+
+
 def hf_config(family: str) -> dict:
     """A small HF config of a family, with the real special tokens, patch size and windows."""
-    text = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
-        "rope_theta": 10000.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-    }
-
-    common = {
-        "depth": 2,
-        "num_heads": 2,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "in_chans": 3,
-    }
-
+    common = {"model_type": family, **TOKENS, "tie_word_embeddings": False}
+    if family == "qwen2_vl":
+        vision = VISION | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4}
+        return common | TEXT | {"vision_config": vision}
+    vision = VISION | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20}
     if family == "qwen2_5_vl":
-        vision = {
-            **common,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "intermediate_size": 20,
-            "window_size": 112,
-        }
-        vision |= {"fullatt_block_indexes": [1], "tokens_per_second": 2}
-    else:
-        vision = {**common, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4}
+        vision |= {"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+        return common | TEXT | {"vision_config": vision}
 
-    tokens = {
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653,
-    }
-    if family in ("qwen3_vl", "qwen3_5"):
-        vision = {
-            **common,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "intermediate_size": 20,
-            "patch_size": 16,
-        }
-        vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
-        text |= {
-            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
-            "head_dim": 8,
-        }
-        if family == "qwen3_5":
-            vision["deepstack_visual_indexes"] = []
-            rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-            text |= {"head_dim": 32, "rope_parameters": rope | text.pop("rope_scaling")}
-            text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-        return {
-            "model_type": family,
-            "text_config": text,
-            **tokens,
-            "tie_word_embeddings": False,
-            "vision_config": vision,
-        }
-
-    return {"model_type": family, **text, **tokens, "tie_word_embeddings": False, "vision_config": vision}
+    vision |= {"patch_size": 16, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
+    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    text = TEXT | {"rope_scaling": rope, "head_dim": 8}
+    if family == "qwen3_5":
+        vision["deepstack_visual_indexes"] = []
+        rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+        text |= {"head_dim": 32, "rope_parameters": rope | text.pop("rope_scaling")}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    return common | {"text_config": text, "vision_config": vision}
 
 
 def spec_of(family: str) -> ModelSpec:
@@ -170,7 +134,7 @@ def spans_one_by_one(
         before, ending = before.removesuffix(EMPTY_THINK_BLOCK), after.split("\n")[0]
         start, end = len(before), len(text) - len(after)
         assert mark and ending and start <= end and text.startswith(before) and text.endswith(after)
-        first = ours.thinking_rule.first_learnt_character(text[start:end])
+        first = ours.thinking_rule.first_trained_character(text[start:end])
         spans.append((end, end) if first is None else (start + first, end + len(ending)))
 
     return spans

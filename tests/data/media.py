@@ -6,7 +6,10 @@ import io
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
+
+from megatron_vl.data.sample.videos import iterate_frames
 
 
 def picture(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:
@@ -78,3 +81,8 @@ def write(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def video_frames(*video: object) -> torch.Tensor:
+    """uint8 [n, 3, height, width]; the arguments are those of ``iterate_frames``."""
+    return torch.stack(list(iterate_frames(*video)))

@@ -100,6 +100,8 @@ def _called(draw: random.Random) -> list[dict[str, Any]]:
             "n": draw.choice([0, -1, 1.5, 1e-5, 10**20, 0.1, 1e300, True, None]),
             "deep": {"list": [_text(draw), {"k": draw.choice(TEXTS)}], "e": [], "o": {}},
         }
+        # A server would take it for the end of the call, so that conversion refuses it.
+        arguments = json.loads(json.dumps(arguments).replace("</tool_call>", ""))
         written = (
             json.dumps(arguments, ensure_ascii=draw.random() < 0.5) if draw.random() < 0.5 else arguments
         )

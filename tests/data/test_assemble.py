@@ -93,7 +93,7 @@ def test_vision_order_equals_hf():
     assert torch.equal(torch.cat([patch_positions(g, 2) for g in GRIDS]), get_vision_position_ids(thw, 2))
 
 
-def test_a_family_without_windows_keeps_the_order():
+def test_vision_order_without_windows_is_kept():
     order = window_order(GRIDS, spec_of("qwen2_vl").vision)
     assert torch.equal(order.unit_order, torch.arange(sum(g.num_tokens(2) for g in GRIDS)))
     assert torch.equal(order.cu_window_seqlens, order.cu_seqlens)
@@ -165,7 +165,7 @@ def test_text_only_row_has_one_dummy_unit():
     assert row.vision.planes.sum() == 0
 
 
-def test_what_does_not_fit_is_refused():
+def test_pack_row_rejects_samples_that_do_not_fit():
     spec = spec_of("qwen2_vl")
     with pytest.raises(PackingError, match="row of 8 tokens"):
         pack_row([sample_of(spec, [9])], spec, 8)

@@ -45,11 +45,11 @@ def part(name: str, **fields: Any) -> dict[str, Any]:
         (["a", "a", "a-2"], ["a", "a-3", "a-2"]),
     ],
 )
-def test_names_are_the_ends_of_paths_that_tell_them_apart(paths, names):
+def test_source_names_are_the_ends_of_paths(paths, names):
     assert [source.source_name for source in read_blend_sources(mixed(*map(part, paths)))] == names
 
 
-def test_a_given_name_counts_and_the_name_of_a_mixture_stands_before_it():
+def test_source_names_prefer_given_names_after_that_of_the_mixture():
     inner = mixed(part("a", called="charts\n2026"), part("b"))
     sources = read_blend_sources(
         mixed({"name": "math/meta.yaml", "called": "math", "data": inner}, part("c", called="charts"))
@@ -57,7 +57,7 @@ def test_a_given_name_counts_and_the_name_of_a_mixture_stands_before_it():
     assert [source.source_name for source in sources] == ["math/charts 2026", "math", "charts"]
 
 
-def test_names_in_nested_files_are_relative_to_these_files():
+def test_source_names_in_nested_files_are_relative():
     one, two = (
         {"name": f"{place}/meta.yaml", "data": mixed(part("charts"), part("../shared"))} for place in "ab"
     )
@@ -65,7 +65,7 @@ def test_names_in_nested_files_are_relative_to_these_files():
     assert names == ["a/charts", "shared", "b/charts", "shared-2"]
 
 
-def test_shares_by_hand():
+def test_sample_shares_worked_out_by_hand():
     """Weights are divided at each level: 3/4 and 1/4, of which 1/5 and 4/5."""
     nested = {"name": "meta.yaml", "weight": 1, "data": mixed(part("b", weight=1), part("c", weight=4))}
     sources = read_blend_sources(mixed(part("a", weight=3), nested))
@@ -87,7 +87,7 @@ def test_shares_by_hand():
     assert sources[1].summary_line() == "b: 0.5 epochs, 30 samples, 42.9% of the samples expected"
 
 
-def test_a_single_data_set_is_one_source_and_says_nothing():
+def test_single_data_set_is_one_source_without_summary():
     [source] = read_blend_sources(leaf("a"), "photographs")
     assert (source.source_name, source.sample_share, source.weight_text) == ("photographs", 1.0, "")
     assert summarize_blend((source,)) == []
@@ -95,7 +95,7 @@ def test_a_single_data_set_is_one_source_and_says_nothing():
     assert source.source_name == "charts"
 
 
-def test_two_hundred_sources_take_few_lines(monkeypatch):
+def test_summary_of_200_sources_takes_few_lines(monkeypatch):
     sources = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
     lines = summarize_blend(sources)
     assert len(lines) == blend.MAX_LISTED_SOURCES + 2
@@ -114,7 +114,7 @@ def test_two_hundred_sources_take_few_lines(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("samples", [100, 101, 997])
-def test_a_subset_has_as_many_samples_as_energon_takes(ranges, samples):
+def test_subset_has_as_many_samples_as_energon_takes(ranges, samples):
     theirs: DatasetSubset | None = None
     value: dict[str, Any] = {"name": "a", "data": leaf("a", samples)}
     for [one] in reversed(ranges):  # from the outside
@@ -125,7 +125,7 @@ def test_a_subset_has_as_many_samples_as_energon_takes(ranges, samples):
         }  # fmt: skip
     [source] = read_blend_sources({"mixture": value})
     first, last = theirs.compute_subset(samples)
-    assert source.sample_count == last - first and source.full_sample_count == samples
+    assert source.sample_count == last - first
 
 
 # --- What a source is known by ------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def keys_of(identity: Any) -> list[str]:
     return [source.source_key for source in read_blend_sources(identity)]
 
 
-def test_neither_name_nor_place_nor_weight_change_what_a_source_is_known_by():
+def test_source_key_ignores_name_place_and_weight():
     a = {"name": "a", "data": leaf("uuid")}
     before = keys_of(mixed(a, part("b")))
     assert keys_of(mixed(part("b"), a | {"name": "moved/c", "called": "d", "weight": 7})) == before[::-1]
@@ -154,16 +154,16 @@ def test_neither_name_nor_place_nor_weight_change_what_a_source_is_known_by():
         {"data": leaf("uuid"), "subset": {"range": ["0%", "50%"]}},
     ],
 )
-def test_content_split_and_subset_make_another_source(changed):
+def test_source_key_follows_content_split_and_subset(changed):
     assert keys_of(mixed({"name": "a"} | changed, part("b")))[0] != keys_of(mixed(part("uuid"), part("b")))[0]
 
 
-def test_the_same_data_set_twice_is_two_sources():
+def test_data_set_named_twice_is_two_sources():
     first, second = keys_of(mixed(part("a", weight=1), part("a", weight=2)))
     assert second == f"{first}-2"
 
 
-def test_without_an_id_shards_and_counts_tell_data_sets_apart():
+def test_source_key_without_content_id_follows_shards():
     one, two = ({"name": f"x/{name}", "data": leaf("", list=name)} for name in "ab")
     first, second = keys_of(mixed(one, two))
     assert first != second
@@ -182,13 +182,13 @@ def test_without_an_id_shards_and_counts_tell_data_sets_apart():
         ([{"path": "birds", "weight": 3}, {"path": "ships", "repetitions": 2}], "ships of the blend has rep"),
     ],
 )
-def test_impossible_weights_are_refused_by_name(folder, train, told):
+def test_blend_rejects_impossible_weights_by_name(folder, train, told):
     write(folder, train={"blend": train})
     with pytest.raises(BlendError, match=rf"meta.yaml: .*{told}"):
         read_description(folder / "meta.yaml").split_facts("train")
 
 
-def test_weights_and_repetitions_are_not_mixed_over_files_either(folder):
+def test_blend_rejects_weights_mixed_with_repetitions(folder):
     epochs = {"blend_epochized": [{"path": "meta.yaml"}, {"path": "other"}]}
     with pytest.raises(BlendError, match="cannot be mixed: use one of the two for all parts"):
         read_description(write(folder, "outer.yaml", train=epochs)).split_facts("train")
@@ -197,7 +197,7 @@ def test_weights_and_repetitions_are_not_mixed_over_files_either(folder):
 # --- Rows ---------------------------------------------------------------------------------------------------
 
 
-def test_rows_say_which_source_each_sample_is_from(folder):
+def test_rows_name_the_source_of_each_sample(folder):
     """Their tokens name it; weight 0 draws nothing, and the numbers stay those of the blend."""
     given = [{"path": "other", "weight": 0}, {"path": "birds", "weight": 3}, {"path": "ships"}]
     path = write(folder, train={"blend": given})

@@ -15,8 +15,7 @@ import pytest
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import validation_rows
-from megatron_vl.data.source.blend import read_blend_sources
-from megatron_vl.data.source.blend_change import blend_change_lines
+from megatron_vl.data.source.blend import blend_change_lines, read_blend_sources
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import LoaderStateError, state_from_json
@@ -107,7 +106,7 @@ def told(reading: Reading) -> str:
     return "\n".join(reading.rows.start_notes)
 
 
-def test_sources_move_leave_and_come_back_without_a_gap(folder):
+def test_changed_blend_repeats_and_skips_no_sample(folder):
     """Weights, order and parts change at every stop; each source goes on in its pass."""
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(14)
     run.start(blend(OTHER, SHIPS | {"weight": 2}, BIRDS))
@@ -133,7 +132,7 @@ def test_sources_move_leave_and_come_back_without_a_gap(folder):
     assert run.of("birds").total() > birds.total()
 
 
-def test_a_source_of_weight_0_stays_where_it_is(folder):
+def test_source_of_weight_0_keeps_its_position(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(10)
     birds = run.of("birds")
     run.start(blend(BIRDS | {"weight": 0}, SHIPS))
@@ -149,7 +148,7 @@ def test_a_source_of_weight_0_stays_where_it_is(folder):
 
 
 @pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"pack": False}], ids=str)
-def test_one_data_set_becomes_a_blend_and_one_again(folder, settings):
+def test_data_set_becomes_a_blend_and_one_again(folder, settings):
     run = Reading(folder, **settings).start("birds").take(10)
     run.start(blend(SHIPS, BIRDS)).take(70)  # 64 samples of birds alone were drawn already
     change = "the only data set (100.0%) becomes weight 1 (50.0%)"
@@ -162,7 +161,7 @@ def test_one_data_set_becomes_a_blend_and_one_again(folder, settings):
     run.exact("birds")
 
 
-def test_weights_become_epochs_and_epochs_change(folder):
+def test_changed_blend_may_go_from_weights_to_epochs(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(10)
     epochs = blend(BIRDS | {"repetitions": 2}, SHIPS, kind="blend_epochized")
     run.start(epochs).take(25)
@@ -182,7 +181,7 @@ def test_weights_become_epochs_and_epochs_change(folder):
         run.exact(name)
 
 
-def test_ranks_change_with_the_blend(folder):
+def test_changed_blend_may_run_on_other_ranks(folder):
     """Three ranks from one, whose rows together hold the samples of the rows of one rank."""
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(5)
     path = write(folder, train=blend(OTHER, BIRDS, SHIPS))
@@ -197,7 +196,7 @@ def test_ranks_change_with_the_blend(folder):
     assert found[0] == found[1]
 
 
-def test_a_blend_by_repetitions_draws_each_source_as_often_as_it_says(folder):
+def test_repetitions_draw_each_source_as_often_as_given(folder):
     """In each pass: birds twice, and ships one and a half times."""
     epochs = blend(BIRDS | {"repetitions": 2}, SHIPS | {"repetitions": 1.5}, kind="blend_epochized")
     run = Reading(folder, pack=False).start(epochs)
@@ -210,21 +209,13 @@ def test_a_blend_by_repetitions_draws_each_source_as_often_as_it_says(folder):
     assert set(run.of("ships").values()) == {3}
 
 
-def test_a_change_is_named(folder):
-    run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(3)
-    run.start(blend(BIRDS | {"weight": 3}, SHIPS | {"weight": 2}, OTHER))
-    assert "ships continues: weight 1 (25.0%) becomes weight 2 (33.3%)" in told(run)
-    assert "birds continues: weight 3 (75.0%) becomes weight 3 (50.0%)" in told(run)
-    assert "other is new: weight 1 (16.7%)" in told(run)
-
-
-def test_a_blend_of_which_nothing_stays_is_refused(folder):
+def test_changed_blend_without_an_earlier_source_is_refused(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
     with pytest.raises(LoaderStateError, match="give the data set that the run began with"):
         run.start("other")
 
 
-def test_other_weights_of_the_same_shares_change_nothing(folder):
+def test_scaled_weights_change_no_row(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(6)
     wanted = [row.tokens.tolist() for row in islice(run.rows, 12)]
     run.start(blend(BIRDS | {"weight": 6}, SHIPS | {"weight": 2}))
@@ -232,7 +223,7 @@ def test_other_weights_of_the_same_shares_change_nothing(folder):
     assert "has changed" not in told(run)
 
 
-def test_a_renamed_and_moved_set_is_the_same_source(folder):
+def test_renamed_and_moved_data_set_is_the_same_source(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(10)
     shutil.copytree(folder / "birds", folder / "sub" / "gulls")
     run.start(blend({"path": "sub/gulls"}, SHIPS))
@@ -241,16 +232,7 @@ def test_a_renamed_and_moved_set_is_the_same_source(folder):
     run.exact("birds")
 
 
-def test_a_set_that_was_converted_again_is_another_source(folder):
-    run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
-    shutil.rmtree(folder / "birds")
-    shutil.copytree(folder / "other", folder / "birds")
-    run.start(blend(BIRDS, SHIPS))
-    assert "birds is new: weight 1 (50.0%)" in told(run)
-    assert "birds is left out; its position and counts are kept" in told(run)
-
-
-def test_two_hundred_changes_take_few_lines():
+def test_changes_of_200_sources_take_few_lines():
     before = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
     now = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 2) for i in range(150)), part("t")))
     lines = blend_change_lines(before, now)

@@ -7,7 +7,6 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor, AutoTokenizer
@@ -165,24 +164,7 @@ def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, nam
     assert len(ids) == len(mask) and mask.dtype == torch.bool and ids.dtype == torch.int64
 
 
-def test_tokens_equal_the_whole_hf_processor(encoder):
-    """Processor and encoder run on real pixels, so the number of placeholders is compared too."""
-    from megatron_vl.data.sample.pixels import image_grid, read_pixel_settings
-
-    folder, ours = encoder
-    if not (folder / "config.json").exists():
-        pytest.skip("the released vocabulary comes without a checkpoint")
-    processor = AutoProcessor.from_pretrained(folder)
-    messages, _ = CONVERSATIONS["image"]
-    pixels = np.random.default_rng(0).integers(0, 255, (75, 130, 3), dtype=np.uint8)
-    out = processor(
-        text=[processor.apply_chat_template(messages, tokenize=False)], images=[pixels], return_tensors="pt"
-    )
-    grid = image_grid(75, 130, read_pixel_settings(folder))
-    assert ours.encode(messages, [grid])[0].tolist() == out["input_ids"][0].tolist()
-
-
-def test_text_that_melts_into_the_header_is_not_learnt(encoder):
+def test_text_that_merges_with_the_header_is_not_trained_on(encoder):
     _, ours = encoder
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nHello"}]
     ids, mask = ours.encode(messages, [])
@@ -191,7 +173,7 @@ def test_text_that_melts_into_the_header_is_not_learnt(encoder):
     assert ids.tolist() == ours.tokenizer(ours.render_conversation(messages))["input_ids"]
 
 
-def test_media_that_do_not_match_the_text_are_refused(encoder):
+def test_encoder_rejects_media_that_do_not_match_the_text(encoder):
     _, ours = encoder
     messages, grids = CONVERSATIONS["image"]
     with pytest.raises(ChatError, match="placeholders for image; the conversation has nothing"):
@@ -202,7 +184,7 @@ def test_media_that_do_not_match_the_text_are_refused(encoder):
         ours.encode([{"role": "user", "content": "a literal <|image_pad|> in the text"}], [])
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(encoder):
+def test_encoder_rejects_template_that_rewrites_earlier_turns(encoder):
     _, ours = encoder
     changed = ChatEncoder.__new__(ChatEncoder)
     changed.__dict__.update(ours.__dict__)
@@ -212,15 +194,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(encoder):
     )
     with pytest.raises(ChatError, match="turn by turn"):
         changed.encode([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], [])
-
-
-def test_a_template_cannot_reach_out_of_the_sandbox(encoder):
-    _, ours = encoder
-    changed = ChatEncoder.__new__(ChatEncoder)
-    changed.__dict__.update(ours.__dict__)
-    changed.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(ChatError, match="SecurityError"):
-        changed.encode([{"role": "user", "content": "a"}], [])
 
 
 TIMED = GridTHW(3, 4, 6, "video", timestamps=(0.25, 1.0, 12.35))
@@ -239,7 +212,7 @@ VIDEO_CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", VIDEO_CONVERSATIONS)
-def test_times_before_frames_equal_the_hf_processor(name):
+def test_timestamps_equal_the_hf_processor(name):
     """Compares with Qwen3VLProcessor's own text for each video, inserted by its own code and tokenized
     as a whole."""
     from types import SimpleNamespace
@@ -281,7 +254,7 @@ GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time
 
 
 @pytest.mark.slow
-def test_a_video_prompt_written_by_hand():
+def test_video_prompt_written_by_hand():
     """Text and positions are checked with the released vocabulary."""
     # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7.
     # It spans 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later (25 to
@@ -305,7 +278,7 @@ def test_a_video_prompt_written_by_hand():
     assert positions[:, -tail - 1].tolist() == [last] * 3 and positions[:, -1].tolist() == [last + tail] * 3
 
 
-def test_one_pair_is_left_out_for_each_video_and_none_for_images():
+def test_markers_are_left_out_around_videos_alone():
     """Without a pair in the template, only the placeholder is replaced; the pair of an image stays."""
     from tests.tiny import tiny_checkpoint
 
@@ -323,7 +296,7 @@ def test_one_pair_is_left_out_for_each_video_and_none_for_images():
     assert ours.tokenizer.decode(ours.encode(bare, [CLIP])[0]) == GROUPS
 
 
-def test_a_video_without_times_is_refused():
+def test_encoder_rejects_video_without_timestamps():
     from tests.tiny import tiny_checkpoint
 
     folder = tiny_checkpoint("qwen3_vl")

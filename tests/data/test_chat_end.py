@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.stop_tokens import serving_notes
 from megatron_vl.spec.families import read_spec
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
@@ -23,7 +24,7 @@ def hf(tmp_path: Path) -> Path:
 
 
 def notes(hf: Path) -> list[str]:
-    return ChatEncoder(hf, read_spec(hf)).start_notes()
+    return serving_notes(ChatEncoder(hf, read_spec(hf)))
 
 
 def without_generation_config(hf: Path, eos: object, tokenizer_eos: str) -> None:
@@ -33,19 +34,19 @@ def without_generation_config(hf: Path, eos: object, tokenizer_eos: str) -> None
 
 
 @pytest.mark.parametrize("eos", [END_OF_TEXT, [END_OF_TEXT], [END_OF_TEXT, 401]])
-def test_generation_that_does_not_stop_is_noted(hf: Path, eos: object) -> None:
+def test_note_names_missing_stop_token(hf: Path, eos: object) -> None:
     edit(hf / "generation_config.json", eos_token_id=eos)
     [note] = notes(hf)
     assert f"answers end with '<|im_end|>' (id {END_OF_TURN})" in note and "'<|endoftext|>'" in note
     assert f"add {END_OF_TURN} to eos_token_id in generation_config.json" in note
 
 
-def test_without_a_generation_config_the_tokenizer_counts(hf: Path) -> None:
+def test_note_without_generation_config_follows_the_tokenizer(hf: Path) -> None:
     without_generation_config(hf, END_OF_TEXT, "<|endoftext|>")
     assert "generation stops only at '<|endoftext|>'" in notes(hf)[0]
 
 
-def test_a_template_with_another_end_is_noted(hf: Path) -> None:
+def test_note_names_another_end_of_the_template(hf: Path) -> None:
     template = json.loads((hf / "chat_template.json").read_text())["chat_template"]
     for name in ("chat_template.json", "tokenizer_config.json"):
         edit(hf / name, chat_template=template.replace("<|im_end|>", "<|object_ref_end|>"))
@@ -53,18 +54,18 @@ def test_a_template_with_another_end_is_noted(hf: Path) -> None:
 
 
 @pytest.mark.parametrize("eos", [END_OF_TURN, [END_OF_TURN], [END_OF_TURN, END_OF_TEXT]])
-def test_usual_folders_have_no_note(hf: Path, eos: object) -> None:
+def test_note_is_absent_for_usual_folders(hf: Path, eos: object) -> None:
     edit(hf / "generation_config.json", eos_token_id=eos)
     assert notes(hf) == []
 
 
-def test_the_small_released_qwen3_5_has_no_note(hf: Path) -> None:
+def test_note_is_absent_for_small_released_qwen3_5(hf: Path) -> None:
     """Without a generation_config.json, and with the other token in the config."""
     without_generation_config(hf, END_OF_TEXT, "<|im_end|>")
     assert notes(hf) == []
 
 
-def test_another_template_of_the_tokenizer_is_noted(hf: Path) -> None:
+def test_note_names_another_template_of_the_tokenizer(hf: Path) -> None:
     edit(hf / "tokenizer_config.json", chat_template="{{ tools }}")
     [note] = notes(hf)
     assert "chat_template.json and tokenizer_config.json differ; the first is used" in note

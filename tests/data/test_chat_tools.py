@@ -64,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def test_calls_of_all_formats_are_written_as_the_released_template_writes_them(folder):
+def test_tool_calls_of_all_formats_equal_the_released_template(folder):
     encoder = ChatEncoder(folder, read_spec(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for record in WITH_TOOLS.values():
@@ -84,7 +84,7 @@ def test_calls_of_all_formats_are_written_as_the_released_template_writes_them(f
         )
 
 
-def test_the_call_is_learnt_and_its_result_is_not(folder):
+def test_tool_call_is_trained_on_and_its_result_is_not(folder):
     encoder = ChatEncoder(folder, read_spec(folder))
     conversation = read_conversation(WITH_TOOLS["openai"])
     ids, learnt = encoder.encode(conversation.messages, [], conversation.tool_definitions)
@@ -94,7 +94,7 @@ def test_the_call_is_learnt_and_its_result_is_not(folder):
 
 
 @pytest.mark.parametrize("part", ["tools", "tool calls", "reasoning_content"])
-def test_a_template_that_would_leave_something_out_is_refused(part):
+def test_encoder_rejects_template_that_leaves_something_out(part):
     """Qwen2-VL's and Qwen2.5-VL's released template ignores all of them without a word."""
     encoder = ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
     turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]
@@ -121,7 +121,7 @@ TURNS = [
 ]
 
 
-def test_weights_change_the_mask_and_nothing_else():
+def test_loss_weights_change_the_mask_alone():
     encoder = ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
     ids, plain = encoder.encode(TURNS, [])
     assert plain.dtype == torch.bool
@@ -135,7 +135,7 @@ def test_weights_change_the_mask_and_nothing_else():
     assert encoder.encode(same, [])[1].dtype == torch.bool
 
 
-def test_the_loss_is_divided_by_the_number_of_learnt_tokens():
+def test_loss_is_divided_by_the_number_of_loss_tokens():
     """Worked out by hand: 0.5 x 2 + 2 x 3 + 1 x 4 = 11, of three tokens with another weight than 0."""
     spec = spec_of("qwen2_5_vl")
     sample = TokenizedSample(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0.0, 0.0, 0.5, 2.0, 1.0]))
@@ -148,7 +148,7 @@ def test_the_loss_is_divided_by_the_number_of_learnt_tokens():
     assert report["loss"].tolist() == [11.0, 3.0]
 
 
-def test_ids_of_calls_and_results_may_be_numbers_and_texts_but_none_may_lack() -> None:
+def test_tool_results_are_ordered_by_ids_that_must_be_complete() -> None:
     calls = [{"type": "function", "id": i, "function": {"name": "f", "arguments": {}}} for i in (1, 2)]
     results = [{"role": "tool", "content": name, "tool_call_id": name} for name in ("2", "1")]
     ordered = order_results([{"role": "assistant", "content": "", "tool_calls": calls}, *results])

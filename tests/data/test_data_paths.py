@@ -36,7 +36,7 @@ def blend(folder: Path, **weights: float) -> list[dict[str, Any]]:
     return [{"path": str(folder / name), "weight": weight} for name, weight in weights.items()]
 
 
-def test_a_list_is_the_blend_of_a_metadataset(folder):
+def test_data_path_list_equals_a_metadataset(folder):
     write(folder, train={"blend": [{"path": "birds", "weight": 3}, {"path": "ships", "weight": 1}]})
     by_file, _, _ = keys(str(folder / "meta.yaml"), 8)
     by_list, _, notes = keys(blend(folder, birds=3, ships=1), 8)
@@ -47,13 +47,6 @@ def test_a_list_is_the_blend_of_a_metadataset(folder):
     ]
 
 
-def test_a_changed_list_continues_and_is_named(folder):
-    _, state, _ = keys(blend(folder, birds=3, ships=1), 4)
-    _, _, notes = keys(blend(folder, birds=1, ships=1), 4, state)
-    changes = [line for line in notes if " continues: weight " in line]
-    assert len(changes) == 2 and "weight 3 (75.0%) becomes weight 1 (50.0%)" in changes[0]
-
-
 @pytest.mark.parametrize(
     ("part", "told"),
     [
@@ -62,7 +55,7 @@ def test_a_changed_list_continues_and_is_named(folder):
         ({"path": "nowhere"}, "nowhere does not exist"),
     ],
 )
-def test_an_entry_of_a_list_is_checked(part, told):
+def test_data_path_list_rejects_wrong_entries(part, told):
     with pytest.raises(RunConfigError, match=told):
         check_data_path([part])
     with pytest.raises(RunConfigError, match="data.path is empty"):
@@ -80,7 +73,7 @@ def joined(tmp_path_factory) -> Path:
     return folder / "out"
 
 
-def test_parts_are_read_as_one_data_set(joined):
+def test_data_set_parts_are_read_as_one(joined):
     config = DataConfig(path=str(joined), seq_len=256, num_workers=0, shuffle=False, pack=False)
     each = []
     for part in sorted(joined.iterdir()):
@@ -101,7 +94,7 @@ def test_parts_are_read_as_one_data_set(joined):
     )
 
 
-def test_a_folder_of_parts_is_whole(joined, tmp_path):
+def test_data_set_parts_must_be_complete(joined, tmp_path):
     shutil.copytree(joined, tmp_path / "out")
     check_data_path(str(tmp_path / "out"))
     (tmp_path / "out" / "notes").mkdir()

@@ -16,14 +16,13 @@ import yaml
 from data_tools import shards
 from data_tools.shards import IndexWriter, ShardError, WrittenShard
 from megatron_vl.data.source import dataset_description
-from megatron_vl.data.source.blend import read_blend_sources
-from megatron_vl.data.source.blend_change import blend_change_lines, read_saved_sources
+from megatron_vl.data.source.blend import blend_change_lines, read_blend_sources, read_saved_sources
 from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
 from tests.data.programs import shared_facts
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
 
-from .mixtures import identity, loader, write
+from .mixtures import identity, write
 
 
 def reconvert(folder: Path) -> None:
@@ -56,10 +55,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
         "birds continues: weight 3 (75.0%) becomes weight 1 (50.0%)",
     ),
     "order": (lambda f: write(f, train={"blend": [SHIPS, BIRDS]}), "the data sets are in another order"),
-    "one more": (
-        lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}),
-        "other is new:",
-    ),
+    "one more": (lambda f: write(f, train={"blend": [BIRDS, SHIPS, {"path": "other"}]}), "other is new:"),
     "another": (
         lambda f: write(f, train={"blend": [{"path": "other", "weight": 3}, SHIPS]}),
         "other is new:",
@@ -71,10 +67,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
         "weight 3 (75.0%) becomes 3 epochs",
     ),
     "split": (lambda f: write(f, birds={"split_part": "val"}), "birds is new: "),
-    "subset": (
-        lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
-        "birds is new: ",
-    ),
+    "subset": (lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}), "birds is new: "),
     "content": (reconvert, "birds is new: "),
     "shards of a split": (edit_split, "birds is new: "),
     "left out": (exclude, "birds is new: "),
@@ -87,7 +80,7 @@ def blend_change(before: Any, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_mixture_consists_of_is_its_identity(folder, change):
+def test_mixture_identity_is_what_it_consists_of(folder, change):
     before = identity(folder / "meta.yaml")
     assert not blend_change(before, folder / "meta.yaml")
     make, told = CHANGES[change]
@@ -96,7 +89,7 @@ def test_what_a_mixture_consists_of_is_its_identity(folder, change):
     assert told in "\n".join(found)
 
 
-def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
+def test_identity_ignores_names_and_folders(folder, tmp_path):
     before = identity(folder / "meta.yaml")
     write(folder, "renamed.yaml", birds={"weight": 3.0, "subflavors": {"kind": "animals"}})
     (folder / "birds").rename(folder / "birds2")
@@ -108,7 +101,7 @@ def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
 
 
 @pytest.mark.parametrize("weights", [(6, 2), (0.3, 0.1), (1.5, 0.5), (3e-3, 1e-3)])
-def test_weights_count_by_their_ratio(folder, weights):
+def test_identity_compares_weights_by_ratio(folder, weights):
     """Energon divides them by their sum."""
     before = identity(folder / "meta.yaml")
     birds, ships = weights
@@ -122,7 +115,7 @@ def test_weights_count_by_their_ratio(folder, weights):
     assert not blend_change(identity(folder / "one.yaml"), folder / "five.yaml")
 
 
-def test_repetitions_count_as_they_are(folder):
+def test_identity_compares_repetitions_by_number(folder):
     """They are numbers of passes: twice as many of each part make another epoch."""
     for name, times in (("once.yaml", 1), ("twice.yaml", 2)):
         parts = [{"path": part, "repetitions": times} for part in ("birds", "ships")]
@@ -134,7 +127,7 @@ def test_repetitions_count_as_they_are(folder):
     ]
 
 
-def test_nested_mixtures_count_with_their_weights(folder):
+def test_identity_includes_nested_mixtures(folder):
     outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
     before = identity(write(folder, "outer.yaml", train={"blend": outer}))
     assert not blend_change(before, folder / "outer.yaml")
@@ -146,12 +139,12 @@ def test_nested_mixtures_count_with_their_weights(folder):
     assert blend_change(before, folder / "outer.yaml")
 
 
-def test_an_identity_that_cannot_be_read_is_other_data(folder):
+def test_identity_that_cannot_be_read_is_other_data(folder):
     for damaged in (None, {}, {"mixture": 3}, {"mixture": {"blend": [{}]}}):
         assert read_saved_sources(damaged) == ()
 
 
-def test_a_tab_in_a_metadataset_is_one_line_with_its_place(folder):
+def test_metadataset_with_a_tab_is_refused_with_its_place(folder):
     path = folder / "meta.yaml"
     path.write_text("splits:\n  train:\n\tblend: []\n")
     with pytest.raises(DescriptionError) as error:
@@ -160,7 +153,7 @@ def test_a_tab_in_a_metadataset_is_one_line_with_its_place(folder):
     assert str(error.value).endswith("; indent with spaces instead of tabs") and "\n" not in str(error.value)
 
 
-def test_a_split_that_a_mixture_lacks_is_named(folder):
+def test_missing_split_is_named(folder):
     with pytest.raises(
         LoaderError, match=r"meta.yaml has no split 'test'; splits that are there: train, val\."
     ):
@@ -177,36 +170,6 @@ def keys(rows: Any, count: int) -> list[list[str]]:
     return [[*row.sample_keys, *map(str, row.tokens.tolist())] for row in islice(rows, count)]
 
 
-def test_a_mixture_resumes_where_it_lies_and_names_other_weights(folder, tmp_path):
-    rows = loader(folder / "meta.yaml")
-    keys(rows, 6)
-    state = json.loads(json.dumps(rows.state_dict()))
-    wanted = keys(rows, 30)
-
-    folder.rename(tmp_path / "moved")
-    again = loader(tmp_path / "moved" / "meta.yaml")
-    again.load_state_dict(state)
-    assert keys(again, 30) == wanted
-
-    write(tmp_path / "moved", ships={"weight": 3})
-    changed = loader(tmp_path / "moved" / "meta.yaml")
-    changed.load_state_dict(state)
-    assert "ships continues: weight 1 (25.0%) becomes weight 3" in "\n".join(changed.start_notes)
-
-
-def test_scaled_weights_make_the_same_rows(folder):
-    """A state with weights 3 and 1 goes on under 6 and 2."""
-    rows = loader(folder / "meta.yaml")
-    keys(rows, 6)
-    state = json.loads(json.dumps(rows.state_dict()))
-    wanted = keys(rows, 30)
-
-    write(folder, birds={"weight": 6}, ships={"weight": 2})
-    again = loader(folder / "meta.yaml")
-    again.load_state_dict(state)
-    assert keys(again, 30) == wanted
-
-
 # --- Many shards --------------------------------------------------------------------------------------------
 
 
@@ -221,7 +184,7 @@ def empty_shards(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
+def test_description_is_read_without_opening_shards(tmp_path, monkeypatch):
     """2,000 shards need as many calls of stat and open as 50, and a message of the same size."""
     looked = {"count": 0}
 
@@ -249,7 +212,7 @@ def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
     assert abs(sizes[0] - sizes[1]) < 16 and max(sizes) < 1000
 
 
-def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tmp_path, monkeypatch):
+def test_shard_limit_is_the_same_for_loader_and_converter(tmp_path, monkeypatch):
     assert shards.MAX_SHARDS is dataset_description.MAX_SHARDS
     monkeypatch.setattr(shards, "MAX_SHARDS", 5)
     monkeypatch.setattr(dataset_description, "MAX_SHARDS", 5)
@@ -262,14 +225,14 @@ def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tm
 
 
 @pytest.mark.ranks
-def test_one_rank_reads_and_all_end_alike(parts):
+def test_description_is_read_by_one_rank(parts):
     first, second = call(shared_facts, 2, path=str(parts / "birds"), hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert (first[0], second[0]) == (2, 0), "who has read how often"
     assert first[1] == second[1] == identity(parts / "birds")
     assert first[2] == second[2] and "the split 'test' is empty" in first[2]
 
 
-def test_folders_of_shards_stay_inside_too(tmp_path):
+def test_shard_names_must_stay_inside_the_folder(tmp_path):
     data = empty_shards(tmp_path / "data", 3)
     (data / "part").mkdir()
     (tmp_path / "outside").mkdir()

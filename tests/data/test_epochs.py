@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_vl.data.planned_rows import BatchPlanner
+from megatron_vl.data.packing.batch_planner import BatchPlanner
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import state_from_json, state_to_json
 

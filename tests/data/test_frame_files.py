@@ -11,19 +11,12 @@ import torch
 from PIL import Image
 
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
-from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveInfo, pack_frames
-from megatron_vl.data.sample.pixels import (
-    PictureTooLargeError,
-    PixelError,
-    PixelSettings,
-    VideoInfo,
-    frame_indices,
-    probe_video,
-    video_frames,
-    video_grid,
-    video_planes,
-)
-from tests.data.media import encoded, picture
+from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveInfo, PixelError, pack_frames
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
+from megatron_vl.data.sample.images import ImageTooLargeError
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.sample.videos import probe_video, video_planes
+from tests.data.media import encoded, picture, video_frames
 
 QWEN2_5 = PixelSettings(video_min_pixels=3136, video_max_pixels=50176)
 QWEN3 = PixelSettings(patch_size=16, video_min_pixels=4096, video_max_pixels=6 * 96 * 128, video_spread=True)
@@ -66,7 +59,7 @@ LISTS = [
 
 @pytest.mark.parametrize("settings", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
 @pytest.mark.parametrize(("count", "fps", "groups", "seconds", "times"), LISTS)
-def test_times_of_a_list_worked_out_by_hand(settings, count, fps, groups, seconds, times):
+def test_image_list_times_worked_out_by_hand(settings, count, fps, groups, seconds, times):
     video = VideoInfo(count, fps, 70, 100, "whole")
     assert frame_indices(video, settings) == list(range(count))
     grid = video_grid(video, settings)
@@ -76,7 +69,7 @@ def test_times_of_a_list_worked_out_by_hand(settings, count, fps, groups, second
 
 
 @pytest.mark.parametrize(("count", "fps"), [case[:2] for case in LISTS])
-def test_times_and_frames_of_a_list_equal_qwen_vl_utils(count, fps):
+def test_image_list_equals_qwen_vl_utils(count, fps):
     utils = pytest.importorskip("qwen_vl_utils")
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
@@ -106,7 +99,7 @@ def _png(picture: Image.Image) -> bytes:
 
 @pytest.mark.parametrize("settings", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
 @pytest.mark.parametrize(("count", "rate"), [(12, 2), (40, 10), (9, 5), (90, 30), (1, 1)])
-def test_a_folder_is_sampled_like_a_file_of_the_same_frames(settings, count, rate):
+def test_frame_folder_is_sampled_like_a_video_file(settings, count, rate):
     file = lossless(count, rate)
     folder = packed(count, rate, "as a file")
     of_file, of_folder = probe_video(file), probe_video(folder)
@@ -117,7 +110,7 @@ def test_a_folder_is_sampled_like_a_file_of_the_same_frames(settings, count, rat
     assert torch.equal(planes, video_planes(file, of_file, grid, settings))
 
 
-def test_a_list_equals_the_file_from_which_its_pictures_were_sampled():
+def test_image_list_equals_the_file_it_was_sampled_from():
     """At 2 frames a second of 10, frames 0, 5, ... 35 are taken of 40. A list of these is the same video."""
     file = lossless(40, 10)
     of_file = probe_video(file)
@@ -132,24 +125,24 @@ def test_a_list_equals_the_file_from_which_its_pictures_were_sampled():
     assert torch.equal(planes, video_planes(file, of_file, grid, QWEN2_5))
 
 
-def test_a_list_longer_than_the_limit_is_sampled_like_a_file():
+def test_image_list_longer_than_the_limit_is_sampled():
     settings = PixelSettings(video_max_frames=8)
     listed, file = VideoInfo(20, 2.0, 64, 64, "whole"), VideoInfo(20, 2.0, 64, 64)
     assert frame_indices(listed, settings) == frame_indices(file, settings) != list(range(20))
     assert video_grid(listed, settings) == video_grid(file, settings)
 
 
-def test_an_archive_has_the_bytes_of_the_pictures_and_only_depends_on_them():
+def test_frame_archive_depends_on_its_images_alone():
     data = packed(3)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.namelist() == ["000000000 0.png", "000000001 1.png", "000000002 2.png"]
         assert archive.read("000000001 1.png") == encoded(70, 100, seed=1)
     assert data == packed(3)
     strange = pack_frames([("a/../\ud800\n" + "x" * 300, b"")], info())
-    assert FrameArchive(strange).picture_name(0) == "x" * 60
+    assert FrameArchive(strange).image_name(0) == "x" * 60
 
 
-def test_frames_that_cannot_be_used_are_named():
+def test_frame_archive_names_unusable_images():
     whole = encoded(70, 100, "jpeg")
     for name, bad, said in (
         ("cut.jpg", whole[: len(whole) // 2], "cut.jpg: not a readable image"),
@@ -158,24 +151,24 @@ def test_frames_that_cannot_be_used_are_named():
     ):
         with pytest.raises(PixelError, match=said):
             probe_video(pack_frames([("one.jpg", whole), (name, bad)], info()))
-    with pytest.raises(PictureTooLargeError, match="one.jpg"):
+    with pytest.raises(ImageTooLargeError, match="one.jpg"):
         probe_video(pack_frames([("one.jpg", whole)], info()), 6999)
     with pytest.raises(PixelError, match="0 frames"):
         probe_video(pack_frames([], info()))
 
 
-def test_an_archive_that_says_less_than_was_converted_is_refused():
+def test_frame_archive_with_fewer_frames_is_refused():
     data = packed(4)
     for claimed in (VideoInfo(6, 2.0, 70, 100, "whole"), VideoInfo(4, 2.0, 70, 101, "whole")):
         with pytest.raises(PixelError):
             video_frames(data, claimed, frame_indices(claimed, QWEN2_5))
-    with pytest.raises(PictureTooLargeError):
+    with pytest.raises(ImageTooLargeError):
         video_frames(data, VideoInfo(4, 2.0, 7, 10), [0])
     with pytest.raises(SampleTimeoutError):
         video_frames(data, probe_video(data), [0], SampleDeadline(1e-9))
 
 
-def test_other_archives_are_refused():
+def test_frame_archive_rejects_other_zip_files():
     """Such as those that grow when they are read, or hold other files."""
     comment = zipfile.ZipFile(io.BytesIO(packed(1))).comment
     for compression, name, said in (

@@ -7,14 +7,14 @@ import pytest
 from megatron_vl.data.given_rows import GivenRows, replica_rows
 
 
-def test_each_rank_gets_its_share_of_every_step() -> None:
+def test_given_rows_give_each_rank_its_share_of_a_step() -> None:
     steps = [["a", "b", "c", "d"], ["e", "f"]]
     assert list(replica_rows(steps, 0, 2)) == ["a", "b", "e"]
     assert list(replica_rows(steps, 1, 2)) == ["c", "d", "f"]
     assert list(replica_rows(steps, 0, 1)) == ["a", "b", "c", "d", "e", "f"]
 
 
-def test_rows_end_where_none_are_left() -> None:
+def test_given_rows_end() -> None:
     rows = GivenRows(["a", "b"])  # type: ignore[list-item]
     assert list(rows) == ["a", "b"]
     with pytest.raises(StopIteration):

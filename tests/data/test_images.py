@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.images import decode_image, image_size
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
-from megatron_vl.data.sample.pixels import PixelError, decode_image, image_size
 
 from .media import encoded, picture
 
@@ -81,7 +82,7 @@ LAID_ON_WHITE = {  # the file, and its middle
 
 
 @pytest.mark.parametrize("name", LAID_ON_WHITE)
-def test_what_is_transparent_is_white(name):
+def test_transparent_pixels_are_white(name):
     data, middle = LAID_ON_WHITE[name]
     got = pixels(data)
     assert abs(got[0, 0] - WHITE).max() == 0
@@ -97,7 +98,7 @@ def test_what_is_transparent_is_white(name):
         ((9, 8, 7, 254), [10, 9, 8]),  # 9 x 254/255 + 1 = 9.96
     ],
 )
-def test_half_transparent_colors_worked_out_by_hand(color, seen):
+def test_transparency_worked_out_by_hand(color, seen):
     assert pixels(saved(Image.new("RGBA", (4, 4), color), "PNG"))[2, 2].tolist() == seen
 
 
@@ -127,7 +128,7 @@ def test_half_transparent_colors_worked_out_by_hand(color, seen):
         (16, 6, struct.pack(">8H", *[0x0AFF] * 3, 0xFFFF, 0, 0, 0, 0), 2, b"", [10, 255]),
     ],
 )
-def test_depths_of_png_worked_out_by_hand(depth, color_type, row, width, transparent, seen):
+def test_png_depths_worked_out_by_hand(depth, color_type, row, width, transparent, seen):
     got = pixels(png(depth, color_type, [row], width, transparent))
     assert got[0].tolist() == [[value] * 3 for value in seen]
 
@@ -158,13 +159,13 @@ def grey_tiff(bits: int, data: bytes, width: int, sample_format: int = 1) -> byt
     ],
     ids=["png", "tiff", "big-endian tiff", "lzw tiff", "jpeg 2000", "pgm", "rgb png"],
 )
-def test_sixteen_bits_are_scaled(data):
+def test_images_of_16_bits_are_scaled(data):
     got = pixels(data)
     assert got.shape == (64, 256, 3)
     assert (got == np.arange(256)[None, :, None]).all()
 
 
-def test_twelve_bits():
+def test_images_of_12_bits_are_scaled():
     """In a 16-bit PNG nothing says that they are 12; in a TIFF the header does."""
     assert len(np.unique(pixels(saved(Image.fromarray(RAMP >> 4), "PNG")))) == 16
     tiff = grey_tiff(12, bytes([0x12, 0x3F, 0xFF, 0x80, 0x00, 0x10]), 4)  # 0x123 0xfff 0x800 0x010
@@ -181,7 +182,7 @@ def test_twelve_bits():
         (b"Pf\n2 1\n-1.0\n" + bytes(8), "32-bit float"),
     ],
 )
-def test_values_without_a_range_are_refused_by_name(data, reason):
+def test_images_of_32_bits_are_refused_by_name(data, reason):
     with pytest.raises(PixelError, match=reason):
         decode_image(data)
     with pytest.raises(UnusableError, match=f"x.tif: .*{reason}"):
@@ -216,7 +217,7 @@ TURNS = {  # of an image with a white quarter at the top left and a grey one at 
 @pytest.mark.parametrize(
     "kind", ["JPEG", "L JPEG", "CMYK JPEG", "PNG", "RGBA PNG", "I;16 PNG", "WEBP", "TIFF"]
 )
-def test_every_turn(kind):
+def test_exif_orientations_are_applied(kind):
     mode, _, form = kind.rpartition(" ")
     image = Image.new("L", (64, 32))
     image.paste(255, (0, 0, 32, 16))
@@ -270,7 +271,7 @@ DAMAGED |= {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damage_is_refused(name):
+def test_damaged_images_are_refused(name):
     with pytest.raises(PixelError, match="not a readable image"):
         decode_image(DAMAGED[name])
     with pytest.raises(UnusableError, match=r"x\.jpg: not a readable image") as caught:
@@ -278,7 +279,7 @@ def test_damage_is_refused(name):
     assert caught.value.reason == "image does not decode"
 
 
-def test_usual_files_are_taken():
+def test_usual_images_are_taken():
     """Also a JPEG with bytes after its end or without its end marker, as cameras write them, and one with two
     images in it."""
     first, second = (Image.fromarray(np.full((16, 16, 3), value, np.uint8)) for value in (90, 10))
@@ -293,7 +294,7 @@ def test_usual_files_are_taken():
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
-def test_of_several_images_the_first_is_taken_and_counted(form):
+def test_first_of_several_images_is_taken(form):
     first, second = (Image.fromarray(np.full((16, 16, 3), value, np.uint8)) for value in (90, 10))
     data = saved(first, form, save_all=True, append_images=[second])
     assert abs(pixels(data) - 90).max() <= 2

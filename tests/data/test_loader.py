@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import tarfile
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -20,15 +19,17 @@ from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import LoaderError, pack_first_fit, validation_rows
-from megatron_vl.data.sample.pixels import read_pixel_norm
-from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
+from megatron_vl.data.loader import validation_rows
+from megatron_vl.data.packing.fill_row import pack_first_fit
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
+from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.tiny import tiny_checkpoint
 from toolkit.common.hf_loading import apply_video_prompt
 
-from .datasets import converted, mixed_records, open_loader
+from .datasets import converted, mixed_records, open_loader, turns
 from .helpers import positions_one_by_one
 from .media import encoded, video, write
 
@@ -187,7 +188,7 @@ def pixel_table(row, spec, norm):
     return {int(place): patch for place, patch in zip(row.vision.feature_index, patches, strict=False)}
 
 
-def test_loss_covers_the_answers_only(dataset):
+def test_loss_mask_covers_the_answers_alone(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     samples = stored(dataset)
@@ -199,22 +200,21 @@ def test_loss_covers_the_answers_only(dataset):
             assert learnt == "".join(f"{a}<|im_end|>" for a in answers)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_resume_continues_with_the_same_rows(dataset, workers):
-    first = loader(dataset, num_workers=workers)
+def test_resume_continues_with_the_same_rows(dataset):
+    first = loader(dataset, num_workers=2)
     for _ in range(5):
         next(first)
     state = json.loads(json.dumps(first.state_dict()))
     wanted = [next(first) for _ in range(7)]
     first.close()
     # A save right after a restore, before every worker has spoken, must not rewind the silent ones.
-    second = loader(dataset, num_workers=workers)
+    second = loader(dataset)
     second.load_state_dict(state)
 
     assert same(next(second), wanted[0])
     again = json.loads(json.dumps(second.state_dict()))
     second.close()
-    third = loader(dataset, num_workers=workers)
+    third = loader(dataset)
     third.load_state_dict(again)
 
     assert all(same(next(third), row) for row in wanted[1:])
@@ -232,7 +232,7 @@ def same(a, b) -> bool:
 
 
 @pytest.mark.parametrize(("field", "other"), [("empty_think", "learnt"), ("earlier_answers", "masked")])
-def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, field, other):
+def test_resume_rejects_another_rule_for_thinking(dataset, tmp_path, field, other):
     """The rule belongs to a state only if the checkpoint's template writes thinking."""
     folder = tmp_path / "thinking"
     shutil.copytree(tiny_checkpoint("qwen3_5"), folder)
@@ -257,7 +257,7 @@ def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, fiel
     loader(dataset, "qwen3_5").load_state_dict(state)
 
 
-def test_settings_of_rows_are_those_that_hold(dataset):
+def test_row_settings_are_those_of_the_model(dataset):
     settings = loader(dataset, pack=False, shuffle=False, max_pixels=0).row_settings
     assert settings["seq_len"] == 320
     processor = json.loads((tiny_checkpoint("qwen2_5_vl") / "preprocessor_config.json").read_text())
@@ -265,50 +265,13 @@ def test_settings_of_rows_are_those_that_hold(dataset):
     assert not {"shuffle_block", "packing_buffer", "path"} & set(settings)
 
 
-def test_a_state_of_other_rows_is_refused(dataset):
-    state = loader(dataset, dp=(0, 2)).state_dict()
-    with pytest.raises(LoaderStateError, match="seq_len = 320, this loader has 512"):
-        loader(dataset, dp=(0, 2), seq_len=512).load_state_dict(state)
-    started = loader(dataset)
-    next(started)
-    with pytest.raises(LoaderStateError, match="before the first row"):
-        started.load_state_dict(started.state_dict())
-
-
-def test_state_holds_no_foreign_objects():
-    assert state_from_json(json.loads(json.dumps(state_to_json([1, "x", {"a": [None, 2.5]}])))) == [
-        1,
-        "x",
-        {"a": [None, 2.5]},
-    ]
-    with pytest.raises(LoaderStateError, match="Counter|set"):
-        state_to_json({"a": {1, 2}})
-    with pytest.raises(LoaderStateError, match="another version"):
-        state_from_json({"object": "os.system", "fields": {}})
-
-
-def test_ranks_and_epochs_see_every_sample(dataset):
-    train = {key for key, _ in stored(dataset).items()}
-    val = {key for row in validation(dataset) for key in row.sample_keys}
-    seen: Counter[str] = Counter()
-    for rank in range(2):
-        for row in islice(loader(dataset, dp=(rank, 2)), 8):
-            seen.update(row.sample_keys)
-    assert set(seen) == train - val
-
-
-def test_unpacked_rows_hold_one_sample(dataset):
-    rows = list(islice(loader(dataset, pack=False), 6))
-    assert all(row.num_samples == 1 for row in rows) and len({k for row in rows for k in row.sample_keys}) > 3
-
-
-def test_order_of_the_data_set_without_shuffling(dataset):
+def test_order_without_shuffling_is_that_of_the_data_set(dataset):
     rows = list(islice(loader(dataset, pack=False, shuffle=False), 6))
     keys = [row.sample_keys[0] for row in rows]
     assert keys == sorted(keys)
 
 
-def test_budgets_hold(dataset):
+def test_row_budgets_hold(dataset):
     for row in islice(loader(dataset, max_patches=120), 8):
         assert row.num_patches <= 120 and row.tokens.numel() == 320
     bins = pack_first_fit([(5, 1), (4, 9), (3, 1), (2, 9), (1, 1)], max_tokens=8, max_patches=10)
@@ -318,23 +281,7 @@ def test_budgets_hold(dataset):
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_too_long_is_counted_not_lost(tmp_path, workers):
-    turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
-    path, _ = converted(tmp_path, [{"conversations": turns(400 if i % 4 == 0 else 5)} for i in range(16)])
-    rows = loader(path, num_workers=workers, shuffle=False)
-    seen = Counter()
-    dropped = 0
-    for row in islice(rows, 6):
-        seen.update(row.sample_keys)
-        dropped += sum(row.dropped_counts.values())
-        assert set(row.dropped_counts) <= {"longer than seq_len"}
-    rows.close()
-    assert dropped >= 4 and {f"{i:09d}" for i in range(0, 16, 4)}.isdisjoint(seen)
-
-
-def test_only_unusable_samples_end_the_run(tmp_path):
-    turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
+def test_loader_ends_if_no_sample_fits(tmp_path):
     path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in (402, 400, 403, 401)])
     with pytest.raises(LoaderError, match="samples in a row cannot be used") as error:
         next(loader(path))
@@ -348,17 +295,7 @@ def test_only_unusable_samples_end_the_run(tmp_path):
         next(loader(path, seq_len=fits - 1))
 
 
-def test_pictures_that_never_fit_name_the_limit_of_patches(tmp_path):
-    path, _ = converted(tmp_path, mixed_records(tmp_path / "media", 1))
-    patches = next(loader(path, pack=False)).num_patches
-    with pytest.raises(
-        LoaderError, match=f"above data.max_patches has {patches} patches: raise data.max_patches, or lower"
-    ):
-        next(loader(path, max_patches=patches - 1))
-    assert next(loader(path, pack=False, max_patches=patches)).num_patches == patches
-
-
-def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
+def test_damaged_image_is_grey_and_not_trained_on(tmp_path):
     """The file has the same size but other bytes, as when storage goes bad after the conversion."""
     write(tmp_path / "media/a.png", encoded(64, 64))
     record = {
@@ -380,17 +317,7 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     assert row.vision.planes.unique().tolist() == [128]
 
 
-def test_wrong_folders_are_explained(tmp_path):
-    with pytest.raises(LoaderError, match="is not a data set"):
-        loader(tmp_path)
-    path, _ = converted(
-        tmp_path, [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 3
-    )
-    with pytest.raises(LoaderError, match="'val' is empty"):
-        next(validation(path))
-
-
-def test_video_in_a_worker_after_the_parent_decoded_one(tmp_path):
+def test_worker_decodes_video_after_its_parent_did(tmp_path):
     """The parent has started converter threads; they do not survive the fork."""
     import av
 

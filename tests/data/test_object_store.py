@@ -20,16 +20,18 @@ import boto3
 import multistorageclient.shortcuts
 import pytest
 import yaml
+from megatron.energon.errors import FatalSampleError
 from moto.server import ThreadedMotoServer
 
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.data.loader import build_loader, validation_rows
-from megatron_vl.data.planned_rows import open_sample_reader
 from megatron_vl.data.source import store_reading, tolerant_reader
 from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import ObjectStoreError, resolve_location
 from megatron_vl.data.source.sample_order import LANES
 from megatron_vl.data.source.store_reading import ReadAhead, reconnect_stores
+from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -97,8 +99,8 @@ def rows(path, count: int, state=None, **changes):
     return found, state
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 3])
-def test_rows_of_a_store_are_those_of_the_folder(dataset, workers):
+@pytest.mark.parametrize("workers", [0, 3])
+def test_object_store_gives_the_rows_of_the_folder(dataset, workers):
     here, _ = rows(dataset, 4, num_workers=workers)
     there, _ = rows("msc://pictures/sets/first", 4, num_workers=workers)
 
@@ -106,7 +108,7 @@ def test_rows_of_a_store_are_those_of_the_folder(dataset, workers):
     assert all(same(one, other) for one, other in zip(here, there, strict=True))
 
 
-def test_a_run_moves_between_folder_and_store(dataset):
+def test_resume_moves_between_folder_and_object_store(dataset):
     """The identity is the content's, so a state from the folder is restored from the store."""
     all_rows, _ = rows(dataset, 5)
     _, state = rows(dataset, 2)
@@ -115,11 +117,11 @@ def test_a_run_moves_between_folder_and_store(dataset):
     assert all(same(one, other) for one, other in zip(all_rows[2:], rest, strict=True))
 
 
-def test_a_forked_process_has_connections_of_its_own(dataset):
+def test_forked_process_opens_its_own_connections(dataset):
     """The client forgets its connections in a fork, but paths that exist already keep theirs."""
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(config("msc://pictures/sets/first"), read_spec(folder), folder)
-    data = loader._planning_context.loaded_datasets[0].dataset
+    data = loader._planning_context.datasets[0]
     before = data.path.fs
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
 
@@ -146,12 +148,12 @@ def sets(dataset):
     """The data set in the store as Energon knows it, and a reader of the folder."""
     folder, here, there = tiny_checkpoint("qwen2_5_vl"), dataset, "msc://pictures/sets/first"
     loaders = [build_loader(config(path), read_spec(folder), folder) for path in (here, there)]
-    local, stored = (loader._planning_context.loaded_datasets[0].dataset for loader in loaders)
+    local, stored = (loader._planning_context.datasets[0] for loader in loaders)
     return stored, open_sample_reader(local, bytes)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (5, 10)])
-def test_a_block_is_read_with_one_request(sets, requests, ranks, count):
+def test_block_is_read_with_one_request(sets, requests, ranks, count):
     """Two shards of 5 samples are two blocks of 16. Many ranks read single samples."""
     stored, local = sets
     ahead = ReadAhead([stored], 16, LANES, ranks)
@@ -172,7 +174,7 @@ def test_a_block_is_read_with_one_request(sets, requests, ranks, count):
     )
 
 
-def test_what_is_kept_is_bounded(sets, requests, monkeypatch):
+def test_read_ahead_memory_is_bounded(sets, requests, monkeypatch):
     """With room for one sample or less, each is read alone, and when it is needed."""
     stored, local = sets
     monkeypatch.setattr(store_reading, "MAX_KEPT_BYTES", 1)
@@ -188,7 +190,7 @@ def test_what_is_kept_is_bounded(sets, requests, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_shard_that_is_gone_or_cut_off_costs_its_samples_only(dataset, store, tmp_path, workers):
+def test_object_store_loses_only_samples_of_a_damaged_shard(dataset, store, tmp_path, workers):
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)
     upload(store, copy, f"sets/damaged{workers}")
@@ -211,7 +213,7 @@ def test_a_shard_that_is_gone_or_cut_off_costs_its_samples_only(dataset, store, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_request_without_an_answer_costs_its_samples_only(dataset, monkeypatch, workers):
+def test_object_store_request_without_answer_costs_its_samples_alone(dataset, monkeypatch, workers):
     """The samples of the other shard are still given, and the processes end."""
     read, never = store_reading._read_bytes, threading.Event()
 
@@ -229,7 +231,32 @@ def test_a_request_without_an_answer_costs_its_samples_only(dataset, monkeypatch
     assert len({key for row in found for key in row.sample_keys}) == 5
 
 
-def test_a_process_that_ended_while_it_read_ends_the_run(dataset):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError("status_code: 404"), "shard missing"),
+        (RuntimeError("Failed to read. status_code: 416"), "shard unreadable"),
+        (PermissionError("Permission denied. status_code: 403"), ""),
+    ],
+)
+def test_object_store_errors_that_are_permanent_are_not_retried(sets, monkeypatch, error, reason):
+    """Refused access stops the run: it says nothing about a sample."""
+    stored, _ = sets
+
+    def fails(*_: object, **__: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(type(stored.path.fs), "read", fails)
+    monkeypatch.setattr("megatron_vl.system.errors.RETRY_WAITS_S", (600.0,))
+    reader = open_sample_reader(stored, partial(ReadAhead([stored], 16, LANES, 1).take, 0))
+    if reason:
+        assert reader[0][BROKEN_FIELD][0] == reason
+        return
+    with pytest.raises(FatalSampleError, match="Permission denied.* check the credentials"):
+        reader[0]
+
+
+def test_killed_reading_process_ends_the_run(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(config("msc://pictures/sets/first", num_workers=2), read_spec(folder), folder)
     next(loader)
@@ -239,14 +266,14 @@ def test_a_process_that_ended_while_it_read_ends_the_run(dataset):
             next(loader)
 
 
-def test_rows_of_validation_are_those_of_the_folder(dataset):
+def test_object_store_gives_the_validation_rows_of_the_folder(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
     paths = (dataset, "msc://pictures/sets/first")
     here, there = (list(validation_rows(config(path), read_spec(folder), folder, "train")) for path in paths)
     assert len(here) > 1 and all(same(one, other) for one, other in zip(here, there, strict=True))
 
 
-def test_a_blend_in_a_store_names_sets_beside_it(dataset, store):
+def test_object_store_blend_names_data_sets_beside_it(dataset, store):
     parts = [{"path": "sets/first", "weight": weight} for weight in (1, 2)]
     blend = {
         "__module__": "megatron.energon",
@@ -262,7 +289,7 @@ def test_a_blend_in_a_store_names_sets_beside_it(dataset, store):
     assert len(rows("msc://pictures/blend.yaml", 2)[0]) == 2
 
 
-def test_names_that_leave_the_folder_are_refused(dataset, store, tmp_path):
+def test_object_store_rejects_names_that_leave_the_folder(dataset, store, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)
     split = copy / ".nv-meta" / "split.yaml"
@@ -273,7 +300,7 @@ def test_names_that_leave_the_folder_are_refused(dataset, store, tmp_path):
             read_description(resolve_location(f"msc://pictures/sets/bad{number}"))
 
 
-def test_what_is_not_there_is_said(store, tmp_path):
+def test_object_store_names_what_is_missing(store, tmp_path):
     with pytest.raises(LoaderError, match="is not a data set"):
         read_description(resolve_location("msc://pictures/sets/none"))
     with pytest.raises(ObjectStoreError, match="msc://PROFILE/FOLDER"):
@@ -282,7 +309,7 @@ def test_what_is_not_there_is_said(store, tmp_path):
         resolve_location("msc://unknown/sets/first")
 
 
-def test_a_store_that_does_not_answer_is_said(monkeypatch, tmp_path):
+def test_object_store_without_answer_is_named(monkeypatch, tmp_path):
     """Not a data set that is missing: the user would look for the wrong thing."""
     options = {"base_path": BUCKET, "endpoint_url": "http://127.0.0.1:9", "region_name": "us-east-1"}
     settings = tmp_path / "config.json"

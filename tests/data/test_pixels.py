@@ -19,23 +19,16 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.sample.pixels import (
-    PixelError,
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, resized_image_size, video_grid
+from megatron_vl.data.sample.images import decode_image, image_planes, image_size
+from megatron_vl.data.sample.pixel_settings import (
     PixelNorm,
     PixelSettings,
-    VideoInfo,
-    decode_image,
-    frame_indices,
-    image_grid,
-    image_planes,
-    image_size,
-    probe_video,
     read_pixel_norm,
     read_pixel_settings,
-    resized_image_size,
-    video_grid,
-    video_planes,
 )
+from megatron_vl.data.sample.videos import probe_video, video_planes
 
 from .media import encoded, picture, video
 
@@ -124,7 +117,7 @@ def test_pixels_of_every_format_equal_the_hf_processor(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["rgba", "grey16"])
-def test_pixels_of_what_transformers_5_17_opens_wrongly(folder, kind):
+def test_pixels_of_transparent_and_16_bit_images(folder, kind):
     """It drops transparency and clips 16 bits, so its processor gets an RGB image that is made by hand."""
     if kind == "rgba":
         values = picture(90, 130, channels=4).astype(np.float64)
@@ -139,29 +132,14 @@ def test_pixels_of_what_transformers_5_17_opens_wrongly(folder, kind):
     assert_same_pixels(folder("released"), out.getvalue())
 
 
-def test_nested_processor_config_wins_as_in_transformers(folder):
+def test_processor_config_prefers_nested_settings(folder):
     folder("released")
     path = folder("size", "processor_config.json")
     assert_same_pixels(path, encoded(100, 300))
     assert read_pixel_norm(path).mean == pytest.approx((0.31, 0.5, 0.77))
 
 
-def test_a_photograph():
-    from skimage import data
-
-    raw = (__import__("pathlib").Path(data.__file__).parent / "astronaut.png").read_bytes()
-    settings = PixelSettings(max_pixels=28 * 28 * 100)
-    grid = image_grid(*image_size(raw), settings)
-    assert image_planes(raw, grid, settings).shape == (1, grid.num_patches, 3 * 14 * 14)
-    assert grid.num_tokens(2) <= 100
-
-
-def test_exif_turns_the_size_too():
-    data = encoded(40, 90, "exif")
-    assert image_size(data) == (90, 40) == tuple(decode_image(data).shape[1:])
-
-
-def test_sizes_equal_smart_resize():
+def test_resized_sizes_equal_smart_resize():
     draw = torch.Generator().manual_seed(0)
     for _ in range(300):
         height, width = (int(n) for n in torch.randint(1, 3000, (2,), generator=draw))
@@ -171,7 +149,7 @@ def test_sizes_equal_smart_resize():
             )
 
 
-def test_unusable_pictures_say_why():
+def test_unusable_media_say_why():
     with pytest.raises(PixelError, match="200 times as long"):
         resized_image_size(1, 201, 28, 3136, 50176)
     with pytest.raises(PixelError, match="not a readable image"):
@@ -183,7 +161,7 @@ def test_unusable_pictures_say_why():
         probe_video(whole)
 
 
-def test_settings_can_be_overridden_and_contradictions_are_refused(folder):
+def test_pixel_settings_are_overridden_and_contradictions_refused(folder):
     path = folder("released")
     settings = read_pixel_settings(path, DataConfig(min_pixels=784, max_pixels=7840))
     assert (settings.min_pixels, settings.max_pixels, settings.video_max_pixels) == (784, 7840, 7840)
@@ -305,7 +283,7 @@ def test_video_pixels_equal_qwen3_vl(qwen3_folder, most):
     assert (hf - ours).abs().max() < 2e-6
 
 
-def test_the_folder_says_which_rule_videos_follow(qwen3_folder):
+def test_video_rule_is_that_of_the_folder(qwen3_folder):
     assert read_pixel_settings(qwen3_folder).video_spread
     (qwen3_folder / "video_preprocessor_config.json").unlink()
     assert not read_pixel_settings(qwen3_folder).video_spread
@@ -316,7 +294,7 @@ def test_the_folder_says_which_rule_videos_follow(qwen3_folder):
     assert settings.video_spread and (settings.video_min_pixels, settings.video_max_pixels) == (4096, 65536)
 
 
-def test_a_video_of_one_frame_is_kept():
+def test_video_of_one_frame_is_kept():
     data = video(1)
     info = probe_video(data)
     settings = PixelSettings(video_max_pixels=50176, video_min_pixels=3136)
@@ -324,7 +302,7 @@ def test_a_video_of_one_frame_is_kept():
     assert grid.t == 1 and video_planes(data, info, grid, settings).shape[0] == 1
 
 
-def test_a_video_cut_short_since_it_was_counted_is_refused():
+def test_video_with_a_missing_frame_is_refused():
     data = video(10)
     settings = PixelSettings(video_min_pixels=3136, video_max_pixels=50176, video_fps=10)
     claimed = VideoInfo(20, 10, 64, 96)
@@ -332,7 +310,7 @@ def test_a_video_cut_short_since_it_was_counted_is_refused():
         video_planes(data, claimed, video_grid(claimed, settings), settings)
 
 
-def test_a_playlist_cannot_open_other_files(tmp_path):
+def test_playlist_cannot_open_other_files(tmp_path):
     (tmp_path / "secret.mp4").write_bytes(video(4))
     secret = tmp_path / "secret.mp4"
     hls = f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile://{secret}\n#EXT-X-ENDLIST\n"

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_vl.data import planned_rows
+from megatron_vl.data.packing import batch_planner
 from megatron_vl.data.packing import plan_rows as batch_plan
+from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch, PlannedSample
 from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
-from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedSample
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
-from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
+from megatron_vl.data.state_json import LoaderStateError
 
 SEQ_LEN = 1024
 
@@ -30,12 +28,12 @@ def grouped(row_of: np.ndarray) -> list[list[int]]:
     return [np.flatnonzero(row_of == row).tolist() for row in range(row_of.max() + 1)]
 
 
-def test_two_rows_by_hand():
+def test_plan_of_two_rows_by_hand():
     """0.8 patches a token. Each picture shares a row with a text, so that both rows have 8 patches."""
     assert grouped(plan_rows(ints(5, 5, 5, 5), ints(8, 0, 0, 8), 2, 10)) == [[0, 2], [1, 3]]
 
 
-def test_the_limit_of_patches_is_kept_by_hand():
+def test_plan_keeps_the_limit_of_patches_by_hand():
     """With 8 patches at most, two pictures of 5 never share a row. Each gets the text that makes it 1.25
     patches a token, as in all samples."""
     both = grouped(plan_rows(ints(2, 2, 2, 2), ints(5, 5, 0, 0), 2, 10, max_patches=8))
@@ -44,7 +42,7 @@ def test_the_limit_of_patches_is_kept_by_hand():
     assert grouped(plan_rows(ints(2, 2, 6), ints(5, 5, 0), 1, 10)) == [[0, 1, 2]]
 
 
-def test_rows_dealt_by_hand():
+def test_rows_dealt_to_ranks_by_hand():
     """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
     assert rank_of_rows(ints(5, 4, 3, 2, 1, 1), 2).tolist() == [[0, 3, 4], [1, 2, 5]]
     assert rank_of_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
@@ -79,7 +77,7 @@ def test_rows_of_long_texts_are_dealt_evenly():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
-def test_an_epoch_is_a_permutation(size):
+def test_epoch_is_a_permutation(size):
     orders = [permute_positions(np.arange(size), size, key).tolist() for key in range(4)]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert size < 16 or len(set(map(tuple, orders))) == 4
@@ -87,7 +85,7 @@ def test_an_epoch_is_a_permutation(size):
     assert parts == orders[3], "a position does not depend on the others that are asked for"
 
 
-def test_a_permutation_moves_samples_everywhere():
+def test_permutation_moves_samples_everywhere():
     """Of 10,000 samples, each tenth of the epoch has a tenth of each tenth of the data set."""
     order = permute_positions(np.arange(10_000), 10_000, 7)
     counts = np.histogram2d(np.arange(10_000), order, bins=10)[0]
@@ -143,7 +141,7 @@ def dealt_to(batch: PlannedBatch, ranks: int) -> list[list[list[PlannedSample]]]
     return [dealt.rows_of_rank(rank, ranks) for rank in range(ranks)]
 
 
-def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patches():
+def test_planner_uses_samples_once_an_epoch_within_budgets():
     tokens, patches = mixed_sizes(3000)
     plan = planner(tokens, patches, max_patches=3600)
     steps = [plan.next_batch() for _ in range(60)]
@@ -171,34 +169,6 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
             spreads.append(spread(dealt))
     assert max(spreads) < 0.05
     assert np.mean(fills) > 0.995
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("block", [1, 16])
-def test_a_million_samples_are_used_once_in_an_epoch(block):
-    """Over two epochs, by the rows that ranks take. The number of ranks changes every 20 steps."""
-    count, rows = 1_000_000, 1024
-    tokens, patches = mixed_sizes(count)
-    used = np.zeros(count, np.int64)
-    state: dict[str, Any] = {}
-    for ranks in itertools.cycle((1, 2, 4, 8)):
-        order = SampleOrder(
-            [count], [1.0], 5, is_shuffled=True, shard_sizes=[np.full(1000, 1000)], block_size=block
-        )
-        plan = BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, SEQ_LEN, 0)
-        if state:
-            plan.restore_state(state)
-        for _ in range(20):
-            for rank_rows in dealt_to(plan.next_batch(), ranks):
-                np.add.at(used, [place.index for row in rank_rows for place in row], 1)
-        state = plan.planner_state()
-        if order.total_draws >= 2 * count:
-            break
-
-    np.add.at(used, plan._waiting_samples[2], 1)
-    epochs, rest = divmod(order.total_draws, count)
-    assert epochs == 2
-    assert np.bincount(used).tolist() == [0, 0, count - rest, rest]
 
 
 def test_ranks_exchange_whole_rows(monkeypatch):
@@ -229,42 +199,6 @@ def test_rows_of_two_to_four_samples_are_full(rows):
     assert np.mean(filled) > 0.99
 
 
-def test_a_run_that_moves_and_stops_takes_the_same_rows():
-    """4, 2, 3 and 4 ranks: each step's rows are the same, and each is dealt once."""
-    tokens, patches = mixed_sizes(700)
-    whole = planner(tokens, patches, rows=12)
-    wanted = [whole.next_batch().rows_of_rank() for _ in range(9)]
-    state, got = None, []
-    for ranks, steps in ((4, 2), (2, 3), (3, 1), (4, 3)):
-        plan = planner(tokens, patches, rows=12)
-        if state is not None:
-            plan.restore_state(state_from_json(json.loads(json.dumps(state_to_json(state)))))
-        for _ in range(steps):
-            batch = plan.next_batch()
-            dealt = dealt_to(batch, ranks)
-            assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
-                samples(batch)
-            )
-            assert {len(own) for own in dealt} == {12 // ranks}
-            got.append(batch.rows_of_rank())
-        state = plan.planner_state()
-    assert got == wanted
-
-
-def test_more_rows_a_step_repeat_and_skip_nothing():
-    tokens, patches = mixed_sizes(700)
-    plan = planner(tokens, patches, rows=12)
-    first = [plan.next_batch() for _ in range(3)]
-    wider = planner(tokens, patches, rows=20)
-    wider.restore_state(plan.planner_state())
-    both = Counter(
-        index for batch in [*first, wider.next_batch(), wider.next_batch()] for index in samples(batch)
-    )
-    waiting = Counter(wider._waiting_samples[2].tolist())
-    assert set((both + waiting).values()) <= {1, 2}
-    assert (both + waiting).total() == wider.sample_order.draw_counts[0]
-
-
 def test_many_rows_are_planned_in_groups():
     """600 rows take three groups. Small samples allow ranks with one row each to come close to the mean."""
     chance = np.random.default_rng(1)
@@ -276,7 +210,7 @@ def test_many_rows_are_planned_in_groups():
     assert spread(dealt_to(batch, 600)) < 0.07 and spread(dealt_to(batch, 300)) < 0.05
 
 
-def test_unusual_sets():
+def test_planner_handles_unusual_data_sets():
     """Text alone; one sample that fills a row; samples that cannot be used; one sample in a row."""
     text = np.full(200, 100)
     batch = planner(text, np.zeros(200, np.int64), rows=4).next_batch()
@@ -306,9 +240,9 @@ def test_unusual_sets():
     assert [samples(alone.next_batch()) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
 
 
-def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
+def test_search_for_usable_samples_ends_and_names_the_smallest(monkeypatch):
     """10^12 samples, of which none fits: the search is bounded, and its work grows with the samples only."""
-    monkeypatch.setattr(planned_rows, "MAX_SEARCHED", 100_000)
+    monkeypatch.setattr(batch_planner, "MAX_SEARCHED", 100_000)
     order = SampleOrder([10**12], [1.0], 5, is_shuffled=True)
 
     def sizes(_: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -321,7 +255,7 @@ def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
         "100032 samples in a row cannot be used: they have no tokens, or more than data.seq_len 1024 or"
         " data.max_patches 5000. Of these, the smallest above data.seq_len has 1031 tokens and the smallest"
         " above data.max_patches has 5001 patches: raise data.seq_len and data.max_patches, or lower"
-        " data.max_pixels if pictures fill it"
+        " data.max_pixels if images fill it"
     )
 
 
@@ -340,7 +274,7 @@ def test_rows_of_short_texts_are_full():
     assert len(counts) < 50
 
 
-def test_the_oldest_sample_never_waits_long():
+def test_oldest_sample_never_waits_long():
     """Samples of more than half a row compete for rows, and still go in the order of their age."""
     chance = np.random.default_rng(3)
     tokens = np.where(chance.random(4000) < 0.3, 600, chance.integers(10, 500, 4000))
@@ -351,7 +285,7 @@ def test_the_oldest_sample_never_waits_long():
     assert plan.sample_order.draw_counts[0] - numbers.min() < 40 * 8
 
 
-def test_data_sets_of_a_blend_keep_their_places_when_weights_change():
+def test_sample_order_of_a_source_ignores_weights():
     order = SampleOrder([40, 1000], [3.0, 1.0], 9, is_shuffled=True)
     sources, numbers = order.draw_samples(4000)
     assert Counter(sources.tolist())[0] == pytest.approx(3000, rel=0.03)
@@ -364,7 +298,7 @@ def test_data_sets_of_a_blend_keep_their_places_when_weights_change():
     assert numbers[sources == 0][0] == order.draw_counts[0]
 
 
-def test_damaged_states_are_refused():
+def test_planner_rejects_damaged_states():
     tokens, patches = mixed_sizes(100)
     good = planner(tokens, patches).planner_state()
     planner(tokens, patches).restore_state(good)
@@ -382,62 +316,3 @@ def test_damaged_states_are_refused():
             planner(tokens, patches).restore_state(good | changed)
     with pytest.raises(LoaderStateError, match="damaged"):
         planner(tokens, patches).restore_state({})
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_a_changed_blend_keeps_what_was_drawn(shuffled):
-    """Sources by name: b goes and comes back where it stood, c begins at its start, a continues."""
-    sizes = {"a": 300, "b": 200, "c": 100}
-
-    def plan(*keys: str) -> BatchPlanner:
-        count = [sizes[key] for key in keys]
-        order = SampleOrder(count, [1.0] * len(keys), 5, is_shuffled=shuffled, source_keys=keys)
-        full = np.full(300, 100)
-        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
-
-    first = plan("a", "b")
-    for _ in range(3):
-        first.next_batch()
-    state = first.planner_state()
-    second = plan("c", "a")
-    second.restore_state(state)
-    # The numbers of the draws, and the samples that they stand for.
-    waited = first._waiting_samples[1:3, first._waiting_samples[0] == 0].tolist()
-    assert second._waiting_samples[1:3].tolist() == waited and set(second._waiting_samples[0].tolist()) == {1}
-    assert second.sample_order.draw_counts == [0, state["drawn"]["a"]]
-    second.next_batch()
-    third = plan("b")
-    third.restore_state(state_from_json(json.loads(json.dumps(state_to_json(second.planner_state())))))
-    assert third.sample_order.draw_counts == [state["drawn"]["b"]]
-    assert third.sample_order.total_draws == second.sample_order.total_draws
-    waited = first._waiting_samples[1:3, first._waiting_samples[0] == 1].tolist()
-    assert waited[0] and third._waiting_samples[1:3].tolist() == waited, (
-        "b goes on with the samples that waited"
-    )
-
-
-def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
-    """b gets the weight 0 and then its old one. What waited of it comes first then."""
-    full = np.full(2000, 100)
-
-    def plan(weight: float) -> BatchPlanner:
-        order = SampleOrder([2000, 2000], [1.0, weight], 5, is_shuffled=True, source_keys="ab")
-        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
-
-    first = plan(1.0)
-    batches = [first.next_batch() for _ in range(3)]
-    without = plan(0.0)
-    without.restore_state(first.planner_state())
-    parked = [without.next_batch() for _ in range(2)]
-    assert {place.source for batch in parked for row in batch.rows_of_rank() for place in row} == {0}
-    last = plan(1.0)
-    last.restore_state(without.planner_state())
-    assert last.planner_state()["aside"] == {} and last._waiting_samples[0, 0] == 1
-
-    batches += [*parked, last.next_batch()]
-    used = Counter((p.source, p.index) for batch in batches for row in batch.rows_of_rank() for p in row)
-    waiting = Counter(zip(last._waiting_samples[0].tolist(), last._waiting_samples[2].tolist(), strict=True))
-    assert [sum(n for (source, _), n in (used + waiting).items() if source == one) for one in (0, 1)] == (
-        last.sample_order.draw_counts
-    )
-    assert max((used + waiting).values()) == 1 and max(last.sample_order.draw_counts) <= 2000

@@ -23,13 +23,8 @@ import torch
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.pixels import (
-    VideoInfo,
-    frame_indices,
-    image_grid,
-    read_pixel_settings,
-    video_grid,
-)
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, video_grid
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.spec.positions import mrope_positions
 from tests.data.helpers import spec_of
 from tests.data.test_thinking import CALL, DRY, LARGE, RESULT, TOOL_CALL, write_thinking_folder
@@ -163,7 +158,7 @@ def ours(folder) -> ChatEncoder:
     return ChatEncoder(folder, spec_of("qwen3_5"))
 
 
-def test_the_times_of_a_video_worked_out_by_hand(folder) -> None:
+def test_video_times_worked_out_by_hand(folder) -> None:
     settings = read_pixel_settings(folder)
     grid = video_grid(CLIP, settings)
     assert frame_indices(CLIP, settings) == FRAMES

@@ -10,7 +10,7 @@ from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE, loss_inde
 
 @pytest.mark.parametrize("seq_len", [1024, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.8])
-def test_every_loss_token_is_chosen_and_the_rest_weighs_nothing(seq_len: int, share: float) -> None:
+def test_loss_index_has_every_loss_token(seq_len: int, share: float) -> None:
     for seed in range(20):
         mask = (torch.rand(seq_len, generator=torch.Generator().manual_seed(seed)) < share).float()
         index = loss_index(mask)
@@ -22,7 +22,7 @@ def test_every_loss_token_is_chosen_and_the_rest_weighs_nothing(seq_len: int, sh
 
 
 @pytest.mark.parametrize("learnt", [1024, 1000, 897])
-def test_a_row_of_loss_tokens_is_not_copied(learnt: int) -> None:
+def test_loss_index_of_a_row_of_loss_tokens_is_none(learnt: int) -> None:
     mask = torch.zeros(1024)
     mask[:learnt] = 1.0
     assert loss_index(mask) is None
@@ -30,5 +30,5 @@ def test_a_row_of_loss_tokens_is_not_copied(learnt: int) -> None:
     assert loss_index(mask).tolist() == list(range(896))
 
 
-def test_a_short_row_is_not_copied() -> None:
+def test_loss_index_of_a_short_row_is_none() -> None:
     assert loss_index(torch.zeros(LOSS_INDEX_MULTIPLE)) is None

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import shutil
 import signal
 import time
@@ -27,12 +26,15 @@ from tokenizers import Tokenizer
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
-from megatron_vl.data.loader import RowLoader, build_loader, cook_sample
-from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedRankRows, open_sample_reader
-from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.loader import RowLoader, build_loader
+from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch
+from megatron_vl.data.planned_rows import PlannedRankRows
+from megatron_vl.data.row_encoder import cook_sample
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.tokenizer import compute_tokenizer_digest
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError, read_description
+from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.sample_sizes import (
     SampleSizeCounter,
     SizesError,
@@ -41,7 +43,7 @@ from megatron_vl.data.source.sample_sizes import (
     open_stored_sizes,
 )
 from megatron_vl.data.source.tolerant_reader import append_crc32
-from megatron_vl.data.state_json import LoaderStateError, state_from_json
+from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -142,7 +144,7 @@ def flat(rows: list[list[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=SLOW)])
-def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
+def test_stored_sizes_equal_those_of_the_loader(plain, family, tmp_path):
     """With the limits of another run than the one that the index was made for; timestamps have other digits
     then."""
     changes = {"video_fps": 11.0, "video_max_frames": 6, "min_pixels": 9000}
@@ -157,14 +159,14 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     counted = SampleSizeCounter(encoder.chat_encoder, read_pixel_settings(hf(family), data))
     source = loader._planning_context.sized_sources[0]
     tokens, patches = source.count_samples(counted, np.arange(len(source)))
-    reader = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)
+    reader = open_sample_reader(loader._planning_context.datasets[0], None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
         assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.key
     assert (patches > 0).sum() > 30
 
 
-def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, monkeypatch):
+def test_resume_on_other_ranks_and_workers_takes_the_same_samples(dataset, monkeypatch):
     """On 4, 2, 3, 1 and 4 ranks and with processes: the same samples in the same steps."""
     whole = list(moved(dataset, [(4, 0, 7)]))
     places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (1, 3, 1), (4, 0, 2)]
@@ -185,17 +187,7 @@ def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, mon
     assert sum((Counter(dropped) for _, dropped in whole), Counter())["longer than seq_len"] >= 2
 
 
-def test_a_closed_loader_has_no_processes(dataset):
-    """Torch would keep them for as long as anything refers to its iterators."""
-    loader = Run(dataset, 1, workers=2).loaders[0]
-    next(iter(loader))
-    pids = [planner_pid(loader), *(process.pid for process in loader._rank_rows._rows._workers)]
-    assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
-    loader.close()
-    assert not any(map(psutil.pid_exists, pids))
-
-
-def test_a_loader_whose_processes_wait_for_the_planner_closes_at_once(dataset, monkeypatch):
+def test_loader_closes_at_once_while_its_planner_works(dataset, monkeypatch):
     """No process is left, which the next user of the rank's children would count."""
     plan, calls = BatchPlanner.next_batch, iter(range(100))
 
@@ -215,7 +207,7 @@ def test_a_loader_whose_processes_wait_for_the_planner_closes_at_once(dataset, m
     assert time.monotonic() - began < 4 and not psutil.pid_exists(planner)
 
 
-def test_processes_that_read_slowly_end_at_once(dataset, monkeypatch):
+def test_loader_closes_at_once_while_its_processes_read(dataset, monkeypatch):
     """Torch waits five seconds for each of them."""
     reading = multiprocessing.Value("i", 0)
 
@@ -233,7 +225,7 @@ def test_processes_that_read_slowly_end_at_once(dataset, monkeypatch):
     assert time.monotonic() - began < 4 and not any(map(psutil.pid_exists, pids))
 
 
-def test_the_planner_shares_the_memory_of_its_rank(dataset):
+def test_planner_process_shares_the_memory_of_its_rank(dataset):
     """A garbage collection that looked at inherited objects would copy their pages."""
     inherited: list[list[None]] = [[] for _ in range(1_000_000)]
     with closing(Run(dataset, 1, workers=1).loaders[0]) as loader:
@@ -242,7 +234,7 @@ def test_the_planner_shares_the_memory_of_its_rank(dataset):
         assert planner.memory_full_info().uss < 40 * len(inherited)  # an empty list takes 72 bytes
 
 
-def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
+def test_planner_process_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
     """Three processes make the rows, and another one has planned the next steps before they are needed."""
     plans, plan = tmp_path / "plans", BatchPlanner.next_batch
 
@@ -262,30 +254,8 @@ def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
     assert set(plans.read_text().split()) == {of_planner}
 
 
-@pytest.mark.full
-def test_memory_of_the_loaders_processes_stays_the_same(tmp_path):
-    """Over 80,000 samples, after 20,000 that fill pools and caches. It grew by 1 kB a sample."""
-    records = [record for i, record in enumerate(mixed_records(tmp_path / "media", 200)) if i % 5 in (0, 1)]
-    out, _ = converted(tmp_path, records)
-    index_datasets(data_config(out), read_spec(hf()), hf(), num_workers=1)
-
-    # Workers of an earlier loader may take half a minute to end.
-    other_processes = set(psutil.Process().children())
-    with closing(Run(out, 1, workers=1, seq_len=2048).loaders[0]) as loader:
-        next(loader)
-        processes = set(psutil.Process().children()) - other_processes
-        held: list[list[int]] = []
-        for samples in (20_000, 80_000):
-            while samples > 0:
-                samples -= len(next(loader).sample_keys)
-            held.append([process.memory_full_info().uss for process in processes])
-    assert len(processes) == 2
-    for before, after in zip(*held, strict=True):
-        assert after - before < 8 << 20
-
-
 @pytest.mark.parametrize("process", ["planner", "worker"])
-def test_a_killed_process_ends_the_run_and_is_named(dataset, process):
+def test_killed_worker_ends_the_run_and_is_named(dataset, process):
     with closing(Run(dataset, 1, workers=2).loaders[0]) as loader:
         next(loader)
         pid = planner_pid(loader) if process == "planner" else loader._rank_rows._rows._workers[1].pid
@@ -298,7 +268,7 @@ def test_a_killed_process_ends_the_run_and_is_named(dataset, process):
 @pytest.mark.parametrize(
     "fault", ["unable to allocate shared memory(shm) for file", "Too many open files (24)"]
 )
-def test_a_row_that_cannot_be_shared_ends_the_run_at_once(dataset, monkeypatch, fault):
+def test_row_that_cannot_be_shared_ends_the_run(dataset, monkeypatch, fault):
     """A thread of torch would drop the row, and the rank would wait for it without end."""
 
     def fails(*_: Any) -> None:
@@ -313,16 +283,6 @@ def test_a_row_that_cannot_be_shared_ends_the_run_at_once(dataset, monkeypatch, 
         loader.close()
 
 
-def test_a_process_that_may_open_no_more_files_ends_the_run(dataset):
-    with closing(Run(dataset, 1, workers=1).loaders[0]) as loader:
-        next(loader)
-        process = psutil.Process(loader._rank_rows._rows._workers[0].pid)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() + 3,) * 2)
-        with pytest.raises(LoaderError, match="Too many open files.*`ulimit -n`"):
-            for _ in range(100):
-                next(loader)
-
-
 def read_keys(path: Path) -> set[str]:
     counts = read_description(path)
     return {
@@ -332,15 +292,7 @@ def read_keys(path: Path) -> set[str]:
     }
 
 
-def test_ranks_have_equal_patches(dataset):
-    both = Run(dataset, 2, rows=16)
-    for _ in range(3):
-        loads = [sum(next(loader).num_patches for _ in range(8)) for loader in both.loaders]
-        assert abs(loads[0] - loads[1]) < 0.05 * sum(loads)
-    both.stop()
-
-
-def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
+def test_row_is_shorter_where_sizes_are_wrong(dataset, tmp_path):
     """A shard that is gone, and an index that lies about a sample: ranks still have as many rows, of the
     other samples."""
     folder = tmp_path / "set"
@@ -362,14 +314,14 @@ def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
     assert set(kept) < set(flat([keys for rows, _ in whole for keys in rows]))
 
 
-def test_a_row_of_which_nothing_is_left_is_padding(dataset):
+def test_row_without_usable_samples_is_padding(dataset):
     loader = Run(dataset, 1).loaders[0]
-    row = loader._planning_context.row_encoder.empty_row()
+    row = loader._planning_context.row_encoder.make_row([])
     assert (row.seq_len, row.num_samples, row.num_patches, row.sample_keys) == (256, 1, 0, [])
     assert not row.loss_mask.any()
 
 
-def test_another_number_of_rows_in_a_step_goes_on_in_the_same_order(dataset):
+def test_resume_with_more_rows_a_step_keeps_the_order(dataset):
     """Unpacked and in the data set's order, so that the samples of a step are those after the last one's."""
     settings: dict[str, Any] = {"pack": False, "shuffle": False, "seq_len": 4096}
     whole = [keys for keys, _ in moved(dataset, [(1, 0, 12)], rows=4, **settings)]
@@ -383,19 +335,7 @@ def test_another_number_of_rows_in_a_step_goes_on_in_the_same_order(dataset):
     assert flat(sum([keys for keys, _ in third.steps(4)], [])) == flat(sum(whole[6:9], []))
 
 
-def test_processes_may_outnumber_the_samples(tmp_path):
-    """They repeat them, as one process would."""
-    records: list[dict[str, Any]] = [
-        {"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": "y"}]}
-        for i in range(2)
-    ]
-    path, _ = converted(tmp_path, records)
-    index_datasets(data_config(path), read_spec(hf()), hf())
-    few, many = (list(moved(path, [(ranks, workers, 3)])) for ranks, workers in ((1, 0), (2, 3)))
-    assert [flat(rows) for rows, _ in few] == [flat(rows) for rows, _ in many]
-
-
-def test_states_that_do_not_fit_are_refused(dataset):
+def test_resume_rejects_states_of_other_settings(dataset):
     first = Run(dataset, 2)
     first.steps(1)
     late = first.stop()
@@ -415,6 +355,8 @@ def test_states_that_do_not_fit_are_refused(dataset):
     next(half.loaders[0])
     with pytest.raises(LoaderStateError, match="only between steps"):
         half.loaders[0].state_dict()
+    with pytest.raises(LoaderStateError, match="before the first row"):
+        half.after(late)
 
 
 def permute_tokens(folder: Path) -> None:
@@ -445,7 +387,7 @@ def change_processor(**fields: Any) -> Callable[[Path], None]:
         (change_processor(min_frames=6), "processor.video_min_frames = 4, this loader has 6"),
     ],
 )
-def test_a_state_of_another_tokenizer_or_processor_is_refused(dataset, tmp_path, change, named):
+def test_resume_rejects_another_tokenizer_or_processor(dataset, tmp_path, change, named):
     state = Run(dataset, 1).stop()
     shutil.copytree(hf(), other := tmp_path / "hf")
     change(other)
@@ -456,7 +398,7 @@ def test_a_state_of_another_tokenizer_or_processor_is_refused(dataset, tmp_path,
         loader.load_state_dict(state)
 
 
-def test_a_tokenizer_written_otherwise_is_the_same(tmp_path):
+def test_tokenizer_digest_ignores_how_files_are_written(tmp_path):
     """Its digest is that of what it does."""
     shutil.copytree(hf(), other := tmp_path / "hf")
     fields = json.loads((other / "tokenizer.json").read_text())
@@ -471,7 +413,7 @@ def test_a_tokenizer_written_otherwise_is_the_same(tmp_path):
     assert compute_tokenizer_digest(Tokenizer.from_file(rewritten)) != digest
 
 
-def test_damage_is_found_when_a_state_is_loaded(dataset):
+def test_resume_finds_damage_when_the_state_is_loaded(dataset):
     """With processes too, which would find it only later."""
     first = Run(dataset, 1)
     first.steps(1)
@@ -487,7 +429,7 @@ def test_damage_is_found_when_a_state_is_loaded(dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_search_that_finds_nothing_is_told_in_a_line(dataset, workers):
+def test_search_without_result_is_one_line(dataset, workers):
     with closing(Run(dataset, 1, workers, seq_len=4).loaders[0]) as loader:
         with pytest.raises(LoaderError) as raised:
             next(loader)
@@ -504,7 +446,7 @@ def lacking(path: Path, split: str = "train", family: str = "qwen2_5_vl", **chan
     return [Path(str(one.path)) for one in found]
 
 
-def test_which_sets_have_no_sizes(dataset, tmp_path):
+def test_missing_sizes_are_found(dataset, tmp_path):
     assert lacking(dataset) == []
     # Another family has another chat template or other placeholders, and another rule other text.
     assert lacking(dataset, family="qwen3_5") == [dataset]
@@ -523,7 +465,7 @@ def test_which_sets_have_no_sizes(dataset, tmp_path):
 
 @pytest.mark.parametrize("name", ["samples.npy", "media.npy", "shards.json"])
 @pytest.mark.parametrize("held", [b"", b"PK\x03\x04", b"{}"])
-def test_damaged_sizes_are_told(dataset, tmp_path, name, held):
+def test_damaged_sizes_are_refused(dataset, tmp_path, name, held):
     shutil.copytree(dataset / METADATA_DIR / SIZES_DIR, tmp_path / SIZES_DIR)
     text = compute_tokenization_id(hf(), read_spec(hf()), data_config(dataset))
     (tmp_path / SIZES_DIR / text / name).write_bytes(held)
@@ -531,7 +473,7 @@ def test_damaged_sizes_are_told(dataset, tmp_path, name, held):
         open_stored_sizes(tmp_path, text)
 
 
-def test_sizes_of_other_content_are_refused_by_each_rank(dataset, tmp_path):
+def test_sizes_of_other_content_are_refused(dataset, tmp_path):
     """As on a node whose copy of the data set has other sizes than the one that rank 0 looked at."""
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
@@ -543,7 +485,7 @@ def test_sizes_of_other_content_are_refused_by_each_rank(dataset, tmp_path):
         build_loader(data_config(folder), read_spec(hf()), hf(), split_facts=facts)
 
 
-def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monkeypatch, capsys):
+def test_index_ends_at_faults_of_the_storage(dataset, tmp_path, monkeypatch, capsys):
     """The sizes are those of a run without a fault once the shard is back; until then the command ends."""
     import data_tools.sample_sizes as module
 
@@ -577,26 +519,26 @@ def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monke
     assert stored_sizes(folder) == wanted
 
 
-def test_a_size_that_no_file_holds_is_unusable(dataset):
+def test_index_counts_impossible_sizes_as_unusable(dataset):
     from data_tools.sample_sizes import measure_sample
 
     loader = Run(dataset, 1).loaders[0]
-    crude = open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0]
+    crude = open_sample_reader(loader._planning_context.datasets[0], None)[0]
     encoder, sample = loader._planning_context.row_encoder, cook_sample(crude)
     record = json.loads(sample.json_bytes)
     assert record["media"] and measure_sample(encoder, sample)[0] > 0
     record["media"][0]["height"] = record["media"][0]["width"] = 2**32
-    sample.json_bytes = json.dumps(record).encode()
+    sample.json_bytes = append_crc32(json.dumps(record).encode())
     tokens, turns, media, reason = measure_sample(encoder, sample)
     assert (tokens, turns, len(media), reason) == (0, 0, 0, "cannot be encoded")
 
 
-def test_a_message_without_a_role_is_measured_as_the_loader_encodes_it(dataset):
+def test_index_measures_messages_without_role_like_the_loader(dataset):
     from data_tools.sample_sizes import measure_sample
 
     loader = Run(dataset, 1).loaders[0]
     encoder = loader._planning_context.row_encoder
-    sample = cook_sample(open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0])
+    sample = cook_sample(open_sample_reader(loader._planning_context.datasets[0], None)[0])
     record = json.loads(sample.json_bytes) | {"media": []}
     record["messages"] = [{"role": "user", "content": "Hello"}, {"content": "Who says this?"}]
     sample.json_bytes = append_crc32(json.dumps(record).encode())
@@ -605,7 +547,7 @@ def test_a_message_without_a_role_is_measured_as_the_loader_encodes_it(dataset):
     assert encoder.preencode_sample(sample).token_and_patch_count == (tokens, 0)
 
 
-def test_an_index_is_written_once_and_an_interrupted_one_leaves_none(plain, dataset, tmp_path, monkeypatch):
+def test_interrupted_index_leaves_no_sizes(plain, dataset, tmp_path, monkeypatch):
     import data_tools.sample_sizes as module
 
     folder = tmp_path / "set"
@@ -635,31 +577,7 @@ def test_an_index_is_written_once_and_an_interrupted_one_leaves_none(plain, data
     assert stored_sizes(folder) == wanted
 
 
-def test_two_processes_may_write_an_index_at_once(plain, dataset, tmp_path):
-    """Each of them ends well, and the files are those of one."""
-    wanted = stored_sizes(dataset)
-    spec, context = read_spec(hf()), multiprocessing.get_context("fork")
-    for number in range(4):
-        folder = tmp_path / f"set{number}"
-        shutil.copytree(dataset, folder)
-        shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
-        barrier = context.Barrier(3)
-
-        def begin(folder=folder, barrier=barrier) -> None:
-            barrier.wait(60)
-            index_datasets(data_config(folder), spec, hf())
-
-        processes = [context.Process(target=begin) for _ in range(3)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(120)
-        assert [process.exitcode for process in processes] == [0, 0, 0]
-        assert len(list((folder / METADATA_DIR / SIZES_DIR).iterdir())) == 1
-        assert stored_sizes(folder) == wanted
-
-
-def test_two_processes_that_replace_an_index_keep_each_others_results(dataset, tmp_path, monkeypatch):
+def test_index_by_two_processes_keeps_each_others_results(dataset, tmp_path, monkeypatch):
     """The first one is held where it removes what it takes for an earlier content."""
     from data_tools import sample_sizes
 
@@ -695,13 +613,13 @@ def test_two_processes_that_replace_an_index_keep_each_others_results(dataset, t
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])
-def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset, monkeypatch, fault):
+def test_index_stores_no_fault_of_the_machine(dataset, monkeypatch, fault):
     from data_tools.sample_sizes import SizesWriteError, measure_sample
 
     loader = Run(dataset, 1).loaders[0]
     encoder, sample = (
         loader._planning_context.row_encoder,
-        cook_sample(open_sample_reader(loader._planning_context.loaded_datasets[0].dataset, None)[0]),
+        cook_sample(open_sample_reader(loader._planning_context.datasets[0], None)[0]),
     )
 
     def fails(*_: Any, **__: Any) -> None:
@@ -726,7 +644,7 @@ def exclude(folder: Path, *names: str) -> None:
     assert read_description(folder).excluded_names == list(names)
 
 
-def test_a_shard_that_is_no_longer_excluded_is_measured(dataset, tmp_path, capsys):
+def test_index_measures_shards_that_are_no_longer_excluded(dataset, tmp_path, capsys):
     """Sizes without it are those of other shards, although the content is the same."""
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
@@ -741,7 +659,7 @@ def test_a_shard_that_is_no_longer_excluded_is_measured(dataset, tmp_path, capsy
     assert stored_sizes(folder) == stored_sizes(dataset)
 
 
-def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
+def test_commands_write_missing_sizes(plain, tmp_path, capsys):
     folder = tmp_path / "set"
     shutil.copytree(plain, folder)
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR, ignore_errors=True)
@@ -774,24 +692,3 @@ def test_index_counts_what_the_processors_template_cannot_write(tmp_path, capsys
     assert main(words) == 0
     assert main(["data", "index", "--data", str(tmp_path / "out"), "--processor", str(hf())]) == 0
     assert "2 of them unusable (2 not written by the chat template)" in capsys.readouterr().out
-
-
-def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
-    """The same set twice, as sources of their own; rows say the source of each sample."""
-    mixture = tmp_path / "mixture.yaml"
-
-    def written(*weights: float) -> Path:
-        parts = [f"      - {{path: {dataset}, weight: {weight}}}\n" for weight in weights]
-        head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        mixture.write_text(head + "".join(parts))
-        return mixture
-
-    first = Run(written(1, 3), 2)
-    rows = [next(loader) for loader in first.loaders for _ in range(6)]
-    assert {source for row in rows for source in row.source_indices} == {0, 1}
-    state = first.stop()
-    later = Run(written(3, 1), 3).after(state)
-    planner, before = later.loaders[1]._planning_context.make_planner(), state_from_json(state["planner"])
-    assert planner.sample_order.draw_counts == list(before["drawn"].values())
-    assert planner._waiting_samples.shape[1] > 0
-    later.steps(1)

@@ -23,7 +23,7 @@ def order_of(*shards: int, block: int) -> BlockOrder:
 
 @pytest.mark.parametrize("block", [1, 2, 16, 100, 5000])
 @pytest.mark.parametrize("shards", [[1000] * 1000, UNEVEN.tolist()], ids=["even", "uneven"])
-def test_a_million_samples_come_once_and_can_be_looked_up(shards, block):
+def test_block_order_has_a_million_samples_once(shards, block):
     order = order_of(*shards, block=block)
     walk = order.samples(np.arange(order.size), 7)
     assert (np.bincount(walk, minlength=order.size) == 1).all()
@@ -34,7 +34,7 @@ def test_a_million_samples_come_once_and_can_be_looked_up(shards, block):
 
 @pytest.mark.parametrize("shards", [[1], [1] * 70, [3, 1, 999, 40], [31], [64] * 33, [7] * 40 + [2]], ids=str)
 @pytest.mark.parametrize("block", [1, 3, 8, 10_000])
-def test_small_sets_come_once(shards, block):
+def test_block_order_of_small_data_sets_has_each_sample_once(shards, block):
     order = order_of(*shards, block=block)
     walk = order.samples(np.arange(order.size), 3)
     assert sorted(walk.tolist()) == [*range(order.size)]
@@ -42,7 +42,7 @@ def test_small_sets_come_once(shards, block):
     assert single == walk.tolist()
 
 
-def test_blocks_stay_together_in_their_shards():
+def test_block_order_keeps_blocks_together():
     """Of 400 shards of 100 samples, each has six blocks of 16 and an end of 4."""
     order = order_of(*[100] * 400, block=16)
     walk = order.samples(np.arange(order.size), 5)
@@ -64,19 +64,19 @@ def test_blocks_stay_together_in_their_shards():
     assert max(Counter(batch.tolist()).most_common(1)[0][1] for batch in batches) <= 5
 
 
-def test_a_block_of_one_sample_is_a_full_shuffle():
+def test_block_order_of_single_samples_is_a_full_shuffle():
     size = 1000 * LANES
     order = order_of(*[50] * (size // 50), block=1)
     assert (order.samples(np.arange(size), 9) == permute_positions(np.arange(size), size, 9)).all()
 
 
-def test_a_block_larger_than_the_shards_is_a_shard():
+def test_block_order_limits_blocks_to_shards():
     shards = [10] * 64
     large, exact = order_of(*shards, block=10_000), order_of(*shards, block=10)
     assert (large.samples(np.arange(640), 3) == exact.samples(np.arange(640), 3)).all()
 
 
-def test_a_hundred_million_samples_need_no_memory_of_their_own():
+def test_block_order_of_10_8_samples_needs_flat_memory():
     order = BlockOrder(np.full(100_000, 1000, np.int64), 16)
     some = np.array([0, 10**8 - 1, 5 * 10**7, 33_333_333])
     assert len(set(order.samples(some, 3).tolist())) == 4
@@ -84,7 +84,7 @@ def test_a_hundred_million_samples_need_no_memory_of_their_own():
     assert held == 4 * 8 * 100_000, "four numbers for each shard"
 
 
-def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
+def test_subsets_have_each_sample_once_an_epoch(tmp_path, monkeypatch):
     """The second half of a set of three shards, and a whole set; blocks follow the shards."""
     monkeypatch.setattr(sample_order, "LANES", 4)
     monkeypatch.setattr(planned_rows, "SHUFFLE_BLOCK", 5)
@@ -106,7 +106,7 @@ def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
         assert len(set(map(tuple, found.tolist()))) == 3
 
 
-def test_the_order_depends_on_seed_epoch_and_data_set():
+def test_order_depends_on_seed_epoch_and_data_set():
     def first(seed: int, number: int, key: str) -> list[int]:
         order = SampleOrder([1000], [1.0], seed, is_shuffled=True, source_keys=[key], block_size=4)
         return order.sample_indices(np.zeros(50, np.int64), number + np.arange(50)).tolist()

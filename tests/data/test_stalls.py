@@ -12,7 +12,7 @@ import pytest
 from data_tools.sample_sizes import index_datasets
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig
-from megatron_vl.data import loader as loader_module
+from megatron_vl.data import row_encoder
 from megatron_vl.data.source import tolerant_reader
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
@@ -49,7 +49,7 @@ def _config(path: Path, **fields) -> DataConfig:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, monkeypatch):
+def test_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, monkeypatch):
     monkeypatch.setattr(tolerant_reader, "SAMPLE_TIMEOUT_S", 1.0)
     folder = tiny_checkpoint("qwen2_5_vl")
     data = _config(stalled, num_workers=workers)
@@ -66,7 +66,7 @@ def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, m
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(6)}
 
 
-def test_a_decode_that_takes_too_long_hides_the_sample(pristine, monkeypatch):
+def test_decode_that_takes_too_long_is_not_trained_on(pristine, monkeypatch):
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(pristine), read_spec(folder), folder)
     (source,) = read_sources(pristine, "train")
@@ -75,7 +75,7 @@ def test_a_decode_that_takes_too_long_hides_the_sample(pristine, monkeypatch):
         reader.read_sample(3, with_media=True)
     )  # the record with a video alone
     reader.close()
-    monkeypatch.setattr(loader_module, "SAMPLE_TIMEOUT_S", 1e-9)
+    monkeypatch.setattr(row_encoder, "SAMPLE_TIMEOUT_S", 1e-9)
     ready = encoder.postencode_sample(encoded)
     assert encoder.dropped_counts == {"decoding takes too long": 1}
     assert encoder.dropped_samples[0].source.endswith(".json record 4"), encoder.dropped_samples
@@ -83,8 +83,8 @@ def test_a_decode_that_takes_too_long_hides_the_sample(pristine, monkeypatch):
     assert len(ready.token_ids) == len(encoded.token_ids)
 
 
-def test_a_text_that_takes_too_long_is_not_used(pristine, monkeypatch):
-    monkeypatch.setattr(loader_module, "SAMPLE_TIMEOUT_S", 1e-9)
+def test_text_that_takes_too_long_is_not_used(pristine, monkeypatch):
+    monkeypatch.setattr(row_encoder, "SAMPLE_TIMEOUT_S", 1e-9)
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(pristine), read_spec(folder), folder)
     (source,) = read_sources(pristine, "train")

@@ -6,7 +6,6 @@ end around thinking is the same in Qwen3.5's.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import shutil
@@ -20,10 +19,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_vl.data.sample import chat
-from megatron_vl.data.sample.chat import ChatEncoder, ChatError, read_stop_tokens
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, ThinkingRule, opens_thinking, split_thinking
 from megatron_vl.spec.positions import GridTHW
-from tests.data.helpers import mask_one_by_one, spans_one_by_one, spec_of
+from tests.data.helpers import mask_one_by_one, spec_of
 from tests.data.test_chat import released_tokenizer_folder
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "hf_configs"
@@ -209,14 +209,14 @@ ASKED = "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.mark.parametrize(("model", "think"), REQUESTED)
 @pytest.mark.parametrize("earlier", [THOUGHT, APART], ids=["in the text", "apart"])
-def test_a_request_written_by_hand(folders, model, think, earlier) -> None:
+def test_thinking_prompt_written_by_hand(folders, model, think, earlier) -> None:
     ours = encoder(folders[model])
     prompt = ours.tokenizer.decode(ours.encode_prompt([QUESTION, earlier, NEXT], [], enable_thinking=think))
     assert prompt == EARLIER + ASKED + REQUESTED[model, think]
     assert opens_thinking(prompt) == (REQUESTED[model, think] == OPENED)
 
 
-def test_a_request_within_a_chain_of_calls_keeps_its_thinking(folders) -> None:
+def test_prompt_within_tool_calls_keeps_its_thinking(folders) -> None:
     """The question is the last one still, so that what was thought before the call stays."""
     ours = encoder(folders[LARGE])
     called = "<think>\nLook.\n</think>\n\n" + "".join(TOOL_CALL) + "<|im_end|>\n"
@@ -224,7 +224,7 @@ def test_a_request_within_a_chain_of_calls_keeps_its_thinking(folders) -> None:
     assert ours.tokenizer.decode(ours.encode_prompt([QUESTION, CALL, RESULT], [])) == asked + OPENED
 
 
-def test_a_template_without_the_switch_refuses_it() -> None:
+def test_thinking_switch_is_refused_where_a_template_has_none() -> None:
     ours = ChatEncoder(released_tokenizer_folder(), spec_of("qwen3_vl"))
     assert not opens_thinking(ours.tokenizer.decode(ours.encode_prompt([QUESTION], [])))
     for think in (True, False):
@@ -254,7 +254,7 @@ def test_a_template_without_the_switch_refuses_it() -> None:
         ("No.", False, GeneratedAnswer("No.")),
     ],
 )
-def test_an_answer_is_what_follows_the_thinking(generated, opened, said) -> None:
+def test_generated_answer_is_what_follows_the_thinking(generated, opened, said) -> None:
     assert split_thinking(generated, opened) == said
 
 
@@ -270,14 +270,14 @@ def test_an_answer_is_what_follows_the_thinking(generated, opened, said) -> None
         ({"eos_token_id": 0}, {}, 5, [0]),
     ],
 )
-def test_an_answer_ends_with_its_turn(generation, config, of_tokenizer, stop, tmp_path) -> None:
+def test_stop_tokens_end_a_turn(generation, config, of_tokenizer, stop, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=of_tokenizer)) == stop
 
 
-def test_a_folder_without_an_end_is_refused(tmp_path) -> None:
+def test_stop_tokens_are_required(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ChatError, match="eos_token_id"):
         read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))
@@ -292,7 +292,7 @@ def test_reasoning_may_stand_in_a_field_of_its_own(folders) -> None:
 
 
 @pytest.mark.parametrize(("model", "enabled"), [(LARGE, True), (LARGE, False), (SMALL, True), (SMALL, False)])
-def test_what_precedes_the_loss_is_a_request(folders, model, enabled) -> None:
+def test_loss_begins_where_a_request_ends(folders, model, enabled) -> None:
     """transformers renders the request that a serving engine sends, with thinking or without."""
     ours = encoder(folders[model])
     messages = [QUESTION, PLAIN, NEXT, THOUGHT if enabled else PLAIN]
@@ -302,24 +302,6 @@ def test_what_precedes_the_loss_is_a_request(folders, model, enabled) -> None:
     ids, mask = ours.encode(messages, [])
     assert ids[: len(asked)].tolist() == asked
     assert mask[len(asked) : -1].all() and not mask[len(asked) - 1] and not mask[-1]
-
-
-def test_marks_of_thinking_in_the_text_of_others_change_nothing(folders) -> None:
-    """A user's text may hold the answer's own words and its block of thinking."""
-    ours = encoder(folders[LARGE])
-    for words in ("answer", "Yes.", "<think>\n\n</think>\n\n", "assistant\nYes."):
-        messages = [{"role": "user", "content": words}, PLAIN, {"role": "user", "content": words}, PLAIN]
-        ids, mask = ours.encode(messages, [])
-        assert ours.tokenizer.decode(ids[mask]) == "Yes.<|im_end|>" * 2
-
-
-def test_a_template_that_hides_a_turn_is_refused(folders) -> None:
-    ours = encoder(folders[LARGE])
-    ours.chat_template = (
-        "{# </think> #}{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ChatError, match="cannot be found"):
-        ours.encode([QUESTION, PLAIN, NEXT, PLAIN], [])
 
 
 # --- Turns found together equal turns found one by one ------------------------------------------------------
@@ -371,7 +353,7 @@ def random_conversation(draw: random.Random, features: bool) -> list[dict]:
 
 @pytest.mark.parametrize("rule", [{}, {"empty_think": "learnt", "earlier_answers": "masked"}])
 @pytest.mark.parametrize("model", [LARGE, SMALL, LATER, "Qwen2-VL"])
-def test_turns_found_together_equal_turns_found_one_by_one(folders, model, rule) -> None:
+def test_answers_found_together_equal_those_found_one_by_one(folders, model, rule) -> None:
     ours = encoder(folders.get(model) or marked_folder(), **rule)
     draw = random.Random(f"{model}{rule}")
     compared = encoded = 0
@@ -389,10 +371,8 @@ def test_turns_found_together_equal_turns_found_one_by_one(folders, model, rule)
         try:
             ids, mask = ours.encode(messages, [GridTHW(1, 2, 2)] * pictures, tools)
         except ChatError:
-            # What is refused for its text has turns too, and they are found.
+            # What is refused for its text has marks of turns or of thinking.
             assert any(mark in str(messages) for mark in ("<|im_", "think>")), messages
-            text = ours.render_conversation(plain, tools=tools)
-            assert ours.assistant_spans(plain, text, tools) == spans_one_by_one(ours, plain, tools)
         else:
             assert (ids.tolist(), mask.float().tolist()) == expected, messages
             encoded += 1
@@ -401,7 +381,7 @@ def test_turns_found_together_equal_turns_found_one_by_one(folders, model, rule)
 
 
 @pytest.mark.parametrize("model", [LARGE, "Qwen2-VL"])
-def test_the_number_of_renderings_does_not_grow_with_the_turns(folders, model, monkeypatch) -> None:
+def test_renderings_do_not_grow_with_the_turns(folders, model, monkeypatch) -> None:
     ours = encoder(folders.get(model) or marked_folder())
     ours.encode([QUESTION, CALL, RESULT, PLAIN] if model in folders else [QUESTION, PLAIN], [])
     rendered = []
@@ -415,15 +395,8 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(folders, model, m
     assert counts[0] == counts[1] <= 4
 
 
-def test_a_text_full_of_the_mark_takes_few_looks(folders) -> None:
+def test_answers_are_found_in_a_text_full_of_the_mark(folders) -> None:
     """The word that stands for an answer must not occur in the text, whatever the text holds."""
     ours = encoder(folders[LARGE])
     ids, mask = ours.encode([{"role": "user", "content": "answer" + "x" * 200_000}, PLAIN], [])
     assert ours.tokenizer.decode(ids[mask]) == "Yes.<|im_end|>"
-
-
-def test_the_defaults_are_those_of_a_run() -> None:
-    from megatron_vl.config import DataConfig
-
-    assert ThinkingRule.from_data_config(DataConfig()) == ThinkingRule()
-    assert dataclasses.asdict(ThinkingRule()) == {"empty_think": "masked", "earlier_answers": "learnt"}

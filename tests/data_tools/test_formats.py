@@ -18,128 +18,85 @@ SAY = {"role": "assistant", "content": "Hello"}
 MARKED = {"role": "user", "content": "<image>\nHi"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
-PICTURES = [
-    {"role": "system", "content": "Be brief."},
-    {
-        "role": "user",
-        "content": [
-            {"type": "image"},
-            {"type": "text", "text": "\nFirst, "},
-            {"type": "image"},
-            {"type": "text", "text": " then?"},
-        ],
-    },
-    {"role": "assistant", "content": "A cat."},
-    {"role": "user", "content": "Sure?"},
-    {"role": "assistant", "content": "Yes."},
-]
-MEDIA = [("image", "a.png"), ("image", "b.png")]
+ROLES = ("system", "user", "assistant", "user", "assistant")
+
+
+def chat(*contents):
+    """A system prompt, two questions and their answers."""
+    return [{"role": role, "content": content} for role, content in zip(ROLES, contents, strict=True)]
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
 ASKED = "<image>\nFirst, <image> then?"
-PARTS = [
-    {"type": "image_url", "image_url": {"url": "a.png"}},
-    {"type": "text", "text": "\nFirst, "},
-    {"type": "image_url", "image_url": {"url": "b.png"}},
-    {"type": "text", "text": " then?"},
+IMAGE_PARTS = [{"type": "image"}, text_part("\nFirst, "), {"type": "image"}, text_part(" then?")]
+IMAGES = chat("Be brief.", IMAGE_PARTS, "A cat.", "Sure?", "Yes.")
+MEDIA = [("image", "a.png"), ("image", "b.png")]
+LISTED = {"images": ["a.png", "b.png"]}
+
+
+def address(name):
+    return {"type": "image_url", "image_url": {"url": name}}
+
+
+def v1(*contents):
+    """Messages of LLaMA-Factory v1: parts of type and value, and a weight for each turn."""
+    messages = []
+    for message in chat(*contents):
+        parts = message["content"]
+        parts = parts if isinstance(parts, list) else [{"type": "text", "value": parts}]
+        messages.append({**message, "content": parts, "loss_weight": float(message["role"] == "assistant")})
+    return messages
+
+
+PARTS = [address("a.png"), text_part("\nFirst, "), address("b.png"), text_part(" then?")]
+V1_PARTS = [
+    {"type": "image_url", "value": "a.png"},
+    {"type": "text", "value": "\nFirst, "},
+    {"type": "image_url", "value": "b.png"},
+    {"type": "text", "value": " then?"},
 ]
+BARE_PARTS = [{"image": "a.png"}, {"text": "\nFirst, "}, {"image": "b.png"}, {"text": " then?"}]
 SHAREGPT = [
     {"from": "human", "value": ASKED},
     {"from": "gpt", "value": "A cat."},
     {"from": "human", "value": "Sure?"},
     {"from": "gpt", "value": "Yes."},
 ]
-
+PAIRS = [{"human": ASKED, "assistant": "A cat."}, {"human": "Sure?", "assistant": "Yes."}]
+HISTORY = {"system": "Be brief.", "history": [[ASKED, "A cat."]], **LISTED}
+OPENAI = chat([text_part("Be "), text_part("brief.")], PARTS, "A cat.", [text_part("Sure?")], "Yes.")
 SAME = {
-    "sharegpt": {"system": "Be brief.", "images": ["a.png", "b.png"], "conversations": SHAREGPT},
+    "sharegpt": {"system": "Be brief.", **LISTED, "conversations": SHAREGPT},
     "llava": {
         "id": "1",
         "image": ["a.png", "b.png"],
         "conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT],
     },
-    "openai": {
-        "messages": [
-            {
-                "role": "developer",
-                "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
-            },
-            {"role": "user", "content": PARTS},
-            {"role": "assistant", "content": "A cat."},
-            {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
-            {"role": "assistant", "content": "Yes.", "refusal": None},
-        ]
-    },
+    "openai": {"messages": [OPENAI[0] | {"role": "developer"}, *OPENAI[1:4], OPENAI[4] | {"refusal": None}]},
     "messages with markers": {
         "images": [{"path": "a.png", "bytes": None}, "b.png"],
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": ASKED},
-            {"role": "assistant", "content": "A cat."},
-            {"role": "user", "content": "Sure?"},
-            {"role": "assistant", "content": "Yes."},
-        ],
+        "messages": chat("Be brief.", ASKED, "A cat.", "Sure?", "Yes."),
     },
-    "llamafactory v1": {
-        "messages": [
-            {"role": "system", "content": [{"type": "text", "value": "Be brief."}], "loss_weight": 0.0},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image_url", "value": "a.png"},
-                    {"type": "text", "value": "\nFirst, "},
-                    {"type": "image_url", "value": "b.png"},
-                    {"type": "text", "value": " then?"},
-                ],
-                "loss_weight": 0.0,
-            },
-            {"role": "assistant", "content": [{"type": "text", "value": "A cat."}], "loss_weight": 1.0},
-            {"role": "user", "content": [{"type": "text", "value": "Sure?"}], "loss_weight": 0.0},
-            {"role": "assistant", "content": [{"type": "text", "value": "Yes."}], "loss_weight": 1.0},
-        ]
-    },
-    "alpaca": {
-        "system": "Be brief.",
-        "history": [[ASKED, "A cat."]],
-        "instruction": "Sure?",
-        "input": "",
-        "output": "Yes.",
-        "images": ["a.png", "b.png"],
-    },
-    "query": {
-        "system": "Be brief.",
-        "history": [[ASKED, "A cat."]],
-        "query": "Sure?",
-        "response": "Yes.",
-        "images": ["a.png", "b.png"],
-    },
-    "pairs": {
-        "system": "Be brief.",
-        "images": ["a.png", "b.png"],
-        "conversation": [{"human": ASKED, "assistant": "A cat."}, {"human": "Sure?", "assistant": "Yes."}],
-    },
+    "llamafactory v1": {"messages": v1("Be brief.", V1_PARTS, "A cat.", "Sure?", "Yes.")},
+    "alpaca": {**HISTORY, "instruction": "Sure?", "input": "", "output": "Yes."},
+    "query": {**HISTORY, "query": "Sure?", "response": "Yes."},
+    "pairs": {"system": "Be brief.", **LISTED, "conversation": PAIRS},
     "parts without a type": {
-        "messages": [
-            {"role": "system", "content": [{"text": "Be brief."}]},
-            {
-                "role": "user",
-                "content": [
-                    {"image": "a.png"},
-                    {"text": "\nFirst, "},
-                    {"image": "b.png"},
-                    {"text": " then?"},
-                ],
-            },
-            {"role": "assistant", "content": [{"text": "A cat."}]},
-            {"role": "user", "content": [{"text": "Sure?"}]},
-            {"role": "assistant", "content": [{"text": "Yes."}]},
-        ]
+        "messages": chat(
+            [{"text": "Be brief."}], BARE_PARTS, *([{"text": t}] for t in ("A cat.", "Sure?", "Yes."))
+        )
     },
 }
-"""One conversation with two pictures as each format writes it."""
+"""One conversation with two images as each format writes it."""
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_one_conversation_in_every_format_has_the_same_canonical_messages(name):
     conversation = read_conversation(SAME[name])
-    assert conversation.messages == PICTURES
+    assert conversation.messages == IMAGES
     assert conversation.media_references == MEDIA
     assert conversation.ignored_keys == []
     assert conversation.tool_definitions == []
@@ -276,28 +233,27 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
         {"from": "human", "value": "Rain?"},
         {"from": "function_call", "value": thought},
         {"from": "observation", "value": "a"},
-        {"from": "observation", "value": "b"},
         {"from": "gpt", "value": "Yes."},
     ]
     messages = read_conversation({"conversations": turns}).messages
     assert messages[1] == SAY | {"content": "<think>\nWhich city?\n</think>", "tool_calls": [CALL]}
-    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "tool", "assistant"]
 
     two = {"from": "function_call", "value": f"[{WRITTEN}, {WRITTEN}]"}
-    both = read_conversation({"conversations": [turns[0], two, *turns[2:]]}).messages[1]["tool_calls"]
-    assert both == [CALL, CALL]
+    both = read_conversation({"conversations": [turns[0], two, turns[2], *turns[2:]]}).messages
+    assert both[1]["tool_calls"] == [CALL, CALL]
+    assert [m["role"] for m in both] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
-def test_a_second_spelling_in_a_pair_is_listed_as_ignored():
+def test_second_spelling_in_a_pair_is_ignored():
     read = read_conversation({"conversation": [{"human": "a", "user": "z", "gpt": "b", "bot": "y"}]})
     assert read.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert read.ignored_keys == [("turns", "user"), ("turns", "bot")]
 
 
-def test_a_call_loses_the_null_arguments_of_other_functions_and_keeps_its_own():
+def test_calls_lose_the_null_arguments_of_other_functions():
     """A table of calls fills them in. A name that no function has stays: nobody says that it is a filler."""
     described = {"weather": ("city", "day"), "search": ("query", "city")}
     tools = [
@@ -338,7 +294,7 @@ def test_reasoning_of_a_call_is_carried_to_its_turn():
         assert error.value.reason == "wrong role order"
 
 
-def test_calls_and_reasoning_on_the_result_of_a_tool_are_listed_as_ignored():
+def test_calls_and_reasoning_of_a_result_are_ignored():
     result = {"role": "tool", "content": "rain", "tool_call_id": "1", "reasoning": "a", "tool_calls": [CALL]}
     read = read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, result, SAY]})
     assert read.ignored_keys == [("turns", "reasoning"), ("turns", "tool_calls")]
@@ -373,14 +329,14 @@ def test_reasoning_is_carried_beside_the_answer():
         ({"loss": None, "weight": ""}, None),
     ],
 )
-def test_the_weight_of_a_turn_as_peers_spell_it(spelling, weight):
+def test_weights_of_turns_as_peers_spell_them(spelling, weight):
     conversation = read_conversation({"messages": [ASK, {**SAY, **spelling}, ASK, SAY]})
     assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored_keys == []
     assert "loss_weight" not in conversation.messages[3]
     assert any("loss_weight" in message for message in conversation.messages) == (weight is not None)
 
 
-def test_the_weight_of_a_record_multiplies_those_of_its_turns():
+def test_weight_of_a_record_multiplies_those_of_its_turns():
     record = {"weight": 0.5, "messages": [{**ASK, "weight": 0}, {**SAY, "weight": 3}, ASK, SAY]}
     weights = [m.get("loss_weight") for m in read_conversation(record).messages]
     assert weights == [None, 1.5, None, 0.5]
@@ -388,8 +344,6 @@ def test_the_weight_of_a_record_multiplies_those_of_its_turns():
 
 
 # --- What is refused ----------------------------------------------------------------------------------------
-
-IMAGES = {"type": "image", "image": "a.png"}
 
 
 def calls(arguments):
@@ -448,7 +402,11 @@ REFUSED = [
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
     ({"instruction": "a", "output": "", "history": [["b", "c"]]}, "empty answer", "instruction[3]"),
     ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
-    (asks_in_parts({**IMAGES, "video": "b.mp4"}), "two media in a part", "messages[0].content[0].video"),
+    (
+        asks_in_parts({"type": "image", "image": "a.png", "video": "b.mp4"}),
+        "two media in a part",
+        "messages[0].content[0].video",
+    ),
     (asks_in_parts({"image": "a", "text": "b"}), PART, "messages[0].content[0]"),
     (asks_in_parts({"type": "reasoning", "text": "b"}), PART, "messages[0].content[0]"),
     ({"tools": "weather", "messages": [ASK, SAY]}, "bad tools", "tools"),
@@ -475,13 +433,17 @@ REFUSED = [
     (calls({"x": [{"y": "\udfff"}]}), "bad text", ARGUMENTS),
     (calls({"<|video_pad|>": 1}), "placeholder token in text", ARGUMENTS),
     (calls({1: 1}), "bad text", ARGUMENTS),
+    # A server takes the first closing tag for the end of the argument or call.
+    (calls({"x": "a</parameter>b"}), "bad tool call", ARGUMENTS),
+    (calls('{"x": [{"\\u003c/function>": 1}]}'), "bad tool call", ARGUMENTS),
+    (calls({"x": ["</tool_call>"]}), "bad tool call", ARGUMENTS),
 ]
 
 
 @pytest.mark.parametrize(
     "record,reason,field", REFUSED, ids=[f"{i} {r}" for i, (_, r, _) in enumerate(REFUSED)]
 )
-def test_what_the_model_cannot_see_or_learn_is_refused(record, reason, field):
+def test_records_that_cannot_be_trained_on_are_refused(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field_path) == (reason, field)
@@ -509,7 +471,7 @@ def test_markers_are_text_in_a_record_that_says_so(record):
     assert not conversation.ignored_keys
 
 
-def test_a_misnamed_field_of_media_is_named():
+def test_misnamed_field_of_media_is_named():
     with pytest.raises(RecordError, match="nothing is read from 'image_paths'"):
         read_conversation({"messages": [MARKED, SAY], "image_paths": ["a.png"]})
 

@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.formats import RecordError, read_conversation
 from data_tools.formats.frame_sequence import FrameSequence
-from data_tools.media import list_pictures, natural_order
+from data_tools.media import list_images, natural_order
 from megatron_vl.data.sample.frame_archive import FrameArchive
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
@@ -67,7 +67,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form(form):
+def test_videos_as_images_in_every_form(form):
     record, video, ignored = FORMS[form]
     read = read_conversation(record)
     assert read.media_references == [("video", video)]
@@ -89,25 +89,20 @@ def test_every_form(form):
         (listed([*PAIR]), "markers and media differ", "1 <video> in the text, but 2 listed.*a list of them"),
     ],
 )
-def test_what_is_no_video(record, reason, said):
+def test_unusable_videos_are_refused(record, reason, said):
     with pytest.raises(RecordError, match=said) as caught:
         read_conversation(record)
     assert caught.value.reason == reason
 
 
-def test_names_are_in_natural_order(tmp_path):
+def test_images_of_a_folder_are_in_natural_order(tmp_path):
     names = ["frame_1.png", "frame_2.JPG", "frame_10.png", "frame_10b.png", "frame_11.png", "other_3.png"]
     for name in [*names[::-1], "frame_3.txt", ".frame_4.png"]:
         write(tmp_path / "clip" / name, b"")
-    found = list_pictures(FrameSequence("clip"), tmp_path.resolve())
+    found = list_images(FrameSequence("clip"), tmp_path.resolve())
     assert [Path(path).name for path in found] == names
-    assert sorted(["t0.9.jpg", "t0.10.jpg", "a.jpg", "7.jpg", "10.jpg"], key=natural_order) == [
-        "7.jpg",
-        "10.jpg",
-        "a.jpg",
-        "t0.9.jpg",
-        "t0.10.jpg",
-    ]
+    in_order = ["7.jpg", "10.jpg", "a.jpg", "t0.9.jpg", "t0.10.jpg"]
+    assert sorted(sorted(in_order), key=natural_order) == in_order
 
 
 @pytest.fixture
@@ -124,7 +119,7 @@ def frames(*numbers: int) -> list[str]:
     return [f"clip/frame_{number}.png" for number in numbers]
 
 
-def test_from_records_to_what_the_model_sees(media, tmp_path, capsys):
+def test_videos_as_images_reach_the_model(media, tmp_path, capsys):
     """The rates give Qwen2.5-VL's seconds of a group: 2 / 1 and 2 / 2; five pictures fill three groups."""
     uri = "data:image/png;base64," + base64.b64encode(encoded(70, 100, seed=2)).decode()
     records = [
@@ -137,12 +132,9 @@ def test_from_records_to_what_the_model_sees(media, tmp_path, capsys):
     assert (report.samples, report.videos, report.assumed_fps, report.quarantined_records) == (4, 4, 1, 0)
 
     seen = [inspected(out, index, capsys)["media"][0] for index in range(4)]
-    assert [(each["frames"], each["fps"], each.get("sampling")) for each in seen] == [
-        (5, 1.0, "whole"),
-        (5, 2.0, "as a file"),
-        (5, 2.0, "as a file"),
-        (5, 1.0, "whole"),
-    ]
+    whole, as_a_file = (5, 1.0, "whole"), (5, 2.0, "as a file")
+    found = [(each["frames"], each["fps"], each.get("sampling")) for each in seen]
+    assert found == [whole, as_a_file, as_a_file, whole]
     assert [each["grid_thw"][0] for each in seen] == [3, 2, 2, 3]  # four of five frames, as of a file
     assert seen[3]["grid_thw"] == seen[0]["grid_thw"] and seen[3]["tokens"] == seen[0]["tokens"]
     assert [each["name"] for each in seen] == ["clip/frame_1.png and 4 more", "clip", "clip", ""]
@@ -155,7 +147,7 @@ def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict
     return json.loads(capsys.readouterr().out)
 
 
-def test_show_and_the_summary_name_them(media, tmp_path, capsys):
+def test_show_and_summary_name_videos_as_images(media, tmp_path, capsys):
     (tmp_path / "in.json").write_text(json.dumps([listed(["clip"]), listed(["clip"], id=2)]))
     words = ["--input", str(tmp_path / "in.json"), "--media-root", str(media), "--out", str(tmp_path / "out")]
     assert main(["data", "convert", *words]) == 0
@@ -165,17 +157,13 @@ def test_show_and_the_summary_name_them(media, tmp_path, capsys):
     assert "5 frames, 2 a second" in " ".join(capsys.readouterr().out.split())
 
 
-def test_times_in_the_text_of_qwen3_vl(media, tmp_path, capsys):
+def test_qwen3_vl_gets_the_times_of_images(media, tmp_path, capsys):
     """Pictures at 0, 1, 2, 3, 4 (and 5) s: the groups are at 0.5, 2.5 and 4.5 s."""
     out, _ = converted(tmp_path, [part(video=frames(1, 2, 3, 4, 10), sample_fps=1)])
     seen = inspected(out, 0, capsys, "qwen3_vl")
     assert seen["media"][0]["timestamps"] == [0.5, 2.5, 4.5]
     text = "".join(piece for turn in seen["turns"] for piece, _ in turn["pieces"])
-    assert [time for time in ("<0.5 seconds>", "<2.5 seconds>", "<4.5 seconds>") if time in text] == [
-        "<0.5 seconds>",
-        "<2.5 seconds>",
-        "<4.5 seconds>",
-    ]
+    assert all(time in text for time in ("<0.5 seconds>", "<2.5 seconds>", "<4.5 seconds>"))
 
 
 def test_unusable_frames_are_named(media, tmp_path):
@@ -203,25 +191,20 @@ def test_unusable_frames_are_named(media, tmp_path):
     ]
     out, report = converted(tmp_path, records)
     lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
-    assert [(line["reason"], line["field"]) for line in lines] == [
-        ("video does not decode", "messages[0].content[0].video"),
-        ("video does not decode", "messages[0].content[0].video"),
-        ("medium missing", "messages[0].content[0].video"),
-        ("outside the media root", "messages[0].content[0].video"),
-        ("outside the media root", "messages[0].content[0].video"),
-        ("no frames", "messages[0].content[0].video"),
-        ("two frames of one number", "messages[0].content[0].video"),
-        ("not a file", "messages[0].content[0].video"),
-        ("video does not decode", "messages[0].content[0].video"),
-        ("not a file", "messages[0].content[0].image"),
+    assert [line["reason"] for line in lines] == [
+        *("video does not decode", "video does not decode", "medium missing"),
+        *("outside the media root", "outside the media root", "no frames", "two frames of one number"),
+        *("not a file", "video does not decode", "not a file"),
     ]
+    assert {line["field"] for line in lines[:-1]} == {"messages[0].content[0].video"}
+    assert lines[-1]["field"] == "messages[0].content[0].image"
     details = [line["detail"] for line in lines]
     assert "wide.png has 70 x 128 pixels, frame_1.png 70 x 100" in details[0]
     assert "cut.jpg" in details[1] and "none.jpg" in details[2]
     assert report.samples == 1
 
 
-def test_the_archive_holds_the_files_as_they_are(media, tmp_path):
+def test_archive_holds_the_files_as_they_are(media, tmp_path):
     import tarfile
 
     out, _ = converted(tmp_path, [part(video="clip", fps=5)])
@@ -229,13 +212,6 @@ def test_the_archive_holds_the_files_as_they_are(media, tmp_path):
         file = FrameArchive(tar.extractfile("000000000.0.zip").read())
         stored = json.loads(tar.extractfile("000000000.json").read())["media"]
     names = ["frame_1.png", "frame_2.png", "frame_3.png", "frame_4.png", "frame_10.png"]
-    assert [file.picture_name(i) for i in range(len(file))] == names
-    assert [file.read_picture(i) for i in range(5)] == [
-        (media / "clip" / name).read_bytes() for name in names
-    ]
-    assert (stored[0]["frames"], stored[0]["fps"], stored[0]["height"], stored[0]["width"]) == (
-        5,
-        5.0,
-        70,
-        100,
-    )
+    assert [file.image_name(i) for i in range(len(file))] == names
+    assert [file.read_image(i) for i in range(5)] == [(media / "clip" / name).read_bytes() for name in names]
+    assert [stored[0][name] for name in ("frames", "fps", "height", "width")] == [5, 5.0, 70, 100]

@@ -6,8 +6,6 @@ import json
 import random
 from pathlib import Path
 
-import pytest
-
 from data_tools import record_ids
 from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.record_ids import RecordIds
@@ -15,7 +13,7 @@ from data_tools.record_ids import RecordIds
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
-def test_the_first_of_equal_ids_is_found_among_many(monkeypatch, capsys) -> None:
+def test_first_of_equal_ids_is_found_among_many(monkeypatch, capsys) -> None:
     """Compared with a dictionary of all ids; every fifth id occurred before, in the same file or another."""
     monkeypatch.setattr(record_ids, "MAX_LATEST", 1000)
     monkeypatch.setattr(record_ids, "WARNED_COUNT", 20_000)
@@ -36,7 +34,7 @@ def test_the_first_of_equal_ids_is_found_among_many(monkeypatch, capsys) -> None
     )
 
 
-def test_a_hash_that_ends_in_zero_bytes_is_found_again(monkeypatch) -> None:
+def test_hashes_that_end_in_zero_bytes_are_found(monkeypatch) -> None:
     """numpy cuts them off."""
     monkeypatch.setattr(record_ids, "MAX_LATEST", 500)
     ids = RecordIds()
@@ -45,7 +43,7 @@ def test_a_hash_that_ends_in_zero_bytes_is_found_again(monkeypatch) -> None:
             assert ids.first_occurrence(f"int: {number}", "a", number + turn) == ("a", number)
 
 
-def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
+def test_ids_may_be_invalid_unicode(tmp_path: Path) -> None:
     """JSON can spell single surrogates. Ids that differ only there are different, and a refusal
     can show one."""
     ids = ["x\ud800", "x\ud801", "x?", "x\ud800", 5, "5", True]
@@ -58,23 +56,9 @@ def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
     assert line["detail"].startswith("str: x\\ud800 is also the id of record 1 of in.json")
 
 
-def test_the_quarantine_shows_text_and_whole_numbers_as_ids(tmp_path: Path) -> None:
+def test_quarantine_shows_text_and_whole_numbers_as_ids(tmp_path: Path) -> None:
     ids = ["x" * 100, "x" * 101, 7, True, ["a"]]
     (tmp_path / "in.json").write_text(json.dumps([{"id": value} for value in ids]))
     convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
     lines = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
     assert [line["id"] for line in lines] == ["x" * 100, f"{'x' * 97}...", "7", "", ""]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_first_place_is_named_across_files(tmp_path: Path, workers: int) -> None:
-    numbers = [*range(100), 3, 98, *range(100, 110), 105, 4]
-    lines = [json.dumps({"id": f"n{n}", "conversations": TURNS}) for n in numbers]
-    (tmp_path / "a.json").write_text("[" + ",".join(lines[:101]) + "]")
-    (tmp_path / "b.jsonl").write_text("\n".join(lines[101:]))
-    options = ConversionOptions(None, tmp_path / "out", workers=workers)
-    report = convert_dataset([tmp_path / "a.json", tmp_path / "b.jsonl"], options)
-    assert (report.samples, report.quarantined_records) == (110, 4)
-    refused = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
-    firsts = ["record 4 of a.json", "record 99 of a.json", "record 7 of b.jsonl", "record 5 of a.json"]
-    assert all(first in line["detail"] for first, line in zip(firsts, refused, strict=True))

@@ -71,13 +71,14 @@ def test_tables_give_the_samples_of_the_same_records_in_json(tmp_path):
     assert found["x.parquet"] == found["x.json"] and found["disk"] == found["x.json"]
 
 
-def test_nulls_that_a_table_fills_in_are_not_learnt(tmp_path):
+def test_nulls_that_a_table_fills_in_are_dropped(tmp_path):
     """Arrow gives each call the arguments of all others; what a row lacks must not come back as null."""
     other = {"name": "wait", "arguments": {"seconds": 3}}
     record = {
         "messages": [
             {"role": "user", "content": "Go", "tool_calls": None},
             {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}, {"function": other}]},
+            {"role": "tool", "content": "ok"},
             {"role": "tool", "content": "ok"},
             {"role": "assistant", "content": "Done."},
         ]
@@ -119,7 +120,7 @@ def index_of(folder: Path, entries: dict) -> Path:
     return folder / "dataset_info.json"
 
 
-def test_an_index_names_files_columns_and_tags(tmp_path):
+def test_index_names_files_columns_and_tags(tmp_path):
     """A column that the index leaves out has no effect, as in LLaMA-Factory."""
     alpaca = [{"question": "Q", "answer": "A", "system": "not named"}]
     chats = [
@@ -169,7 +170,7 @@ def test_an_index_names_files_columns_and_tags(tmp_path):
     assert len([name for name in shards(out) if name.endswith(".json")]) == 1
 
 
-def test_markers_may_be_text_where_an_index_names_the_columns(tmp_path):
+def test_index_may_say_that_markers_are_text(tmp_path):
     """LLaMA-Factory has no such column, so it keeps its name; a column of media that is not named is."""
     (tmp_path / "a.json").write_text("[]")
     columns = {"prompt": "question", "response": "answer"}
@@ -199,7 +200,7 @@ def test_markers_may_be_text_where_an_index_names_the_columns(tmp_path):
         ({}, 'no "file_name"'),
     ],
 )
-def test_what_an_index_cannot_mean_here_is_refused(tmp_path, entry, message):
+def test_unusable_indices_are_refused(tmp_path, entry, message):
     (tmp_path / "in.json").write_text("[]")
     index = index_of(tmp_path, {"ok": {"file_name": "in.json"}, "bad": entry})
     with pytest.raises(ConvertError, match=message):
@@ -208,7 +209,7 @@ def test_what_an_index_cannot_mean_here_is_refused(tmp_path, entry, message):
         out_of(tmp_path, Path(f"{index}:ok,none"))
 
 
-def test_files_outside_an_input_folder_or_an_index_are_not_read(tmp_path):
+def test_files_outside_the_input_are_not_read(tmp_path):
     """As for media: a foreign index or folder must not bring in a file from elsewhere on this machine."""
     secret = tmp_path / "secret.jsonl"
     secret.write_text("{}\n")
@@ -230,14 +231,14 @@ def test_files_outside_an_input_folder_or_an_index_are_not_read(tmp_path):
         assert [file.path.name for file in find_input_files([folder])] == ["train.jsonl"]
 
 
-def test_a_data_set_that_an_index_names_twice_is_refused(tmp_path):
+def test_index_may_name_a_data_set_once(tmp_path):
     path = tmp_path / "dataset_info.json"
     path.write_text('{"a": {"file_name": "a.json"}, "a": {"file_name": "b.json"}}')
     with pytest.raises(InputError, match="the key 'a' occurs twice"):
         find_input_files([path])
 
 
-def test_keys_that_the_tags_leave_out_are_not_read_as_role_or_content(tmp_path):
+def test_index_tags_hide_other_roles_and_contents(tmp_path):
     turns = [
         {"who": "user", "says": "Hi", "content": "stray", "role": "system"},
         {"who": "assistant", "says": "Hello", "value": "stray"},
@@ -257,7 +258,7 @@ def test_keys_that_the_tags_leave_out_are_not_read_as_role_or_content(tmp_path):
     assert read.ignored_keys == [("turns", key) for key in stray]
 
 
-def test_a_folder_with_several_splits_or_kinds_is_refused(tmp_path):
+def test_folders_of_several_splits_or_kinds_are_refused(tmp_path):
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         pq.write_table(pa.Table.from_pylist(rows(1)), tmp_path / name)
     with pytest.raises(ConvertError, match="the splits test, train; give the files"):

@@ -80,7 +80,7 @@ def killed_after(seconds: float, source: Path, out: Path, workers: int) -> bool:
 
 
 @pytest.mark.parametrize("seconds,workers", [(0.05, 1), (0.2, 2), (0.5, 2)])
-def test_a_killed_conversion_starts_again_and_gives_the_same_bytes(
+def test_killed_conversion_starts_again_and_gives_the_same_bytes(
     source, tmp_path, undisturbed, seconds, workers
 ):
     out = tmp_path / "out"
@@ -91,7 +91,7 @@ def test_a_killed_conversion_starts_again_and_gives_the_same_bytes(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_a_killed_conversion_left_is_removed(source, tmp_path, undisturbed):
+def test_killed_conversion_leaves_are_removed(source, tmp_path, undisturbed):
     (tmp_path / "out.partial/new/spool").mkdir(parents=True)
     (tmp_path / "out.partial/new/train-000099.tar").write_bytes(b"old")
     (tmp_path / "out.partial/owner").write_text("a-host 4194304")
@@ -101,7 +101,7 @@ def test_what_a_killed_conversion_left_is_removed(source, tmp_path, undisturbed)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_two_conversions_into_one_folder(source, tmp_path, undisturbed):
+def test_two_conversions_into_one_folder_are_refused(source, tmp_path, undisturbed):
     out = tmp_path / "out"
 
     def hold(ready: Any) -> None:
@@ -123,7 +123,7 @@ def test_two_conversions_into_one_folder(source, tmp_path, undisturbed):
     assert digests(out) == undisturbed
 
 
-def test_a_killed_worker_is_named(source, tmp_path):
+def test_killed_worker_is_named(source, tmp_path):
     def kill_one() -> None:
         children: list[psutil.Process] = []
         while not children:
@@ -153,7 +153,7 @@ def test_ctrl_c_leaves_nothing(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [30_000, 100_000])
-def test_a_full_disk_is_explained_and_leaves_nothing(source, tmp_path, undisturbed, limit):
+def test_full_disk_is_explained_and_leaves_nothing(source, tmp_path, undisturbed, limit):
     """A limit on file size stands in for the disk; it causes the same error in the same place."""
     import resource
 
@@ -175,7 +175,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing(source, tmp_path, undisturb
     assert digests(tmp_path / "out") == undisturbed
 
 
-def test_everything_is_on_the_disk_before_the_data_set_gets_its_name(
+def test_data_set_is_on_the_disk_before_it_gets_its_name(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renamed = []

@@ -51,7 +51,7 @@ LOST = {
 
 @pytest.mark.parametrize("name", LOST)
 @pytest.mark.parametrize("later", [[], [USER, DONE]], ids=["last", "earlier"])
-def test_an_answer_whose_words_the_template_drops_is_refused(encoder, name, later):
+def test_answers_that_the_template_drops_are_refused(encoder, name, later):
     record = {"messages": [USER, {"role": "assistant", "content": LOST[name]}, *later]}
     with pytest.raises(ChatError, match="leaves out a text or reads it as thinking"):
         trained_text(encoder, record)
@@ -67,7 +67,7 @@ def test_an_answer_whose_words_the_template_drops_is_refused(encoder, name, late
         ("The tag `<think>` opens.", "The tag `<think>` opens."),
     ],
 )
-def test_usual_answers_with_thinking_are_trained_on_whole(encoder, answer, trained):
+def test_answers_with_thinking_are_trained_on_whole(encoder, answer, trained):
     record = {"messages": [USER, {"role": "assistant", "content": answer}]}
     assert trained_text(encoder, record) == f"{trained}<|im_end|>"
 
@@ -83,7 +83,7 @@ def test_tags_in_reasoning_are_refused():
         read_conversation({"messages": [USER, answer]})
 
 
-def test_a_template_that_drops_other_texts_is_refused(encoder):
+def test_templates_that_drop_other_texts_are_refused(encoder):
     changed = ChatEncoder.__new__(ChatEncoder)
     changed.__dict__.update(encoder.__dict__)
     head, tag, tail = encoder.chat_template.rpartition("<tool_response>")
@@ -98,7 +98,7 @@ def test_a_template_that_drops_other_texts_is_refused(encoder):
             trained_text(changed, {"messages": messages})
 
 
-def test_a_thousand_ordinary_answers_are_accepted(encoder):
+def test_ordinary_answers_are_accepted(encoder):
     for record in ordinary_records(350, seed=len(encoder.chat_template)):  # for each of three templates
         trained_text(encoder, record)
 
@@ -158,9 +158,16 @@ def test_other_ids_that_do_not_match_are_refused(calls, results):
         results_read([call_of(i) for i in calls], [result_of(i) for i in results])
 
 
+@pytest.mark.parametrize("results", [[None], [None] * 3])
+@pytest.mark.parametrize("calls", [(None, None), ("1", "2")])
+def test_results_without_ids_are_one_for_each_call(calls, results):
+    with pytest.raises(RecordError, match=f"2 calls have {len(results)} results") as caught:
+        results_read([call_of(i) for i in calls], [result_of(i) for i in results])
+    assert caught.value.reason == "results and calls differ"
+
+
 @pytest.mark.parametrize(
-    ("calls", "results"),
-    [((None, None), [None, None]), (("1", "2"), [None, None]), ((None, None), "12"), (("1", "2"), [None])],
+    ("calls", "results"), [((None, None), [None, None]), (("1", "2"), [None, None]), ((None, None), "12")]
 )
 def test_results_without_ids_stay_in_their_order(calls, results):
     wanted = "".join(str(i)[-1] for i in results)
@@ -173,7 +180,7 @@ def test_results_with_media_are_not_moved():
         results_read([call_of("1"), call_of("2")], [picture, result_of("1")])
 
 
-def test_calls_that_are_turns_of_their_own_have_ids_too():
+def test_calls_as_turns_have_ids_too():
     turns = [{"role": "tool_call", "tool_call_id": i, "content": json.dumps({"name": f"f{i}"})} for i in "12"]
     read = read_conversation({"messages": [USER, *turns, result_of("2"), result_of("1"), DONE]}).messages
     assert [m["content"] for m in read if m["role"] == "tool"] == ["result of 1", "result of 2"]
@@ -296,6 +303,6 @@ def test_arguments_that_parsing_would_change_are_refused(name, as_text, as_array
 
 @pytest.mark.parametrize("as_text", [True, False])
 @pytest.mark.parametrize("arguments", KEPT)
-def test_usual_numbers_stay(arguments, as_text, tmp_path):
+def test_arguments_keep_usual_numbers(arguments, as_text, tmp_path):
     message = read_conversation(as_line(arguments, tmp_path, as_text, False)).messages[1]
     assert message["tool_calls"][0]["function"]["arguments"] == json.loads(arguments)

@@ -51,7 +51,7 @@ def options(tmp_path: Path, name: str, **more) -> ConversionOptions:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_all_parts_hold_the_samples_of_one_conversion(tmp_path, inputs, count):
+def test_parts_hold_the_samples_of_one_conversion(tmp_path, inputs, count):
     whole = convert_dataset(inputs, options(tmp_path, "whole"))
     samples: dict[str, bytes] = {}
     records = 0
@@ -68,7 +68,7 @@ def test_all_parts_hold_the_samples_of_one_conversion(tmp_path, inputs, count):
         assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == names
 
 
-def test_other_parts_and_empty_ones_are_refused(tmp_path, inputs):
+def test_parts_of_another_conversion_are_refused(tmp_path, inputs):
     convert_dataset(inputs, options(tmp_path, "out", part=(0, 2)))
     with pytest.raises(ConvertError, match="converted from other input or with other arguments"):
         convert_dataset(inputs[:2], options(tmp_path, "out", part=(1, 2)))
@@ -81,7 +81,7 @@ def test_other_parts_and_empty_ones_are_refused(tmp_path, inputs):
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_the_commands_of_an_array_of_jobs(tmp_path, inputs, capsys):
+def test_parts_are_converted_and_verified_by_commands(tmp_path, inputs, capsys):
     out = tmp_path / "out"
     command = ["data", "convert", "--input", *map(str, inputs), "--media-root", str(tmp_path / "media")]
     command += ["--out", str(out), "--workers", "2", "--max-quarantined", "1"]

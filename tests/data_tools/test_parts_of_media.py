@@ -58,7 +58,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("record", "field"), REFUSED, ids=[field for _, field in REFUSED])
-def test_a_part_of_a_medium_is_refused(record, field):
+def test_parts_of_a_medium_are_refused(record, field):
     with pytest.raises(RecordError, match="is not read") as caught:
         read_conversation(record)
     assert (caught.value.reason, caught.value.field_path) == ("part of a medium", field)
@@ -90,7 +90,7 @@ def test_cost_origin_and_empty_values_are_not_refused(record, ignored):
     assert {key for _, key in read_conversation(record).ignored_keys} == ignored
 
 
-def test_a_clip_is_not_converted_as_the_whole_video(tmp_path: Path, capsys):
+def test_clip_is_not_converted_as_the_whole_video(tmp_path: Path, capsys):
     write(tmp_path / "m/a.mp4", video(8))
     records = [
         in_part(video_start=5, video_end=8),

@@ -61,7 +61,7 @@ def test_columns_name_question_answer_and_image(tmp_path: Path):
     table.write_text("q,a,pic,output\nWhat?,A dot,dot.png,never read\n")
     (tmp_path / "dot.png").write_bytes(encoded(64, 64))
     options = ConversionOptions(
-        media_roots=(tmp_path,),
+        media_root=tmp_path,
         out=tmp_path / "out",
         columns="q=user,a=assistant,pic=image",
         missing_markers="first",

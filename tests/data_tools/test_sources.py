@@ -53,7 +53,7 @@ def test_shares_are_those_of_training(out, tmp_path):
     assert [source.share for source in read_sources(mixture, "train")] == pytest.approx([62 / 162, 100 / 162])
 
 
-def test_a_subset_is_a_part_of_its_source(out, tmp_path):
+def test_subset_is_a_part_of_its_source(out, tmp_path):
     """31 samples, of which the last 40 % are read twice: from the 18th (int(31 x 0.6)) to the last."""
     mixture = tmp_path / "mix.yaml"
     part = {"path": str(out), "repetitions": 2, "subset": {"range": ["60%", "100%"]}}
@@ -81,7 +81,7 @@ def test_samples_are_found_by_key_and_by_place(out):
     reader.close()
 
 
-def test_a_folder_of_parts_gives_a_source_for_each(tmp_path):
+def test_folder_of_parts_gives_a_source_for_each(tmp_path):
     """A subset ends within the second part; the third has no shard of the split."""
     parts = []
     for number, counts in enumerate(([3, 4], [5], [])):

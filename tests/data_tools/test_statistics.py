@@ -75,7 +75,7 @@ def _metadataset(folder: Path, kind: str, parts: list[dict]) -> Path:
     return path
 
 
-def test_each_sample_counts_as_in_the_loaders_rows(out):
+def test_samples_count_as_in_the_rows_of_the_loader(out):
     found = _statistics(out, pack=False)
     (one,) = found.sources
     folder = tiny_checkpoint("qwen2_5_vl")
@@ -103,7 +103,7 @@ def test_each_sample_counts_as_in_the_loaders_rows(out):
     assert one.assistant_turns == 24 + 2 * 6 + 1
 
 
-def test_each_split_has_its_own_numbers(texts):
+def test_splits_have_numbers_of_their_own(texts):
     seen = Counter()
     for split in ("train", "val"):
         found = _statistics(texts, split)
@@ -140,7 +140,7 @@ def test_limits_are_those_of_the_run(out):
         none.pass_facts(1)
 
 
-def test_what_the_description_excludes_is_not_usable(texts, tmp_path):
+def test_excluded_samples_are_not_usable(texts, tmp_path):
     """Sizes are made without it."""
     folder = shutil.copytree(texts, tmp_path / "set")
     shutil.rmtree(folder / ".nv-meta/sizes")
@@ -153,13 +153,13 @@ def test_what_the_description_excludes_is_not_usable(texts, tmp_path):
     assert found.num_usable == whole.num_usable - 1
 
 
-def test_a_data_set_without_sizes_names_the_command(tmp_path):
+def test_missing_sizes_name_the_command(tmp_path):
     out, _ = converted(tmp_path, [LONG, LONG])
     with pytest.raises(SizesError, match=rf"run `megatron-vl data index --data {out} --processor "):
         _statistics(out)
 
 
-def test_a_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
+def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     parts = [{"path": str(out), "weight": 3}, {"path": str(texts), "weight": 1}]
     found = _statistics(_metadataset(tmp_path, "blend", parts))
     first, second = (one.sizes["tokens"][one.usable_mask] for one in found.sources)
@@ -176,7 +176,7 @@ def test_a_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     assert pictures / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
 
 
-def test_a_subset_is_counted_alone(out, tmp_path):
+def test_subset_is_counted_alone(out, tmp_path):
     """31 samples, of which the last 40 % are taken: from the 18th (int(31 x 0.6)) to the last."""
     part = {"path": str(out), "repetitions": 2, "subset": {"range": ["60%", "100%"]}}
     path = _metadataset(tmp_path, "blend_epochized", [part, {"path": str(out), "repetitions": 1}])
@@ -214,7 +214,7 @@ def test_rows_are_packed_as_the_loader_packs_them(out):
     assert full["patches"] == pytest.approx(sum(row.num_patches for row in rows) / len(rows), rel=0.25)
 
 
-def test_a_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
+def test_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
     assert _statistics(out, pack=False).pass_facts(4) == {
         "rows": 30,
         "global_batch_size": 4,
@@ -232,7 +232,7 @@ def test_a_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
     assert some.pass_facts(1)["rows"] == math.ceil(tokens / each) in (4, 5)
 
 
-def test_quantiles_worked_out_by_hand():
+def test_quantiles_equal_those_by_hand():
     values = np.array([5, 1, 2, 4, 3] * 20)
     assert describe_values(values, np.full(100, 0.01)) == {
         "mean": 3,

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vl.config import parse_config
 from megatron_vl.spec.families import read_spec
 from tests.support.dry_build import dry_build
-from tests.training.lora_programs import build, start
+from tests.support.tiny_trainer import trainer_of
 from toolkit.parity.case import draw_samples, pack_step
 
 
@@ -29,10 +29,9 @@ def kept_by_tower(hf: str, weights: str, targets: list[list[str]]) -> list[float
 
     Parameters are left out, and views of one tensor count once.
     """
-    platform = start("cpu")
     kept_bytes = []
     for names in targets:
-        live = build("tower", hf, weights, {"rank": 4, "targets": names}, {}, platform)
+        live = trainer_of(hf, lora={"rank": 4, "targets": names})
         [row] = pack_step(live, draw_samples([["image"]], live.spec, 0)).rows
         tower = live.model_chunks[0].module.vision_model
         kept: dict[int, Tensor] = {}

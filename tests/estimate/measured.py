@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import TrainConfig, parse_config, validate_config
+from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory import peak_stage_gib, stage_memories
 from megatron_vl.estimate.split import run_layout
-from megatron_vl.estimate.step import step_time
+from megatron_vl.estimate.step import predict_layout
 from megatron_vl.spec.families import read_spec
 
 FOLDER = Path(__file__).parent
@@ -52,13 +52,13 @@ def _estimate(facts: dict[str, Any]) -> MeasuredRun:
     cut = {f"num_{name}": facts[name] for name in ("language_layers", "vision_layers") if name in facts}
     spec = spec.replace_layers(**cut) if cut else spec
     config = parse_config([*facts["options"].split(), "--data.path", f"synthetic:{facts['rows']}"])
-    layout, dp = run_layout(config, spec, facts["gpus"]), validate_config(config, facts["gpus"])
-    time = step_time(config, spec, layout, dp, find_gpu(facts["gpu"]))
-    fullest_row = time.rows._replace(
-        patches=FULLEST_PATCHES * time.rows.patches, loss_tokens=FULLEST_LOSS * time.rows.loss_tokens
+    layout = run_layout(config, spec, facts["gpus"])
+    run = predict_layout(config, spec, facts["gpus"], layout, find_gpu(facts["gpu"]))
+    fullest_row = run.rows._replace(
+        patches=FULLEST_PATCHES * run.rows.patches, loss_tokens=FULLEST_LOSS * run.rows.loss_tokens
     )
-    gib = peak_stage_gib(stage_memories(config, spec, layout, dp, fullest_row))
-    return MeasuredRun(facts, config, 1e3 * time.step_seconds, gib)
+    gib = peak_stage_gib(stage_memories(config, spec, layout, run.data_parallel_size, fullest_row))
+    return MeasuredRun(facts, config, 1e3 * run.step_seconds, gib)
 
 
 def print_errors() -> None:

@@ -11,6 +11,7 @@ import pytest
 from megatron_vl.config import (
     DataConfig,
     Fp8Config,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -19,7 +20,7 @@ from megatron_vl.config import (
     VisionConfig,
     validate_config,
 )
-from megatron_vl.estimate.flops import recompute_flops, row_sizes, tower_forward_flops
+from megatron_vl.estimate.flops import repeated_flops, row_sizes, tower_forward_flops
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import model_part, tensor_table
 from tests.support.planned import estimate_stage_memory
@@ -56,15 +57,12 @@ def test_smaller_calls_need_less_memory() -> None:
     assert sizes[0][1].total_bytes < sizes[2][1].total_bytes
 
 
-def test_the_second_forward_pass_is_counted() -> None:
-    full, window = [64, 128], [64, 64, 64]
-    rows = ([300], full, window)
-    plain = RecomputeConfig()
-    again = recompute_flops(SPEC, ModelConfig(), plain, *rows, is_decoupled=True)
-    tower = sum(tower_forward_flops(SPEC.vision, row_sizes([], full, window, 0)))
-    assert again.vision == tower and again.language == 0
+def test_flops_count_the_second_forward_pass_of_a_decoupled_tower() -> None:
+    sizes, plain = row_sizes([300], [64, 128], [64, 64, 64], 0), RecomputeConfig()
+    again = repeated_flops(SPEC, ModelConfig(), LoraConfig(), plain, sizes, is_decoupled=True)
+    assert again.tower == sum(tower_forward_flops(SPEC.vision, sizes)) and again.language == 0
     frozen = ModelConfig(freeze_vision=True)  # all activations of the merger are kept
-    assert recompute_flops(SPEC, frozen, plain, *rows, is_decoupled=True).total == 0
+    assert repeated_flops(SPEC, frozen, LoraConfig(), plain, sizes, is_decoupled=True).total == 0
 
 
 def test_fp8_of_the_tower_is_refused_by_name() -> None:

@@ -7,36 +7,41 @@ is added here.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
-from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.estimate.flops import (
+    RowFlops,
     _counted_products,
-    recompute_flops,
+    needed_flops,
     repeated_flops,
-    row_flops,
     row_sizes,
     tower_forward_flops,
 )
 from megatron_vl.estimate.layer_kinds import layer_kinds
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.lora import fused_adapters, saved_modules, stored_lora
+from megatron_vl.training.step import run_schedule
 from tests.support.ranks import call
-from tests.training.programs import counted_flops
+from tests.support.tiny_trainer import tiny_trainer
 from toolkit.bench.report import row_work
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs
 
+NO_LORA = LoraConfig()
 HYBRID = ["qwen3_5", "qwen3_5_moe"]
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID]
 FREEZE = {
@@ -67,27 +72,47 @@ def lengths(samples: list[TokenizedSample], spec: ModelSpec) -> tuple[list[int],
     return documents, *(vision if row.num_images else ([], []))
 
 
+def step_flops(
+    spec: ModelSpec,
+    where: tuple,
+    loss_tokens: int,
+    model: ModelConfig | None = None,
+    lora: LoraConfig = NO_LORA,
+) -> float:
+    """FLOPs of both passes of a row with :func:`lengths` ``where``."""
+    return needed_flops(spec, model or ModelConfig(), lora, row_sizes(*where, loss_tokens)).total
+
+
+def again_flops(spec: ModelSpec, recompute: RecomputeConfig, where: tuple) -> RowFlops:
+    return repeated_flops(spec, ModelConfig(), NO_LORA, recompute, row_sizes(*where, 0))
+
+
 def forward_flops(spec: ModelSpec, documents: list[int], head_tokens: int) -> float:
     """Forward FLOPs of the language model."""
-    full = RecomputeConfig(language="full")
-    layers = recompute_flops(spec, ModelConfig(), full, documents, [], []).language
+    layers = again_flops(spec, RecomputeConfig(language="full"), (documents, [], [])).language
     return layers + 2.0 * spec.language.hidden_size * spec.language.vocab_size * head_tokens
 
 
 def attention_flops(spec: ModelSpec, documents: list[int], *, linear: bool = False) -> list[float]:
     """Forward FLOPs of softmax attention (or of the delta rule) in each layer, 0 in those without it."""
     again = RecomputeConfig(language="selective", language_modules=["core_attn"])
-    sizes, lora = row_sizes(documents, [], [], 0), LoraConfig()
-    layers = repeated_flops(spec, ModelConfig(), lora, again, sizes).layers
+    layers = again_flops(spec, again, (documents, [], [])).layers
     return [
         layer.dense * (kind.has_linear_attention == linear)
-        for kind, layer in zip(layer_kinds(spec, lora), layers, strict=True)
+        for kind, layer in zip(layer_kinds(spec, NO_LORA), layers, strict=True)
     ]
 
 
-def learnt(sample: TokenizedSample) -> torch.Tensor:
-    """The tokens with loss."""
+def loss_tokens_of(sample: TokenizedSample) -> torch.Tensor:
     return sample.loss_mask[1:].nonzero()[:, 0]
+
+
+def counted_step(model: torch.nn.Module, sample: TokenizedSample, spec: ModelSpec, norm) -> float:
+    """What torch counts in both passes, with logits of the loss tokens."""
+    inputs = hf_inputs([sample], spec, norm) | {"logits_to_keep": loss_tokens_of(sample)}
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
 
 
 def rotary(spec: ModelSpec, tokens: int) -> float:
@@ -121,7 +146,7 @@ def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, 
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     sample = make_sample(kind, spec, 0)
     documents, full, window = lengths([sample], spec)
-    for wanted in (learnt(sample), torch.arange(len(sample))):
+    for wanted in (loss_tokens_of(sample), torch.arange(len(sample))):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             load(hf)(**hf_inputs([sample], spec, norm), use_cache=False, logits_to_keep=wanted)
         ours = forward_flops(spec, documents, len(wanted)) + sum(attention_flops(spec, documents))
@@ -140,23 +165,15 @@ def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family:
     spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
     model, sample = load(hf), make_sample("mixed", spec, 0)
     for name, parameter in model.named_parameters():
-        part = (
-            "merger"
-            if ".merger" in name or "deepstack_merger" in name
-            else "vision"
-            if ".visual." in name
-            else "language"
-        )
+        part = "vision" if ".visual." in name else "language"
+        part = "merger" if ".merger" in name or "deepstack_merger" in name else part
         parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
-    with FlopCounterMode(display=False) as counter:
-        model(
-            **hf_inputs([sample], spec, norm), use_cache=False, logits_to_keep=learnt(sample)
-        ).logits.sum().backward()
+    counted = counted_step(model, sample, spec, norm)
     model.requires_grad_(True).zero_grad()
     where = lengths([sample], spec)
-    ours = row_flops(spec, freeze, *where, len(learnt(sample))).total
+    ours = step_flops(spec, where, len(loss_tokens_of(sample)), freeze)
     ours += 3 * sum(attention_flops(spec, where[0])) - 3 * sum(attention_flops(spec, where[0], linear=True))
-    assert counter.get_total_flops() - ours == rotary(spec, len(sample))
+    assert counted - ours == rotary(spec, len(sample))
 
 
 LORA_TARGETS = {
@@ -198,19 +215,14 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
         modules_to_save=list(set(saved_modules(spec, lora).values())) or None,
     )
     model, sample = peft.get_peft_model(load.__wrapped__(hf), options), make_sample("mixed", spec, 0)
-    with FlopCounterMode(display=False) as counter:
-        model(
-            **hf_inputs([sample], spec, norm), use_cache=False, logits_to_keep=learnt(sample)
-        ).logits.sum().backward()
-
-    where = lengths([sample], spec)
-    ours = row_flops(spec, ModelConfig(), *where, len(learnt(sample)), lora).total
+    counted, where = counted_step(model, sample, spec, norm), lengths([sample], spec)
+    ours = step_flops(spec, where, len(loss_tokens_of(sample)), lora=lora)
     # transformers computes the other half of the squares, and no delta rule.
     softmax, delta_rule = (attention_flops(spec, where[0], linear=linear) for linear in (False, True))
     layers = _counted_products(spec, ModelConfig(), lora).layers
     for layer, squares, rule in zip(layers, softmax, delta_rule, strict=True):
         ours += layer.attention_count * (squares - rule)
-    assert counter.get_total_flops() - ours == rotary(spec, len(sample))
+    assert counted - ours == rotary(spec, len(sample))
 
 
 @pytest.mark.slow
@@ -235,22 +247,38 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
             model(**hf_inputs([sample], spec, norm), use_cache=False).logits.sum().backward()
         counts.append(counter.get_total_flops())
     where = lengths([sample], spec)
-    ours = recompute_flops(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where)
+    ours = again_flops(spec, RecomputeConfig(**{part: "full"}), where)
     attention = sum(attention_flops(spec, where[0]))
     squares = attention if part == "language" else 0.0
     assert counts[1] - counts[0] == ours.total + squares
     # The benchmark counts what this model does with its logits of every token.
     run = TrainConfig(recompute=RecomputeConfig(**{part: "full"}))
-    done = row_work(spec, run, where, len(learnt(sample)), whole_head=True)
+    done = row_work(spec, run, where, len(loss_tokens_of(sample)), whole_head=True)
     assert counts[1] - done["executed flops"] == 3 * attention + squares + rotary(spec, len(sample))
-    assert (ours.vision if part == "language" else ours.language) == 0.0
+    assert (ours.tower if part == "language" else ours.language) == 0.0
+
+
+def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
+    """Torch's count for a forward and backward pass of our modules under each kind of recomputation."""
+    trainer = tiny_trainer(hf)
+    samples = [make_sample("mixed", trainer.spec, seed) for seed in (0, 1)]
+    length = sum(map(len, samples))
+
+    counts = []
+    for kind in kinds:
+        chunks = trainer.again(recompute=RecomputeConfig(**kind)).model_chunks
+        rows = trainer.feed_of([pack_row(samples, trainer.spec, length)], 1).next_batch().rows
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            run_schedule(chunks, rows, seq_len=length)
+        counts.append(counter.get_total_flops())
+    return counts
 
 
 @pytest.mark.ranks
 def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     """What Megatron-core runs again under each kind of recomputation, and what its modules run at all.
 
-    The output layer runs for the tokens that bear loss and those that fill up their number.
+    The output layer runs for the loss tokens and those that fill up their number.
     """
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     kinds = [
@@ -260,33 +288,21 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
         RecomputeConfig(language="selective", language_modules=["core_attn"]),
         RecomputeConfig(language="selective", language_modules=["core_attn", "mlp"]),
     ]
-    chosen = [
-        {"language": k.language, "language_modules": k.language_modules, "vision": k.vision} for k in kinds
-    ]
-    counted = call(counted_flops, hf=str(hf), kinds=chosen)
+    counted = call(counted_flops, hf=str(hf), kinds=list(map(dataclasses.asdict, kinds)))
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
-    where, loss_tokens = lengths(samples, spec), sum(len(learnt(sample)) for sample in samples)
+    where, loss_tokens = lengths(samples, spec), sum(len(loss_tokens_of(sample)) for sample in samples)
     v, squares = spec.vision, sum(attention_flops(spec, where[0]))
     assert loss_tokens < LOSS_INDEX_MULTIPLE < sum(where[0])
-    filled_up = 3 * (
-        forward_flops(spec, where[0], LOSS_INDEX_MULTIPLE - loss_tokens) - forward_flops(spec, where[0], 0)
-    )
-    padding = (
-        2.0
-        * v.num_layers
-        * 3
-        * v.hidden_size
-        * (v.padded_ffn_hidden_size - v.ffn_hidden_size)
-        * sum(where[1])
-    )
-    model = row_flops(spec, ModelConfig(), *where, loss_tokens).total
+    head_tokens = LOSS_INDEX_MULTIPLE - loss_tokens
+    filled_up = 3 * (forward_flops(spec, where[0], head_tokens) - forward_flops(spec, where[0], 0))
+    padded_columns = v.padded_ffn_hidden_size - v.ffn_hidden_size
+    padding = 2.0 * v.num_layers * 3 * v.hidden_size * padded_columns * sum(where[1])
+    model = step_flops(spec, where, loss_tokens)
     for kind, count in zip(kinds, counted, strict=True):
-        again = recompute_flops(spec, ModelConfig(), kind, *where).total
-        left_out = (
-            filled_up + (3 + (kind.language != "none")) * squares + (3 + (kind.vision == "full")) * padding
-        )
-        assert count == model + again + left_out, kind
+        again = again_flops(spec, kind, where).total
+        left_out = filled_up + (3 + (kind.language != "none")) * squares
+        assert count == model + again + left_out + (3 + (kind.vision == "full")) * padding, kind
 
 
 @pytest.mark.parametrize("family", HYBRID)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -11,18 +10,13 @@ import torch
 
 from converters.convert import convert_weights
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
+from megatron_vl.estimate.activations import ActivationEstimator
 from megatron_vl.estimate.gpus import find_gpu
-from megatron_vl.estimate.memory import (
-    StageMemory,
-    _ActivationEstimator,
-    count_parameters,
-    replica_bytes,
-    stage_memories,
-    stage_parameters,
-)
+from megatron_vl.estimate.memory import StageMemory, stage_memories
 from megatron_vl.estimate.memory_check import least_offload_fraction
+from megatron_vl.estimate.parameters import count_parameters, replica_bytes, stage_parameters
 from megatron_vl.estimate.search import SearchRequest, search_layouts
-from megatron_vl.estimate.split import run_layout
+from megatron_vl.estimate.split import run_layout, with_split
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.lora import freeze_unadapted_parts
@@ -64,15 +58,19 @@ def memory_of(name: str, options: str) -> StageMemory:
     return stage_memories(config_of(options), spec, make_layout(spec), 1)[0]
 
 
+def estimator_of(
+    spec: ModelSpec, targets: list[str], patches: int = 0, *, rank: int = 16, dtype: str = "bfloat16"
+) -> ActivationEstimator:
+    config = TrainConfig(lora=LoraConfig(rank=rank, targets=targets), dtype=dtype)
+    return ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), patches)
+
+
 @pytest.mark.ranks
 def test_parameters_are_those_of_the_modules(tiny_checkpoint) -> None:
     """In every layout, of each stage: all parameters and the trained ones."""
     hf = {family: str(tiny_checkpoint(family)) for family, _, _ in RUNS}
-    built = call(
-        built_parameters,
-        hf=hf,
-        runs=[[family, ranks, f"{BASE} {options}"] for family, ranks, options in RUNS],
-    )
+    runs = [[family, ranks, f"{BASE} {options}"] for family, ranks, options in RUNS]
+    built = call(built_parameters, hf=hf, runs=runs)
     for (family, ranks, options), stages in zip(RUNS, built, strict=True):
         config, spec = config_of(f"{BASE} {options}"), read_spec(hf[family])
         layout = run_layout(config, spec, ranks)
@@ -103,14 +101,10 @@ def test_replica_bytes_are_those_of_the_stages() -> None:
 
 def test_tower_without_adapters_keeps_nothing() -> None:
     """Neither does a part of the language model: only what adapters or other operators read is kept."""
+    attention_alone = "--lora.rank 16 --lora.targets [attention]"
+    all_parts = "--lora.rank 16 --lora.targets [language,vision,merger]"
     full, language, attention, everything = (
-        memory_of(B7, options)
-        for options in (
-            "--lora.rank 0",
-            "--lora.rank 16",
-            "--lora.rank 16 --lora.targets [attention]",
-            "--lora.rank 16 --lora.targets [language,vision,merger]",
-        )
+        memory_of(B7, options) for options in ("--lora.rank 0", "--lora.rank 16", attention_alone, all_parts)
     )
     frozen = memory_of(B7, "--model.freeze_vision true --model.freeze_merger true")
     assert language.vision == frozen.vision < 0.05 * full.vision
@@ -121,7 +115,7 @@ def test_tower_without_adapters_keeps_nothing() -> None:
     # Without an adapter of the second matrix, no MLP keeps its activation: 18944 numbers of each token.
     assert language.activations - attention.activations > 28 * 4096 * 18944 * 2
     recomputed = "--recompute.language selective --recompute.language_modules [activation]"
-    assert memory_of(B7, f"--lora.rank 16 --lora.targets [attention] {recomputed}") == attention
+    assert memory_of(B7, f"{attention_alone} {recomputed}") == attention
 
 
 @pytest.mark.ranks
@@ -133,8 +127,7 @@ def test_autograd_keeps_what_is_estimated_of_a_frozen_tower(tiny_checkpoint, tmp
     kept = call(kept_by_tower, hf=str(hf), weights=str(tmp_path / "weights"), targets=targets)
     kept[1] += 4 * spec.vision.out_hidden_size / spec.vision.merge_unit
     for names, kept_bytes in zip(targets, kept, strict=True):
-        config = TrainConfig(lora=LoraConfig(rank=4, targets=names), dtype="float32")
-        estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), 1)
+        estimator = estimator_of(spec, names, 1, rank=4, dtype="float32")
         assert estimator.vision_tower_bytes().kept_bytes == pytest.approx(kept_bytes)
 
 
@@ -149,27 +142,19 @@ def test_dropout_keeps_a_copy_of_each_input() -> None:
 
 @pytest.mark.parametrize("name", [B9, A35])
 def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> None:
-    spec = spec_of(name)
-
-    def elements(targets: list[str]) -> list[float]:
-        config = TrainConfig(lora=LoraConfig(rank=16, targets=targets))
-        estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), 0)
-        return sorted(estimator._elements_by_layer_kind.values())
-
-    with_output, without = elements(["out_proj", "o_proj"]), elements(["in_proj_z", "k_proj"])
+    targets = ["out_proj", "o_proj"], ["in_proj_z", "k_proj"]
+    estimators = [estimator_of(spec_of(name), names) for names in targets]
+    with_output, without = (sorted(each._elements_by_layer_kind.values()) for each in estimators)
     # Both kinds of layers: the output of the norm or of the gate, 4096 numbers of a token.
     assert [more - less for more, less in zip(with_output, without, strict=True)] == [4096.0, 4096.0]
 
 
 def test_frozen_experts_keep_no_input() -> None:
     """Of a token and its 8 experts: neither their input, 2048 numbers, nor their activation, 512."""
-    spec = spec_of(A35)
-    elements = []
-    for experts in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj"):
-        config = TrainConfig(lora=LoraConfig(rank=16, targets=["q_proj", "in_proj_z", experts]))
-        estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), 0)
-        elements.append(min(estimator._elements_by_layer_kind.values()))
-    both, down, shared = elements
+    both, down, shared = (
+        min(estimator_of(spec_of(A35), ["q_proj", "in_proj_z", name])._elements_by_layer_kind.values())
+        for name in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj")
+    )
     assert both - down == 8 * (2048 + 16)
     assert down - shared == 8 * (512 + 16) - (512 + 16)
 
@@ -182,10 +167,7 @@ def test_adapters_of_some_layers_count_in_their_stages() -> None:
     layout = make_layout(spec, 1, 2, 1, [14, 14])
     first, second = stage_memories(config, spec, layout, 1)
     assert first.gradients > 0 and second.gradients == second.optimizer == 0
-    prediction = predict_run(
-        dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=[14, 14])), spec, 2
-    )
-    times = prediction.stage_seconds
+    times = predict_run(with_split(config, layout), spec, 2).stage_seconds
     assert times[0] > times[1]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import DataConfig, TrainConfig
+from megatron_vl.estimate.activations import ActivationEstimator
 from megatron_vl.estimate.layer_kinds import LayerKind
-from megatron_vl.estimate.memory import _ActivationEstimator
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.lora import freeze_unadapted_parts
@@ -34,7 +34,7 @@ def test_linear_attention_keeps_what_is_estimated(
     config["text_config"] |= heads
     spec = read_spec(config)
     config_of_run = TrainConfig(dtype="float32", data=DataConfig(seq_len=128 * cp))
-    sizes = _ActivationEstimator(
+    sizes = ActivationEstimator(
         freeze_unadapted_parts(config_of_run, spec), spec, make_layout(spec, cp=cp), 0
     )
     estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True))

@@ -41,13 +41,10 @@ from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import mixed_records, open_loader
 from tests.data.media import encoded, video
+from tests.fuzz.mutations import BYTE_CHANGES, cut, edited, flipped, noise, numbers, spliced
 from tests.tiny import tiny_checkpoint
 
 FORK = multiprocessing.get_context("fork")
-ODD: list[Any] = [None, True, 0, -1, 5, 1e308, -0.0, 2**70]
-ODD += ["", "x", "\0", "\ud800", "<image>", "<|image_pad|>", "../a", "é" * 400]
-ODD += [[], {}, [[]], {"a": {}}, ["<image>"], [{"type": "image"}], {"type": "text"}]
-ODD += ["file:///etc/passwd", "https://x/y.png"]
 KINDS = "png webp jpeg jpeg420 progressive grey rgba palette cmyk exif grey16 bilevel".split()
 
 
@@ -72,73 +69,15 @@ class Outcome:
 # --- Mutations ----------------------------------------------------------------------------------------------
 
 
-def flipped(data: bytes, draw: random.Random) -> bytes:
-    out = bytearray(data)
-    for _ in range(draw.choice([1, 1, 4, 40])):
-        out[draw.randrange(len(out))] ^= 1 << draw.randrange(8)
-    return bytes(out)
-
-
-def cut(data: bytes, draw: random.Random) -> bytes:
-    return data[: draw.randrange(len(data))]
-
-
-def spliced(data: bytes, draw: random.Random) -> bytes:
-    at, to, size = (draw.randrange(len(data)) for _ in range(3))
-    return data[:at] + data[to : to + size // 4] + data[at:]
-
-
-def numbers(data: bytes, draw: random.Random) -> bytes:
-    """Bytes of a header, where sizes are, set to extremes."""
-    out = bytearray(data)
-    at = draw.randrange(min(len(out), 200))
-    out[at : at + 4] = draw.choice([b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", bytes(4), b"\x00\x01\x00\x00"])
-    return bytes(out)
-
-
-def noise(data: bytes, draw: random.Random) -> bytes:
-    return draw.randbytes(draw.choice([0, 1, 100, len(data)]))
-
-
 def unchanged(data: bytes, draw: random.Random) -> bytes:
     return data
-
-
-BYTES: list[Callable[[bytes, random.Random], bytes]] = [
-    flipped,
-    flipped,
-    cut,
-    spliced,
-    numbers,
-    noise,
-    unchanged,
-]
-
-
-def edited(value: Any, draw: random.Random) -> Any:
-    """A JSON value with one edit somewhere within: replaced, removed, doubled, or renamed."""
-    if isinstance(value, dict) and value and draw.random() < 0.85:
-        name = draw.choice(list(value))
-        rest = {k: v for k, v in value.items() if k != name}
-        return [{**rest}, {**value, name: edited(value[name], draw)}, {**rest, name + "s": value[name]}][
-            draw.choice([0, 1, 1, 1, 2])
-        ]
-    if isinstance(value, list) and value and draw.random() < 0.85:
-        i = draw.randrange(len(value))
-        return [
-            value[:i] + value[i + 1 :],
-            value[:i] + [edited(value[i], draw)] + value[i + 1 :],
-            value[: i + 1] + value[i:],
-            value[::-1],
-        ][draw.choice([0, 1, 1, 1, 2, 3])]
-    return draw.choice(ODD)
 
 
 def medium(draw: random.Random) -> tuple[str, bytes]:
     """Kind and bytes of a picture or video, mutated or not."""
     if draw.random() < 0.1:
-        return "video", draw.choice(BYTES)(draw.choice([_VIDEO, _FRAMES]), draw)
-    return "image", draw.choice(BYTES)(draw.choice(_PICTURES), draw)
+        return "video", draw.choice([*BYTE_CHANGES, unchanged])(draw.choice([_VIDEO, _FRAMES]), draw)
+    return "image", draw.choice([*BYTE_CHANGES, unchanged])(draw.choice(_PICTURES), draw)
 
 
 _PICTURES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumerate(KINDS)]
@@ -163,7 +102,7 @@ def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
 
     if how == "record":
         for _ in range(draw.choice([1, 1, 2, 5])):
-            record = edited(record, draw)
+            record, _ = edited(record, draw)
         return json.dumps(record).encode()
 
     line = json.dumps(record, ensure_ascii=False).encode()
@@ -174,7 +113,7 @@ def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
             .encode(draw.choice(["utf-16", "latin-1", "utf-8-sig", "cp037"]))
         )
 
-    return draw.choice(BYTES[:-1])(line, draw)
+    return draw.choice(BYTE_CHANGES)(line, draw)
 
 
 def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
@@ -227,11 +166,11 @@ def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]
     out = dict(members)
     how = draw.choice(["text", "media", "bytes", "member"])
     if how == "text":
-        record = edited(record, draw)
+        record, _ = edited(record, draw)
     names = [name for name in members if name != "json"]
     if how == "media" and names:
         name = draw.choice(names)
-        out[name] = draw.choice(BYTES)(members[name] or b"x", draw)
+        out[name] = draw.choice([*BYTE_CHANGES, unchanged])(members[name] or b"x", draw)
         for item in record["media"]:
             if item["key"] == name:
                 item["crc32"] = zlib.crc32(out[name])
@@ -241,7 +180,7 @@ def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]
     text = json.dumps(record).encode()
     out["json"] = append_crc32(text) if isinstance(record, dict) and record else text
     if how == "bytes":
-        out["json"] = draw.choice(BYTES)(out["json"], draw)
+        out["json"] = draw.choice([*BYTE_CHANGES, unchanged])(out["json"], draw)
 
     return out
 
@@ -274,6 +213,7 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
     )  # slow imports, before the forks
     shards = sorted(out.glob("*.tar"))
     pristine = {shard: (_samples(shard), shard.read_bytes()) for shard in shards}
+    num_samples = sum(len(samples) for samples, _ in pristine.values())
     total = Outcome(0, 0)
     start = time.monotonic()
 
@@ -284,41 +224,15 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
             if draw.random() < 0.2:
                 _damage(shard, draw)
             places |= {f"{shard.name}[{i}]": key for i, (key, _) in enumerate(samples)}
-        todo = set(places.values())
-        used, reasons, missing = _guarded(
-            lambda todo=todo, places=places: _one_pass(out, places, todo, workers), 60 + len(todo)
-        )
+        used, dropped, _ = _guarded(lambda: _read_all(out, num_samples, workers), 60 + 2 * num_samples)
+        dropped = {places.get(key, key): reason for key, reason in dropped.items()}
+        missing = set(places.values()) - used.keys() - dropped.keys()
         assert not missing, f"neither in a row nor counted: {sorted(missing)[:5]}"
         total.count += len(places)
-        total.used += used
-        total.reasons.update(reasons)
+        total.used += len(used)
+        total.reasons.update(dropped.values())
 
     return _outcome(total, start)
-
-
-def _one_pass(
-    out: Path, places: dict[str, str], todo: set[str], workers: int
-) -> tuple[int, Counter[str], set[str]]:
-    """Rows until every sample was seen once: used without loss of its media, or dropped by reason."""
-    folder = tiny_checkpoint("qwen2_5_vl")
-    pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
-    data = DataConfig(path=str(out), seq_len=1024, num_workers=workers, shuffle=False, **pixels)
-    rows = open_loader(data, folder)
-    dropped: dict[str, str] = {}
-    used: set[str] = set()
-    seen = 0
-
-    for row in rows:
-        assert sum(row.dropped_counts.values()) == len(row.dropped_samples)
-        dropped |= {places.get(d.key, d.key): d.reason for d in row.dropped_samples}
-        used |= set(row.sample_keys)
-        seen += row.num_samples + len(row.dropped_samples)
-        missing = todo - used - dropped.keys()
-        if not missing or seen > 4 * len(todo):
-            break
-
-    rows.close()
-    return len(used - dropped.keys()), Counter(dropped.values()), missing
 
 
 # --- Storage ------------------------------------------------------------------------------------------------
@@ -356,8 +270,8 @@ def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
     draw = random.Random(seed)
     ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
     shards = sorted(shard.name for shard in out.glob("*.tar"))
-    counts = {shard: len(_samples(out / shard)) for shard in shards}
-    intact = _guarded(lambda: _digests(out, sum(counts.values())), 120 + sum(counts.values()))[0]
+    total_samples = sum(len(_samples(out / shard)) for shard in shards)
+    intact = _guarded(lambda: _read_all(out, total_samples, pack=False), 120 + total_samples)[0]
     total = Outcome(0, 0)
     start = time.monotonic()
 
@@ -374,11 +288,11 @@ def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
                 STORAGE[kind](copy / shard, draw)
 
         found, dropped, unlisted = _guarded(
-            lambda copy=copy: _digests(copy, sum(counts.values())), 180 + sum(counts.values())
+            lambda copy=copy: _read_all(copy, total_samples, pack=False), 180 + total_samples
         )
         changed = [key for key, digest in found.items() if digest != intact.get(key)]
         assert not changed, f"changed without a word: {changed[:5]}"
-        lost = sum(counts.values()) - len(found.keys() | dropped.keys()) - unlisted
+        lost = total_samples - len(found.keys() | dropped.keys()) - unlisted
         assert lost <= 0, f"{lost} samples are neither in a row nor counted"
         total.count += len(shards) - 1
         total.used += len(found)
@@ -389,32 +303,34 @@ def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
 
 
 @patch.object(tolerant_reader, "SAMPLE_TIMEOUT_S", 2.0)
-def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], int]:
-    """Of one pass with a sample in each row: the digest of each used sample, why others are left out, and how
-    many of those were only counted, because a row lists 256 of them."""
-    folder = tiny_checkpoint("qwen2_5_vl")
+def _read_all(
+    out: Path, samples: int, workers: int = 0, pack: bool = True
+) -> tuple[dict[str, str], dict[str, str], int]:
+    """Reads every sample at least once: a digest of the row of each used sample, why others are left out, and
+    how many of those were only counted, because a row lists 256 of them.
+
+    Without packing, a digest is that of the sample, and each is read once.
+    """
     pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
-    fixed = {"seq_len": 1024, "num_workers": 0, "shuffle": False, "pack": False}
-    data = DataConfig(path=str(out), **fixed, **pixels)
-    rows = open_loader(data, folder)
+    fixed = {"seq_len": 1024, "num_workers": workers, "shuffle": False, "pack": pack}
+    rows = open_loader(DataConfig(path=str(out), **fixed, **pixels), tiny_checkpoint("qwen2_5_vl"))
     found: dict[str, str] = {}
     dropped: dict[str, str] = {}
-    unlisted = 0
-
+    seen = unlisted = 0
     for row in rows:
+        seen += row.num_samples + len(row.dropped_samples)
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
         more = sum(row.dropped_counts.values()) - len(row.dropped_samples)
         unlisted += more
         again = set(row.sample_keys) & found.keys()
         # A sample without loss whose medium does not decode may be one of those that a row only counts.
         used = set() if more and not row.loss_mask.any() else set(row.sample_keys) - dropped.keys()
-        for key in used:
-            parts = (row.tokens, row.loss_mask, row.position_ids, row.vision.planes)
-            joined = b"".join(part.numpy().tobytes() for part in parts)
-            found[key] = hashlib.sha256(joined).hexdigest()
-        if again or len(found.keys() | dropped.keys()) + unlisted >= samples:
+        parts = (row.tokens, row.loss_mask, row.position_ids, row.vision.planes)
+        joined = b"".join(part.numpy().tobytes() for part in parts)
+        found |= dict.fromkeys(used, hashlib.sha256(joined).hexdigest())
+        is_complete = again or len(found.keys() | dropped.keys()) + unlisted >= samples
+        if seen > 2 * samples + 64 if pack else is_complete:  # the packer holds 64 samples back
             break
-
     rows.close()
     return {key: digest for key, digest in found.items() if key not in dropped}, dropped, unlisted
 

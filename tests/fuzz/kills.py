@@ -20,8 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, small_checkpoint, train
-from toolkit.common.process_tree import kill_process_tree
+import torch
+
+from megatron_vl.system.processes import kill_process_tree
+from tests.support.tiny_run import LAYOUT, command, environment, metrics, prepare, train
+from tests.tiny import tiny_checkpoint
 
 OPTIONS = ["--checkpoint.interval", "2", "--log.samples", "true"]
 LAYOUTS = {2: ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"], 4: LAYOUT}
@@ -79,7 +82,8 @@ def run_kills(
     """
     rng = random.Random(seed)
     options = [*LAYOUTS[ranks], *OPTIONS, "--data.num_workers", str(workers)]
-    prepared = prepare(folder / "prepared", small_checkpoint(folder / "hf"))
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    prepared = prepare(folder / "prepared", hf)
     start = time.perf_counter()
     done = train(prepared, folder / "undisturbed", *options, ranks=ranks, steps=steps)
     if done.returncode:

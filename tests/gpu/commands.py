@@ -9,13 +9,11 @@ check and returns exit code 1 if one fails.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import csv
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from PIL import Image
 
 from converters.convert import convert_weights, export_weights
 from tests.gpu.parity import MOE_SIZES, SIZES
-from tests.training.small_run import torchrun
+from tests.gpu.results import Results, option_parser, work_folders
+from tests.support.tiny_run import torchrun
 from toolkit.common.hf_loading import load_hf_model, load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
@@ -78,26 +77,21 @@ def write_inputs(folder: Path) -> None:
         csv.writer(file, delimiter="\t").writerows([["index", "image", "question", *"ABCD", "answer"], *rows])
 
 
-class Checks:
-    """Runs commands, keeps their logs, and counts what failed."""
+class Checks(Results):
+    """Runs commands and keeps their logs."""
 
     def __init__(self, out: Path) -> None:
+        super().__init__()
         self.out = out
-        self.failed = 0
 
     def run(self, name: str, *command: Any) -> str:
         """Standard output of the command; a failure is printed with its last lines."""
         start = time.monotonic()
         done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
         (self.out / f"{name}.log").write_text(done.stdout + done.stderr)
-        self.say(name, done.returncode == 0, f"{time.monotonic() - start:.0f} s")
-        if done.returncode:
+        if not self.add(name, done.returncode == 0, f"{time.monotonic() - start:.0f} s"):
             print("\n".join((done.stdout + done.stderr).strip().splitlines()[-6:]), flush=True)
         return done.stdout
-
-    def say(self, name: str, passed: bool, what: str) -> None:
-        self.failed += not passed
-        print(f"{'ok    ' if passed else 'FAILED'} {name:32s} {what}", flush=True)
 
 
 def transformers_answer(hf: Path, image: Path, platform: str) -> str:
@@ -143,7 +137,7 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     checks.run("training with validation", *train, "--config", run)
     answers = work / "run" / "eval.jsonl"
     lines = answers.read_text().splitlines() if answers.is_file() else []
-    checks.say("validation", bool(lines), f"{len(lines)} lines")
+    checks.add("validation", bool(lines), f"{len(lines)} lines")
 
 
 def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> None:
@@ -154,7 +148,7 @@ def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     got = checks.run("generate", *command, work / "hf", *asked)
     want = transformers_answer(work / "hf", image, platform)
     printable = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in want)
-    checks.say("generate, text", got.removesuffix("\n") == printable, repr(got))
+    checks.add("generate, text", got.removesuffix("\n") == printable, repr(got))
     checks.run("generate, run", *command, work / "run", "--model.hf", work / "hf", *asked)
 
 
@@ -171,18 +165,13 @@ def check_evaluate(checks: Checks, work: Path, ranks: int, platform: str) -> Non
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, choices=[1, 2, 4], help="GPUs, or processes on cpu")
-    parser.add_argument("--out", type=Path, help="folder for logs; a temporary one when not given")
-    parser.add_argument("--platform", choices=["cuda", "cpu"], default="cuda")
-    args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="commands-"))
-    checks = Checks(args.out or work)
-    checks.out.mkdir(parents=True, exist_ok=True)
+    args = option_parser(__doc__, ranks=2, platform=True).parse_args()
+    work, out = work_folders(args.out, "commands")
+    checks = Checks(out)
     prepare(work, args.ranks)
     for check in (check_training, check_generate, check_evaluate):
         check(checks, work, args.ranks, args.platform)
-    return int(checks.failed > 0)
+    return checks.exit_code()
 
 
 if __name__ == "__main__":

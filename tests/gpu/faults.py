@@ -7,12 +7,10 @@ It prints one line a fault and returns exit code 1 if one is not as it should be
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,11 +18,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_vl.system.processes import kill_process_tree
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from tests.gpu.parity import SIZES
-from tests.training.small_run import environment, options_of, prepare
+from tests.gpu.results import Results, option_parser, work_folders
+from tests.support.tiny_run import environment, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.common.process_tree import kill_process_tree
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TIMEOUT_S = 20
@@ -34,7 +33,7 @@ STEPS = 100_000
 @dataclass(frozen=True)
 class Fault:
     name: str
-    """As :mod:`tests.training.faulty_rank` calls it."""
+    """As :mod:`tests.support.faulty_rank` calls it."""
     message: str
     """What the one message must hold, as a regular expression."""
     seconds: float
@@ -58,7 +57,7 @@ def run(fault: Fault, prepared: dict[str, Path], out: Path, ranks: int, platform
     options += ["--dtype", "bfloat16" if platform == "cuda" else "float32"]
     words = options_of(prepared, folder / "run", *map(str, options), steps=STEPS)
     launch = [sys.executable, "-m", "megatron_vl.launch", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "tests.training.faulty_rank", fault.name, str(ranks - 1), "7", "saved"]
+    program = ["-m", "tests.support.faulty_rank", fault.name, str(ranks - 1), "7", "saved"]
 
     (folder / "run").mkdir()
     with (folder / "log").open("w") as log:
@@ -96,12 +95,8 @@ def judge(fault: Fault, folder: Path, code: int, ended: float) -> tuple[bool, st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=None, help="folder for logs and checkpoints")
-    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
-    args = parser.parse_args()
-    out = args.out or Path(tempfile.mkdtemp(prefix="faults-"))
+    args = option_parser(__doc__, ranks=2, platform=True).parse_args()
+    (_, out), results = work_folders(args.out, "faults"), Results()
 
     sizes = SIZES if args.platform == "cuda" else {}
     dtype = torch.bfloat16 if args.platform == "cuda" else torch.float32
@@ -109,16 +104,14 @@ def main() -> int:
     prepared = prepare(out / "prepared", hf)
 
     def one(name: str) -> bool:
-        passed, how = run(FAULTS[name], prepared, out, args.ranks, args.platform)
-        print(f"{'ok    ' if passed else 'FAILED'} {name:12s} {how}", flush=True)
-        return passed
+        return results.add(name, *run(FAULTS[name], prepared, out, args.ranks, args.platform))
 
     # The first two leave room for each other; the third takes all memory.
     with ThreadPoolExecutor() as pool:
-        passed = list(pool.map(one, ["kill", "stop"]))
-    passed.append(one("exhaust_gpu" if args.platform == "cuda" else "exhaust"))
+        list(pool.map(one, ["kill", "stop"]))
+    one("exhaust_gpu" if args.platform == "cuda" else "exhaust")
     print(f"logs in {out}")
-    return 0 if all(passed) else 1
+    return results.exit_code()
 
 
 if __name__ == "__main__":

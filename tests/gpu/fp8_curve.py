@@ -9,14 +9,12 @@ the samples in another order.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from statistics import mean
 
@@ -24,6 +22,7 @@ import torch
 
 from converters.convert import convert_weights
 from tests.gpu.parity import SIZES
+from tests.gpu.results import Results, option_parser, work_folders
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 REFERENCES = {"bf16": [], "bf16, other order of samples": ["--data.seed", "77"]}
@@ -68,15 +67,12 @@ def train_all(runs: dict[str, list[str]], common_options: list[str], out: Path) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES)
     args, run_fields = parser.parse_known_args()
-    work = Path(tempfile.mkdtemp(prefix="fp8-"))
-    out = args.out or work
-    out.mkdir(parents=True, exist_ok=True)
+    (work, out), results = work_folders(args.out, "fp8"), Results()
 
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **SIZES)
     convert_weights(work / "hf", work / "full")
@@ -91,16 +87,12 @@ def main() -> int:
 
     reference, other_order = (curves[name] for name in REFERENCES)
     limit = distance(other_order, reference)
-    failed = False
     for name, curve in curves.items():
         is_good = len(curve) == args.steps and distance(curve, reference) <= limit
-        failed |= not is_good
         shown = " ".join(f"{loss:.4f}" for loss in curve[:: max(1, args.steps // 8)])
-        print(
-            f"{'ok    ' if is_good else 'FAILED'} {name:30s} {len(curve)} steps: {shown} |"
-            f" {distance(curve, reference):.4f} from bf16"
-        )
-    return int(failed)
+        far = f"{distance(curve, reference):.4f} from bf16"
+        results.add(name, is_good, f"{len(curve)} steps: {shown} | {far}")
+    return results.exit_code()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from converters.convert import convert_weights
 from megatron_vl.config import parse_config
 from megatron_vl.spec.families import read_spec
 from tests.gpu.parity import SIZES
+from tests.gpu.results import Results, option_parser, work_folders
 from tests.support.planned import estimate_stage_memory
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
@@ -125,16 +125,12 @@ def checks(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__, platform=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--at_once", type=int, default=4, help="runs at a time")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--platform", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="moments-"))
-    out = args.out or work
-    out.mkdir(parents=True, exist_ok=True)
+    (work, out), results = work_folders(args.out, "moments"), Results()
     sizes = {} if args.platform == "cpu" else SIZES | {"layers": 24}
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **sizes)
     convert_weights(work / "hf", work / "full")
@@ -152,9 +148,9 @@ def main() -> int:
     curves = {name: [line["loss"] for line in lines] for name, lines in found.items()}
     (out / "moments_curves.json").write_text(json.dumps(curves))
     seen = checks(work, args, found, starts)
-    for name, holds, told in seen:
-        print(f"{'ok    ' if holds else 'FAILED'} {name}: {told}")
-    return int(not all(holds for _, holds, _ in seen))
+    for check in seen:
+        results.add(*check)
+    return results.exit_code()
 
 
 if __name__ == "__main__":

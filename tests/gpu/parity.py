@@ -27,7 +27,7 @@ import torch
 
 from converters.convert import convert_weights
 from tests.parity.cases import FULL, MOE, MOE35, Q2, Q3, Q25, Q35, TP2_SP
-from tests.training.small_run import torchrun
+from tests.support.tiny_run import torchrun
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 from toolkit.parity.case import ParityCase, write_cases
 

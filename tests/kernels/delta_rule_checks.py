@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.gated_delta_rule import causal_conv, gated_delta_rule, gated_norm
+from tests.kernels.relative import RATES, relative, same_bits_twice
 from tests.kernels.triton_checks import fix_interpreter
 
-RATES = {"as initialised": (0.01, 16.0), "slow": (0.001, 0.02), "mixed": (0.001, 4.0)}
-"""The lowest and the highest rate of the heads' decays."""
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
 
 
@@ -94,16 +93,10 @@ def rule_errors(
         first = torch.randn(value_heads, inputs[0].shape[2], value_dim, device=device)
         inputs.append(first.requires_grad_())
     segments = numbers(lengths, device)
-    ours = run(gated_delta_rule, inputs, segments, of_state)
-    again = run(gated_delta_rule, inputs, segments, of_state)
-    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)), "not the same bits twice"
+    ours = same_bits_twice(*(run(gated_delta_rule, inputs, segments, of_state) for _ in range(2)))
     wide = [t.detach().double().requires_grad_() for t in inputs]
     exact = run(gated_delta_rule, wide, segments, of_state)
     return {name: relative(a, b) for name, a, b in zip(NAMES, ours, exact, strict=False)}
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b).norm() / b.norm().clamp(min=1e-30))  # a first token's dg is exactly 0
 
 
 def changed_bits(lengths: list[int], which: int, device: str = "cpu") -> dict[str, float]:

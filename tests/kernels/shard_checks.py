@@ -15,6 +15,7 @@ from megatron_vl.kernels.linear_attention.gated_delta_rule import (
     make_segment_ids,
 )
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange, shard_route
+from tests.kernels.relative import relative, same_bits_twice
 from tests.kernels.triton_checks import fix_interpreter
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 1, 2, 16, 32
@@ -89,10 +90,6 @@ def sharded(
     return [*gathered, mine[-1]]
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
 def start() -> dist.ProcessGroup:
     if os.environ.get("TRITON_INTERPRET") == "1":
         fix_interpreter()
@@ -114,10 +111,7 @@ def errors_of_ranks(kind: str, rows: list[str]) -> dict[str, dict[str, float]]:
         bounds = bounds_of(ROWS[name])
         inputs = row_inputs(bounds[-1], getattr(torch, kind))
         dout = inputs[0][:, : VALUE_HEADS * VALUE_DIM].sin().unflatten(1, (VALUE_HEADS, VALUE_DIM))
-        ours = sharded(inputs, bounds, dout, group)
-        again = sharded(inputs, bounds, dout, group)
-        assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)), "not the same bits twice"
-
+        ours = same_bits_twice(*(sharded(inputs, bounds, dout, group) for _ in range(2)))
         segments = make_segment_ids(torch.tensor(bounds, dtype=torch.int32), bounds[-1])
         exact = results([tensor.double() for tensor in inputs], segments, dout.double())
         errors[name] = {n: relative(a, b) for n, a, b in zip(NAMES, ours, exact, strict=True)}

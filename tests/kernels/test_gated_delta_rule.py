@@ -16,10 +16,9 @@ from megatron_vl.kernels.linear_attention.gated_delta_rule import (
     gated_delta_rule,
     make_segment_ids,
 )
+from tests.kernels.relative import RATES
 
 LENGTHS = [1, 63, 64, 65, 3, 200, 2, 130]
-RATES = {"as initialised": (0.01, 16.0), "slow": (0.01, 0.02), "mixed": (0.001, 4.0)}
-"""The lowest and the highest rate of the heads' decays."""
 
 
 def inputs(kind: torch.dtype, decays: str, key_heads: int = 2, value_heads: int = 6) -> list[Tensor]:
@@ -49,17 +48,9 @@ def alone(rule, given: list[Tensor]) -> Tensor:
     """The outputs of ``rule`` for each sequence by itself."""
     repeats = given[2].shape[1] // given[0].shape[1]
     q, k = (t.repeat_interleave(repeats, dim=1) for t in given[:2])
-    return torch.cat(
-        [
-            rule(
-                *(t[None, start:end] for t in (q, k, *given[2:])),
-                initial_state=None,
-                output_final_state=False,
-                use_qk_l2norm_in_kernel=True,
-            )[0][0]
-            for start, end in bounds()
-        ]
-    )
+    options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+    parts = (tuple(t[None, start:end] for t in (q, k, *given[2:])) for start, end in bounds())
+    return torch.cat([rule(*part, **options)[0][0] for part in parts])
 
 
 def next_token(q, k, v, g, beta, state):
@@ -86,9 +77,8 @@ def test_values_and_gradients_are_those_of_transformers(decays: str) -> None:
     theirs = alone(torch_chunk_gated_delta_rule, given)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
     grads = [torch.autograd.grad((out * weight).sum(), given) for out in (ours, theirs)]
-    for name, a, b in zip(
-        ("o", "q", "k", "v", "g", "beta"), (ours, *grads[0]), (theirs, *grads[1]), strict=True
-    ):
+    names = ("o", "q", "k", "v", "g", "beta")
+    for name, a, b in zip(names, (ours, *grads[0]), (theirs, *grads[1]), strict=True):
         assert (a - b).norm() <= (3e-5 if name == "g" else 3e-6) * b.norm(), name
 
 
@@ -128,18 +118,15 @@ def test_convolution_is_that_of_each_sequence_alone() -> None:
     x = torch.randn(sum(LENGTHS), 5, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     ours = causal_conv(x, weight, numbers())
-    theirs = torch.cat(
-        [
-            F.silu(
-                F.conv1d(x[None, start:end].mT, weight[:, None], padding=3, groups=5)[0, :, : end - start].T
-            )
-            for start, end in bounds()
-        ]
-    )
+
+    def alone(sequence: Tensor) -> Tensor:
+        convolved = F.conv1d(sequence[None].mT, weight[:, None], padding=3, groups=5)
+        return F.silu(convolved[0, :, : len(sequence)].T)
+
+    theirs = torch.cat([alone(x[start:end]) for start, end in bounds()])
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    for a, b in zip(
-        *(torch.autograd.grad(out.sin().sum(), (x, weight)) for out in (ours, theirs)), strict=True
-    ):
+    grads = (torch.autograd.grad(out.sin().sum(), (x, weight)) for out in (ours, theirs))
+    for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -78,17 +78,24 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
+def by_segment(query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
+    """Torch's attention of [P, h, d], segment by segment."""
+    segments = ([t[a:b].transpose(0, 1) for t in (query, key, value)] for a, b in pairwise(bounds))
+    return torch.cat([F.scaled_dot_product_attention(*heads).transpose(0, 1) for heads in segments])
+
+
 def windows(qkv: Tensor, angles: Tensor, bounds: list[int], heads: int) -> Tensor:
     """Torch's attention, window by window."""
     query, key, value = qkv.view(qkv.shape[0], heads, 3, -1).unbind(2)
-    query, key = rotate(query, angles), rotate(key, angles)
-    out = [
-        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
-        .transpose(0, 1)
-        .flatten(1)
-        for a, b in pairwise(bounds)
+    return by_segment(rotate(query, angles), rotate(key, angles), value, bounds).flatten(1)
+
+
+def largest(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> float:
+    """The largest difference of pairs, relative to the second one's largest number (at least ``floor``)."""
+    errors = [
+        (a.detach() - b.detach()).abs().max() / b.abs().max().clamp(min=floor) for a, b in pairs if b.numel()
     ]
-    return torch.cat(out)
+    return float(torch.stack(errors).detach().max())  # not Python's max, which passes over NaN
 
 
 def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
@@ -99,19 +106,7 @@ def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
     gradients = (
         torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True) for out in (ours, reference)
     )
-    pairs += list(zip(*gradients, strict=True))
-    # Not Python's max, which passes over NaN.
-    return float(torch.stack([((a - b).abs().max() / b.abs().max()).detach() for a, b in pairs]).max())
-
-
-def attention_error(lengths: list[int], heads: int, head_dim: int, device: str = "cpu") -> float:
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
-    angles = torch.rand(bounds[-1], head_dim // 2, device=device) * 10
-    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
-    ours = window_attention(qkv, angles.cos(), angles.sin(), cu, max(lengths), head_dim)
-    return worst(ours, windows(qkv.float(), angles, bounds, heads), [qkv])
+    return largest([*pairs, *zip(*gradients, strict=True)])
 
 
 SMALL = AttentionTiles(
@@ -122,33 +117,42 @@ SMALL = AttentionTiles(
 """Tiles that the test's segments fill completely, partly and not at all."""
 
 
-def tower_error(
-    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: AttentionTiles = SMALL
+def cumulative(lengths: list[int]) -> list[int]:
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def attention_error(
+    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: AttentionTiles | None = None
 ) -> float:
-    """Includes the fused QKV output and RoPE; on a GPU in bf16, because the kernels multiply only
-    half precision there."""
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    """Of the fused QKV output with RoPE: by the kernels of windows, or with ``tiles`` by those of a tower.
+
+    On a GPU in bf16, because the kernels multiply only half precision there.
+    """
+    bounds = cumulative(lengths)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
     angles = torch.rand(bounds[-1], head_dim // 2, device=device) * 10
-    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
-    ours = tower_attention(qkv, angles.cos(), angles.sin(), cu, head_dim, tiles)
+    rotation = angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32, device=device)
+    if tiles is None:
+        ours = window_attention(qkv, *rotation, max(lengths), head_dim)
+    else:
+        ours = tower_attention(qkv, *rotation, head_dim, tiles)
     return worst(ours, windows(qkv.float(), angles, bounds, heads), [qkv])
+
+
+def tower_error(
+    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: AttentionTiles = SMALL
+) -> float:
+    return attention_error(lengths, heads, head_dim, device, tiles)
 
 
 def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1.0) -> float:
     """From query, key and value."""
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    bounds = cumulative(lengths)
     inputs = [torch.randn(bounds[-1], heads, head_dim, requires_grad=True) for _ in range(3)]
-    query = inputs[0] * spread
-    key = inputs[1]
-    value = inputs[2]
-    ours = segment_attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
-    parts = [
-        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
-        for a, b in pairwise(bounds)
-    ]
-    return worst(ours, torch.cat([part.transpose(0, 1) for part in parts]), inputs)
+    heads_of = inputs[0] * spread, inputs[1], inputs[2]
+    ours = segment_attention(*heads_of, torch.tensor(bounds, dtype=torch.int32), SMALL)
+    return worst(ours, by_segment(*heads_of, bounds), inputs)
 
 
 @contextmanager
@@ -440,15 +444,8 @@ def experts_error(
     before = added.clone()
 
     for grads, add in ((added, True), (written, False)):
-        weight_product(
-            dy,
-            x,
-            AddressTable().device_addresses(list(grads)),
-            where,
-            grads,
-            accumulate=add,
-            tile_config=weight_config,
-        )
+        addresses = AddressTable().device_addresses(list(grads))
+        weight_product(dy, x, addresses, where, grads, accumulate=add, tile_config=weight_config)
     ours = [
         row_product(x, table, where, features_out, is_transposed=True, tile_config=rows_config),
         row_product(dy, table, where, features_in, is_transposed=False, tile_config=rows_config),
@@ -468,11 +465,7 @@ def experts_error(
         wgrad,
     ]
 
-    pairs = zip(ours, reference, strict=True)
-    # Not Python's max, which passes over NaN.
-    return float(
-        torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs if b.numel()]).max()
-    )
+    return largest(zip(ours, reference, strict=True), floor=1.0)
 
 
 def adapters_error(counts: list[int], features_in: int, features_out: int, rank: int, **kind: Any) -> float:
@@ -509,12 +502,8 @@ def adapters_error(counts: list[int], features_in: int, features_out: int, rank:
     parts = zip(frozen_grad.float().split(counts), wide, strict=False)
     expected_grads += (torch.cat([grad @ a.detach() for grad, a in parts]),)
 
-    pairs = zip((ours, *ours_grads), (expected, *expected_grads), strict=True)
-    return float(
-        torch.stack(
-            [(a.detach().float() - b.detach()).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
-        ).max()
-    )
+    ours_all = (tensor.float() for tensor in (ours, *ours_grads))
+    return largest(zip(ours_all, (expected, *expected_grads), strict=True), floor=1.0)
 
 
 def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float:

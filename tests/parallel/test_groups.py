@@ -36,7 +36,7 @@ def test_gloo_groups_have_one_worker(tiny_checkpoint, interfaces: str) -> None:
     assert out == {"threads": [1] * 4, "devices": [1] * 4, "timeouts": [1800.0] * 4, "sum": 2.0}
 
 
-def test_an_unknown_interface_is_refused() -> None:
+def test_unknown_interface_is_refused() -> None:
     """GLOO_SOCKET_IFNAME applies: torch's own constructor refuses a name that does not exist too."""
     with pytest.raises(AssertionError, match="nowhere0"):
         call(join, environment={"GLOO_SOCKET_IFNAME": "nowhere0"})

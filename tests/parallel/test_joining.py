@@ -2,114 +2,129 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from tests.support.ranks import python_path
-from toolkit.common.launch import free_port
-
-RANK = """
-import os, sys
+from megatron_vl import launch
 from megatron_vl.parallel import joining
 from megatron_vl.system.signals import handle_stop_signals
-joining.NOTE_AFTER_S = 0.2
-handle_stop_signals()
-joining.join_store(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), float(sys.argv[1]))
-"""
-NODE = """
-import sys
-from megatron_vl import launch
-launch.joining.NOTE_AFTER_S = 0.2
-limit_s = float(sys.argv.pop(1))
-launch.join_limit_s = lambda timeout_s: limit_s
-sys.exit(launch.main())
-"""
+from toolkit.common.launch import free_port
+
 NO_NAME = "no-such-host.invalid"
 
 
-def start(program: str, *words: object, **environment: object) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONPATH": python_path(), **{k: str(v) for k, v in environment.items()}}
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
+class Forked:
+    """A function that runs in a fork of this process, and what it writes to standard error."""
+
+    def __init__(self, work: Callable[[], object], **environment: object) -> None:
+        reader, writer = os.pipe()
+
+        def run() -> None:
+            os.dup2(writer, 2)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
+            os.environ.update({name: str(value) for name, value in environment.items()})
+            joining.NOTE_AFTER_S = 0.2
+            work()
+
+        self.process = multiprocessing.get_context("fork").Process(target=run)
+        self.process.start()
+        os.close(writer)
+        self.stderr = os.fdopen(reader)
+
+    def wait(self) -> int | None:
+        self.process.join(60)
+        return self.process.exitcode
 
 
-def start_rank(rank: int, limit_s: float, port: int, host: str = "127.0.0.1", **more: Any) -> Any:
-    place = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": rank}
-    return start(RANK, limit_s, **{"WORLD_SIZE": 2, **place, **more})
+def start_rank(rank: int, limit_s: float, port: int, host: str = "127.0.0.1", world_size: int = 2) -> Forked:
+    def join() -> None:
+        handle_stop_signals()
+        joining.join_store(rank, world_size, limit_s)
+
+    return Forked(join, MASTER_ADDR=host, MASTER_PORT=port, RANK=rank)
 
 
-def start_node(limit_s: float, endpoint: str) -> subprocess.Popen[str]:
-    meeting = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    return start(NODE, limit_s, *meeting, "-m", "megatron_vl.train", "--platform", "cpu")
+TRAIN = ("-m", "megatron_vl.train", "--platform", "cpu")
 
 
-def start_static_node(node: int, port: int, *program: str) -> subprocess.Popen[str]:
-    meeting = ["--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
-    return start(NODE, 60, *meeting, *program)
+def start_node(limit_s: float, *words: object) -> Forked:
+    def run() -> None:
+        launch._ranks_seen.clear()  # what other tests have left
+        launch.join_limit_s = lambda timeout_s: limit_s  # type: ignore[assignment]
+        sys.exit(launch.main(["--nnodes", "2", *map(str, words)]))
+
+    return Forked(run)
 
 
-def note_of(process: subprocess.Popen[str]) -> str:
-    return next(line for line in process.stderr if line.startswith("NOTE: "))
+def start_node_at(endpoint: str, limit_s: float) -> Forked:
+    return start_node(limit_s, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *TRAIN)
 
 
-def ends_at_sigterm(process: subprocess.Popen[str]) -> bool:
-    process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=20) == 128 + signal.SIGTERM
+def start_static_node(node: int, port: int, *program: str) -> Forked:
+    return start_node(60, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port, *program)
 
 
-def test_a_missing_rank_is_named_and_may_come_late() -> None:
+def note_of(forked: Forked) -> str:
+    return next(line for line in forked.stderr if line.startswith("NOTE: "))
+
+
+def ends_at_sigterm(forked: Forked) -> bool:
+    os.kill(forked.process.pid, signal.SIGTERM)
+    return forked.wait() == 128 + signal.SIGTERM
+
+
+def test_missing_rank_is_named_and_may_come_late() -> None:
     port = free_port()
     first = start_rank(0, 60, port)
     there = f"NOTE: 1 of 2 ranks have come to 127.0.0.1:{port}; missing: rank 1. Start them"
     assert note_of(first).startswith(there)
-    assert start_rank(1, 60, port).wait(timeout=60) == first.wait(timeout=60) == 0
+    assert start_rank(1, 60, port).wait() == first.wait() == 0
 
 
-def test_the_wait_for_a_rank_ends_at_a_signal_and_at_its_limit() -> None:
-    stopped, late = start_rank(0, 60, free_port(), WORLD_SIZE=12), start_rank(0, 0.5, free_port())
+def test_wait_for_a_rank_ends_at_a_signal_and_at_its_limit() -> None:
+    stopped, late = start_rank(0, 60, free_port(), world_size=12), start_rank(0, 0.5, free_port())
     assert "missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more. Start" in note_of(stopped)
     assert ends_at_sigterm(stopped)
-    _, err = late.communicate(timeout=60)
-    assert late.returncode == 1 and "JoinError: 1 of 2 ranks" in err and "raise failures.timeout_s" in err
+    err = late.stderr.read()
+    assert late.wait() == 1 and "JoinError: 1 of 2 ranks" in err and "raise failures.timeout_s" in err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_wait_for_an_address_without_a_name_ends_at_a_signal(rank: int) -> None:
-    process = start_rank(rank, 60, free_port(), NO_NAME)
-    assert f"does not reach {NO_NAME}:" in note_of(process)
-    assert ends_at_sigterm(process)
+def test_wait_for_an_address_without_a_name_ends_at_a_signal(rank: int) -> None:
+    forked = start_rank(rank, 60, free_port(), NO_NAME)
+    assert f"does not reach {NO_NAME}:" in note_of(forked)
+    assert ends_at_sigterm(forked)
 
 
-def test_a_node_that_waits_for_others_says_so_and_ends_at_a_signal() -> None:
+def test_node_that_waits_for_others_says_so_and_ends_at_a_signal() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    alone = start_node(60, endpoint)
+    alone = start_node_at(endpoint, 60)
     assert note_of(alone) == f"NOTE: not all 2 nodes have come to {endpoint}; start the others\n"
     assert ends_at_sigterm(alone)
 
 
-def test_a_node_that_waits_in_vain_fails_with_a_line() -> None:
-    alone, lost = start_node(1, f"127.0.0.1:{free_port()}"), start_node(1, f"{NO_NAME}:1")
-    for process, said in ((alone, "not all 2 nodes came in time"), (lost, f"does not reach {NO_NAME}:1,")):
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 1 and said in err and "Traceback" not in err
+def test_node_that_waits_in_vain_fails_with_a_line() -> None:
+    alone, lost = start_node_at(f"127.0.0.1:{free_port()}", 1), start_node_at(f"{NO_NAME}:1", 1)
+    for node, message in ((alone, "not all 2 nodes came in time"), (lost, f"does not reach {NO_NAME}:1,")):
+        err = node.stderr.read()
+        assert node.wait() == 1 and message in err and "Traceback" not in err
 
 
-def test_a_missing_node_with_a_given_rank_is_named_and_may_come_late() -> None:
+def test_missing_node_with_a_given_rank_is_named_and_may_come_late() -> None:
     port = free_port()
     alone = start_static_node(0, port, "--no-python", "true")
-    assert note_of(alone).startswith(
-        f"NOTE: 1 of 2 nodes have come to 127.0.0.1:{port}; missing: node 1. Start"
-    )
-    assert start_static_node(1, port, "--no-python", "true").wait(timeout=120) == alone.wait(timeout=120) == 0
+    start = f"NOTE: 1 of 2 nodes have come to 127.0.0.1:{port}; missing: node 1. Start"
+    assert note_of(alone).startswith(start)
+    assert start_static_node(1, port, "--no-python", "true").wait() == alone.wait() == 0
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_the_wait_for_a_node_with_a_given_rank_ends_at_a_signal(node: int) -> None:
-    alone = start_static_node(node, free_port(), "-m", "megatron_vl.train", "--platform", "cpu")
+def test_wait_for_a_node_with_a_given_rank_ends_at_a_signal(node: int) -> None:
+    alone = start_static_node(node, free_port(), *TRAIN)
     assert note_of(alone)
     assert ends_at_sigterm(alone)

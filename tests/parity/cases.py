@@ -1,4 +1,11 @@
-"""The parity table: named cases by number of ranks."""
+"""The parity table: named cases by number of ranks.
+
+To add a row, write a :func:`case` into the table of its kind, under its number of ranks: a name that no other
+case has, the family, its rows (:data:`MIXED_ROWS` if left out), and the settings that differ from one rank
+with everything trained (fields of :class:`toolkit.parity.case.ParityCase`). ``make test`` chooses among the
+cases of :data:`PLAIN_CASES` and those written with :func:`quick`, so that every pair of their settings is run
+(:mod:`.pairwise`); ``make test-full`` runs all. The support matrix (:mod:`.matrix`) counts them by itself.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +41,7 @@ SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
+THREE = [MIXED_ROWS] * 3
 SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
 SEVERAL_TEXT_LAST = [TEXT_LAST, TEXT_LAST, MIXED_ROWS]
 NO_LOSS = [WITHOUT_LOSS] * 3
@@ -43,6 +51,9 @@ TRAIN: dict[str, Any] = {"steps": TRAINING, "train": True}
 TRAINED: dict[str, Any] = {"tied": True, **TP2_SP, "pp": 2, "vpp": 2, **SMALL_BUCKETS}
 UNTIED = TRAINED | {"tied": False}
 PLAIN = {"distributed_optimizer": False}
+NO_LANGUAGE = {"freeze": ["language"]}
+NO_VISION = {"freeze": ["vision", "merger"]}
+MERGER_ALONE = {"freeze": ["vision", "language"]}
 
 Q2, Q25, Q3, MOE = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 Q35, MOE35 = "qwen3_5", "qwen3_5_moe"
@@ -56,39 +67,19 @@ Small Qwen3.5 with tied embeddings and seed 0 turns one rounding of its weights 
 after four steps, in ``transformers`` alone. With this seed, that is 1.4e-4 (without tied embeddings 4e-5)."""
 
 
-@cache
-def chosen_by_make_test() -> frozenset[str]:
-    """Returns the names of the cases that ``make test`` runs.
-
-    One case suffices for a pair of settings, whatever its number of ranks.
-    """
-    entries, costs = [], {}
-    for ranks, cases in CASES.items():
-        for entry in cases:
-            if entry["name"] not in LEFT_TO_FULL:
-                entries.append(entry)
-                costs[entry["name"]] = _cost(entry, ranks)
-    return frozenset(pairwise(entries, costs))
-
-
-def _cost(entry: dict[str, Any], ranks: int) -> float:
-    """Estimates the processor time of a case, in any unit.
-
-    Building the model takes as long as three rows, and each rank repeats half of the work.
-    """
-    rows = sum(len(step) for step in entry["steps"])
-    return (3 + rows) * (1 + ranks / 2)
-
-
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "family": family,
-        "tied": False,
-        "steps": steps or [MIXED_ROWS],
-        "seq_len": 512,
-        **layout,
-    }
+    defaults = {"tied": False, "steps": steps or [MIXED_ROWS], "seq_len": 512}
+    return {"name": name, "family": family, **defaults, **layout}
+
+
+QUICK: set[str] = set()
+"""Cases outside of :data:`PLAIN_CASES` that ``make test`` chooses from, too."""
+
+
+def quick(name: str, *args: Any, **layout: Any) -> dict[str, Any]:
+    """A :func:`case` that ``make test`` chooses from: one for each setting that changes tower or rows."""
+    QUICK.add(name)
+    return case(name, *args, **layout)
 
 
 def kinds(kind: str) -> list[Any]:
@@ -100,38 +91,38 @@ ONE_PICTURE = [[["image"], ["text"]], [["text"], ["short_text"]], [["text", "ima
 
 DECOUPLED: dict[int, list[dict[str, Any]]] = {
     1: [
-        case("One rank, decoupled, qwen3_vl", Q3, patches=64, steps=[[FOUR]]),
+        quick("One rank, decoupled, qwen3_vl", Q3, patches=64, steps=[[FOUR]]),
         case("One rank, decoupled, qwen3_5", Q35, patches=64, steps=[[FOUR]]),
     ],
     2: [
         *(case(f"PP2, decoupled, {family}", family, pp=2) for family in (Q25, Q2)),
-        case("PP2, decoupled, a rank without a picture", pp=2, steps=ONE_PICTURE, overlap=True),
+        quick("PP2, decoupled, a rank without a picture", pp=2, steps=ONE_PICTURE, overlap=True),
         case(
             "PP2, decoupled, language frozen, a rank without a picture",
             pp=2,
             steps=ONE_PICTURE,
-            freeze=["language"],
+            **NO_LANGUAGE,
         ),
-        case("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
-        case("PP2, decoupled, vision and merger frozen", pp=2, freeze=["vision", "merger"]),
-        case("PP2, decoupled, merger alone, qwen3_vl", Q3, pp=2, freeze=["vision", "language"]),
+        quick("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
+        case("PP2, decoupled, vision and merger frozen", pp=2, **NO_VISION),
+        case("PP2, decoupled, merger alone, qwen3_vl", Q3, pp=2, **MERGER_ALONE),
         case("PP2, decoupled, tied, full recompute", tied=True, pp=2, layers=[3, 1], recompute=FULL),
-        case("PP2 x VPP2, decoupled, qwen3_vl", Q3, pp=2, vpp=2, patches=64, steps=[BETWEEN]),
+        quick("PP2 x VPP2, decoupled, qwen3_vl", Q3, pp=2, vpp=2, patches=64, steps=[BETWEEN]),
         case("TP2, decoupled", tp=2, patches=32),
         case("TP2 + SP, decoupled", **TP2_SP, steps=ONE_PICTURE),
-        case("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, **TP2_SP),
+        quick("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, **TP2_SP),
         case("DP2, decoupled, overlap, text-only last", steps=[TEXT_LAST, MIXED_ROWS], overlap=True),
-        case("EP2, experts, decoupled", MOE, ep=2),
+        quick("EP2, experts, decoupled", MOE, ep=2),
         case("PP2, experts, decoupled", MOE, pp=2, layers=[3, 1]),
         case("PP2, decoupled, qwen3_5", Q35, pp=2, patches=64),
         case("PP2, decoupled, qwen3_5, vision frozen", Q35, pp=2, freeze=["vision"], patches=32),
-        case("PP2, decoupled, qwen3_5, merger alone", Q35, pp=2, freeze=["vision", "language"]),
+        case("PP2, decoupled, qwen3_5, merger alone", Q35, pp=2, **MERGER_ALONE),
         case(
             "PP2, decoupled, qwen3_5, language frozen, a rank without a picture",
             Q35,
             pp=2,
             steps=ONE_PICTURE,
-            freeze=["language"],
+            **NO_LANGUAGE,
         ),
         case("PP2, decoupled, qwen3_5, tied, full recompute", Q35, tied=True, pp=2, recompute=FULL),
         case("PP2 x VPP2, decoupled, qwen3_5", Q35, pp=2, vpp=2, patches=64, steps=[BETWEEN]),
@@ -140,7 +131,7 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("EP2, decoupled, qwen3_5 with experts", MOE35, ep=2),
         case("PP2, decoupled, qwen3_5 with experts", MOE35, pp=2, layers=[3, 1]),
         case("TP2 + SP, ETP2, decoupled, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
-        case("training, PP2, decoupled, overlap", pp=2, **TRAIN, overlap=True),
+        quick("training, PP2, decoupled, overlap", pp=2, **TRAIN, overlap=True),
         case(
             "training, DP2, decoupled, the tower used by one rank and by none",
             steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK],
@@ -155,24 +146,11 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("training, TP2 x PP2 x VPP2 + SP, decoupled, tied", **TRAIN, **TRAINED),
         case("training, TP2 x PP2 x VPP2 + SP, decoupled, tied, qwen3_vl", Q3, **TRAIN, **TRAINED),
         case("training, TP2 x PP2 x VPP2 + SP, decoupled, tied, qwen3_5", Q35, **TRAIN, **TRAINED),
-        case("PP2 x DP2, decoupled, overlap", pp=2, overlap=True, steps=[TEXT_LAST, TEXT_ONE_RANK]),
+        quick("PP2 x DP2, decoupled, overlap", pp=2, overlap=True, steps=[TEXT_LAST, TEXT_ONE_RANK]),
         case("PP4, decoupled, qwen3_vl", Q3, pp=4, steps=[BETWEEN]),
     ],
 }
 """Cases of ``vision.placement: decoupled``."""
-
-DECOUPLED_QUICK = {
-    "One rank, decoupled, qwen3_vl",
-    "PP2, decoupled, a rank without a picture",
-    "PP2, decoupled, vision frozen",
-    "PP2 x VPP2, decoupled, qwen3_vl",
-    "TP2 + SP, decoupled, qwen3_vl, tied",
-    "EP2, experts, decoupled",
-    "training, PP2, decoupled, overlap",
-    "PP2 x DP2, decoupled, overlap",
-}
-"""Those of them that ``make test`` chooses from: each setting that changes the tower's way once."""
-
 
 EDGE_TOKENS = 192
 """Length of rows that ranks share: the edges of their parts are at 96, or at 48, 96 and 144."""
@@ -192,33 +170,34 @@ THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 
 CONTEXT: dict[int, list[dict[str, Any]]] = {
     2: [
-        *(case(f"CP2, {family}", family, steps=SHARED) for family in (Q25, Q2, Q3, Q35)),
+        *(quick(f"CP2, {family}", family, steps=SHARED) for family in (Q25, Q35)),
+        *(case(f"CP2, {family}", family, steps=SHARED) for family in (Q2, Q3)),
         case("CP2, overlap, qwen3_vl", Q3, steps=SHARED, **SMALL_BUCKETS),
         case("CP2, rows without loss, overlap", steps=NO_LOSS, overlap=True),
-        case("CP2, language frozen, overlap", steps=SHARED, freeze=["language"], overlap=True),
+        quick("CP2, language frozen, overlap", steps=SHARED, **NO_LANGUAGE, overlap=True),
         case("CP2, vision frozen, qwen3_vl", Q3, steps=SHARED, freeze=["vision"]),
-        case("CP2, vision and merger frozen", steps=SHARED, freeze=["vision", "merger"]),
-        case("CP2, merger alone, qwen3_vl", Q3, steps=SHARED, freeze=["vision", "language"], overlap=True),
+        case("CP2, vision and merger frozen", steps=SHARED, **NO_VISION),
+        case("CP2, merger alone, qwen3_vl", Q3, steps=SHARED, **MERGER_ALONE, overlap=True),
         case("CP2, full recompute, tied, qwen3_vl", Q3, steps=[ON_EDGES], tied=True, recompute=FULL),
         case("CP2, selective recompute", steps=[ON_EDGES], recompute=SELECTIVE),
-        case("CP2, language frozen, overlap, qwen3_5", Q35, steps=SHARED, freeze=["language"], overlap=True),
+        case("CP2, language frozen, overlap, qwen3_5", Q35, steps=SHARED, **NO_LANGUAGE, overlap=True),
         case("CP2, full recompute, tied, qwen3_5", Q35, steps=[ON_EDGES], tied=True, recompute=FULL),
-        case("CP2, selective recompute, qwen3_5", Q35, steps=[ON_EDGES], recompute=SELECTIVE),
+        quick("CP2, selective recompute, qwen3_5", Q35, steps=[ON_EDGES], recompute=SELECTIVE),
         case("CP2, decoupled", steps=SHARED, decoupled=True, patches=32),
-        case("CP2, decoupled, qwen3_vl", Q3, steps=SHARED, decoupled=True),
+        quick("CP2, decoupled, qwen3_vl", Q3, steps=SHARED, decoupled=True),
         case("CP2, decoupled, qwen3_5", Q35, steps=SHARED, decoupled=True),
-        case("CP2, decoupled, language frozen", steps=SHARED, decoupled=True, freeze=["language"]),
+        case("CP2, decoupled, language frozen", steps=SHARED, decoupled=True, **NO_LANGUAGE),
         case("CP2, experts", MOE, steps=[ON_EDGES]),
-        case("CP2, EP2, experts, overlap", MOE, ep=2, steps=SHARED, overlap=True),
+        quick("CP2, EP2, experts, overlap", MOE, ep=2, steps=SHARED, overlap=True),
         case("CP2, qwen3_5 with experts", MOE35, steps=[ON_EDGES]),
-        case("CP2, EP2, qwen3_5 with experts, overlap", MOE35, ep=2, steps=SHARED, overlap=True),
-        case("training, CP2, overlap", **TRAIN, **SMALL_BUCKETS),
+        quick("CP2, EP2, qwen3_5 with experts, overlap", MOE35, ep=2, steps=SHARED, overlap=True),
+        quick("training, CP2, overlap", **TRAIN, **SMALL_BUCKETS),
         case("training, CP2, tied, plain optimizer, qwen3_vl", Q3, tied=True, **TRAIN, **PLAIN),
         case("training, CP2, decoupled, qwen3_vl", Q3, **TRAIN, decoupled=True),
         case("training, CP2, EP2, experts", MOE, ep=2, **TRAIN, overlap=True),
         case("training, CP2, overlap, qwen3_5", Q35, **TRAIN, overlap=True),
         *(
-            case(f"CP2 beyond the heads, {family}", family, sizes=THREE_HEADS, steps=SHARED)
+            quick(f"CP2 beyond the heads, {family}", family, sizes=THREE_HEADS, steps=SHARED)
             for family in (Q3, Q35)
         ),
         case("CP2 beyond the heads, full recompute", Q3, sizes=THREE_HEADS, steps=[ON_EDGES], recompute=FULL),
@@ -227,19 +206,18 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         case("training, CP2 beyond the heads", Q3, sizes=THREE_HEADS, **TRAIN),
     ],
     4: [
-        *(
-            case(f"CP4 above the key/value heads, {family}", family, cp=4, steps=SHARED)
-            for family in (Q25, Q3, Q35)
-        ),
+        case("CP4 above the key/value heads, qwen2_5_vl", cp=4, steps=SHARED),
+        quick("CP4 above the key/value heads, qwen3_vl", Q3, cp=4, steps=SHARED),
+        quick("CP4 above the key/value heads, qwen3_5", Q35, cp=4, steps=SHARED),
         case("CP4, EP2, experts", MOE, cp=4, ep=2, steps=[ON_EDGES]),
         case("CP4, EP2, qwen3_5 with experts", MOE35, cp=4, ep=2, steps=[ON_EDGES]),
         case("CP4, decoupled, qwen3_vl", Q3, cp=4, steps=SHARED, decoupled=True),
         case("CP4, decoupled, qwen3_5", Q35, cp=4, steps=SHARED, decoupled=True),
         case("CP2 x TP2", tp=2, steps=SHARED),
         case("CP2 x TP2, qwen3_5", Q35, tp=2, steps=[ON_EDGES]),
-        case("CP2 x TP2 + SP, overlap, qwen3_vl", Q3, **TP2_SP, steps=SHARED, overlap=True),
-        case("CP2 x TP2 + SP, overlap, qwen3_5", Q35, **TP2_SP, steps=SHARED, overlap=True),
-        case("CP2 x PP2, overlap", pp=2, steps=SHARED, overlap=True),
+        quick("CP2 x TP2 + SP, overlap, qwen3_vl", Q3, **TP2_SP, steps=SHARED, overlap=True),
+        quick("CP2 x TP2 + SP, overlap, qwen3_5", Q35, **TP2_SP, steps=SHARED, overlap=True),
+        quick("CP2 x PP2, overlap", pp=2, steps=SHARED, overlap=True),
         case("CP2 x PP2, overlap, qwen3_5", Q35, pp=2, steps=SHARED, overlap=True),
         case("CP2 x PP2 x VPP2, overlap, qwen3_vl", Q3, pp=2, vpp=2, steps=SHARED, overlap=True),
         case("CP2 x DP2, overlap", steps=SHARED, overlap=True),
@@ -284,7 +262,8 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         ),
     ],
     8: [
-        *(case(f"CP8 beyond the heads, {family}", family, cp=8, steps=SHARED) for family in (Q25, Q3, Q35)),
+        quick("CP8 beyond the heads, qwen2_5_vl", cp=8, steps=SHARED),
+        *(case(f"CP8 beyond the heads, {family}", family, cp=8, steps=SHARED) for family in (Q3, Q35)),
         *(
             case(f"CP4 x TP2 + SP beyond the heads, {family}", family, cp=4, **TP2_SP, steps=SHARED)
             for family in (Q25, Q35)
@@ -293,52 +272,11 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
 }
 """Cases of context parallelism. Their pictures, videos and documents cross the edges of the ranks' parts."""
 
-CONTEXT_QUICK = {
-    "CP2, qwen2_5_vl",
-    "CP2, language frozen, overlap",
-    "CP2, EP2, experts, overlap",
-    "CP2, decoupled, qwen3_vl",
-    "training, CP2, overlap",
-    "CP4 above the key/value heads, qwen3_vl",
-    "CP2 x TP2 + SP, overlap, qwen3_vl",
-    "CP2 x PP2, overlap",
-    "CP2, qwen3_5",
-    "CP2, selective recompute, qwen3_5",
-    "CP2, EP2, qwen3_5 with experts, overlap",
-    "CP4 above the key/value heads, qwen3_5",
-    "CP2 x TP2 + SP, overlap, qwen3_5",
-    "CP2 beyond the heads, qwen3_vl",
-    "CP2 beyond the heads, qwen3_5",
-    "CP8 beyond the heads, qwen2_5_vl",
-}
-"""Those of them that ``make test`` chooses from."""
-
-
-def hybrid_cases(ranks: int) -> list[dict[str, Any]]:
-    """The cases of the families with linear attention."""
-    return [*HYBRID_QUICK[ranks], *HYBRID_FULL[ranks]]
-
-
-HYBRID_QUICK: dict[int, list[dict[str, Any]]] = {
+HYBRID: dict[int, list[dict[str, Any]]] = {
     1: [
-        case("one rank, qwen3_5", Q35),
-        case("selective recompute, qwen3_5", Q35, recompute=SELECTIVE, steps=[[FOUR]]),
-        case("one rank, qwen3_5 with experts", MOE35),
-    ],
-    2: [
-        case("TP2, qwen3_5", Q35, tp=2),
-        case("TP2 + SP, qwen3_5, tied, full recompute", Q35, tied=True, **TP2_SP, recompute=FULL),
-        case("PP2 x VPP2, qwen3_5, empty chunk", Q35, pp=2, vpp=2, layers=[0, 1, 1, 2], overlap=True),
-        case("training, DP2, qwen3_5, overlap", Q35, **TRAIN, **SMALL_BUCKETS),
-        case("EP2, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=SEVERAL),
-        case("TP2 + SP, ETP2, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
-    ],
-    4: [],
-}
-"""The cases of the families with linear attention that ``make test`` chooses from."""
-
-HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
-    1: [
+        quick("one rank, qwen3_5", Q35),
+        quick("selective recompute, qwen3_5", Q35, recompute=SELECTIVE, steps=[[FOUR]]),
+        quick("one rank, qwen3_5 with experts", MOE35),
         *(
             case(f"one rank, qwen3_5, {kind}", Q35, steps=kinds(kind))
             for kind in ("text", "image", "two_images", "image_between", "video", "video_between", "mixed")
@@ -347,9 +285,9 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
         case("four samples as four rows, qwen3_5", Q35, steps=[[[kind] for kind in FOUR]]),
         case("tied, qwen3_5", Q35, tied=True),
         case("vision frozen, qwen3_5", Q35, freeze=["vision"]),
-        case("vision and merger frozen, qwen3_5", Q35, freeze=["vision", "merger"]),
-        case("language frozen, qwen3_5", Q35, freeze=["language"]),
-        case("merger alone, qwen3_5", Q35, freeze=["vision", "language"]),
+        case("vision and merger frozen, qwen3_5", Q35, **NO_VISION),
+        case("language frozen, qwen3_5", Q35, **NO_LANGUAGE),
+        case("merger alone, qwen3_5", Q35, **MERGER_ALONE),
         case("activation recompute, qwen3_5", Q35, recompute=ACTIVATION),
         case("full recompute, qwen3_5", Q35, recompute=FULL),
         case("training, qwen3_5", Q35, **TRAIN),
@@ -358,15 +296,21 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
             for kind in ("text", "image", "video_between")
         ),
         case("vision frozen, qwen3_5 with experts", MOE35, freeze=["vision"]),
-        case("vision and merger frozen, qwen3_5 with experts", MOE35, freeze=["vision", "merger"]),
-        case("language frozen, qwen3_5 with experts", MOE35, freeze=["language"]),
-        case("merger alone, qwen3_5 with experts", MOE35, freeze=["vision", "language"]),
+        case("vision and merger frozen, qwen3_5 with experts", MOE35, **NO_VISION),
+        case("language frozen, qwen3_5 with experts", MOE35, **NO_LANGUAGE),
+        case("merger alone, qwen3_5 with experts", MOE35, **MERGER_ALONE),
         case("activation recompute, qwen3_5 with experts", MOE35, recompute=ACTIVATION),
         case("full recompute, qwen3_5 with experts", MOE35, recompute=FULL),
         case("selective recompute, qwen3_5 with experts", MOE35, recompute=SELECTIVE),
         case("training, qwen3_5 with experts", MOE35, **TRAIN),
     ],
     2: [
+        quick("TP2, qwen3_5", Q35, tp=2),
+        quick("TP2 + SP, qwen3_5, tied, full recompute", Q35, tied=True, **TP2_SP, recompute=FULL),
+        quick("PP2 x VPP2, qwen3_5, empty chunk", Q35, pp=2, vpp=2, layers=[0, 1, 1, 2], overlap=True),
+        quick("training, DP2, qwen3_5, overlap", Q35, **TRAIN, **SMALL_BUCKETS),
+        quick("EP2, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=SEVERAL),
+        quick("TP2 + SP, ETP2, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
         case("TP2 + SP, qwen3_5", Q35, **TP2_SP, steps=[BETWEEN]),
         case("TP2, qwen3_5, selective recompute", Q35, tp=2, recompute=SELECTIVE),
         case("TP2, qwen3_5, rows without loss, overlap", Q35, tp=2, overlap=True, steps=NO_LOSS),
@@ -376,15 +320,9 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
         ),
         case("PP2, qwen3_5, no decoder layer on the first stage", Q35, pp=2, layers=[0, 4]),
         case("PP2, qwen3_5, vision frozen", Q35, pp=2, freeze=["vision"]),
-        case("PP2, qwen3_5, language frozen", Q35, pp=2, freeze=["language"]),
+        case("PP2, qwen3_5, language frozen", Q35, pp=2, **NO_LANGUAGE),
         case("DP2, qwen3_5, overlap, text-only last", Q35, steps=SEVERAL_TEXT_LAST, overlap=True),
-        case(
-            "DP2, qwen3_5, merger alone, overlap",
-            Q35,
-            steps=[TEXT_LAST],
-            overlap=True,
-            freeze=["vision", "language"],
-        ),
+        case("DP2, qwen3_5, merger alone, overlap", Q35, steps=[TEXT_LAST], overlap=True, **MERGER_ALONE),
         case("training, DP2, qwen3_5, no distributed optimizer", Q35, **TRAIN, **PLAIN),
         case("training, TP2, qwen3_5", Q35, tp=2, **TRAIN),
         case("training, PP2, qwen3_5, tied", Q35, tied=True, pp=2, layers=[1, 3], **TRAIN),
@@ -394,19 +332,13 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
         case(
             "EP2, qwen3_5 with experts, rows without loss, overlap", MOE35, ep=2, overlap=True, steps=NO_LOSS
         ),
-        case(
-            "TP2 + SP, ETP2, qwen3_5 with experts, language frozen",
-            MOE35,
-            **TP2_SP,
-            etp=2,
-            freeze=["language"],
-        ),
+        case("TP2 + SP, ETP2, qwen3_5 with experts, language frozen", MOE35, **TP2_SP, etp=2, **NO_LANGUAGE),
         case("training, DP2, qwen3_5 with experts, no distributed optimizer", MOE35, **TRAIN, **PLAIN),
         case("training, EP2, qwen3_5 with experts, overlap", MOE35, ep=2, **TRAIN, overlap=True),
     ],
     4: [
         case("TP4 above the key/value heads + SP, qwen3_5", Q35, tp=4, sequence_parallel=True),
-        case("TP2 x PP2 x VPP2 + SP, qwen3_5", Q35, **UNTIED, steps=[MIXED_ROWS] * 3),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_5", Q35, **UNTIED, steps=THREE),
         case(
             "TP2 x PP2 x VPP2 + SP, qwen3_5, uneven, tied",
             Q35,
@@ -420,7 +352,7 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
         case("TP2 x DP2 + SP, qwen3_5, overlap", Q35, **TP2_SP, overlap=True, steps=SEVERAL),
         case("EP2 x PP2, qwen3_5 with experts, overlap", MOE35, pp=2, ep=2, overlap=True, steps=SEVERAL),
         case("EP4 x TP2 + SP, qwen3_5 with experts", MOE35, **TP2_SP, ep=4),
-        case("TP2 x PP2 x VPP2 + SP, qwen3_5 with experts", MOE35, **UNTIED, steps=[MIXED_ROWS] * 3),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_5 with experts", MOE35, **UNTIED, steps=THREE),
         case("EP2 x TP2 + SP, ETP2, qwen3_5 with experts", MOE35, **TP2_SP, ep=2, etp=2),
         case(
             "training, EP2 x PP2, qwen3_5 with experts",
@@ -434,13 +366,10 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
         case("training, EP2 x TP2 + SP, ETP2, qwen3_5 with experts", MOE35, **TP2_SP, ep=2, etp=2, **TRAIN),
     ],
 }
-"""The others. Most of what they hold in pairs, other families hold in the same code."""
-LEFT_TO_FULL = {
-    *(entry["name"] for entries in HYBRID_FULL.values() for entry in entries),
-    *(entry["name"] for entries in (*DECOUPLED.values(), *CONTEXT.values()) for entry in entries),
-} - (DECOUPLED_QUICK | CONTEXT_QUICK)
+"""Cases of the families with linear attention. Most of what those without :func:`quick` hold in pairs, other
+families hold in the same code."""
 
-CASES: dict[int, list[dict[str, Any]]] = {
+PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         *(case(f"one rank, {family}", family) for family in (Q25, Q2)),
         *(
@@ -452,9 +381,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("one rank, qwen2_vl video", Q2, steps=kinds("video")),
         case("tied", tied=True),
         case("vision frozen", freeze=["vision"]),
-        case("vision and merger frozen", freeze=["vision", "merger"]),
-        case("language frozen", freeze=["language"]),
-        case("merger alone", freeze=["vision", "language"]),
+        case("vision and merger frozen", **NO_VISION),
+        case("language frozen", **NO_LANGUAGE),
+        case("merger alone", **MERGER_ALONE),
         case("full recompute", recompute=FULL),
         case("selective recompute", recompute=SELECTIVE),
         case("training", **TRAIN),
@@ -468,9 +397,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("four samples as four rows, qwen3_vl", Q3, steps=[[[kind] for kind in FOUR]]),
         case("tied, qwen3_vl", Q3, tied=True),
         case("vision frozen, qwen3_vl", Q3, freeze=["vision"]),
-        case("vision and merger frozen, qwen3_vl", Q3, freeze=["vision", "merger"]),
-        case("language frozen, qwen3_vl", Q3, freeze=["language"]),
-        case("merger alone, qwen3_vl", Q3, freeze=["vision", "language"]),
+        case("vision and merger frozen, qwen3_vl", Q3, **NO_VISION),
+        case("language frozen, qwen3_vl", Q3, **NO_LANGUAGE),
+        case("merger alone, qwen3_vl", Q3, **MERGER_ALONE),
         *(case(f"activation recompute, {family}", family, recompute=ACTIVATION) for family in (Q2, Q25, Q3)),
         case("full recompute, qwen3_vl", Q3, recompute=FULL),
         case("training, qwen3_vl", Q3, **TRAIN),
@@ -482,7 +411,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("four samples as one row, experts", MOE, steps=[[FOUR]]),
         case("four samples as four rows, experts", MOE, steps=[[[kind] for kind in FOUR]]),
         case("vision frozen, experts", MOE, freeze=["vision"]),
-        case("language frozen, experts", MOE, freeze=["language"]),
+        case("language frozen, experts", MOE, **NO_LANGUAGE),
         case("full recompute, experts", MOE, recompute=FULL),
         case("selective recompute, experts", MOE, recompute=SELECTIVE),
         case("training, experts", MOE, **TRAIN),
@@ -493,7 +422,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
             steps=[[["text"]], [["image"]], [["text", "mixed"]]],
             overlap=True,
         ),
-        *hybrid_cases(1),
     ],
     2: [
         *(case(f"TP2, {family}", family, tp=2) for family in (Q25, Q2)),
@@ -502,7 +430,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2, rows without loss, overlap", tp=2, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, logits of every token", **TP2_SP, seq_len=128, steps=[[["text"], ["image"]]]),
-        case("TP2 + SP, language frozen", **TP2_SP, freeze=["language"]),
+        case("TP2 + SP, language frozen", **TP2_SP, **NO_LANGUAGE),
         case("TP2 + SP, full recompute", **TP2_SP, recompute=FULL),
         case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
         case("TP2 + SP, activation recompute", **TP2_SP, recompute=ACTIVATION),
@@ -514,8 +442,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2 x VPP2, tied, rows without loss", tied=True, pp=2, vpp=2, overlap=True, steps=NO_LOSS),
         case("DP2, rows without loss, overlap", steps=NO_LOSS, overlap=True),
         case("PP2 x VPP2 uneven, tied", tied=True, pp=2, vpp=2, layers=[0, 1, 1, 2]),
-        case("PP2, vision and merger frozen", pp=2, freeze=["vision", "merger"]),
-        case("PP2, language frozen", pp=2, freeze=["language"]),
+        case("PP2, vision and merger frozen", pp=2, **NO_VISION),
+        case("PP2, language frozen", pp=2, **NO_LANGUAGE),
         case("DP2", steps=[MIXED_ROWS]),
         case("DP2 without distributed optimizer", **PLAIN),
         case("DP2, overlap, three steps, text-only last", steps=SEVERAL_TEXT_LAST, overlap=True),
@@ -555,15 +483,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, qwen3_vl, no decoder layer on the first stage", Q3, pp=2, layers=[0, 4], steps=[BETWEEN]),
         case("PP2 x VPP2, qwen3_vl, DeepStack on three chunks", Q3, pp=2, vpp=2),
         case("PP2 x VPP2, qwen3_vl, empty chunks, tied", Q3, tied=True, pp=2, vpp=2, layers=[0, 2, 0, 2]),
-        case("PP2, qwen3_vl, vision and merger frozen", Q3, pp=2, freeze=["vision", "merger"]),
-        case("PP2, qwen3_vl, language frozen", Q3, pp=2, freeze=["language"]),
+        case("PP2, qwen3_vl, vision and merger frozen", Q3, pp=2, **NO_VISION),
+        case("PP2, qwen3_vl, language frozen", Q3, pp=2, **NO_LANGUAGE),
         case("DP2, qwen3_vl, overlap, text-only last", Q3, steps=SEVERAL_TEXT_LAST, overlap=True),
         case(
             "DP2, qwen3_vl, merger alone, overlap",
             Q3,
             steps=[TEXT_LAST, MIXED_ROWS],
             overlap=True,
-            freeze=["vision", "language"],
+            **MERGER_ALONE,
         ),
         case("training, PP2, qwen3_vl", Q3, tied=True, pp=2, layers=[1, 3], **TRAIN, bucket_size=10_000),
         case("EP2, experts", MOE, ep=2),
@@ -596,19 +524,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("training, EP2, experts, overlap", MOE, ep=2, **TRAIN, **SMALL_BUCKETS),
         case("training, EP2, experts, no distributed optimizer", MOE, ep=2, **TRAIN, **PLAIN),
-        *hybrid_cases(2),
     ],
     4: [
         *(
-            case(
-                f"TP2 x PP2 x VPP2 + SP, {family}",
-                family,
-                **TP2_SP,
-                pp=2,
-                vpp=2,
-                overlap=True,
-                steps=[MIXED_ROWS] * 3,
-            )
+            case(f"TP2 x PP2 x VPP2 + SP, {family}", family, **TP2_SP, pp=2, vpp=2, overlap=True, steps=THREE)
             for family in (Q25, Q2)
         ),
         case("TP2 x PP2 uneven + SP, tied", tied=True, **TP2_SP, pp=2, layers=[1, 3]),
@@ -620,9 +539,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("EP2 x TP2 + SP, experts", MOE, **TP2_SP, ep=2),
         case("EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2),
         case("EP4 x TP2 + SP, experts", MOE, **TP2_SP, ep=4),
-        case(
-            "TP2 x PP2 x VPP2 + SP, experts", MOE, **TP2_SP, pp=2, vpp=2, overlap=True, steps=[MIXED_ROWS] * 3
-        ),
+        case("TP2 x PP2 x VPP2 + SP, experts", MOE, **TP2_SP, pp=2, vpp=2, overlap=True, steps=THREE),
         case("training, EP2 x PP2, experts", MOE, pp=2, ep=2, layers=[1, 3], **SMALL_BUCKETS, **TRAIN),
         case("training, EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2, **TRAIN),
         case(
@@ -639,18 +556,43 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2 x DP2 + SP, overlap, text-only last", **TP2_SP, overlap=True, steps=SEVERAL),
         case("training, TP2 x PP2 x VPP2 + SP, tied", **TRAIN, **TRAINED),
         case("training, PP2 x DP2, tied, overlap", tied=True, pp=2, **SMALL_BUCKETS, **TRAIN),
-        case("TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **UNTIED, steps=[MIXED_ROWS] * 3),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **UNTIED, steps=THREE),
         case("TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven", Q3, **TRAINED, layers=[0, 2, 1, 1], steps=[BETWEEN]),
         case("TP4 above the key/value heads + SP, qwen3_vl", Q3, tp=4, sequence_parallel=True),
         case("PP4, qwen3_vl, a DeepStack level a stage", Q3, pp=4),
         case("PP2 x DP2, qwen3_vl, overlap", Q3, pp=2, layers=[1, 3], overlap=True, steps=SEVERAL_TEXT_LAST),
         case("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **TRAIN, **TRAINED),
         case("TP2 x PP2, full recompute", tp=2, pp=2, recompute=FULL),
-        *hybrid_cases(4),
     ],
 }
-for _ranks, _cases in CONTEXT.items():
-    CASES.setdefault(_ranks, [])
-    CASES[_ranks] += [{"cp": 2, "seq_len": EDGE_TOKENS} | case for case in _cases]
-for _ranks, _cases in DECOUPLED.items():
-    CASES[_ranks] += [case | {"decoupled": True} for case in _cases]
+"""Cases of softmax attention in whole rows, with the tower on the first stage."""
+CASES = {
+    ranks: [
+        *PLAIN_CASES.get(ranks, []),
+        *HYBRID.get(ranks, []),
+        *({"cp": 2, "seq_len": EDGE_TOKENS} | entry for entry in CONTEXT.get(ranks, [])),
+        *(entry | {"decoupled": True} for entry in DECOUPLED.get(ranks, [])),
+    ]
+    for ranks in (1, 2, 4, 8)
+}
+"""All cases, by number of ranks."""
+
+
+def considered_by_make_test() -> list[tuple[int, dict[str, Any]]]:
+    """The cases that ``make test`` chooses from, with their numbers of ranks."""
+    plain = {entry["name"] for entries in PLAIN_CASES.values() for entry in entries}
+    every = ((ranks, entry) for ranks, entries in CASES.items() for entry in entries)
+    return [(ranks, entry) for ranks, entry in every if entry["name"] in plain | QUICK]
+
+
+@cache
+def chosen_by_make_test() -> frozenset[str]:
+    """The names of the cases that ``make test`` runs: of a pair of settings one, on any number of ranks."""
+    considered = considered_by_make_test()
+    costs = {entry["name"]: _cost(entry, ranks) for ranks, entry in considered}
+    return frozenset(pairwise([entry for _, entry in considered], costs))
+
+
+def _cost(entry: dict[str, Any], ranks: int) -> float:
+    """Processor time in any unit: a build takes as long as three rows; each rank repeats half of the work."""
+    return (3 + sum(map(len, entry["steps"]))) * (1 + ranks / 2)

@@ -139,10 +139,11 @@ EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCI
 @cache
 def entries() -> tuple[Entry, ...]:
     """All cases of the table."""
-    found = []
-    for ranks, cases in CASES.items():
-        found += [Entry(ranks, case, case["name"] in chosen_by_make_test()) for case in cases]
-    return tuple(found)
+    return tuple(
+        Entry(ranks, case, case["name"] in chosen_by_make_test())
+        for ranks, cases in CASES.items()
+        for case in cases
+    )
 
 
 def proving(feature: Callable[[Entry], bool], family: str) -> list[Entry]:
@@ -192,7 +193,7 @@ PROOFS = (
         "Positions or text at videos as released, worked out by hand",
         {
             "tests/spec/test_video_positions.py::test_positions_are_those_worked_out_by_hand": (Q2, Q25),
-            "tests/data/test_chat.py::test_a_video_prompt_written_by_hand": (Q3,),
+            "tests/data/test_chat.py::test_video_prompt_written_by_hand": (Q3,),
             "tests/data/test_qwen3_5_prompts.py::test_tokens_and_positions_worked_out_by_hand": (Q35,),
         },
     ),
@@ -218,7 +219,7 @@ PROOFS = (
     Proof(
         "The export of a trained checkpoint",
         {
-            "tests/training/test_run.py::test_exported_checkpoint_has_the_trained_weights": (Q25,),
+            "tests/training/test_export_hf.py::test_run_exports_chosen_steps_and_trains_the_same": (Q25,),
             "tests/training/test_run_experts.py::test_exported_checkpoint_has_the_trained_experts": (MOE,),
         },
     ),
@@ -233,8 +234,8 @@ PROOFS = (
     Proof(
         THINKING,
         {
-            "tests/data/test_thinking.py::test_a_request_written_by_hand": (Q35, MOE35),
-            "tests/data/test_thinking.py::test_an_answer_is_what_follows_the_thinking": (Q35, MOE35),
+            "tests/data/test_thinking.py::test_thinking_prompt_written_by_hand": (Q35, MOE35),
+            "tests/data/test_thinking.py::test_generated_answer_is_what_follows_the_thinking": (Q35, MOE35),
         },
     ),
     Proof(
@@ -247,8 +248,10 @@ PROOFS = (
     Proof(
         "`evaluate` gives the model what its own processor makes of a video",
         {
-            "tests/toolkit/test_evaluate_sets.py"
-            "::test_the_model_is_given_what_its_own_processor_makes_of_a_video": (*DENSE, Q35)
+            "tests/toolkit/test_evaluate_sets.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
+                *DENSE,
+                Q35,
+            )
         },
     ),
     Proof(
@@ -302,15 +305,12 @@ def _possible(feature: str, family: str) -> bool:
 
 
 def _count(name: str, feature: Callable[[Entry], bool], family: str) -> str:
-    if not _possible(name, family):
-        return ""
-    return str(len(proving(feature, family)) or "–")
+    return str(len(proving(feature, family)) or "–") if _possible(name, family) else ""
 
 
 def _mark(proof: Proof, family: str) -> str:
-    if not _possible(proof.feature, family):
-        return ""
-    return "✓" if any(family in families for families in proof.tests.values()) else "–"
+    is_proven = any(family in families for families in proof.tests.values())
+    return ("✓" if is_proven else "–") if _possible(proof.feature, family) else ""
 
 
 def _cases(family: str) -> list[list[str]]:

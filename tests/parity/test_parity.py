@@ -21,20 +21,21 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import ParityCase, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-from .cases import CASES, CONTEXT_QUICK, DECOUPLED_QUICK, LEFT_TO_FULL, SEEDS, chosen_by_make_test
+from .cases import CASES, SEEDS, chosen_by_make_test, considered_by_make_test
 from .pairwise import pairs, pairwise
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
 
 
 def table() -> list[Any]:
-    """Lists (ranks, name) of every case; those that ``make test`` does not run are marked ``full``."""
-    rows = []
-    for ranks, entries in CASES.items():
-        for entry in entries:
-            marks = [] if entry["name"] in chosen_by_make_test() else [pytest.mark.full]
-            rows.append(pytest.param(ranks, entry["name"], marks=marks, id=f"{ranks}-{entry['name']}"))
-    return rows
+    """(ranks, name) of every case; those that ``make test`` does not run are marked ``full``."""
+    return [
+        pytest.param(
+            ranks, name, marks=[pytest.mark.full] * (name not in chosen_by_make_test()), id=f"{ranks}-{name}"
+        )
+        for ranks, entries in CASES.items()
+        for name in (entry["name"] for entry in entries)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -110,12 +111,11 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
     assert result["ok"], result.get("state")
 
 
-def test_names_are_unique_and_those_chosen_by_name_exist() -> None:
+def test_names_of_cases_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
-    assert set(NAMES) >= DECOUPLED_QUICK | CONTEXT_QUICK
 
 
-def test_chosen_cases_hold_every_pair_of_settings() -> None:
+def test_choice_holds_every_pair_of_settings() -> None:
     """Worked out by hand: of four cases, the third holds nothing that the first two do not."""
     steps = [[["image"]]]
     cases = [
@@ -129,21 +129,15 @@ def test_chosen_cases_hold_every_pair_of_settings() -> None:
     assert pairwise(cases, {"a": 2.0, "b": 1.0, "c": 1.0, "d": 1.0}) == ["b", "c", "d"]
 
 
-def test_every_setting_and_every_pair_is_in_what_make_test_runs() -> None:
+def test_make_test_runs_every_setting_and_every_pair() -> None:
     table = [entry for entries in CASES.values() for entry in entries]
     run = [entry for entry in table if entry["name"] in chosen_by_make_test()]
     layout = ("tp", "cp", "pp", "vpp", "ep", "etp", "sequence_parallel", "overlap")
     for field in ("family", *layout, "train", "decoupled"):
         assert {entry.get(field) for entry in run} == {entry.get(field) for entry in table}, field
-    assert {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)} == {
-        1,
-        2,
-        4,
-        8,
-    }
-
-    considered = [entry for entry in table if entry["name"] not in LEFT_TO_FULL]
-    assert pairs_of(run) == pairs_of(considered)
+    ranks_run = {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)}
+    assert ranks_run == {1, 2, 4, 8}
+    assert pairs_of(run) == pairs_of([entry for _, entry in considered_by_make_test()])
 
 
 def pairs_of(entries: list[dict[str, Any]]) -> set[Any]:

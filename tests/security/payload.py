@@ -29,20 +29,10 @@ class Mark:
     @property
     def python(self) -> str:
         """A module that creates the file when it is imported."""
-        names = (
-            "Config",
-            "Model",
-            "Tokenizer",
-            "Processor",
-            "sample_loader",
-            "part_filter",
-            "generate",
-            "Evil",
-        )
-        lines = [f"open({str(self.path)!r}, 'w').close()"]
-        return "\n".join(
-            lines + [f"class {name}:\n    def __init__(self, *a, **k): {lines[0]}" for name in names]
-        )
+        names = "Config Model Tokenizer Processor sample_loader part_filter generate Evil".split()
+        touch = f"open({str(self.path)!r}, 'w').close()"
+        classes = [f"class {name}:\n    def __init__(self, *a, **k): {touch}" for name in names]
+        return "\n".join([touch, *classes])
 
     @property
     def expression(self) -> str:

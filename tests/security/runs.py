@@ -47,29 +47,10 @@ def renamed(step: Path, old: str, new: str) -> None:
 
 def pickles(step: Path, mark: Mark) -> None:
     """Puts pickles wherever Megatron-core, torch and Energon would look for theirs."""
-    names = (
-        "optimizer/.metadata",
-        "optimizer/__0_0.distcp",
-        "optimizer/common.pt",
-        "optimizer/rank_00000.pt",
-        ".metadata",
-    )
-    names += (
-        "loader/dp_00000.pkl",
-        "loader/dp_00000.pt",
-        "rng.pth",
-        "run.pkl",
-        "weights/model.pt",
-        "weights/tp00_pp00.bin",
-    )
-
-    for name in (
-        *names,
-        "../latest.pkl",
-        "../latest_checkpointed_iteration.txt",
-        "common.pt",
-        "metadata.json.pkl",
-    ):
+    names = "optimizer/.metadata optimizer/__0_0.distcp optimizer/common.pt optimizer/rank_00000.pt .metadata"
+    names += " loader/dp_00000.pkl loader/dp_00000.pt rng.pth run.pkl weights/model.pt weights/tp00_pp00.bin"
+    names += " ../latest.pkl ../latest_checkpointed_iteration.txt common.pt metadata.json.pkl"
+    for name in names.split():
         (step / name).write_bytes(mark.pickle())
 
     mark.torch(step / "optimizer" / "optim.pt")
@@ -122,7 +103,7 @@ def main(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     with contextlib.redirect_stdout(io.StringIO()):
-        bench = Bench(folder)
+        bench = Bench(folder, ("run",))
     mark = Mark(folder / "executed")
     found = {}
     for name, change in hostile(mark, elsewhere).items():

@@ -19,7 +19,7 @@ from toolkit.evaluate.sandbox import choose_sandbox, copy_data
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
 
 
-def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
+def test_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
     settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": (1, 1)}
     write(tmp_path / "set/a.png", encoded(40, 40))
     write(tmp_path / "secret.png", encoded(40, 40))
@@ -74,7 +74,7 @@ def test_bubblewrap_leaves_the_work_folder_and_a_judges_network(work, port, tmp_
     assert code_of("touch", tmp_path / "outside") == 0, "the control failed"
 
 
-def test_a_system_without_a_sandbox_is_named(work, monkeypatch):
+def test_system_without_a_sandbox_is_named(work, monkeypatch):
     monkeypatch.setenv("PATH", str(work))
     words, what = choose_sandbox(work, with_network=False)
     assert words == [] and what.startswith("WITHOUT A SANDBOX")
@@ -82,7 +82,7 @@ def test_a_system_without_a_sandbox_is_named(work, monkeypatch):
 
 @pytest.mark.eval
 @pytest.mark.ranks
-def test_a_cell_that_vlmevalkit_executes_changes_nothing_outside(work, tmp_path):
+def test_cell_that_vlmevalkit_executes_changes_nothing_outside(work, tmp_path):
     """VLMEvalKit's `istype` evaluates cells of tables as Python."""
     words = words_of("bwrap", work)
     cell = "[open(sys.argv[1], 'w'), open(sys.argv[2], 'w')]".replace("sys", "__import__('sys')")
@@ -94,15 +94,8 @@ def test_a_cell_that_vlmevalkit_executes_changes_nothing_outside(work, tmp_path)
     assert not outside.exists()
 
 
-def test_the_tables_of_a_user_are_copied_and_all_else_is_linked(work, tmp_path, monkeypatch):
-    for name in (
-        "set.tsv",
-        "set_cn.tsv",
-        "other.tsv",
-        "photos/1.png",
-        "images/mine/1.png",
-        "images/set/1.png",
-    ):
+def test_tables_of_a_user_are_copied_and_all_else_is_linked(work, tmp_path, monkeypatch):
+    for name in "set.tsv set_cn.tsv other.tsv photos/1.png images/mine/1.png images/set/1.png".split():
         write(tmp_path / "lmu" / name, b"x")
     tables = copy_data("set", tmp_path / "lmu", work)
     data = work / "data"

@@ -14,7 +14,7 @@ from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
-from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.tensor_files import WeightsError
 from toolkit.common.hf_loading import check_hf_folder, load_hf_model, load_hf_processor
@@ -46,24 +46,10 @@ def use_all_of(hf: Path, out: Path) -> None:
 
 
 def test_pickles_beside_the_weights_are_not_opened(hf, mark, tmp_path):
-    for name in (
-        "pytorch_model.bin",
-        "model.pt",
-        "consolidated.00.pth",
-        "training_args.bin",
-        "optimizer.pt",
-        "scheduler.pt",
-    ):
+    saved = "pytorch_model.bin model.pt consolidated.00.pth training_args.bin optimizer.pt scheduler.pt"
+    for name in saved.split():
         mark.torch(hf / name)
-
-    for name in (
-        "rng_state.pth",
-        "tokenizer.pkl",
-        "vocab.pkl",
-        "adapter_model.bin",
-        "spiece.model",
-        "tf_model.h5",
-    ):
+    for name in "rng_state.pth tokenizer.pkl vocab.pkl adapter_model.bin spiece.model tf_model.h5".split():
         (hf / name).write_bytes(mark.pickle())
 
     (hf / "pytorch_model.bin.index.json").write_text(
@@ -85,7 +71,7 @@ def test_weights_that_are_only_pickled_are_refused(hf, mark, tmp_path):
             use()
 
 
-def test_a_pickle_named_safetensors_is_refused(hf, mark, tmp_path):
+def test_pickle_named_safetensors_is_refused(hf, mark, tmp_path):
     file = sorted(hf.glob("*.safetensors"))[0]
     mark.torch(file)
     for use in (lambda: convert_weights(hf, tmp_path / "full"), lambda: load_hf_model(hf, torch.float32)):
@@ -98,9 +84,8 @@ def test_other_weights_than_the_folders_are_refused(hf, mark, field):
     """Both fields make transformers open files that the checks have not seen."""
     (hf / "adapter_model.bin").write_bytes(mark.pickle())
     if field == "adapter":
-        (hf / "adapter_config.json").write_text(
-            '{"base_model_name_or_path": "/somewhere", "peft_type": "LORA"}'
-        )
+        adapter = {"base_model_name_or_path": "/somewhere", "peft_type": "LORA"}
+        (hf / "adapter_config.json").write_text(json.dumps(adapter))
     else:
         edit(hf / "config.json", transformers_weights="adapter_model.bin")
     with pytest.raises(ConfigError, match=field):
@@ -110,64 +95,32 @@ def test_other_weights_than_the_folders_are_refused(hf, mark, field):
 def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
     """This holds even if a user at the terminal would say yes, because nobody asks."""
     monkeypatch.setattr(builtins, "input", lambda *question: "y")
-    for name in (
-        "evil.py",
-        "modeling_evil.py",
-        "custom_generate/generate.py",
-        "tokenizer.py",
-        "processing.py",
-    ):
+    for name in "evil.py modeling_evil.py custom_generate/generate.py tokenizer.py processing.py".split():
         (hf / name).parent.mkdir(exist_ok=True)
         (hf / name).write_text(mark.python)
 
-    classes = {
-        "AutoConfig": "Config",
-        "AutoModelForImageTextToText": "Model",
-        "AutoTokenizer": ["Tokenizer", "Tokenizer"],
-    }
-    classes |= {
-        "AutoProcessor": "Processor",
-        "AutoImageProcessor": "Processor",
-        "AutoVideoProcessor": "Processor",
-    }
-
-    named = {
-        auto: [f"evil.{c}" for c in name] if isinstance(name, list) else f"evil.{name}"
-        for auto, name in classes.items()
-    }
+    named: dict[str, object] = {f"Auto{kind}Processor": "evil.Processor" for kind in ("", "Image", "Video")}
+    named |= {"AutoConfig": "evil.Config", "AutoModelForImageTextToText": "evil.Model"}
+    named |= {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
     for file in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
         edit(hf / file, auto_map=named)
     edit(hf / "generation_config.json", custom_generate=str(hf))
     use_all_of(hf, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "fields"),
-    [
-        (
-            "config.json",
-            {
-                "model_type": "evil",
-                "auto_map": {"AutoConfig": "evil.Config", "AutoModelForImageTextToText": "evil.Model"},
-            },
-        ),
-        (
-            "tokenizer_config.json",
-            {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}},
-        ),
-        (
-            "preprocessor_config.json",
-            {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Processor"}},
-        ),
-    ],
-    ids=["model", "tokenizer", "processor"],
-)
-def test_a_folder_that_needs_its_own_code_is_refused_or_read_without_it(
-    hf, mark, tmp_path, monkeypatch, file, fields
-):
+NEEDS_CODE = {
+    "config.json": ("model_type", "evil", {"AutoConfig": "evil.Config"}),
+    "tokenizer_config.json": ("tokenizer_class", "Evil", {"AutoTokenizer": ["evil.Tokenizer"] * 2}),
+    "preprocessor_config.json": ("processor_class", "Evil", {"AutoProcessor": "evil.Processor"}),
+}
+
+
+@pytest.mark.parametrize("file", NEEDS_CODE)
+def test_folder_that_needs_its_own_code_is_refused_or_read_without_it(hf, mark, tmp_path, monkeypatch, file):
     monkeypatch.setattr(builtins, "input", lambda *question: "y")
     (hf / "evil.py").write_text(mark.python)
-    edit(hf / file, **fields)
+    field, name, auto_map = NEEDS_CODE[file]
+    edit(hf / file, **{field: name, "auto_map": auto_map})
     try:
         use_all_of(hf, tmp_path)
     except (ValueError, AttributeError, OSError) as error:
@@ -186,9 +139,8 @@ def test_every_from_pretrained_forbids_remote_code():
                     word.arg: getattr(word.value, "value", getattr(word.value, "id", None))
                     for word in call.keywords
                 }
-                assert (
-                    given.get("trust_remote_code") is False or given.get(None) == "SAFE_LOADING_ARGUMENTS"
-                ), f"{path}:{call.lineno}"
+                is_safe = given.get(None) == "SAFE_LOADING_ARGUMENTS"
+                assert is_safe or given.get("trust_remote_code") is False, f"{path}:{call.lineno}"
                 seen += 1
     assert seen >= 3
 
@@ -210,19 +162,12 @@ def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
 
 
 @pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
-def test_a_processor_that_names_another_model_is_refused(hf, tmp_path, file):
+def test_processor_that_names_another_model_is_refused(hf, tmp_path, file):
     """transformers' processors load what the field names, with pickles."""
-    (hf / file).write_text(
-        json.dumps(
-            (json.loads((hf / file).read_text()) if (hf / file).is_file() else {})
-            | {
-                "audio_tokenizer": {
-                    "audio_tokenizer_class": "DacModel",
-                    "audio_tokenizer_name_or_path": str(tmp_path / "outside"),
-                }
-            }
-        )
-    )
+    if not (hf / file).is_file():
+        (hf / file).write_text("{}")
+    outside = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": str(tmp_path / "outside")}
+    edit(hf / file, audio_tokenizer=outside)
     for read in (load_hf_processor, check_hf_folder):
         with pytest.raises(ConfigError, match=f"{file}: field 'audio_tokenizer_name_or_path' names another"):
             read(hf)
@@ -232,7 +177,7 @@ def test_a_processor_that_names_another_model_is_refused(hf, tmp_path, file):
     "name",
     ["../secret.safetensors", "/tmp/secret.safetensors", "sub/x.safetensors", "pytorch_model.bin", "..", ""],
 )
-def test_an_index_stays_in_its_folder(hf, tmp_path, name):
+def test_index_stays_in_its_folder(hf, tmp_path, name):
     """The file exists and holds the tensor; only its name is wrong."""
     index = json.loads((hf / "model.safetensors.index.json").read_text())
     (tmp_path / "secret.safetensors").write_bytes(
@@ -249,14 +194,14 @@ def test_an_index_stays_in_its_folder(hf, tmp_path, name):
             use()
 
 
-def test_a_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
+def test_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
     edit(hf / "config.json", num_hidden_layers=10**12)
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         convert_weights(hf, tmp_path / "full")
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "generation_config.json", "templates/tool.jinja"])
-def test_an_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name):
+def test_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name):
     """Whoever exports a folder may publish it."""
     convert_weights(hf, tmp_path / "full")
     (tmp_path / "id_rsa").write_text("secret")
@@ -265,6 +210,5 @@ def test_an_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name
     (hf / name).symlink_to(tmp_path / "id_rsa")
     with pytest.raises(WeightsError, match="outside the folder"):
         export_weights(tmp_path / "full", hf, tmp_path / "back")
-    assert not any(
-        b"secret" in path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file()
-    )
+    written = [path for path in (tmp_path / "back").rglob("*") if path.is_file()]
+    assert not any(b"secret" in path.read_bytes() for path in written)

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from data_tools.convert import ConversionOptions, convert_dataset
-from data_tools.media import resolve_reference
+from data_tools.media import MediaRoots, resolve_reference
 from tests.data.media import encoded, video, write
 from tests.data_tools.test_convert import bomb
 
@@ -58,31 +58,23 @@ def secret(tmp_path) -> bytes:
 
 
 def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
-    outside = ("../secret/picture.png", "link.png", "relative.png", "chain.png", "folder/picture.png")
-    outside += tuple(
+    outside = "../secret/picture.png link.png relative.png chain.png folder/picture.png".split()
+    outside += [
         f"{scheme}{tmp_path}/secret/picture.png" for scheme in ("", "file://", "FILE://", "good.png/../..")
-    )
+    ]
     outside += (
-        "../../../../../../../../etc/passwd",
-        "/etc/passwd",
-        "/proc/self/environ",
-        "/dev/zero",
-        "~/.ssh/id_rsa",
+        "../../../../../../../../etc/passwd /etc/passwd /proc/self/environ /dev/zero ~/.ssh/id_rsa".split()
     )
-
     written, refused = converted(tmp_path, asked("image", "good.png", *outside))
     assert secret not in written and encoded(40, 40) in written and b"root:" not in written
     assert sum(refused.values()) == len(outside)
-    assert set(refused) <= {
-        "outside the media root",
-        "medium missing",
-    }
+    assert set(refused) <= {"outside the media root", "medium missing"}
 
 
 @pytest.mark.parametrize(
     "name", ["list.m3u8", "list.mp4", "concat.mp4", "session.mp4", "manifest.mp4", "subtitle.mkv"]
 )
-def test_a_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
+def test_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
     """Tries playlists, concatenations, session and streaming descriptions under a video's name."""
     clip = tmp_path / "secret/clip.mp4"
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{clip}\n#EXT-X-ENDLIST\n"
@@ -175,10 +167,10 @@ def test_devices_and_pipes_are_not_read(tmp_path, secret):
     assert refused.pop("not a file") == 1 and sum(refused.values()) == 2
 
 
-def test_a_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
+def test_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
     """Its own media are inside; its target's neighbours are not."""
     (tmp_path / "alias").symlink_to(tmp_path / "media")
     root = (tmp_path / "alias").resolve()
-    assert resolve_reference("good.png", root) == tmp_path / "media/good.png"
+    assert resolve_reference("good.png", MediaRoots((root,))) == tmp_path / "media/good.png"
     with pytest.raises(ValueError, match="not inside"):
-        resolve_reference("../secret/picture.png", root)
+        resolve_reference("../secret/picture.png", MediaRoots((root,)))

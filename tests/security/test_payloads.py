@@ -13,7 +13,7 @@ from .payload import Mark
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch", "python", "expression", "template"])
-def test_a_payload_leaves_its_mark(kind, tmp_path):
+def test_payload_leaves_its_mark(kind, tmp_path):
     mark = Mark(tmp_path / "executed")
     if kind == "pickle":
         pickle.loads(mark.pickle())

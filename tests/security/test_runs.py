@@ -58,7 +58,7 @@ def test_hostile_checkpoints_are_refused_or_read_without_harm(outcomes, kind):
     ],
     ids=["class", "function", "import", "objects", "pickle"],
 )
-def test_a_loader_state_names_no_class_of_its_own(value):
+def test_loader_state_names_no_class_of_its_own(value):
     """At any depth of what a loader writes."""
     assert state_from_json(state_to_json({"a": [1, [2.5, "x"]]})) == {"a": [1, [2.5, "x"]]}
     with pytest.raises((LoaderStateError, ValueError)):

@@ -154,6 +154,17 @@ def test_refused(hf: Path, kind: str) -> None:
         assert str(hf) in str(caught.value)
 
 
+def test_read_spec_opens_one_file_of_weights(hf: Path) -> None:
+    """And judges the tensors of the others by their names in the index."""
+    last = max(hf.glob("*.safetensors"))
+    last.write_bytes(b"not weights, and longer than a pointer" * 100)
+    read_spec(hf)
+    index = hf / "model.safetensors.index.json"
+    edit(index, weight_map=json.loads(index.read_text())["weight_map"] | {f"{QUERY}_scale_inv": last.name})
+    with pytest.raises(ConfigError, match=f"{last.name}: tensor '{QUERY}_scale_inv' is quantised"):
+        read_spec(hf)
+
+
 def weights_of_other_formats(hf: Path) -> None:
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
         save_file({"x.weight_scale": SCALE.to(torch.float8_e4m3fn)}, hf / name)

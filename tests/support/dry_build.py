@@ -97,10 +97,12 @@ def _build_rank(
         grid = make_grid(layout)
         assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (pipeline_stage, 0, 0)
         with _MetaDeviceMode():
-            built_model = build_model(config, spec, layout, meta_platform, grid, pixel_norm=HALF_PIXEL_NORM)
+            _, live_tensors = build_model(
+                config, spec, layout, meta_platform, grid, pixel_norm=HALF_PIXEL_NORM
+            )
 
         built_tensors: list[BuiltTensor] = []
-        for name, parameter, _ in built_model.live_tensors:
+        for name, parameter, _ in live_tensors:
             built_tensors.append(BuiltTensor(name, tuple(parameter.shape), parameter.requires_grad))
         return built_tensors
     finally:

@@ -37,6 +37,7 @@ PRELOADED = (
     "megatron_vl.training.trainer",
     "toolkit.parity.worker",
     "toolkit.cli",
+    "pytest",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
@@ -65,7 +66,7 @@ class Job:
     port: int
     """A free TCP port for the group's rendezvous."""
     module: str = ""
-    arguments: list[str] = field(default_factory=list)
+    arguments: list[Any] = field(default_factory=list)
     function: tuple[str, str] = ("", "")
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
@@ -220,7 +221,7 @@ def _execute(job: Job, rank: int) -> int:
 
     module, name = job.function
     function = getattr(importlib.import_module(module), name)
-    result = function(**job.variables)
+    result = function(*job.arguments, **job.variables)
     if rank == 0:
         (Path(job.folder) / "result.json").write_text(json.dumps(result))
     return 0

@@ -17,11 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from .rank_server import Job, Outcome
 
@@ -42,6 +44,27 @@ def python_path() -> str:
     The checkout comes first, then the tests' own ``PYTHONPATH``, which may name another Megatron-core.
     """
     return os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., Any]:
+    """Marks a test whose body runs in each of ``ranks`` processes, where its assertions are checked.
+
+    Its fixtures and parameters must be picklable. ``ranks`` may be a function of them. All ranks get those of
+    this process; what only rank 0 may check, such as files, begins with ``if dist.get_rank() == 0``.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        @wraps(body)
+        def test(**variables: Any) -> None:
+            if "RANK" in os.environ:
+                body(**variables)
+            else:
+                number = ranks(variables) if callable(ranks) else ranks
+                call(body, number, **variables)
+
+        return pytest.mark.ranks(test)
+
+    return decorate
 
 
 def run_module(
@@ -66,6 +89,19 @@ def run_module(
     if outcome.timed_out:
         raise subprocess.TimeoutExpired([module, *words], timeout_s, stdout, stderr)
     return subprocess.CompletedProcess([module, *words], _first_failure(outcome), stdout, stderr)
+
+
+def run_function(
+    function: Callable[..., Any], arguments: Sequence[object], ranks: int, *, timeout_s: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Calls a function in ``ranks`` processes, which may fail or exit, and waits for their end."""
+    named = (function.__module__, function.__name__)
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        job = _job(folder, ranks, None, None, timeout_s, function=named, arguments=list(arguments))
+        outcome = _ask(job)
+        stdout, stderr = _said(folder)
+    assert not outcome.timed_out, f"{function.__name__} has not ended:\n{stderr}"
+    return subprocess.CompletedProcess(named, _first_failure(outcome), stdout, stderr)
 
 
 def run_group(
@@ -101,8 +137,8 @@ class Ended:
 
 
 def run_apart(
-    module: str,
-    arguments: Sequence[str | Path],
+    program: str | Callable[..., None],
+    arguments: Sequence[object],
     ranks: int,
     *,
     folders: Mapping[int, Path] | None = None,
@@ -110,9 +146,10 @@ def run_apart(
     one_node: bool = False,
     timeout_s: float = 300,
 ) -> list[Ended]:
-    """Runs ``python -m module arguments`` as ranks on different nodes: if one fails, the others go on.
+    """Runs a module or a function as ranks on different nodes: if one fails, the others go on.
 
     Args:
+        program: as by ``python -m program arguments``, or a function that gets the arguments.
         folders: maps ranks to their working folders.
         file_bytes: maps ranks to the largest size of a file that they may write, in bytes.
         one_node: the ranks know that they share a node, so that only one of them prints a message.
@@ -120,15 +157,14 @@ def run_apart(
     Raises:
         AssertionError: some ranks were still running after ``timeout_s`` seconds and were killed.
     """
-    words = [str(argument) for argument in arguments]
-    apart = {"folders": {rank: str(path) for rank, path in (folders or {}).items()}}
+    work: dict[str, Any] = {"folders": {rank: str(path) for rank, path in (folders or {}).items()}}
+    if isinstance(program, str):
+        work |= {"module": program, "arguments": list(map(str, arguments))}
+    else:
+        work |= {"function": (program.__module__, program.__name__), "arguments": list(arguments)}
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        job = _job(
-            folder, ranks, None, None, timeout_s,
-            module=module, arguments=words, apart=True, one_node=one_node,
-            file_bytes=dict(file_bytes or {}), **apart,
-        )  # fmt: skip
-        outcome = _ask(job)
+        work |= {"apart": True, "one_node": one_node, "file_bytes": dict(file_bytes or {})}
+        outcome = _ask(_job(folder, ranks, None, None, timeout_s, **work))
         said = [(Path(folder) / f"stderr_{rank}").read_text(errors="replace") for rank in range(ranks)]
         stdout, _ = _said(folder)
 

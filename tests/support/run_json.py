@@ -1,4 +1,4 @@
-"""A step folder's ``run.json``, written as a run writes it: nobody believes one without its digest."""
+"""A step folder's ``run.json``, with the digest that a run writes and that readers check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a trainer of a small model, for functions in a separate process (:func:`tests.support.ranks.call`).
+"""A trainer of a small model in any layout, for tests whose bodies run in ranks (:mod:`tests.support.ranks`).
 
 This selects the CPU platform, which changes torch for the rest of the process.
 """
@@ -11,24 +11,121 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_vl.data.given_rows import GivenRows
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.parallel.process_grid import init_distributed
-from megatron_vl.platform import get_platform
+from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
+from megatron_vl.training.state.load import load_checkpoint, read_run_metadata
+from megatron_vl.training.state.optimizer_state import STATE_KINDS, OptimizerStateReader
+from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
 from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
-from toolkit.parity.case import resolve_on_given_rows
+from megatron_vl.weights.run_folder import step_dir_path
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step, resolve_on_given_rows
 from toolkit.parity.random_samples import make_sample
+from toolkit.parity.training import read_full_state
 
 SEQ_LEN = 256
 ROWS = 2
 """Rows of each data-parallel rank per step."""
+
+
+def join(platform_name: str = "cpu") -> Platform:
+    """Joins the process group of the ranks."""
+    platform = get_platform(platform_name)
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    return platform
+
+
+# --- In any layout, on any samples -------------------------------------------------------------------------
+
+
+def trainer_of(hf: str | Path, seq_len: int = 192, platform_name: str = "cpu", **fields: Any) -> Trainer:
+    """A trainer with the weights of ``hf``, without rows of its own. Collective.
+
+    Args:
+        fields: those of :class:`~toolkit.parity.case.ParityCase`: the layout, LoRA, recompute, ...
+    """
+    platform = join(platform_name)
+    return build_case(ParityCase("case", str(hf), "", [], seq_len=seq_len, **fields), platform)
+
+
+def train(trainer: Trainer, kinds: list[list[str]], steps: Iterable[int]) -> list[StepResult]:
+    """Trains on samples of the given kinds by row; each step has others."""
+    results = []
+    for step in steps:
+        set_learning_rates(trainer.optimizer, trainer.config, step)
+        results.append(trainer.train_step(pack_step(trainer, draw_samples(kinds, trainer.spec, step))))
+    return results
+
+
+def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
+    """Saves a step. On rank 0, returns every weight, master weight, moment and step count in the files."""
+    saver = CheckpointSaver(run, trainer.spec, trainer.layout, trainer.grid, num_latest_kept=0)
+    snapshot = take_snapshot(
+        step,
+        model_chunks=trainer.model_chunks,
+        live_tensors=trainer.saved_tensors,
+        optimizer=trainer.optimizer,
+        spec=trainer.spec,
+        layout=trainer.layout,
+        grid=trainer.grid,
+        loader_state=None,
+        run_metadata={"dp": trainer.grid.dp},
+    )
+    saver.start_save(lambda: snapshot, step)
+    saver.wait_until_saved()
+    dist.barrier()
+    if dist.get_rank():
+        return {}
+
+    folder = step_dir_path(run, step)
+    files = {
+        name.removeprefix("optimizer/"): facts for name, facts in read_run_metadata(folder)["files"].items()
+    }
+    state = OptimizerStateReader(folder / "optimizer", files, trainer.layout.sharding)
+    reader, found = WeightReader(folder / "weights", takes_adapters=True), {}
+    for name, info in reader.tensor_infos.items():
+        found[name] = reader.read_shard(name).clone()
+        found |= {f"{name}/{kind}": read_full_state(state, info, kind) for kind in STATE_KINDS}
+        found[f"{name}/step"] = torch.tensor(state.adam_step_count(name))
+    state.close()
+    return found
+
+
+def load(trainer: Trainer, run: Path, step: int = 2) -> None:
+    """Restores a saved step. Collective."""
+    place = {"spec": trainer.spec, "grid": trainer.grid}
+    parts = {"live_tensors": trainer.saved_tensors, "optimizer": trainer.optimizer}
+    load_checkpoint(step_dir_path(run, step), **parts, **place)
+
+
+def differences(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that differ by a bit, or that only one of the two has."""
+    changed = [
+        name for name in tensors.keys() & others.keys() if not torch.equal(tensors[name], others[name])
+    ]
+    return sorted({*changed, *(tensors.keys() ^ others.keys())})
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks, on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# --- With random weights and rows of its own ----------------------------------------------------------------
 
 
 class TinyTrainer(Trainer):
@@ -40,8 +137,11 @@ class TinyTrainer(Trainer):
         self.build(**model_options)
 
     def _rows(self) -> Iterator[TrainingRow]:
-        samples = [[make_sample(kind, self.spec, 0)] for kind in ("image", "text")]
-        return itertools.cycle([pack_row(row, self.spec, SEQ_LEN) for row in samples])
+        return itertools.cycle([self.row_of("image"), self.row_of("text")])
+
+    def row_of(self, *kinds: str) -> TrainingRow:
+        """A row of one sample of each kind."""
+        return pack_row([make_sample(kind, self.spec, 0) for kind in kinds], self.spec, SEQ_LEN)
 
     @property
     def chunks(self) -> list[Any]:
@@ -71,7 +171,7 @@ def tiny_trainer(
         freeze_language: whether the vision tower and the merger alone are trained.
         optimizer: fields of :class:`OptimizerConfig` that override the defaults here.
     """
-    init_distributed(get_platform("cpu"))
+    join()
     rates = {"lr": 1e-3, "vision_lr": 5e-4, "merger_lr": 2e-4, "weight_decay": 0.1, "schedule": "constant"}
     config = TrainConfig(
         dtype=dtype,  # type: ignore[arg-type]

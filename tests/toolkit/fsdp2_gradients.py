@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.fsdp2 import Trainer, build, hf_config, hf_row, read_options
 from megatron_vl.config import DataConfig
-from megatron_vl.data.sample.pixels import PixelNorm
+from megatron_vl.data.sample.pixel_settings import PixelNorm
 from megatron_vl.data.synthetic import draw_rows
 from toolkit.parity.reference import backward_mean_loss
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import json
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -15,26 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import DataConfig, ModelConfig, RecomputeConfig
+from megatron_vl.config import DataConfig, LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.data.synthetic import SyntheticRows
-from megatron_vl.estimate.flops import ModelFlops, recompute_flops, row_flops
+from megatron_vl.estimate.flops import needed_flops, repeated_flops, row_sizes
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.support.ranks import call, python_path, run_module
+from tests.support.tiny_run import prepare
 from tests.toolkit.programs import busiest_experts
-from tests.training.small_run import prepare
 from toolkit.bench import step_parts
 from toolkit.cli import main
 
 SEQ_LEN = 500
-WARM_UP = 2
-TIMED = 1
-ROWS = 2
-RANKS = 2
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+WARM_UP, TIMED, ROWS, RANKS = 2, 1, 2, 2
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +43,9 @@ def bench_figures(hf: Path, options: str, *words: str) -> dict:
     shape = f"--timed {TIMED} --dtype float32 --data.seq_len {SEQ_LEN} --global_batch_size {ROWS}"
     command = f"-m toolkit bench --nproc-per-node {RANKS} --json {options} {shape}".split()
     line = [sys.executable, *command, "--model.hf", str(hf), *words]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=300)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "gpuGetDeviceCount failed" not in done.stderr
     return json.loads(done.stdout)
 
 
@@ -68,22 +58,20 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         drawn = SyntheticRows(data, spec, 0, 1, ROWS)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
         tokens = 0
-        model = ModelFlops(0, 0)
-        all_tokens = ModelFlops(0, 0)
-        again = ModelFlops(0, 0)
-
+        model, all_tokens, again = [], [], []
         for row in timed:
             lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
-            vision = [
-                t.diff().tolist() if row.num_images else []
-                for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)
-            ]
+            bounds = (row.vision.cu_seqlens, row.vision.cu_window_seqlens)
+            vision = [t.diff().tolist() if row.num_images else [] for t in bounds]
             tokens += sum(lengths)
-            model = model + row_flops(spec, ModelConfig(), lengths, *vision, int(row.loss_mask.sum()))
-            all_tokens = all_tokens + row_flops(spec, ModelConfig(), lengths, *vision, sum(lengths))
-            again = again + recompute_flops(
-                spec, ModelConfig(), RecomputeConfig(vision="full"), lengths, *vision
-            )
+            sizes, whole = (row_sizes(lengths, *vision, n) for n in (int(row.loss_mask.sum()), sum(lengths)))
+            model.append(needed_flops(spec, ModelConfig(), LoraConfig(), sizes))
+            all_tokens.append(needed_flops(spec, ModelConfig(), LoraConfig(), whole))
+            full = RecomputeConfig(vision="full")
+            again.append(repeated_flops(spec, ModelConfig(), LoraConfig(), full, sizes))
+
+        def total(rows):
+            return sum(row.total for row in rows)
 
         w = figures["workloads"][workload]
         seconds = w["step_s"] * TIMED
@@ -91,11 +79,11 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["work"]["rows"] == len(timed)
         assert w["tokens_per_s_per_gpu"] * seconds * RANKS == pytest.approx(tokens)
         assert w["images_per_s"] * seconds == pytest.approx(w["work"]["images"])
-        assert w["mfu_vision"] * seconds * RANKS * 0.5e12 == pytest.approx(model.vision)
+        assert w["mfu_vision"] * seconds * RANKS * 0.5e12 == pytest.approx(sum(row.tower for row in model))
         assert w["mfu"] == pytest.approx(w["mfu_vision"] + w["mfu_language"])
-        assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(all_tokens.total / model.total)
+        assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(total(all_tokens) / total(model))
         assert w["work"]["loss_tokens_per_row"] == sum(int(row.loss_mask.sum()) for row in timed) / len(timed)
-        assert w["hfu"] / w["mfu"] == pytest.approx((model + again).total / model.total)
+        assert w["hfu"] / w["mfu"] == pytest.approx(total(model + again) / total(model))
 
     images, text = figures["workloads"]["images"], figures["workloads"]["text"]
     assert figures["image_over_text"] == pytest.approx(images["mfu"] / text["mfu"])
@@ -113,7 +101,6 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
         # the cores too.
         assert last["idle"] > 0.1 * first["vision forward"]
     assert 0 < figures["workloads"]["images"]["pipeline_idle_share"] < 1
-    assert figures["workloads"]["images"]["communication"]["communication_s"]["max_s"] > 0
     assert figures["workloads"]["data"]["work"]["images"] > 0
 
 
@@ -137,41 +124,20 @@ def test_fsdp2_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
 
 
 @pytest.mark.ranks
-def test_experts_are_chosen_evenly_where_that_is_asked_for(tiny_checkpoint) -> None:
+def test_even_routing_chooses_experts_evenly(tiny_checkpoint) -> None:
     """The busiest expert's tokens over the mean would be experts / top_k without the option."""
     busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
     assert busiest and max(busiest) < 1.5, busiest
 
 
 def test_parts_add_up_to_the_step() -> None:
-    spans = Counter(
-        {
-            "step": 10.0,
-            "feed": 2.0,
-            "vision forward": 1.0,
-            "chunk forward": 3.0,
-            "chunk backward": 4.0,
-            "optimizer": 0.25,
-        }
-    )
+    spans = Counter({"step": 10.0, "feed": 2.0, "vision forward": 1.0, "optimizer": 0.25})
+    spans += Counter({"chunk forward": 3.0, "chunk backward": 4.0})
     parts = step_parts.split_into_parts(spans, data_wait=1.5)
     split = dict(zip(step_parts.STEP_PARTS, parts, strict=True))
     assert sum(parts) == spans["step"]
-    assert (split["data wait"], split["feed"], split["language forward"], split["idle"]) == (
-        1.5,
-        0.5,
-        2.0,
-        0.75,
-    )
-
-
-def test_covered_time_counts_overlaps_once() -> None:
-    random_numbers = random.Random(5)
-    spans = [
-        (start, start + random_numbers.randint(0, 9))
-        for start in (random_numbers.randint(0, 80) for _ in range(20))
-    ]
-    assert step_parts.covered_time(spans) == len({n for start, end in spans for n in range(start, end)})
+    found = [split[name] for name in ("data wait", "feed", "language forward", "idle")]
+    assert found == [1.5, 0.5, 2.0, 0.75]
 
 
 def test_straggling_compares_ranks_of_one_stage() -> None:
@@ -206,11 +172,9 @@ def test_each_part_has_the_flops_per_second_of_its_own_time() -> None:
         (["--even-routing"], "--even-routing is for models with experts"),
     ],
 )
-def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
-    assert (
-        main(["bench", "--model.hf", str(tiny_checkpoint("qwen2_5_vl")), "--nproc-per-node", "1", *options])
-        != 0
-    )
+def test_bench_refuses_impossible_options(tiny_checkpoint, capsys, options, named) -> None:
+    model = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    assert main(["bench", *model, "--nproc-per-node", "1", *options]) != 0
     assert named in capsys.readouterr().err
 
 
@@ -219,31 +183,3 @@ def test_fsdp2_times_random_rows_alone(tiny_checkpoint) -> None:
 
     with pytest.raises(UsageError, match="only random rows are timed here"):
         read_options(["--model.hf", str(tiny_checkpoint("qwen2_5_vl")), "--data.path", "."])
-
-
-def test_fsdp2_says_what_computes_linear_attention(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """transformers takes a package that does not load for a missing one. The note says which it is."""
-    from benchmarks.fsdp2 import linear_attention_notes
-
-    if importlib.util.find_spec("fla") or importlib.util.find_spec("causal_conv1d"):
-        pytest.skip("the packages are installed here")
-    spec = read_spec("tests/hf_configs/Qwen3.5-9B.json")
-    [note] = linear_attention_notes(spec)
-    assert note.startswith("flash-linear-attention is not installed: linear attention runs in transformers'")
-
-    (tmp_path / "fla").mkdir()
-    (tmp_path / "fla" / "__init__.py").write_text("raise OSError('libz3.so.4.15: cannot open')")
-    monkeypatch.syspath_prepend(tmp_path)
-    [note] = linear_attention_notes(spec)
-    assert note.startswith("flash-linear-attention does not load (OSError: libz3.so.4.15: cannot open): ")
-
-    for path in ("__init__.py", "ops/__init__.py", "ops/gated_delta_rule.py"):
-        (tmp_path / "fla" / path).parent.mkdir(exist_ok=True)
-        (tmp_path / "fla" / path).write_text("")
-    importlib.invalidate_caches()
-    try:
-        [note] = linear_attention_notes(spec)
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
-            del sys.modules[name]
-    assert note == "linear attention: flash-linear-attention; its convolution: plain torch"

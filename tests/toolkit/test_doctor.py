@@ -16,7 +16,7 @@ from toolkit.doctor.machine_checks import check_all_reduce
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_broken_transformer_engine_is_found(tmp_path):
+def test_doctor_finds_a_broken_transformer_engine(tmp_path):
     """A package that fails at import, as Transformer Engine's parts do alone, is the only finding."""
     package = tmp_path / "transformer_engine"
     package.mkdir()

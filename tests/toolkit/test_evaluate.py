@@ -82,7 +82,7 @@ def first_words(folder: Path, table: Path) -> dict[str, str]:
 
 @pytest.mark.eval
 @pytest.mark.ranks
-def test_an_examples_script_scores_original_round_trip_and_training(original, table, tmp_path):
+def test_script_scores_original_round_trip_and_training(original, table, tmp_path):
     """Answers and scores are those of transformers and of counting."""
     full, shards, run = tmp_path / "full", tmp_path / "shards", tmp_path / "run"
     convert_weights(original, shards, {"tp": 2, "pp": 2, "layers": [10, 18]})
@@ -142,14 +142,14 @@ def run(original: Path, converted: Path, table: Path, out: Path, *options: str) 
 
 
 @pytest.mark.eval
-def test_one_permuted_projection_fails_before_a_question_is_asked(original, damaged, table, tmp_path, capsys):
+def test_permuted_projection_fails_before_a_question_is_asked(original, damaged, table, tmp_path, capsys):
     code, report = run(original, damaged, table, tmp_path / "out")
     assert code == 1 and not report["passed"] and report["questions"] == 0
     assert "k_proj" in report["problems"][0] and "k_proj" in capsys.readouterr().out
     assert not (tmp_path / "out" / "work").exists()
 
 
-def test_an_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp_path):
+def test_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp_path):
     adapter = peft_folder(tmp_path / "adapter", original, target_modules=["q_proj"])
     exported = evaluation.exported_folder(adapter, original, tmp_path / "out")
     export_weights(adapter, original, tmp_path / "merged", merges_adapter=True)
@@ -158,7 +158,7 @@ def test_an_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp
     assert evaluation.exported_folder(original, original, tmp_path / "unused") == original
 
 
-def test_one_permuted_projection_changes_an_answer(original, damaged, table, tmp_path):
+def test_permuted_projection_changes_an_answer(original, damaged, table, tmp_path):
     """What VLMEvalKit's model of each folder records is compared."""
     folders = {"original": original, "same": original, "damaged": damaged}
     settings = {"dtype": "float32", "max_new_tokens": (8, 8)}
@@ -171,7 +171,7 @@ def test_one_permuted_projection_changes_an_answer(original, damaged, table, tmp
     assert evaluation.compare_answers(first, tmp_path)[1] == "1 differ"  # not asked
 
 
-def test_a_missing_metric_and_another_score_are_problems(tmp_path):
+def test_missing_metric_and_another_score_are_problems(tmp_path):
     """A metric that is NaN counts as missing; VLMEvalKit's reason is given."""
 
     def scored(converted: float = 0.5, **trained: float) -> list[str]:
@@ -196,7 +196,7 @@ def test_a_missing_metric_and_another_score_are_problems(tmp_path):
         assert evaluation.read_scores(tmp_path, "set") == found
 
 
-def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, capsys, monkeypatch):
+def test_evaluate_refuses_what_it_cannot_use(original, converted, table, tmp_path, capsys, monkeypatch):
     """VLMEvalKit is missed last: a wrong path is named where it is not installed, too."""
     monkeypatch.setattr(evaluation, "VLMEVALKIT_VERSION", "0")  # no such version is installed
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
     assert main(["evaluate", "--original", str(original)]) == 2
 
 
-def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
+def test_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     """Also a table in the working folder or with a name that VLMEvalKit knows, but never a folder
     or another file."""
     usual = tmp_path / "LMUData"
@@ -248,7 +248,7 @@ def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
         ([[1, "Who?", "a", "b"]], "--data photos: multiple choice without a column answer"),
     ],
 )
-def test_data_that_vlmevalkit_cannot_use_ends_with_2(original, converted, tmp_path, capsys, rows, message):
+def test_evaluate_refuses_unusable_data(original, converted, tmp_path, capsys, rows, message):
     if rows:
         write_table(tmp_path / "photos.tsv", rows, ("index", "question", "A", "B"))
     assert run(original, converted, tmp_path / "photos.tsv", tmp_path / "out")[0] == 2
@@ -257,7 +257,7 @@ def test_data_that_vlmevalkit_cannot_use_ends_with_2(original, converted, tmp_pa
 
 @pytest.mark.eval
 @pytest.mark.slow
-def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, tmp_path, capsys, monkeypatch):
+def test_evaluate_names_a_missing_library(original, converted, table, tmp_path, capsys, monkeypatch):
     broken = tmp_path / "site"
     broken.mkdir()
     (broken / "cv2.py").write_text('raise ImportError("libGL.so.1: cannot open shared object file")\n')

@@ -36,7 +36,7 @@ OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize(("switch", "end"), [(None, OPENED), ("off", CLOSED), ("on", OPENED)])
-def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
+def test_evaluated_model_thinks_as_asked(thinking, switch, end):
     """Prompt and answer are those of the released template and of transformers; a dozen tokens are too few to
     think."""
     limits = {"max_new_tokens": (12, 13)}
@@ -54,7 +54,7 @@ def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
     )
 
 
-def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
+def test_thinking_is_not_part_of_the_answer(thinking, tmp_path, monkeypatch):
     """The tokens are made by hand; a later turn of a dialogue is asked without what was thought before."""
     job = {"work": str(tmp_path), "checkpoints": {"original": thinking}, "roots": []}
     adapter = VlmEvalKitModel(job | {"settings": GREEDY | {"max_new_tokens": (2, 2)}}, "original")
@@ -87,8 +87,8 @@ def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
     ]
 
 
-def test_a_switch_that_a_template_does_not_have_is_refused(tmp_path):
+def test_evaluate_refuses_a_switch_that_the_template_lacks(tmp_path):
     hf = tiny_checkpoint("qwen2_5_vl")
     options = EvaluateOptions(original=hf, converted=hf, data="set", out=tmp_path, thinking="off")
     with pytest.raises(UsageError, match="--thinking off: the chat template of .* has no switch"):
-        run_evaluation(options, "set", tmp_path, print)
+        run_evaluation(options, "set", tmp_path)

@@ -145,7 +145,7 @@ def test_generate_merges_the_adapters_of_a_run(tiny_checkpoint: Any, tmp_path: P
     assert folder_tensors(merged) == folder_tensors(tmp_path / "merged") != folder_tensors(hf)
 
 
-def test_the_prompt_ends_before_the_first_answer(tiny_checkpoint: Any) -> None:
+def test_prompt_ends_before_the_first_answer(tiny_checkpoint: Any) -> None:
     """Media after it are left out; weights of loss count as loss."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
     image, text = spec.image_token_id, 5
@@ -178,7 +178,7 @@ def test_generate_refuses_contradicting_options(
     assert message in capsys.readouterr().err
 
 
-def test_an_answer_ends_with_the_turn(tiny_checkpoint: Any) -> None:
+def test_answer_ends_with_the_turn(tiny_checkpoint: Any) -> None:
     """And then nothing is said to be cut."""
     answerer = Answerer(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), DataConfig(), (4, 4))
     tokens = answerer.encoder.encode_prompt([{"role": "user", "content": "Hi"}], [])

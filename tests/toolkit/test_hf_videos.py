@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
@@ -95,7 +95,7 @@ def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
     )
 
 
-def test_the_pair_goes_away_where_the_rule_says_so() -> None:
+def test_tokens_around_a_video_are_removed_for_qwen3_vl() -> None:
     tokens = {
         "video_token": "<|video_pad|>",
         "vision_start_token": "<|vision_start|>",

@@ -13,20 +13,16 @@ pytestmark = pytest.mark.ranks
 PROGRAM = "tests.toolkit.forked_program"
 
 
-def test_forks_are_ranks_with_the_stack_imported(tmp_path: Path) -> None:
-    done = run_group(PROGRAM, [tmp_path], 2, on_cpu=True)
-    assert done.returncode == 0, done.stderr
+def test_forked_ranks_have_the_stack_imported_and_show_one_traceback(tmp_path: Path) -> None:
+    """Rank 1 fails after both have written what they were given."""
+    done = run_group(PROGRAM, [tmp_path, "1"], 2, on_cpu=True)
+    assert done.returncode == 1
+    shown = last_output_lines(done)
+    assert "RuntimeError: rank 1 fails here" in shown and shown.count("Traceback") == 1
+    assert "ChildFailedError" not in done.stderr
     for rank in range(2):
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert facts["world"] == "2" and facts["words"] == [str(tmp_path)] and facts["threads"] == 1
+        assert facts["world"] == "2" and facts["words"] == [str(tmp_path), "1"] and facts["threads"] == 1
         assert facts["session"] and facts["sigterm"], "a fork keeps nothing of the launcher's signals"
         assert "megatron_vl.launch" in facts["command"], "it is a fork"
         assert facts["imported"] == ["megatron.core", "transformers"]
-
-
-def test_a_fork_that_fails_shows_its_traceback_alone(tmp_path: Path) -> None:
-    done = run_group(PROGRAM, [tmp_path, "1"], 2, on_cpu=True)
-    assert done.returncode == 1
-    said = last_output_lines(done)
-    assert "RuntimeError: rank 1 fails here" in said and said.count("Traceback") == 1
-    assert "ChildFailedError" not in done.stderr

@@ -70,7 +70,7 @@ def test_no_two_parses_share_a_list():
         (["--out-dir"], "--out-dir: expected one argument"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_with_exit_code_2(line, message):
+def test_invalid_option_is_one_line_with_exit_code_2(line, message):
     with pytest.raises(UsageError, match=message) as caught:
         example(*line)
     assert "\n" not in str(caught.value) and "megatron-vl example --help" in str(caught.value)
@@ -105,13 +105,13 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("line", SLIPS)
-def test_a_slip_is_answered_in_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slip_is_answered_in_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) in (1, 2)
     printed = capsys.readouterr().err
     assert SLIPS[line] in printed and printed.count("\n") == 1
 
 
-def test_a_list_is_written_with_commas_or_brackets() -> None:
+def test_list_is_written_with_commas_or_brackets() -> None:
     for text in ("3,1", "[3,1]"):
         assert parse_config(
             read_command_line("train", ["--parallel.layers", text]).fields
@@ -119,12 +119,12 @@ def test_a_list_is_written_with_commas_or_brackets() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in REMOVED if " --" in name])
-def test_a_removed_option_is_answered_with_what_to_do(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_option_is_answered_with_what_to_do(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(name.split()) == 2
     assert f"there is no {name.split()[-1]}: {REMOVED[name]}" in capsys.readouterr().err
 
 
-def test_there_are_at_most_90_options() -> None:
+def test_options_are_at_most_90() -> None:
     from toolkit.common.options import shown_options
 
     assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 90
@@ -138,7 +138,7 @@ def test_options_become_words_again():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_every_command_is_explained(name, capsys):
+def test_help_explains_every_option_of_every_command(name, capsys):
     """Help texts are in words, with a capital and not empty; options have hyphens; the fields of a
     run are listed."""
     from toolkit.common.options import field_docstrings, shown_options
@@ -183,7 +183,7 @@ print(time.process_time(), file=sys.stderr)
     assert "--data.seq_len" in done.stdout and "--even-routing" in done.stdout
 
 
-def test_a_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
+def test_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
     """A user's error is one line; anything else keeps its traceback and asks for a report."""
 
     def broken(path):
@@ -208,7 +208,7 @@ def test_a_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_number_of_zero_reaches_the_ranks() -> None:
+def test_zero_reaches_the_ranks() -> None:
     """0 equals False in Python, and a switch that is off is left out."""
     words = to_command_line(Example(out_dir=Path("a"), limit=0, share=0.0), leave_out=("out_dir", "media"))
     assert words == ["--limit", "0", "--share", "0.0"]

@@ -102,7 +102,7 @@ docs/log/speed.md, speed of packed image rows on H200."""
 def test_estimate_equals_measurements_with_fused_kernels(
     measured, size, world, options, layers, patches, monkeypatch
 ):
-    monkeypatch.setattr("megatron_vl.estimate.memory.has_kernels", lambda head_dim: False)
+    monkeypatch.setattr("megatron_vl.estimate.activations.has_kernels", lambda head_dim: False)
     spec = read_spec(HF_CONFIGS / f"{size}-Instruct.json").replace_layers(**layers)
     config = parse_config(["--data.seq_len", "8192", *options.split()])
     assert peak_stage_gib(estimate_stage_memory(config, spec, world, patches)) == pytest.approx(
@@ -232,6 +232,6 @@ def test_example_builds_under_its_layout(path):
 
 
 @pytest.mark.ranks
-def test_a_run_with_options_that_only_cuda_has_is_built_too():
+def test_run_with_options_of_cuda_is_built_too():
     said = core_says()
     assert said["with CUDA's options"] == said["built"]["qwen2_5_vl_32b"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.training.state.checkpoint import lock_run_dir, unlock_run_dir
+from megatron_vl.training.state.keep import lock_run_dir, unlock_run_dir
 from megatron_vl.weights.run_folder import CheckpointError, find_latest_checkpoint, saved_checkpoints
 from toolkit.checkpoint import rollback
 from toolkit.checkpoint.rollback import roll_back
@@ -59,7 +59,7 @@ def files(folder: Path) -> dict[str, str]:
     }
 
 
-def test_what_came_after_the_step_moves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollback_moves_what_came_after_the_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "rollback", str(run), "4"]) == 0
     aside = run / "abandoned" / "after_step_00000004"
     assert capsys.readouterr().out == f"{run} is at step 4; what came after it is in {aside}\n"
@@ -73,7 +73,7 @@ def test_what_came_after_the_step_moves(run: Path, capsys: pytest.CaptureFixture
     assert not (aside / "quarantine.jsonl").exists()
 
 
-def test_a_second_roll_back_to_the_same_step_has_a_folder_of_its_own(run: Path) -> None:
+def test_second_rollback_to_a_step_has_a_folder_of_its_own(run: Path) -> None:
     roll_back(run, 4)
     (run / "step_00000006").mkdir()
     assert roll_back(run, 4) == run / "abandoned" / "after_step_00000004.2"
@@ -87,7 +87,7 @@ def test_a_second_roll_back_to_the_same_step_has_a_folder_of_its_own(run: Path) 
     }
 
 
-def test_the_newest_step_loses_the_lines_after_it_alone(run: Path) -> None:
+def test_rollback_to_the_newest_step_moves_lines_alone(run: Path) -> None:
     assert roll_back(run, 8) == run / "abandoned" / "after_step_00000008"
     assert sorted(files(run / "abandoned")) == ["after_step_00000008"] + [
         f"after_step_00000008/{name}" for name in sorted(LOGS)
@@ -95,7 +95,7 @@ def test_the_newest_step_loses_the_lines_after_it_alone(run: Path) -> None:
     assert roll_back(run, 8) is None and [saved.step for saved in saved_checkpoints(run)] == list(STEPS)
 
 
-def test_a_kill_between_any_two_renames_is_made_up_for(
+def test_rollback_continues_after_a_kill_between_any_two_renames(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then the run does not start, no other step is taken, and the folder may move."""
@@ -126,14 +126,14 @@ def test_a_kill_between_any_two_renames_is_made_up_for(
 
 
 @pytest.mark.parametrize("step", [0, 3, 9])
-def test_a_step_that_is_not_there_names_those_that_are(run: Path, step: int) -> None:
+def test_rollback_to_a_missing_step_names_those_that_exist(run: Path, step: int) -> None:
     before = files(run)
     with pytest.raises(CheckpointError, match=f"no checkpoint of step {step}; existing steps: 2, 4, 6, 8"):
         roll_back(run, step)
     assert files(run) == before
 
 
-def test_an_incomplete_step_a_held_folder_and_another_folder_are_refused(
+def test_rollback_refuses_an_incomplete_step_a_held_folder_and_another_folder(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, lock_file = files(run), lock_run_dir(run)

@@ -29,7 +29,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)
-def test_transformers_loads_it(tiny_checkpoint, family, options):
+def test_transformers_loads_a_tiny_checkpoint(tiny_checkpoint, family, options):
     folder = tiny_checkpoint(family, **options)
     processor = AutoProcessor.from_pretrained(folder)
     model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
@@ -74,7 +74,7 @@ def test_special_tokens_and_config_agree(tiny_checkpoint, family):
     assert tokenizer("".join(SPECIAL_TOKENS))["input_ids"] == [first + i for i in range(len(SPECIAL_TOKENS))]
 
 
-def test_keeps_the_oddities(tiny_checkpoint):
+def test_tiny_checkpoint_keeps_the_oddities(tiny_checkpoint):
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
     assert spec.vision.ffn_hidden_size % 2 == 1 and spec.language.num_kv_heads < spec.language.num_heads
     assert {spec.vision.is_full_attention(i) for i in range(spec.vision.num_layers)} == {True, False}
@@ -83,7 +83,7 @@ def test_keeps_the_oddities(tiny_checkpoint):
         check_tensor_parallel(spec, 8)
 
 
-def test_refuses_what_it_cannot_write(tmp_path):
+def test_tiny_checkpoint_refuses_what_it_cannot_write(tmp_path):
     with pytest.raises(ValueError, match="qwen2_5_vl"):
         write_tiny_checkpoint(tmp_path / "a", "llama")
     write_tiny_checkpoint(tmp_path / "b")

@@ -15,10 +15,8 @@ from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted
 from tests.data.mixtures import talk, write
-from tests.support.ranks import call
+from tests.support.tiny_run import metrics, prepare, trainings
 from tests.tiny import tiny_checkpoint
-from tests.training.programs import what_trainings_say
-from tests.training.small_run import metrics, options_of, prepare
 from toolkit.checkpoint.rollback import roll_back
 
 pytestmark = pytest.mark.ranks
@@ -53,21 +51,20 @@ def check_sums(before: dict[str, Any], line: dict[str, Any]) -> None:
     assert loss / line["loss_tokens"] == pytest.approx(line["loss"], rel=1e-6)
 
 
-def test_a_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], tmp_path: Path) -> None:
     sets, run = prepared["sets"], tmp_path / "run"
     first = write(sets, "first.yaml")
     ships, other = {"path": "ships", "weight": 2}, {"path": "other"}
     second = write(sets, "second.yaml", train={"blend": [other, ships]})
 
-    def start(blend: Path, steps: int, *options: str) -> list[str]:
-        given = ["--data.path", str(blend), "--stop_after", str(steps), *options]
-        return options_of(prepared, run, *OPTIONS, *given)
+    def start(blend: Path, steps: int) -> tuple[Path, list[str]]:
+        return run, [*OPTIONS, "--data.path", str(blend), "--stop_after", str(steps)]
 
-    begun, went_on = call(what_trainings_say, starts=[start(first, 2), start(second, 4)])
+    begun, went_on = trainings(prepared, start(first, 2), start(second, 4))
     lines = metrics(run)
     saved = json.loads((run / "step_00000004" / "run.json").read_text())["sources"].values()
     roll_back(run, 2)
-    [back] = call(what_trainings_say, starts=[start(first, 3)])
+    [back] = trainings(prepared, start(first, 3))
     lines += metrics(run)[2:]
     assert "source birds: weight 3, 20 samples, 75.0% of the samples expected" in begun
     assert "| birds " in begun and ", ships " in begun

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,66 +13,68 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from converters.convert import convert_weights
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import loss_index
+from megatron_vl.estimate.activations import ActivationEstimator
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
-from megatron_vl.estimate.memory import _ActivationEstimator
 from megatron_vl.estimate.search import describe_layout
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.estimate.step import predict_layout
-from megatron_vl.models.attention import choose_backend
+from megatron_vl.models import build
+from megatron_vl.models.attention import PackedAttention, PackedRow, choose_backend
 from megatron_vl.models.batch import Segments
 from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
 from megatron_vl.spec.lora import freeze_unadapted_parts
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training.rows import batch_broadcast
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
 from megatron_vl.training.rows.image_scatter import frame_plane_bounds
+from megatron_vl.training.rows.row_message import make_device_row, serialize_row, unpack_tensors
 from megatron_vl.training.rows.row_shards import (
     RowSharding,
     complete_part,
     cut_feature_index,
-    cut_pictures,
+    cut_images,
     cut_text,
 )
+from megatron_vl.training.trainer import Trainer
 from tests.parity.cases import THREE_HEADS, TWO_HEADS
-from tests.support.ranks import call
+from tests.support.ranks import in_ranks
+from tests.support.tiny_run import metrics, prepare, train
+from tests.support.tiny_trainer import differences, load, save, trainer_of
+from tests.support.tiny_trainer import train as train_steps
 from tests.tiny import tiny_checkpoint
-from tests.training.context_programs import (
-    MOVES,
-    HostReads,
-    checked_and_computed_heads,
-    host_reads,
-    losses_beside_others,
-    moved,
-    saved_by_attention,
-)
-from tests.training.small_run import metrics, prepare, train
-from tests.training.test_pictures import _rows
+from tests.training.test_image_scatter import random_rows
+from toolkit.parity.case import draw_samples, pack_step
 
+ROWS = [["image", "image"], ["mixed"], ["text", "short_text"], ["video", "text"]]
+"""Kinds of samples in each row of a step."""
 SEQ_LEN = 512
 
 
 @pytest.mark.parametrize(("cp", "key_ranks"), [(2, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_parts_of_a_row_are_the_row(seed: int, cp: int, key_ranks: int) -> None:
+def test_parts_of_a_row_are_the_row(seed: int, cp: int, key_ranks: int) -> None:
     """Joined again, tokens, segments, loss tokens and pixels of the parts are those of the row."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
     sharding = RowSharding(cp, key_ranks, spec.vision, tower_is_decoupled=False)
     length = SEQ_LEN // cp
-    for row in _rows(spec, seed):
+    for row in random_rows(spec, seed):
         row.loss_mask[3::7] = 0.0
-        packed = batch_broadcast._serialize_row(row, sharding)
-        fields = batch_broadcast._unpack_tensors(packed.row_header, packed.flat_buffers)
-        parts = []
-        for rank in range(cp):
-            whole = batch_broadcast._device_row(packed.row_header, cut_text(packed.row_header, fields, rank))
-            parts.append(complete_part(whole, packed.row_header, rank))
+        header, buffers = serialize_row(row, sharding)
+        tensors = unpack_tensors(header, buffers)
+        parts = [
+            complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
+            for rank in range(cp)
+        ]
 
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             joined = torch.cat([getattr(part, name) for part in parts], -1)
@@ -91,15 +95,13 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int, key_ranks: int) -> N
             assert torch.equal(selected, expected) if expected is not None else selected is None
 
         # Tensors without data stand for those on a GPU: nothing of a part may depend on their values.
-        without_data = {name: tensor.to("meta") for name, tensor in fields.items()}
+        without_data = {name: tensor.to("meta") for name, tensor in tensors.items()}
         for rank, part in enumerate(parts):
-            whole = batch_broadcast._device_row(
-                packed.row_header, cut_text(packed.row_header, without_data, rank)
-            )
-            assert complete_part(whole, packed.row_header, rank).shard.route == part.shard.route
+            whole = make_device_row(header, cut_text(header, without_data, rank))
+            assert complete_part(whole, header, rank).shard.route == part.shard.route
 
         if row.num_patches:
-            _check_pictures(row, sharding, packed.row_header, fields)
+            _check_images(row, sharding, header, tensors)
 
 
 def _check_attention_segments(
@@ -120,11 +122,11 @@ def _check_attention_segments(
         assert bounds.max_seqlen == token_counts.max()
 
 
-def _check_pictures(row, sharding: RowSharding, described: dict, fields: dict) -> None:
+def _check_images(row, sharding: RowSharding, described: dict, fields: dict) -> None:
     """Plays the exchange of features with their numbers, and joins the pixels of the ranks' frames."""
     cp, length = sharding.context_size, row.seq_len // sharding.context_size
     planes = frame_plane_bounds(fields["plane_index"].numpy(), described["vision_lengths"][0])
-    given = [cut_pictures(sharding, described, planes, fields, rank) for rank in range(cp)]
+    given = [cut_images(sharding, described, planes, fields, rank) for rank in range(cp)]
 
     encoding = [(vision, route) for vision, route in given if route.encodes]
     pixels = [vision.planes[vision.plane_index.long()] for vision, _ in encoding]
@@ -145,21 +147,40 @@ def _check_pictures(row, sharding: RowSharding, described: dict, fields: dict) -
         assert torch.equal(row.vision.feature_index[received], at)
 
 
-@pytest.mark.ranks
+MOVES: dict[str, dict[str, Any]] = {
+    "DP4": {},
+    "CP2 x DP2": {"cp": 2},
+    "CP2 x TP2": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "CP4": {"cp": 4, "decoupled": True},
+    "DP4 again": {},
+}
+"""Layouts of four ranks, in the order in which a run moves through them."""
+
+
+def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fields: Any) -> None:
+    """Trains and saves in the first layout; loads and saves in each of the others, bit for bit."""
+    first: dict[str, Tensor] = {}
+    for number, (name, layout) in enumerate(layouts.items()):
+        trainer = trainer_of(hf, **fields, **layout)
+        if number == 0:
+            train_steps(trainer, ROWS, range(2))
+        else:
+            load(trainer, folder / str(number - 1))
+        saved = save(trainer, folder / str(number))
+        first = first or saved
+        assert differences(saved, first) == [], name
+    assert len(first) > 50 or dist.get_rank()
+
+
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3_vl", {}), ("qwen3_5", {}), ("qwen3_vl", TWO_HEADS)])
-def test_a_checkpoint_moves_between_layouts_bit_for_bit(
-    family: str, sizes: dict[str, Any], tmp_path: Path
-) -> None:
+@in_ranks(4)
+def test_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, sizes: dict, tmp_path: Path) -> None:
     """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
-    hf = tiny_checkpoint(family, dtype=torch.float32, **sizes)
-    convert_weights(hf, tmp_path / "weights")
-    different = call(moved, 4, hf=str(hf), weights=str(tmp_path / "weights"), folder=str(tmp_path))
-    assert int(different.pop("compared")[0]) > 100
-    assert different == {name: [] for name in MOVES}
+    check_moves(hf, tmp_path, MOVES)
 
 
 @pytest.mark.ranks
-def test_a_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
+def test_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
     """From one rank to CP4 with two heads, where inputs of layers go to host memory, and back. Losses,
     validation are those of one rank."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **TWO_HEADS)
@@ -189,36 +210,90 @@ def test_a_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("family", "sizes"), [("qwen2_5_vl", {}), ("qwen3_vl", {}), ("qwen3_vl", THREE_HEADS), ("qwen3_5", {})]
-)
-def test_passes_read_no_number_of_the_device_on_the_host(
-    family: str, sizes: dict[str, int], tmp_path: Path
-) -> None:
-    """Forward and backward passes of CP2 ask for no number and no shape that depends on numbers."""
-    hf = tiny_checkpoint(family, dtype=torch.float32, **sizes)
-    convert_weights(hf, tmp_path / "weights")
-    assert call(host_reads, 2, hf=str(hf), weights=str(tmp_path / "weights")) == []
+class HostReads(TorchDispatchMode):
+    """Records operators for whose result the host would have to wait for a GPU.
+
+    ``tolist`` of a CPU tensor is not among them, because it is no operator there.
+    """
+
+    READING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        has_data_shape = name == "aten.repeat_interleave" and not (kwargs or {}).get("output_size")
+        if name.partition(".")[2] in self.READING or has_data_shape:
+            self.operators.append(name)
+        result = func(*args, **(kwargs or {}))
+        # Indexing by a mask counts its true elements, like `nonzero`.
+        if name == "aten.index" and any(index is not None and index.dtype == torch.bool for index in args[1]):
+            self.operators.append("aten.nonzero")
+        return result
 
 
-def test_reads_on_the_host_are_noticed() -> None:
-    with HostReads() as host_read_log:
+def test_host_reads_are_noticed() -> None:
+    with HostReads() as host_reads:
         row = torch.arange(4.0)
         row.sum().item()
         row[row > 1]
         row.nonzero()
-    assert host_read_log.operators == ["aten._local_scalar_dense", "aten.nonzero", "aten.nonzero"]
+    assert host_reads.operators == ["aten._local_scalar_dense", "aten.nonzero", "aten.nonzero"]
 
 
-@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen2_5_vl", {}), ("qwen3_vl", {}), ("qwen3_vl", THREE_HEADS), ("qwen3_5", {})]
+)
+@in_ranks(2)
+def test_passes_read_no_number_of_the_device_on_the_host(hf, family: str, sizes: dict[str, int]) -> None:
+    """Forward and backward passes of CP2 ask for no number and no shape that depends on numbers."""
+    trainer = trainer_of(hf, optimizer=False, cp=2)
+    step_batch = pack_step(trainer, draw_samples([["image", "word", "text", "video"]], trainer.spec, 0))
+    with HostReads() as host_reads:
+        trainer.model_chunks[0].module(step_batch.rows[0]).sum().backward()
+    assert host_reads.operators == []
+
+
 @pytest.mark.parametrize("sizes", [{}, TWO_HEADS])
-def test_a_change_of_one_conversation_changes_no_other(sizes: dict[str, Any], tmp_path: Path) -> None:
-    """The second conversation has another picture and other text; it crosses an edge of the ranks' parts."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **sizes)
-    convert_weights(hf, tmp_path / "weights")
-    same = call(losses_beside_others, 4, hf=str(hf), weights=str(tmp_path / "weights"))
-    assert same == dict.fromkeys(("CP2 x DP2", "CP4"), [True, False, True, True, True])
+@in_ranks(4)
+def test_change_of_one_conversation_changes_no_other(hf, sizes: dict[str, Any]) -> None:
+    """The second conversation has another image and other text; it crosses an edge of the ranks' parts."""
+    for cp in (2, 4):
+        trainer = trainer_of(hf, optimizer=False, cp=cp)
+        samples = draw_samples([["short_text", "image", "word", "text", "image"]], trainer.spec, 0)[0]
+        before = token_losses(trainer, samples)
+        changed = draw_samples([["image"]], trainer.spec, 7)[0][0]
+        after = token_losses(trainer, [samples[0], changed, *samples[2:]])
+        lengths = [len(sample) for sample in samples]
+        same = [
+            torch.equal(a, b)
+            for a, b in zip(
+                before[: sum(lengths)].split(lengths), after[: sum(lengths)].split(lengths), strict=True
+            )
+        ]
+        assert same == [True, False, True, True, True], cp
+
+
+def token_losses(trainer: Trainer, samples: list[TokenizedSample]) -> Tensor:
+    """The losses of all tokens of a row that every replica gets, [S]."""
+    row = pack_row(samples, trainer.spec, trainer.config.data.seq_len)
+    row.loss_mask = torch.ones_like(row.loss_mask)
+    given = iter([row]) if trainer.grid.owns_loader else None
+    batches = BatchBroadcast(trainer.grid, trainer.platform, given, 1, vision_spec=trainer.spec.vision)
+    with torch.no_grad():
+        losses = trainer.model_chunks[0].module(batches.next_batch().rows[0]).view(-1)
+    by_rank = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, losses)
+    return torch.cat(by_rank[: trainer.grid.cp])
 
 
 def _config(cp: int, seq_len: int = 4096, **parallel: object) -> TrainConfig:
@@ -238,16 +313,9 @@ def _config(cp: int, seq_len: int = 4096, **parallel: object) -> TrainConfig:
         (_config(2), 3, r"tp 1 x cp 2 x pp 1 = 2 ranks do not divide the world size 3"),
     ],
 )
-def test_runs_that_cannot_share_rows_are_refused(config: TrainConfig, world: int, message: str) -> None:
+def test_config_rejects_rows_that_cannot_be_shared(config: TrainConfig, world: int, message: str) -> None:
     with pytest.raises(RunConfigError, match=message):
         validate_config(config, world)
-
-
-def test_layouts_of_shared_rows() -> None:
-    spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
-    assert make_layout(spec, cp=4).min_data_parallel_size == 1
-    assert make_layout(spec, tp=2, cp=2).replica_ranks == 4
-    assert read_layout(spec, make_layout(spec, cp=4).as_dict()) == make_layout(spec, cp=4)
 
 
 @pytest.mark.parametrize(
@@ -258,10 +326,11 @@ def test_heads_are_exchanged_as_far_as_they_divide(tp: int, cp: int, key_ranks: 
     spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
     layout = make_layout(spec, tp=tp, cp=cp)
     assert (layout.key_ranks, layout.head_ranks) == (key_ranks, cp // key_ranks)
+    assert read_layout(spec, layout.as_dict()) == layout and layout.replica_ranks == tp * cp
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_the_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monkeypatch) -> None:
+def test_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monkeypatch) -> None:
     """For every released size: those that the exchange of heads returns, which for TP above the key/value
     heads begins with one of them."""
     monkeypatch.setattr("megatron_vl.models.context_parallel.all_to_all", lambda group, heads: heads)
@@ -288,17 +357,55 @@ def test_the_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monk
     assert tp > 2 or ("Qwen3.5-35B-A3B", 4) in changed
 
 
-@pytest.mark.ranks
-def test_kernels_are_checked_with_the_heads_that_attention_gets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+@in_ranks(4)
+def test_kernels_are_checked_with_the_heads_that_attention_gets(hf, family: str) -> None:
     """In ranks: two of four query heads share a key/value head, and where these are cut further, fewer do.
-    Where FlashAttention-4 is wrong on one rank, all take the next kernels, and a line says so."""
-    hf = tiny_checkpoint("qwen3_vl", dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    found = call(checked_and_computed_heads, 4, hf=str(hf), weights=str(tmp_path / "weights"))
-    said = found.pop("said")
-    assert len(said) == 4 and "FlashAttention-4 computes wrong gradients for heads of" in said[0]
-    assert said[0].endswith("the language model takes sdpa instead")
-    assert found == {"DP4": [2, 2], "TP4": [1, 1], "CP4": [1, 1], "CP2 x TP2": [1, 1]}
+
+    Where FlashAttention-4 is wrong on one rank, all take the next kernels, and a line says so.
+    """
+    checked: list[int] = []
+
+    def is_wrong_on_rank_1(heads_per_group: int, *_: Any) -> bool:
+        checked.append(heads_per_group)
+        return dist.get_rank() != 1
+
+    choose = build.choose_backend
+    build.flash_attention_is_right = is_wrong_on_rank_1
+    build.choose_backend = lambda *args, causal, tries_flash_attention=True, **more: (
+        "flash_attn" if causal and tries_flash_attention else choose(*args, causal=causal, **more)
+    )
+    for layout, heads_per_group in (
+        ({}, 2),
+        ({"tp": 4, "sequence_parallel": True}, 1),
+        ({"cp": 4}, 1),
+        ({"cp": 2, "tp": 2, "sequence_parallel": True}, 1),
+    ):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            trainer = trainer_of(hf, optimizer=False, **layout)
+        if dist.get_rank() == 0:
+            assert "FlashAttention-4 computes wrong gradients for heads of" in out.getvalue()
+            assert out.getvalue().endswith("the language model takes sdpa instead\n")
+
+        computed: list[int] = []
+        for attention in causal_attentions(trainer):
+            attention.backend_function = _counting_heads(attention.backend_function, computed)
+        samples = draw_samples([["text"]] * trainer.grid.dp, trainer.spec, 0)
+        trainer.model_chunks[0].module(pack_step(trainer, samples).rows[0])
+        assert {*computed} == {checked[-1]} == {heads_per_group}, layout
+
+
+def causal_attentions(trainer: Trainer) -> list[PackedAttention]:
+    modules = trainer.model_chunks[0].modules()
+    return [module for module in modules if isinstance(module, PackedAttention) and module.causal]
+
+
+def _counting_heads(backend: Any, computed: list[int]) -> Any:
+    def attend(query: Tensor, key: Tensor, *args: Any) -> Tensor:
+        computed.append(query.shape[1] // key.shape[1])
+        return backend(query, key, *args)
+
+    return attend
 
 
 def test_transformer_engine_does_not_gather_keys() -> None:
@@ -314,13 +421,13 @@ def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:
         make_layout(spec, cp=32)
 
 
-def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
+def test_estimate_knows_what_linear_attention_exchanges() -> None:
     """The 9B has 32 value heads; states and matrices are 128 x 128 in float32. So a rank sends 4 MiB of
     them."""
     spec = read_spec("tests/hf_configs/Qwen3.5-9B.json")
     config = dataclasses.replace(_config(4, 32768), dtype="bfloat16", global_batch_size=8)
     shared = predict_layout(config, spec, 8, run_layout(config, spec, 8))
-    sizes = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, shared.layout, 0)
+    sizes = ActivationEstimator(freeze_unadapted_parts(config, spec), spec, shared.layout, 0)
     quarter_row = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=32768 // 4))
     alone = dataclasses.replace(sizes, config=quarter_row, layout=make_layout(spec))
     received_by_rank = sizes._delta_rule_bytes() - alone._delta_rule_bytes()
@@ -331,7 +438,7 @@ def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     assert shared._context_seconds(kind, 2 * 32768 / 4) == pytest.approx(expected)
 
 
-def test_the_estimate_knows_which_keys_are_gathered() -> None:
+def test_estimate_knows_which_keys_are_gathered() -> None:
     """CP8 of the 7B: four ranks exchange its 28 query heads and 4 key/value heads of 128. Then each gathers
     the other half of the row's keys and values, for one head, from one other rank."""
     spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
@@ -346,27 +453,41 @@ def test_the_estimate_knows_which_keys_are_gathered() -> None:
     assert seconds == pytest.approx(expected)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sizes", "key_ranks"), [({}, 1), ({"kv_heads": 1}, 1), ({"hidden_size": 96} | THREE_HEADS, 2)]
 )
-def test_the_estimate_knows_what_attention_keeps(
-    sizes: dict[str, Any], key_ranks: int, tmp_path: Path
-) -> None:
+@in_ranks(2)
+def test_estimate_knows_what_attention_keeps(hf, sizes: dict[str, Any], key_ranks: int) -> None:
     """Element for element: queries, exchanged or gathered keys and values, and the output twice."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **sizes)
-    convert_weights(hf, tmp_path / "weights")
-    kept_elements = call(saved_by_attention, 2, hf=str(hf), weights=str(tmp_path / "weights"))
-
-    spec = read_spec(hf)
-    layout = make_layout(spec, cp=2)
-    config = dataclasses.replace(_config(2, 192), dtype="float32")
-    estimator = _ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, 0)
+    trainer = trainer_of(hf, optimizer=False, cp=2)
+    spec, layout = trainer.spec, trainer.layout
     assert layout.key_ranks == key_ranks
-    assert kept_elements == 96 * estimator._attention_elements(LayerKind(False, False))
+    [row] = pack_step(trainer, draw_samples([["text"]], spec, 0)).rows
+
+    # The output counts, because the linear that follows keeps it. Views of one tensor count once.
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    language = spec.language
+    inputs = [
+        torch.randn(len(row.tokens), 1, heads, language.head_dim, requires_grad=True)
+        for heads in (language.num_heads, language.num_kv_heads, language.num_kv_heads)
+    ]
+    attention = causal_attentions(trainer)[0]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        keep(attention(*inputs, packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard)))
+
+    config = dataclasses.replace(_config(2, 192), dtype="float32")
+    estimator = ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, 0)
+    num_elements = sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept.values())
+    if dist.get_rank() == 0:  # where keys are gathered, those of rank 1 depend on the documents of the row
+        assert num_elements == 96 * estimator._attention_elements(LayerKind(False, False))
 
 
-def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> None:
+def test_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> None:
     """Eight GPUs take the same FLOPs to the same weights; each holds a quarter of a row's activations."""
     spec = read_spec("tests/hf_configs/Qwen3-VL-8B-Instruct.json")
     whole, shared = (

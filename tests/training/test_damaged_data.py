@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,9 +17,11 @@ import torch
 from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
+from megatron_vl.data.source import tolerant_reader
 from megatron_vl.spec.families import read_spec
-from tests.support.ranks import run_module
-from tests.training.small_run import metrics, options_of, prepare
+from megatron_vl.train import main as train_main
+from tests.support.ranks import run_function
+from tests.support.tiny_run import metrics, options_of, prepare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
@@ -42,7 +45,7 @@ def _shard(data: Path, number: int) -> Path:
 
 
 def _damage_first(data: Path) -> None:
-    """Before the start: a pipe that does not answer, a tar cut short, and flipped bytes of pictures."""
+    """Before the start: a pipe that does not answer, a tar cut short, and flipped bytes of images."""
     _shard(data, 0).unlink()
     os.mkfifo(_shard(data, 0))
     whole = _shard(data, 1).read_bytes()
@@ -64,14 +67,19 @@ def _damage_while_training(data: Path, run: Path) -> None:
     _shard(data, 7).mkdir()
 
 
+def train_impatiently(*run_args: str) -> None:
+    """Trains, and waits one second for a sample."""
+    tolerant_reader.SAMPLE_TIMEOUT_S = 1.0
+    sys.exit(train_main(list(run_args)))
+
+
 def test_training_goes_on_and_each_sample_is_counted_by_reason(prepared: dict[str, Path]) -> None:
     data, run = prepared["data"], prepared["folder"] / "run"
     _damage_first(data)
     damaging = threading.Thread(target=_damage_while_training, args=(data, run), daemon=True)
     damaging.start()
     options = ["--data.max_bad_share", "1", "--data.num_workers", "1", "--checkpoint.interval", "20"]
-    words = options_of(prepared, run, *options, steps=STEPS)
-    done = run_module("tests.training.impatient_run", words, 4, cwd=prepared["folder"])
+    done = run_function(train_impatiently, options_of(prepared, run, *options, steps=STEPS), 4)
     assert done.returncode == 0, done.stderr[-4000:]
     assert not damaging.is_alive()
 

@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from converters.convert import convert_weights
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert_dataset as convert_data
 from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.parallel import failures
+from megatron_vl.parallel.process_grid import init_distributed
+from megatron_vl.platform import get_platform
+from megatron_vl.train import run_rank
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.trainer import Trainer, TrainingStopped
-from tests.support.ranks import Ended, run_apart, run_module
-from tests.training.small_run import environment, options_of
+from tests.support.ranks import Ended, run_apart, run_function
+from tests.support.tiny_run import options_of
 
 PROGRAM = "megatron_vl.train: "
 SECONDS = 20
@@ -81,60 +87,118 @@ def one_message(ended: list[Ended]) -> str:
     return messages.pop()
 
 
+def fail_beside_waiting_ranks(folder: Path) -> None:
+    """The last rank fails while the others wait in native code with the lock of their store's connection, as
+    making a communicator does while a peer is missing; a thread of each still writes a file."""
+    init_distributed(get_platform("cpu"))
+    failures.watch_ranks()
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(1)
+        failures.print_failure_once(failures.report_failure(OSError("train-000007.tar: Input/output error")))
+        failures.exit_after_failure()
+
+    def write_slowly() -> None:
+        time.sleep(3)
+        (folder / f"written_{dist.get_rank()}").write_text("whole")
+
+    threading.Thread(target=write_slowly).start()
+    dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=600))
+
+
 @pytest.mark.ranks
 def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
-    """Main threads wait in native code with the lock of their store, and a thread of each still
-    writes a file."""
-    ended = run_apart("tests.training.failing_ranks", ["gloo", tmp_path], 3)
-    message = one_message(ended)
+    message = one_message(run_apart(fail_beside_waiting_ranks, [tmp_path], 3))
     assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
     assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
 
 
-MESSAGE = "megatron_vl.train: rank 1: train-7.tar: Input/output error"
+def end_as_rank(work: Callable[[], None], all_seen_timeout_s: float = 0) -> None:
+    """Does the work of one of two ranks that watch each other. A timeout of 0 is that of users."""
+    if all_seen_timeout_s:
+        failures._PEER_TIMEOUT_S = all_seen_timeout_s
+
+    def join_and_work() -> None:
+        init_distributed(get_platform("cpu"))
+        failures.watch_ranks()
+        dist.barrier()
+        work()
+
+    sys.exit(run_rank(join_and_work))
+
+
+def fail_while_peer_writes(all_seen_timeout_s: float, seconds: float, path: Path) -> None:
+    """The second rank fails while the first writes a checkpoint, and waits for it as the loop does."""
+
+    def write() -> None:
+        time.sleep(seconds)
+        path.write_text("whole")
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            raise OSError("train-7.tar: Input/output error")
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        time.sleep(600)
+
+    end_as_rank(work, all_seen_timeout_s)
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_that_is_being_written_is_finished_before_any_rank_ends(tmp_path) -> None:
+def test_checkpoint_that_is_being_written_is_finished_before_any_rank_ends(tmp_path) -> None:
     """It takes longer than a rank waits for the others. As soon as one is gone, the rest get SIGTERM."""
-    written = tmp_path / "written"
-    done = run_module("tests.training.ending_ranks", ["writer", "1.5", "4", written], 2)
-    assert written.read_text() == "whole", done.stderr
-    assert done.returncode == 1
-    assert done.stderr.count(MESSAGE) == 1
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_our_launcher_lets_a_checkpoint_be_finished(tmp_path) -> None:
-    """As above, with the launcher and the times that users have."""
-    launch = [sys.executable, "-m", "megatron_vl.launch", "--standalone", "--nproc-per-node", "2"]
-    program = ["-m", "tests.training.ending_ranks", "writer", "0", "10", str(tmp_path / "written")]
-    done = subprocess.run([*launch, *program], env=environment(), capture_output=True, text=True, timeout=120)
+    done = run_function(fail_while_peer_writes, [1.5, 4, tmp_path / "written"], 2)
     assert (tmp_path / "written").read_text() == "whole", done.stderr
     assert done.returncode == 1
-    assert done.stderr.count(MESSAGE) == 1
+    assert done.stderr.count("megatron_vl.train: rank 1: train-7.tar: Input/output error") == 1
+
+
+def kill_host_of_store() -> None:
+    """The first rank, in which the store lives, dies; the second waits for nothing that would tell it."""
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
+
+    end_as_rank(work, 1)
 
 
 @pytest.mark.ranks
 def test_ranks_end_with_a_message_when_the_host_of_their_store_is_killed() -> None:
-    done = run_module("tests.training.ending_ranks", ["host_killed", "1"], 2)
-    told = [line for line in done.stderr.splitlines() if line.startswith("megatron_vl.train: ")]
-    assert len(told) == 1, done.stderr
-    assert "rank 0: the process" in told[0] and "ended without a message" in told[0]
-    assert "the process that keeps the store of all ranks (127.0.0.1:" in told[0] and "is gone" in told[0]
+    done = run_function(kill_host_of_store, [], 2)
+    messages = [line for line in done.stderr.splitlines() if line.startswith("megatron_vl.train: ")]
+    assert len(messages) == 1, done.stderr
+    assert "rank 0: the process" in messages[0] and "ended without a message" in messages[0]
+    assert "the process that keeps the store of all ranks (127.0.0.1:" in messages[0]
+    assert "is gone" in messages[0]
+
+
+def come_late(all_seen_timeout_s: float) -> None:
+    """The second rank gets no time between the last barrier and the orderly end."""
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(2)
+        failures.stop_watching()
+
+    end_as_rank(work, all_seen_timeout_s)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("seen_s", ["0", "0.2"])
-def test_a_rank_may_come_late_to_the_orderly_end(seen_s: str) -> None:
+@pytest.mark.parametrize("all_seen_timeout_s", [0, 0.2])
+def test_rank_may_come_late_to_the_orderly_end(all_seen_timeout_s: float) -> None:
     """The host of the store waits for it, or has ended before it: nothing is wrong either way."""
-    done = run_module("tests.training.ending_ranks", ["late_end", seen_s, "2"], 2)
+    done = run_function(come_late, [all_seen_timeout_s], 2)
     assert done.returncode == 0, done.stderr
     assert "megatron_vl.train" not in done.stderr
 
 
-def test_a_writer_that_is_just_being_started_is_waited_for() -> None:
+def test_writer_that_is_just_being_started_is_waited_for() -> None:
     """``threading.enumerate`` lists a thread before it runs, and ``join`` raises until it does. A rank whose
     failing thread ended with that error never ended."""
     written = threading.Event()
@@ -150,7 +214,7 @@ def test_a_writer_that_is_just_being_started_is_waited_for() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monkeypatch) -> None:
+def test_error_stays_the_reported_one_when_the_log_cannot_be_closed(monkeypatch) -> None:
     """The others know of it before anything is closed, as that may take a while."""
     order: list[str] = []
 
@@ -186,10 +250,12 @@ def test_samples_that_do_not_fit_end_all_replicas(prepared, tmp_path, world: int
     words = options_of(prepared, tmp_path / "run", *layout, *half)
     message = one_message(run_apart("megatron_vl.train", words, world))
     assert "96 of 104 samples could not be used" in message and "longer than seq_len" in message
+    assert f"; {tmp_path / 'run' / 'quarantine.jsonl'} lists them" in message
+    assert (tmp_path / "run" / "quarantine.jsonl").stat().st_size
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path) -> None:
+def test_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path) -> None:
     """Files of the second rank may not grow, as on a node with a full disk."""
     options = ["--checkpoint.interval", "2"]
     words = options_of(prepared, tmp_path / "run", *options, steps=2000)
@@ -227,7 +293,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_other_files_under_the_same_path_are_refused(prepared, tmp_path, monkeypatch, name) -> None:
+def test_run_rejects_other_files_under_the_same_path(prepared, tmp_path, monkeypatch, name) -> None:
     folders = nodes(prepared, tmp_path)
     monkeypatch.chdir(folders[0])
     config = parse_config(options_of(prepared, tmp_path / "run", *NODE_PATHS))
@@ -248,7 +314,7 @@ def test_other_files_under_the_same_path_are_refused(prepared, tmp_path, monkeyp
 
 
 @pytest.mark.ranks
-def test_a_node_with_stale_weights_ends_all(prepared, tmp_path) -> None:
+def test_node_with_stale_weights_ends_all(prepared, tmp_path) -> None:
     folders = nodes(prepared, tmp_path)
     shutil.rmtree(folders[1] / "weights")
     convert_weights(prepared["hf"], folders[1] / "weights", {"tp": 1, "pp": 2})

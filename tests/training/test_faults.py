@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import time
@@ -24,7 +23,7 @@ from converters.convert import convert_weights
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support import ranks
-from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
+from tests.support.tiny_run import LAYOUT, metrics, options_of, train
 from toolkit.checkpoint.contents import verify_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -36,12 +35,6 @@ DEAD_S, HANG_S = 20, TIMEOUT_S + 20
 """Limits between the fault and the end of the last rank on a busy machine."""
 OPTIONS = [*LAYOUT, "--checkpoint.interval", "2", "--failures.timeout_s", str(TIMEOUT_S)]
 EXACT = ("loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("faults") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +67,7 @@ def disturb(
     """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps."""
     run.mkdir(exist_ok=True)
     words = [fault, rank, step, moment, *options_of(prepared, run, *OPTIONS, *options, steps=STEPS)]
-    done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
+    done = ranks.run_apart("tests.support.faulty_rank", words, 4, one_node=True)
     ended = time.time()
     codes = [rank.code for rank in done]
     stderr = "".join(rank.stderr for rank in done)
@@ -146,9 +139,7 @@ def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one
     assert numbers(run) == undisturbed
 
 
-def test_the_death_or_stop_of_the_first_rank_ends_the_others(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_death_or_stop_of_the_first_rank_ends_the_others(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The others listen to it as it listens to them; with it the store is gone."""
     ended = disturb(prepared, tmp_path / "kill", "kill", 0, 3, "step")
     assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < DEAD_S, ended
@@ -160,7 +151,7 @@ def test_the_death_or_stop_of_the_first_rank_ends_the_others(
     assert "no sign of life for" in ended.message
 
 
-def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Its rank is alive and says where it stands; the processes that hang do not outlive it."""
     ended = disturb(prepared, tmp_path / "run", "stop_loader", 0, 3, "step")
     assert ended.codes == [1, 1, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
@@ -171,7 +162,7 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
 
 
 @pytest.mark.parametrize("moment", ["step", pytest.param("0.1", marks=pytest.mark.full)])
-def test_a_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, moment: str) -> None:
+def test_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, moment: str) -> None:
     ended = disturb(prepared, tmp_path / "run", "kill_loader", 0, 3, moment)
     assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
     # Other ranks of its replica learn of it in the same moment, and one of them may be the first to say it.
@@ -180,13 +171,13 @@ def test_a_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, mo
     assert "Traceback" not in ended.stderr and "please report" not in ended.stderr
 
 
-def test_a_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
+def test_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
     words = ["slow_disk", 1, 1, "step", *options_of(prepared, run, *OPTIONS, steps=4)]
-    done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
+    done = ranks.run_apart("tests.support.faulty_rank", words, 4, one_node=True)
     assert [rank.code for rank in done] == [0] * 4, "".join(rank.stderr for rank in done)
     assert last_is_good(run) == 4
 
@@ -199,7 +190,7 @@ def names(run: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
+def test_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """The export's process ends with its rank. The next start makes up for what is missing."""
@@ -209,7 +200,7 @@ def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
 
     def start(fault: str, run: Path) -> tuple[int, str]:
         words = [fault, 0, 2, "export", *options_of(prepared, run, *EXPORTS, steps=4)]
-        [rank] = ranks.run_apart("tests.training.faulty_rank", words, 1, one_node=True)
+        [rank] = ranks.run_apart("tests.support.faulty_rank", words, 1, one_node=True)
         return rank.code, rank.stdout
 
     code, _ = start("kill", killed)
@@ -240,26 +231,3 @@ def assert_whole(exported: Path, saved: Path, back: Path) -> None:
     ours, theirs = WeightReader(back), WeightReader(saved / "weights")
     assert sorted(ours.tensor_names()) == sorted(theirs.tensor_names())
     assert all(torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in ours.tensor_names())
-
-
-@pytest.mark.full
-def test_faults_at_random_moments(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """Twelve faults of any kind, to any rank, in one run; its steps are those of a run without faults."""
-    long = ("--steps", "400")
-    reference = tmp_path / "reference"
-    done = train(prepared, reference, *OPTIONS, *long, "--stop_after", "40")
-    assert done.returncode == 0, done.stderr[-4000:]
-
-    run, rng, during_save = tmp_path / "run", random.Random(7), 0
-    for _ in range(12):
-        fault = rng.choice(["kill", "stop", "exhaust"])
-        ended = disturb(prepared, run, fault, rng.randrange(4), 2, str(rng.uniform(0.0, 0.5)), *long)
-        assert any(ended.codes) and ended.seconds < HANG_S, ended
-        during_save += ended.during_save
-        if find_latest_checkpoint(run) is not None:
-            last_is_good(run)
-    expected, known = numbers(reference), numbers(run)
-    compared = expected.keys() & known.keys()
-    assert len(compared) >= 12, known.keys()
-    assert all(known[step] == expected[step] for step in compared)
-    assert during_save

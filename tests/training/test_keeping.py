@@ -16,35 +16,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_vl.parallel.heartbeat import own_process
 from megatron_vl.system.durable_files import drop_incomplete_line
-from megatron_vl.training.state.checkpoint import (
+from megatron_vl.system.processes import own_process
+from megatron_vl.training.run_messages import skipped_steps_message
+from megatron_vl.training.state.keep import (
     OWNER_FILE,
-    CheckpointSaver,
     last_good_text,
     lock_run_dir,
     read_owner,
     unlock_run_dir,
 )
+from megatron_vl.training.state.save import CheckpointSaver
+from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from megatron_vl.weights.run_folder import CheckpointError
-from tests.support.ranks import call
-from tests.training.programs import what_trainings_say
-from tests.training.small_run import environment, metrics, options_of, prepare
+from tests.support.tiny_run import environment, metrics, options_of, trainings
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.cli import main
 from toolkit.common.launch import single_rank_variables
 
 QUICK = ["--data.num_workers", "0", "--checkpoint.keep", "1", "--checkpoint.interval", "1"]
 ELSEWHERE = dataclasses.replace(own_process(), machine_id="another", host_name="node7")
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("keeping") / "prepared"
-    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
-    return prepare(folder, hf, samples=12, val_fraction=0.25)
 
 
 def steps_in(run: Path) -> list[int]:
@@ -55,27 +47,44 @@ def steps_in(run: Path) -> list[int]:
 def test_skipped_steps_delete_no_good_checkpoint(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Step 3 spoils the weights and is saved. What follows is skipped, and only step 2 is of use."""
     run = tmp_path / "run"
-    words = options_of(prepared, run, *QUICK, steps=6)
-    starts = [[*words, "--stop_after", "2"], [*words, "--optimizer.lr", "1e30"]]
-    good, stopped = call(what_trainings_say, starts=starts)
+    good, stopped = trainings(
+        prepared, (run, [*QUICK, "--stop_after", "2"]), (run, [*QUICK, "--optimizer.lr", "1e30"])
+    )
     assert f"checkpoints in {run}: [2]\n" in good
-    assert "not finite in 3 steps in a row, the last one step 6" in stopped
+    assert "3 consecutive steps (last: 6) had a loss or gradient that was not finite" in stopped
     assert steps_in(run) == [2, 3, 4, 5] and verify_checkpoint(run / "step_00000002") == []
+
+
+def test_run_that_stops_says_why_its_steps_were_skipped() -> None:
+    told = [
+        skipped_steps_message(reasons, 40)
+        for reasons in (
+            [NOT_FINITE] * 2,
+            [NO_LOSS_TOKENS] * 3,
+            [NO_LOSS_TOKENS, NOT_FINITE],
+        )
+    ]
+    assert told == [
+        "2 consecutive steps (last: 40) had a loss or gradient that was not finite",
+        "3 consecutive steps (last: 40) had no loss tokens. Only assistant turns are trained on: check that"
+        " the data set has any",
+        "2 consecutive steps (last: 40) had a loss or gradient that was not finite or no loss tokens",
+    ]
 
 
 @pytest.mark.ranks
 def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Killed during the last validation: the line of it is torn, as may be the other files' last lines."""
     run = tmp_path / "run"
-    words = options_of(prepared, run, *QUICK, "--eval.interval", "2", "--log.samples", "true", steps=4)
-    call(what_trainings_say, starts=[words])
+    start = (run, [*QUICK, "--eval.interval", "2", "--log.samples", "true", "--steps", "4"])
+    trainings(prepared, start)
     names = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
     whole = {name: metrics(run, name) for name in names}
     for name in names:
         (run / name).write_bytes((run / name).read_bytes()[:-9])
     (run / "quarantine.jsonl").write_text('{"step": 3, "ke')
 
-    first, second = call(what_trainings_say, starts=[words, words])
+    first, second = trainings(prepared, start, start)
     assert "nothing to do" in first and "step      4/4 | validation loss" in first
     assert "nothing to do" in second and "validation loss" not in second
     kept = {name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in names}
@@ -86,20 +95,18 @@ def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Pa
 
 
 @pytest.mark.ranks
-def test_a_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Every file of step 4 is saved again as it was, and step 4 is evaluated and exported again."""
     run = tmp_path / "run"
     saves = ["--checkpoint.interval", "2", "--checkpoint.keep", "0", "--checkpoint.export_hf", "last"]
-    words = options_of(
-        prepared, run, *QUICK, *saves, "--eval.interval", "2", "--log.samples", "true", steps=4
-    )
-    call(what_trainings_say, starts=[words])
+    start = (run, [*QUICK, *saves, "--eval.interval", "2", "--log.samples", "true", "--steps", "4"])
+    trainings(prepared, start)
     logs = {name: metrics(run, name) for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")}
     assert main(["checkpoint", "rollback", str(run), "2"]) == 0
     assert steps_in(run) == [2] and not list((run / "hf").iterdir())
     assert [line["step"] for line in metrics(run, "eval.jsonl")] == [0, 2]
 
-    [said] = call(what_trainings_say, starts=[words])
+    [said] = trainings(prepared, start)
     assert f"resumed at step 2 from {run}\n" in said and "step      2/4 | validation loss" not in said
     abandoned = run / "abandoned" / "after_step_00000002"
     for name in ("step_00000004", "hf/step_00000004"):
@@ -116,7 +123,7 @@ def test_a_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], 
 
 @pytest.mark.parametrize("whole", [b"", b"1\n22\n", b"1\n" + b"2" * 200_000 + b"\n"])
 @pytest.mark.parametrize("torn", [b"", b"3", b"3" * 200_000])
-def test_a_torn_last_line_is_cut_off(tmp_path: Path, whole: bytes, torn: bytes) -> None:
+def test_torn_last_line_is_cut_off(tmp_path: Path, whole: bytes, torn: bytes) -> None:
     path = tmp_path / "lines"
     drop_incomplete_line(path)
     assert not path.exists()
@@ -150,22 +157,22 @@ def test_of_a_step_folder_that_is_a_link_only_the_link_is_deleted(tmp_path: Path
     saver.close()
 
 
-def test_a_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert last_good_text(tmp_path) == "there is no earlier checkpoint"
     (tmp_path / "step_00000004").mkdir()
     saver = saver_of(tmp_path)
-    saver._write_error = "checkpoint of step 6 could not be written: no space"
+    saver.save_error = "checkpoint of step 6 could not be written: no space"
     with pytest.raises(CheckpointError, match="no space; the last good checkpoint is step 4"):
         saver.wait_until_saved()
     saver.close()
 
 
-def test_a_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path) -> None:
+def test_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path) -> None:
     saver = saver_of(tmp_path)
     (tmp_path / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(ELSEWHERE)))
     snapshot: Any = SimpleNamespace(step=2, optimizer_state=None)
     saver._write_snapshot(snapshot)
-    assert "node7) has begun to write to" in (saver.save_error() or "")
+    assert "node7) has begun to write to" in (saver.save_error or "")
     saver.close()
 
 
@@ -228,7 +235,7 @@ sys.exit(main())
 
 
 @pytest.mark.ranks
-def test_a_run_whose_folder_another_has_taken_ends_and_deletes_nothing(
+def test_run_whose_folder_another_has_taken_ends_and_deletes_nothing(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

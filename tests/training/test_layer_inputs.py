@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from converters.convert import convert_weights
 from megatron_vl.config import RecomputeConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.training.offload import layer_inputs
 from megatron_vl.training.offload.layer_inputs import LayerInputOffload
-from tests.support.ranks import call
-from tests.tiny import tiny_checkpoint
-from tests.training.layer_input_programs import inputs_left_on_the_device, trained_both_ways
+from tests.support.ranks import in_ranks
+from tests.support.tiny_trainer import differences, save, train, trainer_of
+from tests.training.test_context_parallel import ROWS
+from toolkit.parity.case import draw_samples, pack_step
 
 LORA = {"rank": 4, "targets": ["language", "vision"]}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -32,27 +35,66 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "TP2 + SP": {"tp": 2, "sequence_parallel": True, "overlap": True},
     },
 }
+FULL = {"language": "full", "vision": "full"}
+PIECE_BYTES = 1000
+"""Smaller than any input, which then has several pieces, the last of them not full."""
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(("family", "ranks"), [("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen3_5_moe", 1)])
-def test_a_training_gives_the_same_bits(family: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen3_5_moe", 1)])
+@in_ranks(lambda params: params["num_ranks"])
+def test_offloaded_inputs_train_the_same_bits(hf, family: str, num_ranks: int, tmp_path: Path) -> None:
     """Two steps of four rows: losses, weights and optimizer state."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    where = {"hf": str(hf), "weights": str(tmp_path / "weights"), "folder": str(tmp_path)}
-    results = call(trained_both_ways, ranks, layouts=LAYOUTS[ranks], **where)
-    assert results == dict.fromkeys(LAYOUTS[ranks], {"equal losses": True, "changed": []})
+    layer_inputs.PIECE_BYTES = PIECE_BYTES
+    for name, layout in LAYOUTS[num_ranks].items():
+        losses, tensors = [], []
+        for recompute in (FULL, FULL | {"offload_inputs": True}):
+            trainer = trainer_of(hf, recompute=recompute, **layout)
+            losses.append([result.loss for result in train(trainer, ROWS, range(2))])
+            tensors.append(save(trainer, tmp_path / f"{name}{len(losses)}"))
+        assert losses[0] == losses[1] and differences(*tensors) == [], name
 
 
-@pytest.mark.ranks
-def test_inputs_leave_the_device_and_host_memory_is_reused(tmp_path: Path) -> None:
+@in_ranks()
+def test_inputs_leave_the_device_and_host_memory_is_reused(hf) -> None:
     """Autograd keeps the input of each layer without the option, and none with it."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    found = call(inputs_left_on_the_device, hf=str(hf), weights=str(tmp_path / "weights"))
-    assert (found["device"], found["host"]) == (found["layers"], 0)
-    assert len(set(found["pieces"])) == 1 and found["pieces"][0] > found["layers"] and found["busy"] == 0
+    layer_inputs.PIECE_BYTES = PIECE_BYTES
+    trainer = trainer_of(hf, recompute=FULL)
+    [row] = pack_step(trainer, draw_samples([["image", "text"]], trainer.spec, 0)).rows
+    chunk = trainer.model_chunks[0].module
+    layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    assert count_inputs_alive(chunk, layers, row) == len(layers)
+
+    offload = layer_inputs.offload_layer_inputs([chunk], trainer.platform)
+    assert count_inputs_alive(chunk, layers, row) == 0
+    num_pieces = offload.num_pieces
+    assert num_pieces > len(layers)
+    for has_backward in (False, True):  # the first pass is dropped without a backward pass
+        with torch.no_grad():
+            chunk(row)
+        assert len(offload.free_pieces) == offload.num_pieces, "nothing is kept without a backward pass"
+        loss = chunk(row).sum()
+        if has_backward:
+            loss.backward()
+        del loss
+        assert offload.num_pieces == num_pieces
+    assert len(offload.free_pieces) == num_pieces
+
+
+def count_inputs_alive(chunk: Any, layers: list[TransformerLayer], row: Any) -> int:
+    """Number of inputs of layers that exist between the forward and the backward pass of a row."""
+    inputs: list[Any] = []
+
+    def note(layer: Any, args: Any, kwargs: Any) -> None:
+        inputs.append(weakref.ref(kwargs["hidden_states"]))
+
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    loss = chunk(row).sum()
+    alive = sum(reference() is not None for reference in inputs)
+    assert len(inputs) == len(layers)
+    for handle in handles:
+        handle.remove()
+    loss.backward()
+    return alive
 
 
 class LoggedStream:
@@ -104,7 +146,7 @@ class LoggedBlock(torch.nn.Module):
 
 
 @pytest.mark.parametrize("pre_process", [True, False])
-def test_a_copy_waits_for_the_layer_before(monkeypatch: pytest.MonkeyPatch, pre_process: bool) -> None:
+def test_copy_waits_for_the_layer_before(monkeypatch: pytest.MonkeyPatch, pre_process: bool) -> None:
     """Also in later pipeline stages, whose first kept input stays on the device."""
     compute_stream = LoggedStream()
     monkeypatch.setattr(torch.cuda, "Stream", LoggedStream)
@@ -127,6 +169,6 @@ def test_a_copy_waits_for_the_layer_before(monkeypatch: pytest.MonkeyPatch, pre_
     assert waited_for == [[], [0], [0, 1], [0, 1, 2]][not pre_process :]
 
 
-def test_without_full_recompute_there_is_no_input_to_move() -> None:
+def test_offload_inputs_needs_full_recompute() -> None:
     with pytest.raises(RunConfigError, match=r"set recompute.language to full, or recompute.vision"):
         validate_config(TrainConfig(recompute=RecomputeConfig(offload_inputs=True)), 1)

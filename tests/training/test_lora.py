@@ -1,5 +1,4 @@
-"""LoRA in the trainer: the same adapters in every layout, the base untouched, and checkpoints of adapters
-alone."""
+"""LoRA trains alike in every layout, the base is untouched, and checkpoints hold LoRA alone."""
 
 from __future__ import annotations
 
@@ -12,27 +11,30 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.models.lora import add_to_output
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.lora import fused_adapters, stored_lora, trained_table
+from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.ranks import call, run_module
+from tests.support.ranks import in_ranks, run_module
+from tests.support.tiny_run import metrics, options_of, train, trainings
+from tests.support.tiny_trainer import gather, save, trainer_of
+from tests.support.tiny_trainer import train as train_steps
 from tests.tiny import tiny_checkpoint
-from tests.training.context_programs import moved
-from tests.training.lora_programs import UNCOMPARED_LOGITS, dropout_masks, train_layouts
-from tests.training.small_run import metrics, options_of, prepare, train
+from tests.training.test_context_parallel import ROWS, check_moves
 from toolkit.bench.options import parse_bench_options
 from toolkit.common.options import parse_command_line
+from toolkit.parity.case import draw_samples, pack_step
 from toolkit.plan.command import make_plan
 from toolkit.plan.options import PlanOptions
-
-pytestmark = pytest.mark.ranks
 
 SP = {"sequence_parallel": True}
 FULL = {"recompute": {"language": "full", "vision": "full"}}
@@ -88,45 +90,94 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 }
 
 
-def layouts_to_run(family: str, folder: Path) -> dict[str, Any]:
-    """The arguments of a program that trains a family's adapters in all of its layouts."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
-    convert_weights(hf, folder / "weights")
-    lora, layouts = LAYOUTS[family]
-    lora = dataclasses.asdict(stored_lora(read_spec(hf), {"alpha": 32.0, **lora}))
-    folders = {"hf": str(hf), "weights": str(folder / "weights"), "folder": str(folder / "runs")}
-    return {**folders, "lora": lora, "layouts": layouts}
+UNCOMPARED_LOGITS = {"pp", "decoupled", "fp8"}
+"""Layouts with these have no logits of a row in one call, or rounded ones."""
+
+
+def lora_of(family: str, hf: Path) -> dict[str, Any]:
+    """The fields of LoRA that a family's layouts train."""
+    return dataclasses.asdict(stored_lora(read_spec(hf), {"alpha": 32.0, **LAYOUTS[family][0]}))
 
 
 @pytest.mark.parametrize("family", list(LAYOUTS))
-def test_adapters_train_alike_in_every_layout(family: str, tmp_path: Path) -> None:
+@in_ranks(4)
+def test_lora_trains_alike_in_every_layout(hf, family: str, tmp_path: Path) -> None:
+    check_layouts(hf, lora_of(family, hf), LAYOUTS[family][1], tmp_path)
+
+
+def check_layouts(hf: Path, lora: dict[str, Any], layouts: dict[str, dict[str, Any]], folder: Path) -> None:
     """Losses within 1e-5, moments within 1e-4 of those of data parallelism; the base keeps every bit.
 
-    Merged weights give the same logits.
+    Merged weights give the same logits. Collective.
     """
-    given = layouts_to_run(family, tmp_path)
-    results = call(train_layouts, 4, **given)
-    layouts = given["layouts"]
-    reference = next(iter(results.values()))
-    for name, result in results.items():
-        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), name
-        assert result["base_changed"] == [], name
-        assert result["tensors"] == reference["tensors"] > 50
-        assert result["errors"]["exp_avg"] < 1e-4 and result["errors"]["exp_avg_sq"] < 1e-4, (name, result)
-        if not UNCOMPARED_LOGITS & layouts[name].keys():
-            assert result["merged"] < 1e-5 < 1e-3 < result["base"], (name, result)
+    first_losses: list[float] = []
+    first: dict[str, Tensor] = {}
+    for name, layout in layouts.items():
+        trainer = trainer_of(hf, lora=lora, **layout)
+        # The second step sees matrices that are not zero.
+        losses = [result.loss for result in train_steps(trainer, ROWS, range(2))]
+        run = folder / name.replace(" ", "_")
+        saved = save(trainer, run)
+        first_losses, first = first_losses or losses, first or saved
+        assert losses == pytest.approx(first_losses, rel=1e-5), name
+        assert saved.keys() == first.keys() and (len(saved) > 50 or dist.get_rank()), name
+        for key, tensor in saved.items():
+            if key.endswith(("/exp_avg", "/exp_avg_sq")):
+                expected = first[key].double()
+                assert (tensor.double() - expected).norm() < 1e-4 * expected.norm().clamp(min=1e-12), (
+                    name,
+                    key,
+                )
+
+        assert changed_base(trainer, trainer_of(hf, lora=lora, **layout)) == [], name
+        if not UNCOMPARED_LOGITS & layout.keys():
+            distances = logit_distances(trainer, run, hf, **layout)
+            assert distances["merged"] < 1e-5 < 1e-3 < distances["base"], (name, distances)
+
+
+def changed_base(trainer: Trainer, untouched: Trainer) -> list[str]:
+    """Names of this rank's tensors of the base that are not frozen, or have changed by a bit."""
+    trained, changed = trained_table(trainer.spec, trainer.config.lora), []
+    for (name, parameter, _), (_, before, _) in zip(
+        trainer.live_tensors, untouched.live_tensors, strict=True
+    ):
+        if name not in trained and (parameter.requires_grad or not torch.equal(parameter, before)):
+            changed.append(name)
+    return changed
+
+
+def logit_distances(trainer: Trainer, run: Path, hf: Path, **fields: Any) -> dict[str, float]:
+    """How far the logits of two models are from those of base and LoRA, relative to their norm. Collective.
+
+    ``merged`` has LoRA in its weights, ``base`` is the model without it.
+    """
+    if dist.get_rank() == 0:
+        export_weights(step_dir_path(run, 2) / "weights", hf, run / "merged", merges_adapter=True)
+    dist.barrier()
+    expected, distances = local_logits(trainer), {}
+    for name, folder in (("merged", run / "merged"), ("base", hf)):
+        distance = (local_logits(trainer_of(folder, **fields)) - expected).norm() / expected.norm()
+        dist.all_reduce(distance, op=dist.ReduceOp.MAX)
+        distances[name] = float(distance)
+    return distances
+
+
+def local_logits(trainer: Trainer) -> Tensor:
+    """This rank's logits of real tokens, for rows that no step has seen. Needs one pipeline stage."""
+    step_batch = pack_step(trainer, draw_samples(ROWS, trainer.spec, 2))
+    chunk = trainer.model_chunks[0].module.eval()
+    with torch.no_grad():
+        return torch.cat([chunk(row, labels=False).flatten(0, 1).float() for row in step_batch.rows])
 
 
 @pytest.mark.parametrize("family", list(LAYOUTS))
-def test_a_checkpoint_of_adapters_moves_between_layouts_bit_for_bit(family: str, tmp_path: Path) -> None:
+@in_ranks(4)
+def test_lora_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, tmp_path: Path) -> None:
     """Factors, master weights, moments and step counts."""
-    given = layouts_to_run(family, tmp_path)
-    different = call(moved, 4, **given)
-    assert int(different.pop("compared")[0]) > 50
-    assert different == {name: [] for name in given["layouts"]}
+    check_moves(hf, tmp_path, LAYOUTS[family][1], lora=lora_of(family, hf))
 
 
-def test_an_adapter_reads_what_comes_out_of_the_norm_of_its_layer() -> None:
+def test_lora_reads_what_comes_out_of_the_norm_of_its_layer() -> None:
     """In the forms in which layers of Transformer Engine return it, with and without their bias."""
 
     class Layer(torch.nn.Module):
@@ -144,29 +195,24 @@ def test_an_adapter_reads_what_comes_out_of_the_norm_of_its_layer() -> None:
     assert layer(x, output=(output, bias)) == (12, 3)
 
 
-def test_dropout_differs_where_the_inputs_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["DP2", "TP2"])
+@in_ranks(2)
+def test_dropout_differs_where_the_inputs_do(hf, layout: dict[str, int]) -> None:
     """Replicas and ranks with a part of an input draw their own masks; ranks with one input draw one."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    given = {"hf": str(hf), "weights": str(tmp_path / "weights")}
-    replicas = call(dropout_masks, 2, **given, layout={})
-    tensor_ranks = call(dropout_masks, 2, **given, layout={"tp": 2})
-    assert set(replicas["whole"][0]) == {0.0, 2.0}
-    assert replicas["whole"][0] != replicas["whole"][1]
-    assert tensor_ranks["whole"][0] == tensor_ranks["whole"][1]
-    assert tensor_ranks["cut"][0] != tensor_ranks["cut"][1]
+    trainer = trainer_of(hf, lora={"rank": 4, "dropout": 0.5}, **layout)
+    attention = trainer.model_chunks[0].module.language_model.decoder.layers[0].self_attention
+    ones = torch.ones(64)
+    whole = gather(attention.linear_qkv.adapter._drop(ones).tolist())
+    cut = gather(attention.linear_proj.adapter._drop(ones).tolist())
+    assert set(whole[0]) == {0.0, 2.0}
+    assert (whole[0] == whole[1]) == bool(layout) and cut[0] != cut[1]
 
 
 LORA = ["--lora.rank", "4", "--lora.targets", "[language,merger]", "--optimizer.lr", "1e-2"]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
-    return prepare(tmp_path_factory.mktemp("lora") / "prepared", hf)
-
-
-def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.ranks
+def test_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Its checkpoints hold the adapters alone. What would not fit them is refused by name."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = train(prepared, whole, *LORA, ranks=2, steps=6)
@@ -188,7 +234,7 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
     stored = sum(file.stat().st_size for file in step_dir_path(run, 6).rglob("*.safetensors"))
     assert stored < 0.2 * sum(file.stat().st_size for file in prepared["weights"].glob("*.safetensors"))
 
-    for options, message in (
+    refusals = (
         (["--lora.rank", "8"], r"other shapes or scales than this run's \(lora.rank was 4, is 8\)"),
         (
             ["--lora.targets", "[mlp]", "--lora.dropout", "0.1"],
@@ -198,7 +244,7 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
             ["--lora.modules_to_save", "[patch_embed]"],
             "lora.modules_to_save was .*, is .*; give the settings",
         ),
-        (["--lora.rank", "0"], "holds adapters of rank 4, but this run has lora.rank 0"),
+        (["--lora.rank", "0"], "holds LoRA of rank 4, but this run has lora.rank 0"),
         (["--lora.targets", "[qproj]"], "'qproj' matches no matrix of this model"),
         (["--model.freeze_merger", "true"], "model.freeze_merger is set, but lora.targets names"),
         (
@@ -207,12 +253,13 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
         ),
         (["--model.checkpoint", "random"], "lora.rank 4 needs trained weights"),
         (["--model.checkpoint", str(run)], "holds LoRA adapters and no whole model"),
-    ):
-        refused = train(prepared, run, *LORA, *options, ranks=1, steps=8)
-        assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr[-2000:]
-        assert re.search(message, refused.stderr), refused.stderr[-2000:]
+    )
+    said = trainings(prepared, *((run, [*LORA, *options, "--steps", "8"]) for options, _ in refusals))
+    for text, (_, message) in zip(said, refusals, strict=True):
+        assert re.search(message, text), (message, text)
 
 
+@pytest.mark.ranks
 def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Masks of whole inputs and of parts of them; a whole module beside the adapters goes on too."""
     lora = (*LORA, "--lora.targets", "[language]", "--lora.modules_to_save", "[merger,patch_embed]")
@@ -230,7 +277,8 @@ def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) 
         assert torch.equal(weights.read_shard(name), resumed.read_shard(name)), name
 
 
-def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.ranks
+def test_run_rejects_lora_of_another_base(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The same model with other numbers, and the same numbers in another layout, which are accepted."""
     run = tmp_path / "run"
     assert train(prepared, run, *LORA, "--stop_after", "1", ranks=1, steps=3).returncode == 0
@@ -260,7 +308,8 @@ def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_resumed_run_continues_its_own_adapters(prepared: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.ranks
+def test_resumed_run_continues_its_own_lora(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Those in ``lora.adapter`` are for its start; others, or the same ones elsewhere, are noted."""
     start, run = tmp_path / "start", tmp_path / "run"
     done = train(prepared, start, *LORA, "--stop_after", "1", ranks=1, steps=3)
@@ -274,7 +323,8 @@ def test_a_resumed_run_continues_its_own_adapters(prepared: dict[str, Path], tmp
     assert note in done.stdout
 
 
-def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
+@pytest.mark.ranks
+def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """The run's own export is the command's. A run that begins with the adapters has their settings."""

@@ -6,7 +6,6 @@ import multiprocessing
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from data_tools import sample_sizes
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.missing_sizes import IndexingProcess, write_missing_sizes_alone
+from megatron_vl.training.missing_sizes import write_missing_sizes_alone
 from tests.data.datasets import converted, mixed_records
 from tests.test_processes import has_ended, wait_until
 from tests.tiny import tiny_checkpoint
@@ -41,7 +40,7 @@ def start(target: Callable[..., Any], *arguments: Any) -> psutil.Process:
     return psutil.Process(process.pid)
 
 
-def test_it_ends_with_a_killed_rank(dataset: Path) -> None:
+def test_indexing_ends_with_a_killed_rank(dataset: Path) -> None:
     """It is killed while it starts, which takes seconds, and not when it has done its work."""
     hf = tiny_checkpoint("qwen2_5_vl")
     rank = start(write_missing_sizes_alone, DataConfig(path=str(dataset)), hf)
@@ -52,8 +51,8 @@ def test_it_ends_with_a_killed_rank(dataset: Path) -> None:
     assert not list((dataset / METADATA_DIR / SIZES_DIR).glob("*"))
 
 
-def test_its_workers_end_with_it(dataset: Path, monkeypatch) -> None:
-    """A worker would wait for its next shard for ever."""
+def test_workers_of_indexing_end_with_it(dataset: Path, monkeypatch) -> None:
+    """A worker would wait for its next shard."""
 
     def stall(number: int) -> None:
         time.sleep(300)
@@ -67,14 +66,14 @@ def test_its_workers_end_with_it(dataset: Path, monkeypatch) -> None:
     wait_until(lambda: all(map(has_ended, workers)))
 
 
-def test_it_tells_why_it_cannot_write_and_writes_once(dataset: Path, capsys) -> None:
-    hf = tiny_checkpoint("qwen2_5_vl")
-    with closing(IndexingProcess(DataConfig(path=str(dataset / "no")), hf, ["no"])) as indexing:
-        with pytest.raises(LoaderError, match="no.*write them with `megatron-vl data index` where"):
-            while indexing.is_running():
-                pass
-
-    data = DataConfig(path=str(dataset))
+def test_indexing_says_where_else_to_write_and_writes_once(dataset: Path, capsys) -> None:
+    hf, data = tiny_checkpoint("qwen2_5_vl"), DataConfig(path=str(dataset))
+    sizes = dataset / METADATA_DIR / SIZES_DIR
+    sizes.write_text("in the way")
+    with pytest.raises(LoaderError, match="write them with `megatron-vl data index` where"):
+        write_missing_sizes_alone(data, hf)
+    sizes.unlink()
+    capsys.readouterr()
     write_missing_sizes_alone(data, hf)
     assert f"the sizes of the samples of {dataset} are not known" in capsys.readouterr().err
     write_missing_sizes_alone(data, hf)

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import math
+import re
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.kernels.sizes import MAX_STATE_CHUNKS_ON_GPU, STATE_CHUNKS_ON_GPU
-from megatron_vl.training.offload.build import choose_offloaded
-from megatron_vl.training.offload.pinned_memory import parse_cpu_list
-from tests.support.ranks import call
-from tests.training.offload_programs import (
-    bytes_at_start,
-    phases_of_slots,
-    poisoned,
-    saved_and_restored,
-    steps_by_share,
-    two_steps_by_hand,
+from megatron_vl.platform import get_platform
+from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.offload import build
+from megatron_vl.training.offload.build import ChunkedOptimizerState, choose_offloaded, chunked_state
+from megatron_vl.training.offload.chunk_streamer import ChunkStreamer, DeviceSlot, SlotPhase
+from megatron_vl.training.offload.chunked_step import ChunkedStep
+from megatron_vl.training.offload.pinned_memory import (
+    allocate_device_chunks,
+    allocate_host_chunks,
+    parse_cpu_list,
 )
-from tests.training.small_run import metrics, prepare, small_checkpoint, train
+from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.rows.batch_broadcast import StepBatch
+from megatron_vl.training.state.optimizer_state import (
+    INDEX_FILE,
+    STATE_KINDS,
+    OptimizerStateReader,
+    list_index_entries,
+    restore_optimizer,
+    snapshot_optimizer,
+    write_hashed_safetensors,
+    write_slice_index,
+)
+from tests.support.ranks import in_ranks
+from tests.support.tiny_run import metrics, prepare, train
+from tests.support.tiny_trainer import TinyTrainer, gather, tiny_trainer
 from toolkit.checkpoint.rollback import restart_data
 
-SHARES = [0.0, 0.4, 1.0]
+SHARES = (0.0, 0.4, 1.0)
 
 
-def test_the_share_is_met_by_whole_parameters() -> None:
+def test_share_is_met_by_whole_parameters() -> None:
     assert choose_offloaded([5, 3, 2], 0.0) == set()
     assert choose_offloaded([5, 3, 2], 0.4) == {1}
     assert choose_offloaded([5, 3, 2], 0.7) == {0, 2}
@@ -38,49 +59,129 @@ def test_the_share_is_met_by_whole_parameters() -> None:
     assert choose_offloaded([], 1.0) == choose_offloaded([0], 1.0) == set()
 
 
-def test_cores_of_a_node() -> None:
+def test_cores_of_a_numa_node_are_parsed() -> None:
     assert parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert parse_cpu_list("\n") == set()
 
 
-def steps(hf: Path, ranks: int = 1, shares: list[float] = SHARES, **variables: Any) -> list[dict[str, Any]]:
-    """The steps of rank 0 without offload. All ranks' losses, norms, weights and states are equal for all
-    shares, and the state was where it belongs."""
-    in_chunks = variables.get("moments_dtype") == "bfloat16"
-    found = call(steps_by_share, ranks, hf=str(hf), shares=shares, **variables)
-    for share in shares[1:]:
-        assert found[str(share)] == found["0.0"], share
-        held = found[f"{share} held"]
-        assert share - 0.02 <= held["host"] <= share
-        here, other = ("chunks on device", "device") if in_chunks else ("device", "chunks on device")
-        assert math.isclose(held[here], 1 - held["host"], abs_tol=1e-9) and held[other] == 0
-        assert held["chunks"] > 2 and held["cut"] > 1
-    return found["0.0"][0]
+# --- Steps of one trainer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
-def test_all_shares_give_the_same_bits(tiny_checkpoint) -> None:
-    """Of weights in bf16, where the master weights move. Parameters are cut, the last chunk is not full."""
-    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="bfloat16", steps=2)
-    assert len({step["state"] for step in taken}) == len(taken)
+def state_of(trainer: TinyTrainer) -> dict[str, Tensor]:
+    """Weights and optimizer state of this rank."""
+    weights = {f"weight/{live.tensor_name}": live.parameter.detach().clone() for live in trainer.live_tensors}
+    return weights | snapshot_optimizer(trainer.optimizer, trainer.live_tensors)
 
 
-@pytest.mark.ranks
-def test_weights_in_float32_are_their_own_masters(tiny_checkpoint) -> None:
-    """Here with a step in between that is skipped."""
-    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="float32", steps=2, bad=1)
-    assert [step["skipped"] for step in taken] == ["", "no_loss_tokens"]
-    assert taken[0]["state"] == taken[1]["state"]
+def digest(trainer: TinyTrainer) -> str:
+    total, tensors = hashlib.sha256(), state_of(trainer)
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
-@pytest.mark.ranks
-def test_moments_in_bf16_give_the_same_bits_for_all_shares(tiny_checkpoint) -> None:
-    """They are all in chunks, in host memory or on the device, and not in the optimizer."""
-    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="bfloat16", steps=2, moments_dtype="bfloat16")
-    assert len({step["state"] for step in taken}) == len(taken)
+def again(trainer: TinyTrainer, **changes: Any) -> TinyTrainer:
+    """A trainer of the same model; ``changes`` of the optimizer."""
+    return trainer.again(optimizer=dataclasses.replace(trainer.config.optimizer, **changes))
 
 
-@pytest.mark.ranks
+def some_rows(trainer: TinyTrainer) -> list[Any]:
+    """A row of images and one of text; in bfloat16, which takes seconds on CPU, a short one."""
+    if trainer.config.dtype == "float32":
+        return trainer.batches.next_batch().rows
+    return trainer.feed_of([trainer.row_of("image")], 1).next_batch().rows
+
+
+def steps_of(trainer: TinyTrainer, rows: list[Any], steps: range, bad: int | None = None) -> list[list[str]]:
+    """[loss, norm, why skipped, digest of the state] of steps on the same rows.
+
+    The step ``bad`` has a row without loss tokens, and is skipped.
+    """
+    outcomes = []
+    for number in steps:
+        set_learning_rates(trainer.optimizer, trainer.config, number)
+        silent = number == bad
+        step_rows = trainer.feed_of([trainer.row_of("without_loss")], 1).next_batch().rows if silent else rows
+        result = trainer.train_step(StepBatch(step_rows))
+        outcomes.append([repr(result.loss), repr(result.grad_norm), result.skip_reason, digest(trainer)])
+    return outcomes
+
+
+def check_shares(
+    hf: Path, dtype: str, num_steps: int = 2, bad: int | None = None, spread: bool = True, **optimizer: Any
+) -> None:
+    """All shares give the same losses, norms and states on all ranks, and the state is where it belongs.
+
+    Chunks are so small that parameters are cut.
+
+    Args:
+        spread: whether the state is spread over data-parallel ranks.
+    """
+    build.move_state_to_chunks.__defaults__ = (10 * 64 * 500,)
+    first = tiny_trainer(hf, dtype=dtype, **optimizer)
+    parallel = dataclasses.replace(first.config.parallel, distributed_optimizer=spread)
+    first.config = dataclasses.replace(first.config, parallel=parallel)
+    rows, plain = some_rows(first), None
+    for share in SHARES:
+        trainer = again(first, offload_fraction=share)
+        steps = gather(steps_of(trainer, rows, range(num_steps), bad))
+        plain = plain or steps
+        assert steps == plain, share
+        if share:
+            check_place_of_state(trainer, share)
+    for before, after in zip(plain[0], plain[0][1:], strict=False):
+        assert (before[3] == after[3]) == bool(after[2]), "only a skipped step leaves the state"
+    assert [bool(step[2]) for step in plain[0]] == [number == bad for number in range(num_steps)]
+
+
+def check_place_of_state(trainer: TinyTrainer, share: float) -> None:
+    """The share is in host memory; the rest is in the optimizer, or, in bf16, in chunks on the device."""
+    moved = chunked_state(trainer.optimizer)
+    assert moved is not None
+    streamed = {id(chunk) for chunk in moved.chunk_streamer.state_chunks}
+    parameters = list(moved.parameters_by_id.values())
+    sizes = {id(p): p.main_param.numel() for p in parameters}
+    host = sum(sizes[id(p)] for p in parameters if id(p.chunk_slices[0].state_chunk) in streamed)
+    optimizer = total = 0
+    for part in trainer.optimizer.chained_optimizers:
+        for main in part.get_parameters():
+            total += main.numel()
+            moments = part.optimizer.state.get(main, {}).get("exp_avg")
+            optimizer += main.numel() if moments is not None and main.untyped_storage().nbytes() else 0
+
+    assert share - 0.02 <= host / total <= share
+    in_chunks = trainer.config.optimizer.moments_dtype == "bfloat16"
+    assert optimizer == (0 if in_chunks else total - host)
+    assert sum(sizes.values()) - host == (total - host if in_chunks else 0)
+    assert len(streamed) > 2 and max(len(p.chunk_slices) for p in parameters) > 1
+
+
+@in_ranks()
+def test_all_shares_give_the_same_bits(hf) -> None:
+    """Of weights in bf16, where the master weights move; in fp32, where they are their own masters, with a
+    skipped step; and with moments in bf16, which are all in chunks."""
+    check_shares(hf, "bfloat16")
+    check_shares(hf, "float32", bad=1)
+    check_shares(hf, "bfloat16", moments_dtype="bfloat16")
+
+
+@pytest.mark.full
+@in_ranks()
+def test_first_step_may_be_skipped(hf) -> None:
+    check_shares(hf, "bfloat16", num_steps=3, bad=0)
+
+
+@pytest.mark.full
+@in_ranks(2)
+def test_two_ranks_give_the_same_bits_for_all_shares(hf) -> None:
+    """With a state that is not spread over them, and with rates of zero."""
+    check_shares(hf, "bfloat16", num_steps=3, spread=False)
+    check_shares(hf, "float32", num_steps=3, spread=False)
+    check_shares(hf, "bfloat16", num_steps=3, vision_lr=0.0)
+    check_shares(hf, "bfloat16", num_steps=3, lr=0.0)
+
+
+@in_ranks()
 def test_two_steps_with_moments_in_bf16_worked_by_hand() -> None:
     """Gradients of 0.5 and -0.25, learning rate 0.1, betas 0.9 and 0.95, no epsilon.
 
@@ -88,111 +189,234 @@ def test_two_steps_with_moments_in_bf16_worked_by_hand() -> None:
     -0.025, 0.0125 and 0.003125. All are 1.6 times a power of two, between 204 and 205 of 128 parts of it, of
     which they take one. Corrected for their start, they give a step of 0.1.
     """
-    first, second = call(two_steps_by_hand)
+    platform = get_platform("cpu")
+    weight, main = torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.tensor([1.0, -2.0])
+    adam = torch.optim.AdamW([main], lr=0.1, betas=(0.9, 0.95), eps=0.0, weight_decay=0.0)
+    parameter = ChunkedParameter(main, weight, adam.param_groups[0])
+    chunks = lay_out_chunks([parameter], 4096, torch.bfloat16)
+    allocate_device_chunks(chunks, platform.device)
+    main.untyped_storage().resize_(0)
+    streamer = ChunkStreamer([], platform.device, platform.memory_usage)
+    step = ChunkedStep(adam, [parameter], chunks, streamer, range(0))
+
+    kept = []
+    for _ in range(2):
+        main.grad = torch.tensor([0.5, -0.25])
+        step()
+        state = {kind: parameter.read_state(kind) for kind in STATE_KINDS}
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16  # type: ignore[union-attr]
+        kept.append({kind: value.tolist() for kind, value in state.items()} | {"weight": weight.tolist()})
+    first, second = kept
     assert first["main"] == pytest.approx([0.9, -1.9], rel=1e-6)
     assert first["weight"] == [0.8984375, -1.8984375]
     assert first["exp_avg"] == [204 / 128 / 2**5, -204 / 128 / 2**6]  # to the nearest, 204.8 would be 205
     assert first["exp_avg_sq"] == [205 / 128 / 2**7, 205 / 128 / 2**9]
 
     # The second step begins with what was kept, and Adam computes it in fp32.
-    for at, gradient in enumerate((0.5, -0.25)):
-        avg = 0.9 * first["exp_avg"][at] + 0.1 * gradient
-        square = 0.95 * first["exp_avg_sq"][at] + 0.05 * gradient**2
-        step = 0.1 * (avg / (1 - 0.9**2)) / (square / (1 - 0.95**2)) ** 0.5
-        assert second["main"][at] == pytest.approx(first["main"][at] - step, rel=3e-7)
-        assert second["exp_avg"][at] == pytest.approx(avg, rel=1 / 128)
-        assert second["exp_avg_sq"][at] == pytest.approx(square, rel=1 / 128)
-        assert abs(abs(step) - 0.1) > 1e-6  # what moments in fp32 would give
+    for i, gradient in enumerate((0.5, -0.25)):
+        avg = 0.9 * first["exp_avg"][i] + 0.1 * gradient
+        square = 0.95 * first["exp_avg_sq"][i] + 0.05 * gradient**2
+        change = 0.1 * (avg / (1 - 0.9**2)) / (square / (1 - 0.95**2)) ** 0.5
+        assert second["main"][i] == pytest.approx(first["main"][i] - change, rel=3e-7)
+        assert second["exp_avg"][i] == pytest.approx(avg, rel=1 / 128)
+        assert second["exp_avg_sq"][i] == pytest.approx(square, rel=1 / 128)
+        assert abs(abs(change) - 0.1) > 1e-6  # what moments in fp32 would give
 
 
-@pytest.mark.ranks
-def test_moments_in_bf16_are_saved_and_resumed_with_any_share(tiny_checkpoint, tmp_path: Path) -> None:
-    """And are the same after having been fp32 for no step; fp32 moments are rounded to the nearest."""
-    found = call(saved_and_restored, hf=str(tiny_checkpoint("qwen2_5_vl")), folder=str(tmp_path))
-    assert found.pop("wide") == ["torch.float32"]
-    assert found.pop("to the nearest") and found.pop("rounded")
-    assert len(found) == 4 and len(set(found.values())) == 1, found
+def save(trainer: TinyTrainer, folder: Path) -> dict[str, Any]:
+    """Writes optimizer state as a checkpoint does. Returns what ``run.json`` says of the files."""
+    folder.mkdir()
+    state = snapshot_optimizer(trainer.optimizer, trainer.live_tensors)
+    files = {"rank.safetensors": write_hashed_safetensors(folder / "rank.safetensors", state, {"tp": "0"})}
+    index = write_slice_index(folder, {"rank.safetensors": list_index_entries(state, 0, 0)})
+    return files | {INDEX_FILE: index}
 
 
-@pytest.mark.ranks
-def test_master_weights_that_leave_the_device_are_never_all_on_it(tiny_checkpoint) -> None:
+def load(trainer: TinyTrainer, folder: Path, files: dict[str, Any]) -> None:
+    """Restores the optimizer, and the model's weights from its master weights."""
+    table = tensor_table(trainer.spec)
+    reader = OptimizerStateReader(folder, files, trainer.layout.sharding)
+    restore_optimizer(reader, trainer.optimizer, trainer.live_tensors, table, trainer.grid)
+    for part in trainer.optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
+
+
+@in_ranks()
+def test_moments_in_bf16_are_saved_and_resumed_with_any_share(hf, tmp_path: Path) -> None:
+    """Also after having been fp32 for no step; fp32 moments are rounded to the nearest."""
+    build.move_state_to_chunks.__defaults__ = (6 * 64 * 500,)
+    first = tiny_trainer(hf, dtype="bfloat16", moments_dtype="bfloat16")
+    rows = some_rows(first)
+    undisturbed = steps_of(again(first), rows, range(2))[-1]
+
+    before = again(first, offload_fraction=0.4)
+    steps_of(before, rows, range(1))
+    files = save(before, tmp_path / "bf16")
+    for share in (0.0, 1.0):
+        after = again(first, offload_fraction=share)
+        load(after, tmp_path / "bf16", files)
+        assert digest(after) == digest(before)
+        assert steps_of(after, rows, range(1, 2)) == [undisturbed]
+
+    wide = again(first, moments_dtype="float32")
+    load(wide, tmp_path / "bf16", files)
+    assert {tensor.dtype for key, tensor in state_of(wide).items() if "exp_avg" in key} == {torch.float32}
+    files = save(wide, tmp_path / "fp32")
+    narrow = again(first, offload_fraction=1.0)
+    load(narrow, tmp_path / "fp32", files)
+    assert steps_of(narrow, rows, range(1, 2)) == [undisturbed]
+
+    steps_of(wide, rows, range(1, 2))
+    load(narrow, tmp_path / "wide", save(wide, tmp_path / "wide"))
+    wide_state, narrow_state, is_rounded = state_of(wide), state_of(narrow), False
+    for key, tensor in wide_state.items():
+        expected = tensor.bfloat16() if "exp_avg" in key else tensor
+        assert torch.equal(narrow_state[key], expected), key
+        is_rounded |= not torch.equal(expected.float(), tensor.float())
+    assert is_rounded
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the storages of fp32 tensors that are made within it and still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def now(self) -> int:
+        alive = [tensor for tensor in (ref() for ref in self.made) if tensor is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in alive}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        is_new = isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given
+        if is_new and out.dtype == torch.float32:
+            self.made.append(weakref.ref(out))
+        self.most = max(self.most, self.now())
+        return out
+
+
+@in_ranks()
+def test_master_weights_that_leave_the_device_are_never_all_on_it(hf) -> None:
     """While an optimizer is built, at most one of them and its copy in bf16 has storage."""
-    for share, moments, kept in ((0.0, "float32", 1.0), (1.0, "float32", 0.0), (0.4, "float32", 0.6)):
-        found = call(bytes_at_start, hf=str(tiny_checkpoint("qwen2_5_vl")), share=share, moments=moments)
-        assert found["left"] == pytest.approx(kept * found["all"], rel=0.04, abs=4096), share
-        assert found["most"] <= found["left"] + found["largest"] + 4096, (share, found)
+    first = tiny_trainer(hf, dtype="bfloat16")
+    sizes = [
+        4 * main.numel() for part in first.optimizer.chained_optimizers for main in part.get_parameters()
+    ]
+    for share, kept in ((0.0, 1.0), (1.0, 0.0), (0.4, 0.6)):
+        optimizer = dataclasses.replace(first.config.optimizer, offload_fraction=share)
+        other = TinyTrainer(dataclasses.replace(first.config, optimizer=optimizer), with_optimizer=False)
+        with Allocations() as allocations:
+            built = build_optimizer(other.config, other.platform, other.model_chunks)
+        assert built.param_groups
+        assert allocations.now() == pytest.approx(kept * sum(sizes), rel=0.04, abs=4096), share
+        assert allocations.most <= allocations.now() + max(sizes) + 4096, share
 
 
-@pytest.mark.ranks
+def watch(moved: ChunkedOptimizerState) -> list[int]:
+    """Fills new slots with NaN, so that what is not fetched is seen. Returns a list to which the number of
+    chunks on the device is added after each bucket of the last backward pass."""
+    streamer, ahead = moved.chunk_streamer, [0]
+    make, fetch = streamer._new_slot, streamer.fetch_chunks
+
+    def filled() -> Any:
+        slot = make()
+        slot.device_buffer.fill_(255)
+        return slot
+
+    def watched(min_slots: int = 0) -> None:
+        fetch(min_slots)
+        if not min_slots:
+            ahead.append(streamer.num_chunks_on_device)
+
+    streamer._new_slot, streamer.fetch_chunks = filled, watched  # type: ignore[method-assign]
+    return ahead
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_state_that_is_not_spread_gives_the_same_bits(tiny_checkpoint, dtype: str) -> None:
-    steps(tiny_checkpoint("qwen2_5_vl"), 2, dtype=dtype, spread=False)
+@in_ranks()
+def test_what_is_streamed_is_what_is_used(hf) -> None:
+    """Everything on the device that is not to be used is NaN.
+
+    Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
+    the update takes memory. A number that has changed in host memory is noticed.
+    """
+    first = tiny_trainer(hf)
+    build.move_state_to_chunks.__defaults__ = (10 * 64 * 200,)
+    rows = some_rows(first)
+    plain = steps_of(again(first), rows, range(3), bad=1)[-1]
+    for what in ("room", "no room", "host"):
+        trainer = again(first, offload_fraction=1.0)
+        moved = chunked_state(trainer.optimizer)
+        assert moved is not None
+        streamer = moved.chunk_streamer
+        if what == "no room":
+            streamer.memory_usage = lambda: (1, 1)
+        if what == "host":
+            chunk = streamer.state_chunks[0]
+            chunk.state_views(chunk.home_buffer).exp_avg[0] += 1e-3
+        ahead = watch(moved)
+        assert (steps_of(trainer, rows, range(3), bad=1)[-1] == plain) == (what != "host")
+        trainer.train_step(StepBatch(rows))
+        on_device = [max(ahead), streamer.num_chunks_on_device]
+        expected = [0, STATE_CHUNKS_ON_GPU] if what == "no room" else [MAX_STATE_CHUNKS_ON_GPU] * 2
+        assert on_device == expected, what
+        streamer.wait_for_host_state()
+        assert not streamer.num_chunks_on_device
 
 
-@pytest.mark.ranks
-@pytest.mark.full
-def test_the_first_step_may_be_skipped(tiny_checkpoint) -> None:
-    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="bfloat16", bad=0)
-    assert [step["skipped"] for step in taken] == ["no_loss_tokens", "", ""]
+@in_ranks()
+def test_slots_know_what_happens_to_their_chunks() -> None:
+    """Each slot goes round from free to free, and a chunk is not dropped during its update.
+
+    An update of four chunks, a dropped fetch, and an update whose copies go on into the next step.
+    """
+    platform = get_platform("cpu")
+    chunks = [StateChunk(False, torch.float32, 64) for _ in range(4)]
+    allocate_host_chunks(chunks, is_pinned=False)
+    streamer = ChunkStreamer(chunks, platform.device, lambda: (0, 1))
+    streamer.overlaps_passes = True
+
+    phases: dict[DeviceSlot, list[str]] = {}
+    enter = DeviceSlot.enter
+
+    def noted(slot: DeviceSlot, phase: SlotPhase) -> None:
+        enter(slot, phase)
+        phases.setdefault(slot, []).append(phase.value)
+
+    DeviceSlot.enter = noted  # type: ignore[method-assign]
+    for is_dropped in (False, True):
+        streamer.fetch_chunks(1)
+        if is_dropped:
+            streamer.drop_slots()
+        for number in range(len(chunks)):
+            with streamer.chunk_on_device(number) as state:
+                state.exp_avg.add_(number + 1)
+        streamer.release_slots()
+    texts = [" ".join(each) for each in phases.values()]
+    once = "fetching updating leaving free"
+    assert all(re.fullmatch(rf"(({once}|fetching free) ?)+", text) for text in texts), texts
+    assert sum(text.count(once) for text in texts) == 8
+    sums = [float(chunk.state_views(chunk.home_buffer).exp_avg.mean()) for chunk in chunks]
+    assert sums == [2.0, 4.0, 6.0, 8.0]
+    with pytest.raises(AssertionError, match="from SlotPhase.UPDATING to SlotPhase.FREE"):
+        with streamer.chunk_on_device(0):
+            streamer.wait_for_host_state()
 
 
-@pytest.mark.ranks
-@pytest.mark.full
-@pytest.mark.parametrize("rates", [{"vision_lr": 0.0}, {"lr": 0.0}], ids=str)
-def test_a_rate_of_zero_gives_the_same_bits(tiny_checkpoint, rates: dict[str, float]) -> None:
-    steps(tiny_checkpoint("qwen2_5_vl"), 2, dtype="bfloat16", **rates)
+# --- Whole runs ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
-@pytest.mark.full
-def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
-    """Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
-    the update takes memory."""
-    out = call(poisoned, hf=str(tiny_checkpoint("qwen2_5_vl")))
-    assert out["room"] == out["no room"] == out["plain"] != out["host"]
-    assert out["room, on the device"] == [MAX_STATE_CHUNKS_ON_GPU] * 2
-    assert out["no room, on the device"] == [0, STATE_CHUNKS_ON_GPU]
-
-
-@pytest.mark.ranks
-def test_slots_say_what_happens_to_their_chunks() -> None:
-    """Each slot goes round from free to free, and a chunk is not dropped during its update."""
-    out = call(phases_of_slots)
-    once = ["fetching", "updating", "leaving", "free"]
-    rounds = 0
-    for phases in out["phases"]:
-        while phases:
-            seen = ["fetching", "free"] if phases[:2] == ["fetching", "free"] else once
-            assert phases[: len(seen)] == seen, out["phases"]
-            rounds += seen == once
-            del phases[: len(seen)]
-    assert rounds == 8 and out["sums"] == [2.0, 4.0, 6.0, 8.0]
-    assert "from SlotPhase.UPDATING to SlotPhase.FREE" in out["error"]
-
-
-# --- Whole runs
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory, tiny_checkpoint) -> dict[str, Path]:
-    """Of a model with experts."""
-    hf = tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32)
-    return prepare(tmp_path_factory.mktemp("offload_experts") / "prepared", hf)
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("offload")
-    return prepare(folder / "prepared", small_checkpoint(folder / "hf"))
-
-
-def run(prepared: dict[str, Path], folder: Path, share: float, ranks: int, steps: int, *options: str) -> None:
-    done = train(
-        prepared, folder, *options, "--optimizer.offload_fraction", str(share), ranks=ranks, steps=steps
-    )
+def run(prepared: dict[str, Path], folder: Path, share: float, ranks: int, steps: int, *options: str) -> str:
+    """Starts a run, and returns its output."""
+    share_options = ("--optimizer.offload_fraction", str(share))
+    done = train(prepared, folder, *options, *share_options, ranks=ranks, steps=steps)
     assert done.returncode == 0, done.stderr[-3000:]
     assert ("of optimizer state in host memory" in done.stdout) == (share > 0)
+    return done.stdout
 
 
 def saved(folder: Path, step: int) -> dict[str, str]:
@@ -202,52 +426,69 @@ def saved(folder: Path, step: int) -> dict[str, str]:
     return state | {"weights": facts["weights"]}
 
 
-ROWS_PER_STEP = (
-    "--global_batch_size",
-    "4",
-    "--optimizer.schedule",
-    "constant",
-    "--optimizer.warmup_steps",
-    "0",
-)
+CONSTANT = ("--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0")
 TP2 = ("--parallel.tp", "2", "--parallel.sequence_parallel", "true")
+BF16 = ("--optimizer.moments_dtype", "bfloat16")
 
 
 @pytest.mark.ranks
 def test_any_share_resumes_any_other_in_any_layout(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Two replicas save with a share of 0.4; TP2 goes on with all of it in host memory, and with none."""
-    run(prepared, tmp_path / "some", 0.4, 2, 2, *ROWS_PER_STEP)
+    run(prepared, tmp_path / "some", 0.4, 2, 2, *CONSTANT)
     shutil.copytree(tmp_path / "some", tmp_path / "none")
     for name, share in (("some", 1.0), ("none", 0.0)):
         restart_data(tmp_path / name)
-        run(prepared, tmp_path / name, share, 2, 4, *ROWS_PER_STEP, *TP2)
+        run(prepared, tmp_path / name, share, 2, 4, *CONSTANT, *TP2)
     assert saved(tmp_path / "some", 4) == saved(tmp_path / "none", 4) != saved(tmp_path / "none", 2)
 
 
-BF16 = ("--optimizer.moments_dtype", "bfloat16")
-
-
 LAYOUTS = {
-    "replicas": (2, ()),
-    "TP2": (2, TP2),
-    "VPP": (2, ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]")),
-    "tower on every rank": (2, ("--parallel.pp", "2", "--vision.placement", "decoupled")),
-    "moments in bf16": (2, BF16),
-    "moments in bf16, TP2": (2, (*TP2, *BF16)),
-    "moments in bf16, not spread": (
-        2,
-        (*BF16, "--parallel.distributed_optimizer", "false"),
-    ),
-    "frozen tower": (2, ("--model.freeze_vision", "true")),
-    "frozen language": (2, ("--model.freeze_language", "true", "--parallel.pp", "2")),
+    "replicas": (),
+    "TP2": TP2,
+    "VPP": ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]"),
+    "tower on every rank": ("--parallel.pp", "2", "--vision.placement", "decoupled"),
+    "moments in bf16": BF16,
+    "moments in bf16, TP2": (*TP2, *BF16),
+    "moments in bf16, not spread": (*BF16, "--parallel.distributed_optimizer", "false"),
+    "frozen tower": ("--model.freeze_vision", "true"),
+    "frozen language": ("--model.freeze_language", "true", "--parallel.pp", "2"),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path, layout: str) -> None:
+def test_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path, layout: str) -> None:
     compare(prepared, tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+@pytest.mark.parametrize("spread", ["true", "false"])
+def test_experts_have_an_optimizer_of_their_own(tiny_checkpoint, tmp_path: Path, spread: str) -> None:
+    files = prepare(tmp_path / "files", tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32))
+    compare(files, tmp_path, "--parallel.ep", "2", "--parallel.distributed_optimizer", spread)
+
+
+def compare(prepared: dict[str, Path], folder: Path, *layout: str) -> None:
+    """From none in host memory to some to all: each step and each checkpoint is that of the run without."""
+    options = (
+        *layout,
+        *CONSTANT,
+        "--dtype",
+        "bfloat16",
+        "--checkpoint.interval",
+        "1",
+        "--checkpoint.keep",
+        "0",
+    )
+    for name, shares in {"plain": (0.0, 0.0, 0.0), "moved": SHARES}.items():
+        for step, share in enumerate(shares, 1):
+            run(prepared, folder / name, share, 2, step, *options)
+    for step in (1, 2, 3):
+        assert saved(folder / "plain", step) == saved(folder / "moved", step), step
+    lines = [[line["loss"] for line in metrics(folder / name)] for name in ("plain", "moved")]
+    assert lines[0] == lines[1] and len(lines[0]) == 3
 
 
 @pytest.mark.ranks
@@ -256,45 +497,18 @@ def test_moments_of_another_type_and_layout_are_resumed(prepared: dict[str, Path
     """fp32 on two replicas, bf16 with TP2, fp32 on two replicas again. Every start with another type says so,
     and with bf16 moments any share gives the same."""
     note = "optimizer.moments_dtype was"
-    starts: list[tuple[int, str, tuple[str, ...], str]] = [
-        (2, "0", ROWS_PER_STEP, ""),
-        (4, "0.4", (*ROWS_PER_STEP, *TP2, *BF16), f"{note} 'float32', is 'bfloat16'"),
-        (6, "1.0", (*ROWS_PER_STEP, *TP2, *BF16), ""),
-        (8, "0", ROWS_PER_STEP, f"{note} 'bfloat16', is 'float32'"),
-    ]
-    for steps, share, options, told in starts:
+    for steps, share, options, expected in (
+        (2, 0.0, CONSTANT, ""),
+        (4, 0.4, (*CONSTANT, *TP2, *BF16), f"{note} 'float32', is 'bfloat16'"),
+        (6, 1.0, (*CONSTANT, *TP2, *BF16), ""),
+        (8, 0.0, CONSTANT, f"{note} 'bfloat16', is 'float32'"),
+    ):
         if steps > 2:
             restart_data(tmp_path / "run")
         if steps == 6:
             shutil.copytree(tmp_path / "run", tmp_path / "other")
             run(prepared, tmp_path / "other", 0.0, 2, steps, *options)
-        done = train(
-            prepared, tmp_path / "run", *options, "--optimizer.offload_fraction", share, ranks=2, steps=steps
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert (note in done.stdout) == bool(told) and told in done.stdout
+        out = run(prepared, tmp_path / "run", share, 2, steps, *options)
+        assert (note in out) == bool(expected) and expected in out
     assert saved(tmp_path / "run", 6) == saved(tmp_path / "other", 6)
     assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run"))
-
-
-@pytest.mark.ranks
-@pytest.mark.full
-@pytest.mark.parametrize("spread", ["true", "false"])
-def test_experts_have_an_optimizer_of_their_own(
-    experts: dict[str, Path], tmp_path: Path, spread: str
-) -> None:
-    gathered = ("--parallel.distributed_optimizer", spread)
-    compare(experts, tmp_path, 2, ("--parallel.ep", "2", *gathered))
-
-
-def compare(prepared: dict[str, Path], folder: Path, ranks: int, layout: tuple[str, ...]) -> None:
-    """From none in host memory to some to all: each step and each checkpoint is that of the run without."""
-    options = (*layout, *ROWS_PER_STEP, "--dtype", "bfloat16", "--checkpoint.interval", "1")
-    for name, shares in {"plain": (0.0, 0.0, 0.0), "moved": (0.0, 0.4, 1.0)}.items():
-        for count, share in enumerate(shares, 1):
-            run(prepared, folder / name, share, ranks, count, *options, "--checkpoint.keep", "0")
-
-    for step in (1, 2, 3):
-        assert saved(folder / "plain", step) == saved(folder / "moved", step), step
-    lines = [[line["loss"] for line in metrics(folder / name)] for name in ("plain", "moved")]
-    assert lines[0] == lines[1] and len(lines[0]) == 3

@@ -1,39 +1,38 @@
-"""Schedules, and what happens at a step that must be skipped."""
+"""Learning rates, the division and clipping of gradients, and what happens at a step that must be skipped."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
-from megatron_vl.config import OptimizerConfig, TrainConfig
-from megatron_vl.training.optimizer import scheduled_rate
-from tests.support.ranks import call
-from tests.training.offload_programs import gradients_after_a_step
-from tests.training.programs import (
-    parts_that_move,
-    rates_and_decays,
-    steps_with_one_not_finite,
-    steps_with_one_skipped,
-    weights_copied_together,
-)
+from megatron_vl.config import ModelConfig, OptimizerConfig, TrainConfig
+from megatron_vl.spec.tensors import model_part
+from megatron_vl.training import optimizer as optimizer_module
+from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates
+from megatron_vl.training.rows.batch_broadcast import StepBatch
+from megatron_vl.training.state.optimizer_state import optimizer_slices, snapshot_optimizer
+from tests.support.ranks import in_ranks
+from tests.support.tiny_trainer import TinyTrainer, tiny_trainer
 
 
-def test_cosine_reaches_peak_and_final() -> None:
+def test_cosine_reaches_peak_and_final_rate() -> None:
     config = TrainConfig(steps=100, optimizer=OptimizerConfig(warmup_steps=10))
     rates = [scheduled_rate(config, step, 1.0) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)  # a tenth of the peak: never zero, or the first step would be lost
     assert max(rates) == rates[9] == rates[10] == pytest.approx(1.0)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
-    assert rates[100] == pytest.approx(0.1)
-    assert rates[55] == pytest.approx((1.0 + 0.1) / 2)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1) and rates[55] == pytest.approx((1.0 + 0.1) / 2)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
+def test_schedule_equals_that_of_transformers_after_warm_up(schedule: str) -> None:
     """transformers decays to zero and starts its warm-up at zero; apart from that the curves are equal."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     if schedule == "cosine":
@@ -44,102 +43,179 @@ def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
     config = TrainConfig(steps=100, optimizer=OptimizerConfig(**fields))
     for step in range(100):
         if step >= 10:
-            ours = scheduled_rate(config, step, 1.0)
-            assert ours == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
+            rate = scheduled_rate(config, step, 1.0)
+            assert rate == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         reference.step()
 
 
-@pytest.mark.ranks
-def test_non_finite_step_is_skipped_and_the_next_one_taken(tiny_checkpoint) -> None:
-    out = call(steps_with_one_not_finite, hf=str(tiny_checkpoint("qwen2_5_vl")))
-    assert [r["updated"] for r in out] == [True, False, True]
-    assert [r["changed"] for r in out] == [True, False, True]
-    assert [r["finite"] for r in out] == [True, False, True]
-    assert [r["skipped"] for r in out] == ["", "not_finite", ""]
+@in_ranks()
+def test_non_finite_step_is_skipped_and_the_next_one_taken(hf) -> None:
+    trainer = tiny_trainer(hf)
+    chunk = trainer.chunks[0]
+    for number, reason in enumerate(("", "not_finite", "")):
+        before = [parameter.detach().clone() for parameter in chunk.parameters()]
+        if number == 1:
+            hook = chunk.language_model.register_forward_hook(lambda module, args, out: out * math.nan)
+        result = trainer.run_step(number)
+        if number == 1:
+            hook.remove()
+        changed = any(not torch.equal(a, b) for a, b in zip(before, chunk.parameters(), strict=True))
+        assert result.skip_reason == reason
+        assert changed == result.is_updated == math.isfinite(result.loss) == (not reason)
 
 
-@pytest.mark.ranks
+def _check_skipped_step(trainer: TinyTrainer, kind: str, reason: str, has_state: bool) -> None:
+    """Takes three steps, the second of rows of one kind: it leaves weights, moments and step counts."""
+    everything = {"exp_avg", "exp_avg_sq", "main", "step"} if has_state else set()
+    for number, kinds in enumerate([("image", "text"), (kind, kind), ("image", kind)]):
+        step_batch = trainer.feed_of([trainer.row_of(kind) for kind in kinds], 2).next_batch()
+        set_learning_rates(trainer.optimizer, trainer.config, number)
+        before = snapshot_optimizer(trainer.optimizer, trainer.live_tensors) if number else {}
+        result = trainer.train_step(step_batch)
+        after = snapshot_optimizer(trainer.optimizer, trainer.live_tensors)
+        assert result.skip_reason == (reason if number == 1 else "")
+        if number:
+            same = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
+            changed = {
+                name.rpartition("/")[2] for name in before if not torch.equal(before[name], after[name])
+            }
+            assert (same, changed) == ((everything, set()) if number == 1 else (set(), everything))
+
+
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_step_without_loss_tokens_leaves_weights_moments_and_count(tiny_checkpoint, pp: int) -> None:
+@in_ranks(lambda params: params["pp"])
+def test_step_without_loss_tokens_leaves_weights_moments_and_count(hf, pp: int) -> None:
     """Weight decay and decaying moments would move them; rows without loss beside others are trained on.
 
-    With two stages, the first has no loss and must learn of it; updates overlapping the forward pass
-    wait for none.
+    With two stages, the first has no loss and must learn of it; updates overlapping the forward pass wait for
+    none.
     """
-    by_rank = call(
-        steps_with_one_skipped, pp, hf=str(tiny_checkpoint("qwen2_5_vl")), second="without_loss", pp=pp
-    )
-    assert len(by_rank) == pp
-    everything = ["exp_avg", "exp_avg_sq", "main", "step"]
-    for rank, (first, without, mixed) in enumerate(by_rank):
-        assert first[0] == ""
-        assert first[1] or rank < pp - 1
-        assert without == ["no_loss_tokens", False, everything, []]
-        assert mixed == ["", True, [], everything]
+    _check_skipped_step(tiny_trainer(hf, pp=pp), "without_loss", "no_loss_tokens", has_state=True)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("moments_dtype", ["float32", "bfloat16"])
-def test_a_step_without_gradients_leaves_weights_moments_and_count(
-    tiny_checkpoint, pp: int, moments_dtype: str
-) -> None:
+@in_ranks(lambda params: params["pp"])
+def test_step_without_gradients_leaves_weights_moments_and_count(hf, pp: int, moments_dtype: str) -> None:
     """Of text alone, where only the vision tower is trained. With two stages, the last has no optimizer."""
-    hf = str(tiny_checkpoint("qwen2_5_vl"))
-    frozen = {"freeze_language": True, "moments_dtype": moments_dtype}
-    by_rank = call(steps_with_one_skipped, pp, hf=hf, second="text", pp=pp, **frozen)
-    everything = ["exp_avg", "exp_avg_sq", "main", "step"]
-    for rank, (first, without, mixed) in enumerate(by_rank):
-        here = everything if rank == 0 else []
-        assert first[0] == ""
-        assert without == ["no_gradient", True, here, []]
-        assert mixed == ["", True, [], here]
+    trainer = tiny_trainer(hf, pp=pp, freeze_language=True, moments_dtype=moments_dtype)
+    _check_skipped_step(trainer, "text", "no_gradient", has_state=dist.get_rank() == 0)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("moments_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("clip_grad", [0.0, 1e-3, 1e6])
-def test_gradients_are_divided_and_clipped_in_one_multiplication(
-    tiny_checkpoint, clip_grad: float, moments_dtype: str
-) -> None:
-    """Each is rounded once, whether it is clipped or not, and the norm is that before clipping. Our kernel
-    multiplies gradients as it reads them, so that the sums stay in the buffers."""
-    hf = str(tiny_checkpoint("qwen2_5_vl"))
-    out = call(gradients_after_a_step, hf=hf, clip_grad=clip_grad, moments_dtype=moments_dtype)
-    ours, expected = out["norms"]
-    assert ours == pytest.approx(expected, rel=1e-6) and 1e-3 < ours < 1e6 and out["tokens"] > 1
-    assert out["wrong gradients"] == 0 and out["wrong state"] == [] and out["tensors"] > 200
+@in_ranks()
+def test_gradients_are_divided_and_clipped_in_one_multiplication(hf) -> None:
+    """Each is rounded once, whether it is clipped or not, and the norm is that before clipping.
+
+    With moments in bfloat16, our kernel multiplies gradients as it reads them, so that the sums stay in the
+    buffers.
+    """
+    scale_gradients = optimizer_module._scale_gradients
+    for moments_dtype in ("float32", "bfloat16"):
+        for clip_grad in (0.0, 1e-3, 1e6):
+            optimizer_module._scale_gradients = scale_gradients
+            trainer = tiny_trainer(hf, clip_grad=clip_grad, moments_dtype=moments_dtype)
+            twin, rows, sums = trainer.again(), trainer.batches.next_batch().rows, []
+            _after_prepare_grads(
+                trainer, lambda gradients, sums=sums: sums.extend(g.clone() for g in gradients)
+            )
+            result = trainer.train_step(StepBatch(rows))
+
+            norm = math.sqrt(sum(g.double().square().sum().item() for g in sums)) / result.loss_tokens
+            assert result.grad_norm == pytest.approx(norm, rel=1e-6) and 1e-3 < norm < 1e6
+            clip_factor = min(1.0, clip_grad / (result.grad_norm + 1e-6)) if clip_grad else 1.0
+            scaled = [gradient * (1 / result.loss_tokens * clip_factor) for gradient in sums]
+            expected = sums if moments_dtype == "bfloat16" else scaled
+            for parameter, gradient in zip(trainer.optimizer.get_parameters(), expected, strict=True):
+                assert torch.equal(parameter.grad, gradient)
+
+            # A twin gets the scaled gradients, and its own scaling is left out.
+            _after_prepare_grads(twin, lambda gradients, s=scaled: torch._foreach_copy_(gradients, s))
+            optimizer_module._scale_gradients = lambda *_: None
+            assert twin.train_step(StepBatch(rows)).is_updated
+            states = [snapshot_optimizer(each.optimizer, each.live_tensors) for each in (trainer, twin)]
+            assert len(states[0]) > 200
+            assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(("family", "tensors"), [("qwen2_5_vl", 77), ("qwen3_vl", 110)])
-def test_learning_rates_and_weight_decay_by_part(tiny_checkpoint, family: str, tensors: int) -> None:
-    out = call(rates_and_decays, hf=str(tiny_checkpoint(family)))
-    assert len(out) == tensors
-    for name, (rate, decay, dimensions) in out.items():
-        want = (
-            2e-4
-            if ".merger." in name or ".deepstack_mergers." in name
-            else 5e-4
-            if name.startswith("vision_model.")
-            else 1e-3
+def _after_prepare_grads(trainer: TinyTrainer, call: Any) -> None:
+    """Gives ``call`` the gradients of each step before they are scaled."""
+    prepare_grads = trainer.optimizer.prepare_grads
+
+    def prepare_and_call() -> Any:
+        has_overflow = prepare_grads()
+        call([parameter.grad for parameter in trainer.optimizer.get_parameters()])
+        return has_overflow
+
+    trainer.optimizer.prepare_grads = prepare_and_call
+
+
+@pytest.mark.parametrize(("family", "num_tensors"), [("qwen2_5_vl", 77), ("qwen3_vl", 110)])
+@in_ranks()
+def test_learning_rates_and_weight_decay_follow_the_part(hf, family: str, num_tensors: int) -> None:
+    trainer = tiny_trainer(hf)
+    set_learning_rates(trainer.optimizer, trainer.config, 0)
+    slices = list(optimizer_slices(trainer.optimizer, trainer.live_tensors))
+    assert len(slices) == num_tensors
+    for piece in slices:
+        name = piece.state_name
+        expected = 5e-4 if name.startswith("vision_model.") else 1e-3
+        if ".merger." in name or ".deepstack_mergers." in name:
+            expected = 2e-4
+        assert math.isclose(piece.param_group["lr"], expected), name
+        assert piece.param_group["weight_decay"] == (0.1 if piece.live_tensor.parameter.dim() > 1 else 0.0), (
+            name
         )
-        assert math.isclose(rate, want), name
-        assert decay == (0.1 if dimensions > 1 else 0.0), name
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("still", ["vision", "merger", "language"])
-def test_a_part_with_a_rate_of_zero_stays_and_the_others_move(tiny_checkpoint, still: str) -> None:
+@in_ranks()
+def test_part_with_a_rate_of_zero_stays_and_the_others_move(hf) -> None:
     """With weight decay, it stays bit for bit. Each part's own rate is logged, and none for frozen parts."""
-    rates, moved, frozen = call(parts_that_move, hf=str(tiny_checkpoint("qwen2_5_vl")), still=still)
-    want = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
-    assert rates == [want, want] and frozen == want | {"merger": None}
-    assert moved == {part: [False, False] if part == still else [True, True] for part in want}
+    for still in ("vision", "merger", "language"):
+        trainer = tiny_trainer(hf, **{"lr" if still == "language" else f"{still}_lr": 0.0})
+        parameters = dict(trainer.chunks[0].named_parameters())
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        rates = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
+        for number in range(2):
+            assert set_learning_rates(trainer.optimizer, trainer.config, number) == rates
+            assert trainer.run_step(number).is_updated
+        for name, parameter in parameters.items():
+            assert torch.equal(before[name], parameter) == (model_part(name) == still), name
+
+        without_merger = dataclasses.replace(trainer.config, model=ModelConfig(freeze_merger=True))
+        assert set_learning_rates(trainer.optimizer, without_merger, 2) == rates | {"merger": None}
 
 
-@pytest.mark.ranks
-def test_weights_copied_together_are_those_that_core_copies_one_by_one(tiny_checkpoint) -> None:
-    out = call(weights_copied_together, hf=str(tiny_checkpoint("qwen3_vl")))
-    assert out == [True, 1, True]
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+@in_ranks()
+def test_weights_copied_together_are_those_that_core_copies_one_by_one(hf, family: str) -> None:
+    trainer = tiny_trainer(hf, dtype="bfloat16")
+    assert trainer.run_step().is_updated
+    [part] = trainer.optimizer.chained_optimizers
+    together = [parameter.detach().clone() for parameter in trainer.chunks[0].parameters()]
+    num_shards = sum(map(len, part.shard_fp32_from_float16_groups))
+    assert len(part._copy_main_params_to_model_params.args[0]()[0]) == num_shards
+
+    for parameter in trainer.chunks[0].parameters():
+        parameter.data.fill_(math.nan)
+    type(part)._copy_main_params_to_model_params(part)
+    for ours, theirs in zip(together, trainer.chunks[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+FLOAT32 = ("A_log", "out_norm.weight")
+"""Parameters of Qwen3.5 that stay float32 in a model in bfloat16: decays and the norm of linear attention."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@in_ranks(lambda params: params["num_ranks"])
+def test_state_of_mixed_types_is_filed_under_its_own_parameter(hf, family: str, num_ranks: int) -> None:
+    trainer = tiny_trainer(hf, dtype="bfloat16")
+    assert trainer.run_step().is_updated
+    for piece in optimizer_slices(trainer.optimizer, trainer.live_tensors):
+        parameter, name = piece.live_tensor.parameter, piece.state_name
+        assert parameter.dtype == (torch.float32 if name.endswith(FLOAT32) else torch.bfloat16), name
+        part: Tensor = parameter.detach().view(-1)[piece.start : piece.end]
+        assert piece.adam_state["exp_avg"].numel() == part.numel(), name
+        assert torch.equal(piece.main_param.view(-1).to(part.dtype), part), name

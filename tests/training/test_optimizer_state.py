@@ -166,7 +166,7 @@ def test_moments_before_the_first_step_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove", "other"])
-def test_a_damaged_index_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+def test_damaged_index_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     files = saved(tmp_path / "o", Sharding(2))
     path = tmp_path / "o" / INDEX_FILE
     text = path.read_text()

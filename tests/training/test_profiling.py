@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import operator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_vl.config import RunConfigError, parse_config, validate_config
-from megatron_vl.config.checks import config_remarks
-from megatron_vl.training.report.profiling import StepProfiler
-from tests.training.small_run import metrics, prepare, train
+from megatron_vl.training.report.profiling import Profile
+from tests.support.tiny_run import metrics, train
 
 DIR = ["--checkpoint.dir", "run"]
 
@@ -40,9 +42,6 @@ def test_impossible_values_are_refused_by_name(options: list[str], message: str)
 def test_possible_values_are_taken(steps: str) -> None:
     config = parse_config(["--profile.steps", steps, "--checkpoint.dir", "run"])
     assert validate_config(config, 4) == 4
-    assert any("profile.steps" in remark for remark in config_remarks(config, on_cpu=False)) == (
-        steps == "[1,100]"
-    )
 
 
 def traced(path: Path) -> tuple[set[str], int]:
@@ -53,23 +52,25 @@ def traced(path: Path) -> tuple[set[str], int]:
     return {name for name in spans if name.startswith("step ")}, operations
 
 
-def profiler(folder: Path, steps: str, rank: int = 0) -> StepProfiler:
+def profile(folder: Path, steps: str, run_steps: range, rank: int = 0) -> tuple[Profile, list[float]]:
+    """Profiles steps that multiply matrices.
+
+    Returns the hook, and the seconds of writing that each step left out of the speed of steps.
+    """
     options = ["--profile.steps", steps, "--checkpoint.dir", str(folder), "--profile.ranks", "[0,2]"]
-    return StepProfiler(parse_config(options), rank)
-
-
-def work(profiler: StepProfiler, steps: range) -> list[float]:
-    """Steps that multiply matrices. Returns the seconds of writing after each."""
-    seconds = []
-    for step in steps:
-        profiler.begin_step(step)
+    hook, seconds = Profile(parse_config(options), rank), [0.0] * len(run_steps)
+    for i, step in enumerate(run_steps):
+        log = SimpleNamespace(exclude_seconds=lambda excluded, i=i: operator.setitem(seconds, i, excluded))
+        trainer: Any = SimpleNamespace(step=step - 1, metrics_log=log)
+        hook.before_step(trainer)
         torch.ones(8, 8) @ torch.ones(8, 8)
-        seconds.append(profiler.end_step(step))
-    return seconds
+        trainer.step = step
+        hook.after_step(trainer, None, None)  # type: ignore[arg-type]
+    return hook, seconds
 
 
 def test_first_and_last_step_are_in_the_trace_and_no_other(tmp_path: Path) -> None:
-    seconds = work(profiler(tmp_path, "[2,4]"), range(1, 7))
+    _, seconds = profile(tmp_path, "[2,4]", range(1, 7))
     assert [second > 0 for second in seconds] == [False, False, False, True, False, False]
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank_00000_steps_2_to_4.pt.trace.json.gz"
@@ -77,36 +78,33 @@ def test_first_and_last_step_are_in_the_trace_and_no_other(tmp_path: Path) -> No
     assert steps == {"step 2", "step 3", "step 4"} and operations > 0
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    work(profiler(tmp_path, "[2,4]", rank=1), range(1, 7))
+def test_other_ranks_write_no_trace(tmp_path: Path) -> None:
+    profile(tmp_path, "[2,4]", range(1, 7), rank=1)
     assert not list(tmp_path.iterdir())
-    work(profiler(tmp_path, "[2,4]", rank=2), range(1, 7))
-    assert [path.name for path in (tmp_path / "profile").iterdir()] == [
-        "rank_00002_steps_2_to_4.pt.trace.json.gz"
-    ]
+    profile(tmp_path, "[2,4]", range(1, 7), rank=2)
+    [path] = (tmp_path / "profile").iterdir()
+    assert path.name == "rank_00002_steps_2_to_4.pt.trace.json.gz"
 
 
-def test_a_run_that_begins_or_ends_between_the_steps_says_so_in_the_name(tmp_path: Path) -> None:
-    work(profiler(tmp_path, "[2,4]"), range(3, 7))
-    ends = profiler(tmp_path, "[2,4]")
-    work(ends, range(1, 3))
-    assert ends.finish_trace() > 0 and ends.finish_trace() == 0
-    work(profiler(tmp_path, "[2,4]"), range(5, 7))  # past them
+def test_trace_of_a_run_that_begins_or_ends_between_the_steps_says_so(tmp_path: Path) -> None:
+    profile(tmp_path, "[2,4]", range(3, 7))
+    hook, _ = profile(tmp_path, "[2,4]", range(1, 3))
+    assert hook.finish_trace() > 0 and hook.finish_trace() == 0
+    profile(tmp_path, "[2,4]", range(5, 7))  # past them
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == [f"rank_00000_steps_{steps}.pt.trace.json.gz" for steps in ("2_to_2", "3_to_4")]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, capfd) -> None:
+def test_folder_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, capfd) -> None:
     (tmp_path / "file").touch()
-    work(profiler(tmp_path / "file", "[2,2]"), range(1, 4))
+    profile(tmp_path / "file", "[2,2]", range(1, 4))
     assert "could not be written" in capfd.readouterr().err
 
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_trained_model_is_the_same_with_traces(tmp_path: Path, tiny_checkpoint) -> None:
+def test_trained_model_is_the_same_with_traces(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Two ranks; stopped within the steps and started again: traces of global steps, losses bit for bit."""
-    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
     plain, run = tmp_path / "plain", tmp_path / "traced"
     options = ["--profile.steps", "[2,4]", "--profile.ranks", "[1]"]
     done = train(prepared, plain, "--parallel.tp", "2", ranks=2, steps=5)

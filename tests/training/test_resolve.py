@@ -12,8 +12,6 @@ import pytest
 
 from megatron_vl.config import (
     LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
     RunConfigError,
     TrainConfig,
     parse_config,
@@ -23,7 +21,7 @@ from megatron_vl.data.source.dataset_description import LoaderError, read_descri
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.lora import with_stored_lora
 from megatron_vl.training.resolve import resolve_run
-from tests.training.small_run import environment
+from tests.support.tiny_run import environment
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
 
@@ -49,7 +47,7 @@ def fields(tmp_path: Path) -> list[str]:
     return ["--model.hf", str(tmp_path / "hf"), "--data.path", str(tmp_path / "data")]
 
 
-def test_a_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
+def test_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
     config = parse_config([*fields, "--parallel.layers", "[1,1]", "--parallel.pp", "2"])
     with pytest.raises(LayoutError, match="add up to 2"):
         resolve_run(config, 2)
@@ -57,7 +55,7 @@ def test_a_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
 @pytest.mark.parametrize("below", ["", "/board"])
-def test_a_file_in_a_folders_place_is_reported_with_the_field(
+def test_file_in_a_folders_place_is_reported_with_the_field(
     fields: list[str], tiny_checkpoint: Any, tmp_path: Path, field: str, below: str
 ) -> None:
     fields = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl")), *fields[2:]]
@@ -75,7 +73,7 @@ check_output_dir("checkpoint.dir", sys.argv[1])
 """
 
 
-def test_a_read_only_folder_is_reported_with_the_field(tmp_path: Path) -> None:
+def test_read_only_folder_is_reported_with_the_field(tmp_path: Path) -> None:
     """A real read-only file system, because nothing else is read-only for root."""
     mounted = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
     program = [sys.executable, "-c", READ_ONLY, str(tmp_path / "runs" / "mine")]
@@ -91,29 +89,13 @@ def test_a_read_only_folder_is_reported_with_the_field(tmp_path: Path) -> None:
     assert cannot in done.stderr
 
 
-def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+def test_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     describe_data(tmp_path)
     for split in ("vla", "test"):
         with pytest.raises(
             LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."
         ):
             read_description(tmp_path).split_facts(split)
-
-
-def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
-    def lines(**model: bool) -> list[str]:
-        return config_remarks(TrainConfig(optimizer=optimizer, model=ModelConfig(**model)), on_cpu=True)
-
-    optimizer = OptimizerConfig(vision_lr=2e-6, merger_lr=2e-6)
-    assert not any("has no effect" in remark for remark in lines())
-    told = [remark for remark in lines(freeze_vision=True) if "has no effect" in remark]
-    assert told == [
-        "optimizer.vision_lr 2e-06 has no effect, because model.freeze_vision keeps those weights unchanged"
-    ]
-    optimizer = OptimizerConfig(vision_lr=0.0, merger_lr=2e-6)
-    assert any(
-        "vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark for remark in lines()
-    )
 
 
 def test_fields_of_adapters_without_a_rank_are_remarked() -> None:
@@ -130,7 +112,7 @@ def test_fields_of_adapters_without_a_rank_are_remarked() -> None:
 
 
 @pytest.mark.parametrize("is_in_file", [False, True])
-def test_a_stated_default_beside_adapters_is_refused_if_they_differ(tmp_path: Path, is_in_file: bool) -> None:
+def test_stated_default_beside_adapters_is_refused_if_they_differ(tmp_path: Path, is_in_file: bool) -> None:
     """A field that is left out takes the adapters' value; one that states its default is meant."""
     stored = LoraConfig(rank=4, alpha=8.0, use_rslora=True)
     adapter = ["--lora.adapter", "a run"]

@@ -7,6 +7,7 @@ The trainer itself runs several trainings on one rank in one process; its output
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -15,15 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.training.state.resume import field_change_notes, recorded_fields
+from megatron_vl.weights import run_folder
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call
-from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
-from tests.training.small_run import metrics, options_of, prepare, train
+from tests.support.tiny_run import metrics, options_of, prepare, train, what_trainings_say
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.cli import main
@@ -31,12 +31,6 @@ from toolkit.cli import main
 pytestmark = pytest.mark.ranks
 
 QUICK = "--data.num_workers 0 --checkpoint.keep 0 --checkpoint.interval 2 --log.samples true".split()
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("resume") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
 
 
 def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
@@ -49,7 +43,7 @@ def rows(run: Path) -> list[tuple[int, Any]]:
     return [(line["step"], line["rows"]) for line in metrics(run, "samples.jsonl")]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
+def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """An earlier start has left something in its way. The later start trains for longer, and says so."""
@@ -73,7 +67,7 @@ def recorded(hf: Path, *options: str) -> tuple[TrainConfig, dict[str, Any]]:
     return config, json.loads(json.dumps(recorded_fields(config, read_spec(hf), {"seq_len": 4096})))
 
 
-def test_a_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
+def test_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl")
     before, saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")
     assert field_change_notes(before, saved, saved, 2) == []
@@ -132,7 +126,7 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
     assert "model.moe_aux_loss was 0.01, is 0.0" in notes_text(experts, loss, "")
 
 
-def test_a_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoint, tmp_path: Path) -> None:
+def test_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoint, tmp_path: Path) -> None:
     hf = tiny_checkpoint("qwen3_vl_moe")
     facts = json.loads((hf / "config.json").read_text())
     facts["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": 0.02}
@@ -144,7 +138,7 @@ def test_a_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoin
     assert note.endswith("checkpoint: model.moe_aux_loss was 0.02, is 0.0")
 
 
-def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(
+def test_damaged_checkpoint_is_reported_with_the_last_whole_one(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -158,7 +152,7 @@ def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(
         assert said.endswith(f"files are all there: `megatron-vl checkpoint rollback {again} 2`"), said
 
 
-def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
     """A stopped run reads what an undisturbed run reads, and a step before the restart knows its position."""
     first, whole, stopped = (tmp_path / name for name in ("first", "whole", "stopped"))
     trainings(prepared, (first, ["--stop_after", "2"]))
@@ -203,7 +197,7 @@ def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path
     assert "model.checkpoint" in anew and "does not exist" in anew
 
 
-def test_a_checkpoint_of_another_model_is_refused(
+def test_checkpoint_of_another_model_is_refused(
     prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
 ) -> None:
     run = tmp_path / "run"
@@ -284,19 +278,18 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     assert saved_counts(run, 4)["used"] < two["used"], "what another data set had was counted on"
 
 
-@pytest.mark.ranks
-def test_a_finished_run_ends_well_where_a_rank_sees_the_folder_late(
+def train_beside_an_older_folder(words: list[str], seen: int) -> str:
+    """The output of a training whose rank 1 sees steps up to ``seen`` alone, as on shared storage."""
+    if int(os.environ["RANK"]) == 1:
+        everything = run_folder.saved_checkpoints
+        run_folder.saved_checkpoints = lambda folder: [one for one in everything(folder) if one.step <= seen]
+    return what_trainings_say([words])[0]
+
+
+def test_finished_run_ends_well_where_a_rank_sees_the_folder_late(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     """The last checkpoint and latest.json need not be seen together on all nodes."""
     words = options_of(prepared, tmp_path / "run", *QUICK, steps=4)
-    said = call(a_run_whose_second_rank_sees_an_older_folder, ranks=2, words=words, seen=2)
+    said = call(train_beside_an_older_folder, ranks=2, words=words, seen=2)
     assert f"checkpoints in {tmp_path / 'run'}: [2, 4]" in said
-
-
-def test_start_weights_that_hold_another_model_are_still_refused(
-    prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
-):
-    convert_weights(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
-    [said] = trainings({**prepared, "weights": tmp_path / "other"}, (tmp_path / "run", []))
-    assert "model.checkpoint" in said and "holds another model than model.hf" in said

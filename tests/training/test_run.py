@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from converters.compare import compare_weights
-from converters.convert import convert_weights, export_weights
+from converters.convert import export_weights
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support import ranks
-from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
+from tests.converters.helpers import read_tensors
+from tests.support.tiny_run import LAYOUT, metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.demo.reference import DemoReference
@@ -27,19 +26,11 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    """A tied model, its weights in a layout that the run does not have, and a small data set of
-    pictures and text."""
-    folder = tmp_path_factory.mktemp("run") / "prepared"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), val_fraction=0.25)
-
-
-@pytest.fixture(scope="module")
 def whole(prepared: dict[str, Path]) -> Path:
     """An undisturbed run of six steps."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "1", "--checkpoint.keep", "1", "--checkpoint.keep_every", "4"]
-    done = train(prepared, run, *LAYOUT, *saves, "--log.tensorboard", str(run / "board"))
+    done = train(prepared, run, *LAYOUT, *saves)
     assert done.returncode == 0, done.stderr[-4000:]
     return run
 
@@ -55,17 +46,8 @@ def test_one_line_a_step(whole: Path) -> None:
         assert line["skipped/not_finite"] == line["skipped/no_loss_tokens"] == 0
 
 
-def test_the_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
+def test_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
     assert sorted(path.name for path in whole.glob("step_*")) == ["step_00000004", "step_00000006"]
-
-
-def test_tensorboard_has_the_same_losses(whole: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(whole / "board"))
-    events.Reload()
-    written = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(whole)]
 
 
 EVALUATION = ["--eval.interval", "3", "--eval.rows", "3"]
@@ -77,7 +59,7 @@ EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 def evaluated(prepared: dict[str, Path]) -> Path:
     """The run of ``whole``, with evaluations."""
     run = prepared["folder"] / "evaluated"
-    done = train(prepared, run, *LAYOUT, *EVALUATION, "--log.tensorboard", str(run / "board"))
+    done = train(prepared, run, *LAYOUT, *EVALUATION)
     assert done.returncode == 0, done.stderr[-4000:]
     return run
 
@@ -86,6 +68,9 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
     assert [[line[k] for k in EXACT] for line in metrics(evaluated)] == [
         [line[k] for k in EXACT] for line in metrics(whole)
     ]
+    evaluations = metrics(evaluated, "eval.jsonl")
+    assert [line["step"] for line in evaluations] == [0, 3, 6]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     a, b = WeightReader(evaluated), WeightReader(whole)
     assert all(torch.equal(a.read_shard(name), b.read_shard(name)) for name in a.tensor_names())
 
@@ -106,9 +91,9 @@ def test_validation_is_that_of_transformers_in_every_layout(
     assert [line["step"] for line in ours] == [0, 0, 1, 0, 1]
 
     reference = DemoReference(prepared["hf"], video_fps=2.0, video_max_frames=8)
-    records = json.loads((prepared["folder"] / "data.json").read_text())
+    records = json.loads(prepared["records"].read_text())
     held_out = validation_records(prepared["data"])
-    media = prepared["folder"] / "media"
+    media = prepared["media"]
     losses = [reference.assistant_loss(records[number], media) for number in held_out.values()]
     count = sum(tokens for _, tokens in losses)
     for line in ours:
@@ -128,17 +113,6 @@ def validation_records(data: Path) -> dict[str, int]:
                     numbers[member.name.removesuffix(".json")] = json.load(file)["source"]["record"] - 1
     assert numbers
     return numbers
-
-
-def test_evaluations_are_in_tensorboard(evaluated: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(evaluated / "board"))
-    events.Reload()
-    lines = metrics(evaluated, "eval.jsonl")
-    assert [line["step"] for line in lines] == [0, 3, 6] and lines[-1]["loss"] < lines[0]["loss"]
-    written = [(event.step, event.value) for event in events.Scalars("validation_loss")]
-    assert written == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +136,7 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
         assert torch.equal(a.read_shard(name), b.read_shard(name)), name
 
 
-def test_a_split_stays_although_a_new_run_would_have_another(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The run was begun with a split of its own. Without it, it goes on bit for bit; a new run gets one
     by FLOPs, with fewer layers beside the tower."""
 
@@ -244,7 +216,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), name
 
 
-def test_a_run_goes_on_with_the_tower_on_every_rank(
+def test_run_goes_on_with_the_tower_on_every_rank(
     prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path
 ) -> None:
     """Saved with the tower on the first stage, resumed with one on every rank: losses and validation
@@ -291,7 +263,7 @@ def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refuse
     "victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_refused_by_name(
+def test_damaged_checkpoint_is_refused_by_name(
     prepared: dict[str, Path], resumed: Path, victim: str, damage: str
 ) -> None:
     """What resume reads is verified against its hash; one flipped bit is enough."""
@@ -310,69 +282,42 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     assert not verify_checkpoint(source)
 
 
-def test_a_run_that_is_done_says_so(prepared: dict[str, Path], resumed: Path) -> None:
-    done = train(prepared, resumed, *LAYOUT)
-    assert done.returncode == 0 and "nothing to do: step 6 of 6 is done; raise steps" in done.stdout, (
-        done.stdout
-    )
+BF16 = ["--dtype", "bfloat16", "--checkpoint.interval", "2", "--checkpoint.keep", "0"]
 
 
-def test_a_validation_split_that_cannot_be_used_is_reported_once(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
-    """Ranks without a loader must not report a lost peer, and too short a row must not disable validation."""
-    done = train(prepared, tmp_path / "run", *LAYOUT, *EVALUATION, "--data.seq_len", "16")
-    assert done.returncode != 0
-    assert "no sample of the split 'val' can be used" in done.stderr
-    assert "raise data.seq_len (now 16)" in done.stderr
-    assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
-
-
-def test_an_empty_split_ends_all_ranks_with_one_message(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """One rank reads the data set's description; the others end with its message."""
-    done = train(prepared, tmp_path / "run", *LAYOUT, "--eval.interval", "1", "--eval.split", "test")
-    assert done.returncode != 0
-    assert "the split 'test' is empty; splits with samples: train, val" in done.stderr
-    assert done.stderr.count("megatron_vl.train: rank") == 1, done.stderr
-
-
-def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], whole: Path) -> None:
-    out = prepared["folder"] / "exported"
-    export_weights(whole, prepared["hf"], out)
-    assert compare_weights(out, prepared["hf"]).differences  # it was trained
-    back = prepared["folder"] / "back"
-    convert_weights(out, back)
-    ours, theirs = WeightReader(back), WeightReader(whole)
-    for name in ours.tensor_names():
-        assert torch.equal(ours.read_shard(name), theirs.read_shard(name)), name
-
-
-def test_too_many_bad_samples_stop_the_run_and_are_listed(prepared: dict[str, Path]) -> None:
-    """Some samples do not fit into such a short row: all ranks stop together and name what was dropped."""
-    run = prepared["folder"] / "bad"
-    done = train(prepared, run, *LAYOUT, "--data.seq_len", "56", "--data.max_bad_share", "0.0")
-    assert done.returncode != 0
-    assert "samples could not be used" in done.stderr, done.stderr[:6000]
-    assert f"; {run / 'quarantine.jsonl'} lists them" in done.stderr
-    listed = metrics(run, "quarantine.jsonl")
-    assert listed and all(sample["key"] and sample["reason"] for sample in listed)
-
-
-def test_a_save_that_fails_leaves_the_last_good_checkpoint(
-    prepared: dict[str, Path], resumed: Path, whole: Path
-) -> None:
-    """Files may not exceed a few kilobytes, as on a full disk: the run ends, and continues from
-    the checkpoint before."""
-    run = prepared["folder"] / "full_disk"
-    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    limits = dict.fromkeys(range(4), 100 * 1024)
-    ended = ranks.run_apart(
-        "megatron_vl.train", options_of(prepared, run, *LAYOUT), 4, file_bytes=limits, one_node=True
-    )
-    assert all(rank.code for rank in ended)
-    said = "".join(rank.stderr for rank in ended)
-    assert "could not be written" in said and "File too large" in said
-    assert not (run / "step_00000006").exists() and not verify_checkpoint(run / "step_00000003")
-    done = train(prepared, run, *LAYOUT)
+@pytest.mark.full
+def test_run_in_bfloat16_goes_on(tiny_checkpoint, tmp_path: Path) -> None:
+    """From the middle, it goes on bit for bit in its own layout and closely in another one; decays stay
+    float32 in its checkpoints and in what is exported."""
+    given = prepare(tmp_path / "given", tiny_checkpoint("qwen3_5"))
+    done = train(given, tmp_path / "whole", *BF16, ranks=2, steps=4)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert metrics(run)[-1]["loss"] == metrics(whole)[-1]["loss"]
+    theirs = WeightReader(tmp_path / "whole")
+    wide = {name for name in theirs.tensor_names() if theirs.dtype(name) == torch.float32}
+    assert wide == {name for name in theirs.tensor_names() if name.endswith(("A_log", "out_norm.weight"))}
+
+    for folder, layout, num_ranks in (("again", (), 2), ("other", ("--parallel.tp", "2"), 4)):
+        run = tmp_path / folder
+        shutil.copytree(tmp_path / "whole" / "step_00000002", run / "step_00000002")
+        done = train(given, run, *BF16, *layout, ranks=num_ranks, steps=4)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = [(line["step"], line["loss"]) for line in metrics(run)]
+        whole = [(line["step"], line["loss"]) for line in metrics(tmp_path / "whole")][2:]
+        ours = WeightReader(run)
+        if folder == "again":
+            assert lines == whole
+            assert all(
+                torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in theirs.tensor_names()
+            )
+        else:
+            assert lines == [(step, pytest.approx(loss, rel=1e-2)) for step, loss in whole]
+            for name in wide:  # a moment filed under another name would be off by far more
+                ours_now, theirs_now = ours.read_shard(name), theirs.read_shard(name)
+                assert (ours_now - theirs_now).norm() <= 2e-3 * theirs_now.norm(), name
+
+    report = export_weights(tmp_path / "whole", given["hf"], tmp_path / "hf")
+    back, first = read_tensors(tmp_path / "hf"), read_tensors(given["hf"])
+    assert not report.cast and report.carried == 3
+    assert {name: t.dtype for name, t in back.items()} == {name: t.dtype for name, t in first.items()}
+    decays = [name for name in back if name.endswith("A_log")]
+    assert decays and all(not torch.equal(back[name], first[name]) for name in decays)

@@ -16,27 +16,18 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megatron_vl import launch
 from megatron_vl.system.processes import list_children
 from megatron_vl.system.signals import handle_stop_signals, shield_loader_worker
-from tests.training.small_run import command, environment, metrics, prepare
+from tests.support.tiny_run import command, environment, metrics
 from toolkit.checkpoint.contents import verify_checkpoint
 
 LAUNCHER = [sys.executable, "-m", "megatron_vl.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ALONE = [sys.executable, "-m", "megatron_vl", "train", "--nproc-per-node", "1"]
 """One rank, in the process that a terminal signals."""
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
-    return prepare(
-        tmp_path_factory.mktemp("signals") / "prepared",
-        tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32),
-    )
 
 
 def start(
@@ -64,7 +55,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.ranks
-def test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_path):
+def test_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_path):
     run = tmp_path / "run"
     first = start(LAUNCHER, prepared, run)
     wait_for(lambda: len(metrics(run)) >= 3, first)
@@ -97,7 +88,7 @@ def test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_pa
 @pytest.mark.parametrize(
     "launcher", [LAUNCHER, pytest.param(ALONE, marks=pytest.mark.full)], ids=["launcher", "alone"]
 )
-def test_a_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launcher, prepared, tmp_path):
+def test_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launcher, prepared, tmp_path):
     """As ``train ... | head -3`` in a terminal, of which it is the only program."""
     run, (terminal, side_of_program) = tmp_path / "run", os.openpty()
     process = start(
@@ -131,7 +122,7 @@ def test_nohup_stays_what_it_is():
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
+def test_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
     run = tmp_path / "run"
     process = start(LAUNCHER, prepared, run)
     wait_for(lambda: len(metrics(run)) >= 3, process)
@@ -156,7 +147,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
 @pytest.mark.parametrize(
     "launcher", [LAUNCHER, pytest.param(ALONE, marks=pytest.mark.full)], ids=["launcher", "alone"]
 )
-def test_an_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
+def test_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
     """It comes before the checks are done, long before the first step."""
     run = tmp_path / "run"
     process = start(launcher, prepared, run, ranks=1 if launcher is ALONE else 2)
@@ -179,7 +170,7 @@ def takes_signals(pid: int) -> bool:
     return bool(int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def test_a_signal_that_comes_after_the_ranks_changes_nothing(monkeypatch):
+def test_signal_that_comes_after_the_ranks_changes_nothing(monkeypatch):
     """Before them, it ends the launcher."""
     monkeypatch.setattr(launch, "_launcher_pid", os.getpid())
     monkeypatch.setattr(launch, "_received_signals", [])
@@ -204,7 +195,7 @@ def in_fork(program: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_late_request_does_not_end_a_rank_that_has_ended_well():
+def test_late_request_does_not_end_a_rank_that_has_ended_well():
     def late(number: signal.Signals) -> bool:
         launch._run_as_rank("keyword", [])
         os.kill(os.getpid(), number)

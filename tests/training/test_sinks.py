@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,16 +22,16 @@ import torch
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.config.checks import check_wandb_installed
 from megatron_vl.system.errors import UserError
-from megatron_vl.training.evaluation import ValidationResult
 from megatron_vl.training.report.sinks import (
     WANDB_RUN_FILE,
     JsonLinesSink,
     MetricsSink,
     TensorBoardSink,
+    ValidationResult,
     WandbSink,
     open_metrics_sinks,
 )
-from tests.training.small_run import command, environment, metrics, prepare, train
+from tests.support.tiny_run import metrics
 
 _found = importlib.util.find_spec("wandb")
 HAS_WANDB = _found is not None and _found.origin is not None
@@ -112,7 +111,7 @@ def files(folder: Path) -> list[Path]:
 # --- Files -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_opens_the_sinks_that_it_asks_for(tmp_path: Path) -> None:
+def test_run_opens_the_sinks_that_it_asks_for(tmp_path: Path) -> None:
     assert open_metrics_sinks(TrainConfig()) == []
     options = ["--checkpoint.dir", str(tmp_path / "run"), "--log.tensorboard", str(tmp_path / "board")]
     sinks = open_metrics_sinks(parse_config(options))
@@ -190,7 +189,7 @@ def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_wandb
-def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
+def test_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     """Unless it belongs to another project, or its file is deleted."""
 
     def run_id(*options: str) -> str:
@@ -213,7 +212,7 @@ def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
 
 @needs_wandb
 @pytest.mark.usefixtures("rereads_variables")
-def test_a_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
+def test_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monkeypatch) -> None:
     """Online without a login; the package asks for a key before it looks for the network."""
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -234,34 +233,3 @@ def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
     sink.write_step(NUMBERS)
     sink.close()
     assert capfd.readouterr().err.count("NOTE: nothing more is sent to W&B") == 1
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@needs_wandb
-def test_a_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path, tiny_checkpoint) -> None:
-    """Stopped and started again, as users do it: one W&B run with every step, and losses bit for bit."""
-    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32))
-
-    def start(run: Path, *options: str) -> None:
-        line = command(prepared, run, *options, ranks=1, steps=4)
-        variables = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-4000:]
-
-    plain, run = tmp_path / "plain", tmp_path / "run"
-    wandb = ["--wandb.project", "tests"]
-    assert train(prepared, plain, ranks=1, steps=4).returncode == 0
-    start(run, *wandb, "--stop_after", "2")
-    start(run, *wandb)
-
-    exact = ("step", "loss", "grad_norm", "samples")
-    lines = metrics(run)
-    assert [[line[k] for k in exact] for line in lines] == [
-        [line[k] for k in exact] for line in metrics(plain)
-    ]
-    first, second = files(run)
-    kept = json.loads((run / WANDB_RUN_FILE).read_text())["id"]
-    assert first.name == second.name == f"run-{kept}.wandb"
-    logged = [(entry["step"], entry["loss"]) for path in (first, second) for entry in history(path)]
-    assert logged == [(line["step"], line["loss"]) for line in lines]

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from converters.convert import convert_weights
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.training.report.sinks import scalar_metrics
-from megatron_vl.training.rows import batch_broadcast
-from megatron_vl.training.source_counts import SourceCounts, SourceMeter, abbreviate_count
-from megatron_vl.training.step import _loss_by_source, token_loss
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
+from megatron_vl.training.rows.row_message import (
+    make_device_row,
+    serialize_row,
+    source_loss_tokens,
+    unpack_tensors,
+)
+from megatron_vl.training.source_counts import SourceCounts, SourceMeter, abbreviate_count, count_sources
+from megatron_vl.training.step import _loss_by_source, reduce_losses, run_schedule, token_loss
+from megatron_vl.training.trainer import Trainer
 from tests.data.helpers import spec_of
 from tests.data.test_blend import mixed, part
-from tests.support.ranks import call
-from tests.tiny import tiny_checkpoint
-from tests.training.source_programs import losses_by_source
+from tests.support.ranks import in_ranks
+from tests.support.tiny_trainer import gather, trainer_of
+from toolkit.parity.case import draw_samples
 
 
 def row_of(*samples: tuple[int, list[float]], length: int = 12) -> TrainingRow:
@@ -35,20 +41,18 @@ def row_of(*samples: tuple[int, list[float]], length: int = 12) -> TrainingRow:
 
 def reported(row: TrainingRow, losses: list[float]) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss sum, report) of a row with these losses of its tokens, after its way through the feed."""
-    packed = batch_broadcast._serialize_row(row)
-    device_row = batch_broadcast._device_row(
-        packed.row_header, batch_broadcast._unpack_tensors(packed.row_header, packed.flat_buffers)
-    )
+    header, buffers = serialize_row(row)
+    device_row = make_device_row(header, unpack_tensors(header, buffers))
     total, _, report = token_loss(device_row, torch.tensor([losses]))
     return total.item(), report
 
 
-def test_a_row_of_padding_counts_for_no_source():
+def test_row_of_padding_counts_for_no_source():
     """The sample in it is none of the data set, which its keys say."""
     row = row_of((1, [0]))
-    assert batch_broadcast._source_loss_tokens(row) == [(1, 0)]
+    assert source_loss_tokens(row) == [(1, 0)]
     row.sample_keys = []
-    assert batch_broadcast._source_loss_tokens(row) == []
+    assert source_loss_tokens(row) == []
 
 
 FIRST = row_of((2, [0, 1, 1, 0]), (0, [0, 0, 0.5]), (2, [0, 1]))
@@ -68,41 +72,42 @@ def test_losses_of_sources_by_hand():
     assert one["segments"].tolist() == [3, 3, 8, 0] and one["sources"].tolist() == [2, 0, 2, -1]
     assert _loss_by_source([one, two], 4).tolist() == [3 + 5, 0, 3 + 8, 0]
 
-    counts = SourceCounts.from_rows(
-        [batch_broadcast._source_loss_tokens(FIRST), batch_broadcast._source_loss_tokens(SECOND)], 4
-    )
-    assert counts.samples == [2, 1, 2, 0] and counts.tokens == [3, 0, 3, 0]
-    assert SourceCounts.from_flat(counts.to_flat()) == counts
+    counts = count_sources([source_loss_tokens(FIRST), source_loss_tokens(SECOND)], 4)
+    assert counts.samples.tolist() == [2, 1, 2, 0] and counts.tokens.tolist() == [3, 0, 3, 0]
 
 
-def test_a_loss_that_is_not_finite_shows_in_its_own_source_alone():
+def test_loss_that_is_not_finite_shows_in_its_own_source_alone():
     _, report = reported(FIRST, [1.0, 2, 3, 4, 5, math.nan, 7, 8, 9, 10, 11, 12])
     source0, source1, source2 = _loss_by_source([report], 3).tolist()
     assert math.isnan(source0) and (source1, source2) == (0, 3 + 8)
 
 
-def test_without_a_blend_nothing_is_added():
+def test_row_without_a_blend_sends_no_sources():
     row = row_of((0, [0, 1, 1]))
     row.source_indices = []
-    described = batch_broadcast._serialize_row(row).row_header
-    assert described["shapes"]["sources"] == (0,) and described["learnt"] == []
+    header, _ = serialize_row(row)
+    assert header["shapes"]["sources"] == (0,) and header["source_loss_tokens"] == []
     assert set(reported(row, [1.0] * 12)[1]) == {"loss"}
     assert SourceMeter().take_line() == ({}, "")
+
+
+def counts_of(*numbers: list[float]) -> SourceCounts:
+    return SourceCounts(*torch.tensor(numbers, dtype=torch.float64))
 
 
 def meter_of(*weights: float) -> SourceMeter:
     return SourceMeter(read_blend_sources(mixed(*(part(f"s{i}", weight=w) for i, w in enumerate(weights)))))
 
 
-def test_a_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
+def test_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
     meter = meter_of(3, 1, 0)
-    meter.add(SourceCounts([2, 1, 0], [10, 5, 0], [20.0, 2.5, 0.0]))
-    meter.add(SourceCounts([1, 0, 0], [30, 0, 0], [40.0, 0.0, 0.0]))
+    meter.add(counts_of([2, 1, 0], [10, 5, 0], [20.0, 2.5, 0.0]))
+    meter.add(counts_of([1, 0, 0], [30, 0, 0], [40.0, 0.0, 0.0]))
     numbers, words = meter.take_line()
     assert numbers["source/s0/loss"] == 1.5 and numbers["source/s1/loss"] == 0.5
     assert words == "s0 1.5000 (3, 40), s1 0.5000 (1, 5), s2 - (0, 0)"
 
-    meter.add(SourceCounts([1000, 0, 0], [2000, 0, 0], [500.0, 0.0, 0.0]))
+    meter.add(counts_of([1000, 0, 0], [2000, 0, 0], [500.0, 0.0, 0.0]))
     numbers, words = meter.take_line()
     assert words == "s0 0.2500 (1.0k, 2.0k), s1 - (1, 5), s2 - (0, 0)"
     assert numbers == {
@@ -120,9 +125,9 @@ def test_a_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
     assert scalar_metrics(numbers)["source/s0/loss"] == 0.25
 
 
-def test_two_hundred_sources_fit_into_a_line_and_all_into_the_numbers():
+def test_line_of_two_hundred_sources_is_short_and_has_all_numbers():
     meter = meter_of(*range(1, 201))
-    meter.add(SourceCounts([1] * 200, [2] * 200, [1.0] * 200))
+    meter.add(counts_of([1] * 200, [2] * 200, [1.0] * 200))
     numbers, words = meter.take_line()
     assert words == (
         "s196 0.5000 (1, 2), s197 0.5000 (1, 2), s198 0.5000 (1, 2), s199 0.5000 (1, 2),"
@@ -131,19 +136,16 @@ def test_two_hundred_sources_fit_into_a_line_and_all_into_the_numbers():
     assert len(numbers) == 3 * 200
 
 
-def test_counts_go_on_after_a_resume_and_those_of_sources_that_left_stay():
+def test_counts_go_on_after_a_resume_and_stay_for_sources_that_left():
     meter = meter_of(3, 1)
-    meter.add(SourceCounts([2, 1], [10, 5], [0.0, 0.0]))
+    meter.add(counts_of([2, 1], [10, 5], [0.0, 0.0]))
     state = meter.state_dict()
 
     moved = read_blend_sources(mixed(part("s1") | {"name": "elsewhere/ships"}, part("s2")))
     again = SourceMeter(moved)
     again.load_state_dict(state)
-    again.add(SourceCounts([1, 4], [1, 4], [0.0, 0.0]))
-    seen = {
-        counts["name"]: (counts["samples"], counts["loss_tokens"])
-        for counts in again.totals_by_source.values()
-    }
+    again.add(counts_of([1, 4], [1, 4], [0.0, 0.0]))
+    seen = {counts["name"]: (counts["samples"], counts["loss_tokens"]) for counts in again.totals.values()}
     assert seen == {"s0": (2, 10), "ships": (2, 6), "s2": (4, 4)}
     assert state == meter.state_dict(), "a state that was given away does not change"
 
@@ -152,21 +154,61 @@ def test_counts_go_on_after_a_resume_and_those_of_sources_that_left_stay():
     ("number", "text"),
     [(0, "0"), (999, "999"), (1000, "1.0k"), (34_512, "34.5k"), (999_499, "999.5k"), (6_700_000, "6.7M")],
 )
-def test_short_numbers(number, text):
+def test_counts_are_abbreviated(number, text):
     assert abbreviate_count(number) == text
 
 
-@pytest.mark.ranks
-def test_losses_by_source_equal_those_of_each_sample_alone(tmp_path: Path) -> None:
+KINDS = [["image", "text"], ["two_images", "short_text"], ["text", "short_text"], ["short_text"]]
+"""With two data-parallel ranks, all images are in the rows of the first."""
+SOURCES = [[0, 1], [2, 0], [1, 2], [0]]
+WEIGHTS = [[1.0, 0.5], [1.0, 1.0], [2.0, 1.0], [0.25]]
+"""Of the losses of each sample."""
+
+
+def weighted_samples(trainer: Trainer) -> list[list[TokenizedSample]]:
+    rows = draw_samples(KINDS, trainer.spec, 0)
+    for samples, weights in zip(rows, WEIGHTS, strict=True):
+        for sample, weight in zip(samples, weights, strict=True):
+            sample.loss_mask = sample.loss_mask * weight
+    return rows
+
+
+@in_ranks(4)
+def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
     """Under DP2 x PP2 x VPP2 with the tower on every rank, and under DP2 x TP2 + SP and DP2 x CP2."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    out = call(losses_by_source, 4, hf=str(hf), weights=str(tmp_path / "weights"))
-    plain = out["plain"]
-    assert plain["samples"] == [3, 2, 2] and min(plain["tokens"]) > 0
-    for name in ("PP2 x VPP2, decoupled", "TP2 + SP", "CP2"):
-        found = out[name]
-        assert (found["samples"], found["tokens"]) == (plain["samples"], plain["tokens"])
-        assert found["losses"] == pytest.approx(plain["losses"], rel=2e-6)
-        assert sum(found["losses"]) == pytest.approx(found["total"], rel=1e-6)
-        assert found["alike"]
+    whole = trainer_of(hf, 128, optimizer=False)
+    alone = count_sources([], 3)
+    for samples, sources in zip(weighted_samples(whole), SOURCES, strict=True):
+        for sample, source in zip(samples, sources, strict=True):
+            row = pack_row([sample], whole.spec, 128)
+            [given] = BatchBroadcast(whole.grid, whole.platform, iter([row]), 1).next_batch().rows
+            with torch.no_grad():
+                losses = whole.model_chunks[0].module(given).view(-1)
+            alone.samples[source] += 1
+            alone.tokens[source] += int((row.loss_mask != 0).sum())
+            alone.losses[source] += float((losses * row.loss_mask).double().sum())
+    assert alone.samples.tolist() == [3, 2, 2] and alone.tokens.min() > 0
+
+    layouts: list[dict[str, Any]] = [
+        {"pp": 2, "vpp": 2, "decoupled": True},
+        {"tp": 2, "sequence_parallel": True},
+        {"cp": 2},
+    ]
+    for layout in layouts:
+        trainer = trainer_of(hf, 128, optimizer=False, **layout)
+        grid, rows = trainer.grid, []
+        for samples, sources in zip(weighted_samples(trainer), SOURCES, strict=True):
+            rows.append(pack_row(samples, trainer.spec, 128))
+            rows[-1].source_indices, rows[-1].sample_keys = sources, [str(i) for i in range(len(sources))]
+        share = len(rows) // grid.dp
+        own = iter(rows[grid.dp_rank * share :]) if grid.owns_loader else None
+        batches = BatchBroadcast(grid, trainer.platform, own, share, vision_spec=trainer.spec.vision)
+        step_batch = batches.next_batch()
+        reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=128, forward_only=True)
+        local = count_sources(step_batch.source_loss_tokens, 3)
+        total, _, _, found = reduce_losses(reports, grid, trainer.platform.device, (), local)
+        assert found is not None
+        assert torch.equal(found.samples, alone.samples) and torch.equal(found.tokens, alone.tokens)
+        assert found.losses.tolist() == pytest.approx(alone.losses.tolist(), rel=2e-6)
+        assert float(found.losses.sum()) == pytest.approx(total, rel=1e-6)
+        assert len({str(losses) for losses in gather(found.losses.tolist())}) == 1

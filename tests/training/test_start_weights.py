@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,8 @@ from megatron_vl.spec.tensors import Sharding
 from megatron_vl.training.start_weights import check_start_weights, open_start_weights, start_weights_path
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.tiny_run import metrics, train
 from tests.tiny import TINY_FAMILIES, tiny_checkpoint
-from tests.training.small_run import metrics, prepare, train
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> dict[str, Path]:
-    return prepare(tmp_path_factory.mktemp("start"), tiny_checkpoint("qwen2_5_vl"))
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
@@ -41,11 +35,19 @@ def test_every_part_of_every_tensor_equals_that_of_converted_weights(family: str
     assert model_digest(from_hf) == model_digest(converted)
 
 
-def test_a_folder_without_weights_is_refused_with_both_names(tmp_path) -> None:
+def test_folder_without_weights_is_refused_with_both_names(tmp_path) -> None:
     shutil.copy(tiny_checkpoint() / "config.json", tmp_path)
     config = parse_config(["--model.hf", str(tmp_path)])
     with pytest.raises(RunConfigError, match="model.checkpoint is empty, and model.hf .* holds no weights"):
         check_start_weights(config, read_spec(tmp_path))
+
+
+def test_weights_of_another_model_are_refused(tmp_path) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    convert_weights(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
+    config = parse_config(["--model.hf", str(hf), "--model.checkpoint", str(tmp_path / "other")])
+    with pytest.raises(RunConfigError, match="model.checkpoint .* holds another model than model.hf"):
+        check_start_weights(config, read_spec(hf))
 
 
 def test_random_weights_are_opened_nowhere_and_hold_no_adapters() -> None:
@@ -58,7 +60,7 @@ def test_random_weights_are_opened_nowhere_and_hold_no_adapters() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["--parallel.tp 2", "--parallel.pp 2 --lora.rank 4"])
-def test_a_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -> None:
+def test_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -> None:
     for name, start in (("hf", ""), ("converted", str(prepared["weights"]))):
         words = [*layout.split(), "--model.checkpoint", start]
         done = train(prepared, tmp_path / name, *words, ranks=2, steps=3)

@@ -16,7 +16,7 @@ from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.training.resolve import resolve_run
 from tests.support.ranks import run_module
-from tests.training.small_run import metrics
+from tests.support.tiny_run import metrics
 
 SHAPE = "--data.seq_len 128 --global_batch_size 4 --dtype float32 --platform cpu --optimizer.lr 1e-3"
 
@@ -58,7 +58,7 @@ def test_rows_do_not_depend_on_the_layout(spec: ModelSpec) -> None:
     assert not same(rows, rows_of(spec, 1, 12, 7, seed=2)[0])
 
 
-def test_a_state_continues_on_other_ranks_and_with_other_steps(spec: ModelSpec) -> None:
+def test_state_continues_on_other_ranks_and_with_other_steps(spec: ModelSpec) -> None:
     rows, _ = rows_of(spec, 1, 42, 2)
     first, state = rows_of(spec, 2, 6, 3)
     assert same(rows, first + rows_of(spec, 3, 33, 2, state)[0])
@@ -97,12 +97,11 @@ def test_what_random_rows_cannot_do_is_refused(path: str, interval: int, told: s
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["", "--parallel.pp 2"])
-def test_a_run_resumes_bitwise(tiny_checkpoint, tmp_path: Path, layout: str) -> None:
-    """Only the config is read of the model's folder. Two ranks are data-parallel, or two stages."""
+def test_run_on_random_rows_resumes_bitwise(tiny_checkpoint, tmp_path: Path) -> None:
+    """On two stages. Only the config is read of the model's folder."""
     config = shutil.copy(tiny_checkpoint("qwen2_5_vl") / "config.json", tmp_path)
     start = f"--model.hf {config} --model.checkpoint random --data.path synthetic:images"
-    words = f"{start} --steps 4 {SHAPE} {layout}".split()
+    words = f"{start} --steps 4 {SHAPE} --parallel.pp 2".split()
 
     def train(run: str, *more: str) -> list[dict]:
         words_of_run = [*words, "--checkpoint.dir", tmp_path / run, "--log.samples", "true", *more]

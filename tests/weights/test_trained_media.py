@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from converters.convert import convert_weights, export_weights, reshard_weights
-from megatron_vl.data.sample.pixels import media_limits_note
+from megatron_vl.data.sample.pixel_settings import media_limits_note
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
+from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.trained_media import exported_media
 from tests.security.payload import edit
 from tests.support.run_json import write_run_json
@@ -77,11 +78,20 @@ def test_the_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) 
     assert not (tmp_path / "back" / EXPORT_FACTS_FILE).exists()
 
 
-def test_a_changed_run_json_is_not_believed(hf: Path, step: Path, tmp_path: Path) -> None:
-    run_facts = json.loads((step / "run.json").read_text())
-    run_facts["fields"]["data.max_pixels"] = 1
-    (step / "run.json").write_text(json.dumps(run_facts))
-    export_weights(step, hf, tmp_path / "out")
+@pytest.mark.parametrize("damage", ["edited", "cut"])
+def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damage: str) -> None:
+    """Without it, a folder would be exported whose images are resized in another way than in training."""
+    text = (step / "run.json").read_text()
+    changed = text.replace("200704", "200705") if damage == "edited" else text[:-20]
+    (step / "run.json").write_text(changed)
+    with pytest.raises(WeightsError, match=r"run\.json was changed after it was written"):
+        export_weights(step, hf, tmp_path / "out")
+    with pytest.raises(WeightsError, match=r"run\.json was changed after it was written"):
+        reshard_weights(step, tmp_path / "merged")
+
+    # The weights alone are whole.
+    shutil.copytree(step / "weights", tmp_path / "weights")
+    export_weights(tmp_path / "weights", hf, tmp_path / "out")
     assert exported_media(tmp_path / "out") == {}
 
 

@@ -4,12 +4,14 @@ is always true."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_vl.spec.families import ModelSpec, read_spec
@@ -23,7 +25,7 @@ from megatron_vl.spec.tensors import (
     tensor_table,
 )
 from megatron_vl.system.json_files import manifest_digest
-from megatron_vl.weights.manifest import MANIFEST_FILE, write_expert_file, write_manifest, write_rank_file
+from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import MatrixBlock, cut_shard, gather_region, shard_blocks
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
@@ -98,97 +100,93 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
 
 def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout: Layout) -> list[dict]:
     """Writes shards like a training run: each rank writes its file, one writes the manifest."""
-    table = tensor_table(spec)
-    cut = layout.sharding
-    entries = []
+    cut, entries = layout.sharding, []
 
-    def parts(p: int, experts: bool, **ranks: int) -> dict[str, Tensor]:
-        here = [
-            info
-            for info in table.values()
-            if layout.owning_pipeline_rank(info) == p and bool(info.num_experts) is experts
-        ]
-        return {
-            info.name: cut_shard(full[info.name], info, cut.shard_index(info, **ranks), cut) for info in here
+    def write(is_experts: bool, **ranks: int) -> None:
+        axes = {f"{axis}_rank": rank for axis, rank in ranks.items() if axis != "pp"}
+        parts = {
+            info.name: cut_shard(full[info.name], info, cut.shard_index(info, **axes), cut)
+            for info in tensor_table(spec).values()
+            if layout.owning_pipeline_rank(info) == ranks["pp"] and bool(info.num_experts) is is_experts
         }
+        entries.append(write_rank_file(folder, parts, **ranks))
 
-    for p in range(layout.pp):
-        entries += [write_rank_file(folder, t, p, parts(p, False, tp_rank=t)) for t in range(layout.tp)]
-        if spec.language.moe:
-            entries += [
-                write_expert_file(folder, e, t, p, parts(p, True, ep_rank=e, etp_rank=t))
-                for e in range(layout.ep)
-                for t in range(layout.etp)
-            ]
-    entries = json.loads(json.dumps(entries))  # they travel between ranks
-    write_manifest(folder, spec, layout, entries)
-    return entries
+    for pp in range(layout.pp):
+        for tp in range(layout.tp):
+            write(False, tp=tp, pp=pp)
+        for ep, etp in itertools.product(range(layout.ep if spec.language.moe else 0), range(layout.etp)):
+            write(True, ep=ep, etp=etp, pp=pp)
+    sent = json.loads(json.dumps(entries))  # they travel between ranks
+    write_manifest(folder, spec, layout, sent)
+    return sent
+
+
+@pytest.fixture
+def unsplit(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> Path:
+    """A folder of unsplit weights."""
+    entry = write_rank_file(tmp_path, full, tp=0, pp=0)
+    write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
+    return tmp_path
+
+
+def assert_write_refuses(
+    folder: Path, spec: ModelSpec, layout: Layout, entries: list[dict], cases: dict
+) -> None:
+    """Each case: what the message says -> a change of the entries."""
+    for message, change in cases.items():
+        changed = json.loads(json.dumps(entries))
+        change(changed)
+        with pytest.raises(WeightsError, match=message):
+            write_manifest(folder, spec, layout, changed)
+
+
+def assert_regions(info: TensorInfo, cut: Sharding, whole: Tensor, shards: list[Tensor]) -> None:
+    """The rectangles that reading uses give the plain cut."""
+    rows, cols = whole.shape
+
+    def read(part: str | int, w: MatrixRegion) -> Tensor:
+        return shards[int(part)].view(-1, shards[0].shape[-1])[w.row : w.row_end, w.col : w.col_end]
+
+    for region in (
+        MatrixRegion(0, rows, 0, cols),
+        MatrixRegion(5, rows // 2 + 5, 3, cols - 1),
+        MatrixRegion(rows // 2 - 1, rows // 2 + 1, 5, 7),
+    ):
+        expected = whole[region.row : region.row_end, region.col : region.col_end]
+        assert torch.equal(gather_region(shard_blocks(info, cut), region, read, whole.dtype), expected)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("split", ["replicated", "column", "row", "gated"])
-def test_unshard_is_the_inverse_of_shard(split: str, tp: int) -> None:
-    info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
+def test_cuts_of_dense_tensors_join_to_the_whole(split: str, tp: int) -> None:
+    info, cut = TensorInfo("x", (48, 16), split, "vision"), Sharding(tp)  # type: ignore[arg-type]
     tensor = torch.arange(48 * 16).view(48, 16)
-    shards = [cut_shard(tensor, info, t, Sharding(tp)) for t in range(tp)]
-    assert all(part.shape == info.shard_shape(Sharding(tp)) for part in shards)
-    assert torch.equal(join_shards(shards, info, Sharding(tp)), tensor)
+    shards = [cut_shard(tensor, info, t, cut) for t in range(tp)]
+    assert all(part.shape == info.shard_shape(cut) for part in shards)
+    assert torch.equal(join_shards(shards, info, cut), tensor)
+    assert_regions(info, cut, tensor, shards)
 
 
-def test_gated_shard_has_its_part_of_both_halves() -> None:
-    info = TensorInfo("x", (8,), "gated", "vision")
-    assert cut_shard(torch.arange(8), info, 1, Sharding(2)).tolist() == [2, 3, 6, 7]
-    assert cut_shard(torch.arange(8), TensorInfo("x", (8,), "column", "vision"), 1, Sharding(2)).tolist() == [
-        4,
-        5,
-        6,
-        7,
-    ]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize("split", ["column", "row", "gated"])
-def test_shard_blocks_say_what_shard_does(split: str, tp: int) -> None:
-    """Compares the rectangles that reading uses with the plain cut."""
-    info = TensorInfo("x", (48, 16), split, "vision")  # type: ignore[arg-type]
-    tensor = torch.arange(48 * 16).view(48, 16)
-    shards = [cut_shard(tensor, info, t, Sharding(tp)) for t in range(tp)]
-
-    def read(part: str | int, w: MatrixRegion) -> Tensor:
-        return shards[int(part)][w.row : w.row_end, w.col : w.col_end]
-
-    for region in (MatrixRegion(0, 48, 0, 16), MatrixRegion(5, 29, 3, 13), MatrixRegion(23, 25, 7, 9)):
-        expected = tensor[region.row : region.row_end, region.col : region.col_end]
-        assert torch.equal(
-            gather_region(shard_blocks(info, Sharding(tp)), region, read, tensor.dtype), expected
-        )
+def test_cut_of_a_gated_tensor_has_its_part_of_both_halves() -> None:
+    for style, expected in (("gated", [2, 3, 6, 7]), ("column", [4, 5, 6, 7])):
+        info = TensorInfo("x", (8,), style, "vision")  # type: ignore[arg-type]
+        assert cut_shard(torch.arange(8), info, 1, Sharding(2)).tolist() == expected
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("split", ["row", "gated"])
-def test_experts_are_cut_one_by_one(split: str, cut: Sharding) -> None:
-    """A part holds a range of experts, each cut like a dense matrix; compares that cut, its
-    inverse, the rectangles."""
+def test_cuts_of_experts_are_those_of_each_alone(split: str, cut: Sharding) -> None:
+    """A part holds a range of experts, each cut like a dense matrix."""
     info = TensorInfo("x", (8, 24, 12), split, "layer", 0, num_experts=8)  # type: ignore[arg-type]
-    one = TensorInfo("x", (24, 12), split, "layer", 0)  # type: ignore[arg-type]
-    tensor = torch.arange(8 * 24 * 12).view(8, 24, 12)
+    tensor, run = torch.arange(8 * 24 * 12).view(8, 24, 12), 8 // cut.ep
     shards = [cut_shard(tensor, info, part, cut) for part in range(cut.num_shards(info))]
-    run = 8 // cut.ep
-    for expert in range(8):
-        for t in range(cut.etp):
-            part = cut.shard_index(info, ep_rank=expert // run, etp_rank=t, tp_rank=7)
-            assert shards[part].shape == info.shard_shape(cut)
-            assert torch.equal(
-                shards[part][expert % run], cut_shard(tensor[expert], one, t, Sharding(cut.etp))
-            )
+    for expert, t in itertools.product(range(8), range(cut.etp)):
+        part = shards[cut.shard_index(info, ep_rank=expert // run, etp_rank=t, tp_rank=7)]
+        assert part.shape == info.shard_shape(cut)
+        one = cut_shard(tensor[expert], info.single_expert, t, Sharding(cut.etp))
+        assert torch.equal(part[expert % run], one)
     assert torch.equal(join_shards(shards, info, cut), tensor)
-
-    def read(part: str | int, w: MatrixRegion) -> Tensor:
-        return shards[int(part)].flatten(0, 1)[w.row : w.row_end, w.col : w.col_end]
-
-    for region in (MatrixRegion(0, 192, 0, 12), MatrixRegion(5, 100, 3, 11), MatrixRegion(47, 49, 5, 7)):
-        expected = tensor.flatten(0, 1)[region.row : region.row_end, region.col : region.col_end]
-        assert torch.equal(gather_region(shard_blocks(info, cut), region, read, tensor.dtype), expected)
+    assert_regions(info, cut, tensor.flatten(0, 1), shards)
 
 
 def test_transposed_blocks_read_both_ways() -> None:
@@ -262,57 +260,44 @@ def test_any_expert_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
 def test_unsplit_experts(tmp_path: Path) -> None:
     spec = read_spec(MOE_CONFIG)
     full = random_tensors(spec)
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, full, tp=0, pp=0)])
     reader = WeightReader(tmp_path)
     assert all(torch.equal(reader.read_shard(name), tensor) for name, tensor in full.items())
 
 
-def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
+def test_write_refuses_experts_in_wrong_places(tmp_path: Path) -> None:
     spec = read_spec(MOE_CONFIG)
     layout = make_layout(spec, tp=2, ep=2)
-    full = random_tensors(spec)
-    entries = write_shards(tmp_path, spec, full, layout)
-    name = "language_model.decoder.layers.2.mlp.experts.linear_fc1.weight"
+    entries = write_shards(tmp_path, spec, random_tensors(spec), layout)
+    layer = "language_model.decoder.layers.2.mlp"
+    name, router = f"{layer}.experts.linear_fc1.weight", f"{layer}.router.weight"
+    one = next(i for i, entry in enumerate(entries) if entry.get("ep") == 1)
 
-    def refused(message: str, change) -> None:
-        changed = json.loads(json.dumps(entries))
-        change(changed)
-        with pytest.raises(WeightsError, match=message):
-            write_manifest(tmp_path, spec, layout, changed)
+    def move(name: str, source: int, target: int):
+        return lambda e: e[target]["tensors"].update({name: e[source]["tensors"].pop(name)})
 
-    experts = next(i for i, entry in enumerate(entries) if entry.get("ep") == 1)
-    refused(
-        "linear_fc1.weight' is missing on expert rank 1, pipeline rank 0",
-        lambda e: e[experts]["tensors"].pop(name),
-    )
-    refused(
-        "does not belong in tp00_pp00",
-        lambda e: e[0]["tensors"].update({name: e[experts]["tensors"].pop(name)}),
-    )
-    refused(
-        r"has shape \[8, 24, 32\] on expert rank 1; it should be",
-        lambda e: e[experts]["tensors"][name].update(shape=[8, 24, 32]),
-    )
-    moved = "language_model.decoder.layers.2.mlp.router.weight"
-    refused(
-        "router.weight' does not belong in ep01",
-        lambda e: e[experts]["tensors"].update({moved: e[0]["tensors"].pop(moved)}),
-    )
+    cases = {
+        "linear_fc1.weight' is missing on expert rank 1, pipeline rank 0": lambda e: e[one]["tensors"].pop(
+            name
+        ),
+        "does not belong in tp00_pp00": move(name, one, 0),
+        r"has shape \[8, 24, 32\] on expert rank 1; it should be": (
+            lambda e: e[one]["tensors"][name].update(shape=[8, 24, 32])
+        ),
+        "router.weight' does not belong in ep01": move(router, 0, one),
+    }
+    assert_write_refuses(tmp_path, spec, layout, entries, cases)
 
-    manifest = json.loads((tmp_path / MANIFEST_FILE).read_text())
-    manifest["files"]["ep00_etp00_pp00.safetensors"]["ep"] = 1
-    manifest["digest"] = manifest_digest(manifest)
-    (tmp_path / MANIFEST_FILE).write_text(json.dumps(manifest))
+    files = json.loads((tmp_path / MANIFEST_FILE).read_text())["files"]
+    files["ep00_etp00_pp00.safetensors"]["ep"] = 1
+    edited(tmp_path, files=files)
     with pytest.raises(WeightsError, match="of expert rank 1 is in two files"):
         WeightReader(tmp_path)
 
 
-def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    entry = write_rank_file(tmp_path, 0, 0, full)
-    write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
-    reader = WeightReader(tmp_path)
-    assert reader.layout is None
-    assert reader.manifest["kind"] == "full"
+def test_unsplit_weights_are_read(unsplit: Path, full: dict[str, Tensor]) -> None:
+    reader = WeightReader(unsplit)
+    assert reader.layout is None and reader.manifest["kind"] == "full"
     assert reader.manifest["origin"] == {"hf": "somewhere"}
     assert all(torch.equal(reader.read_shard(name), tensor) for name, tensor in full.items())
 
@@ -320,8 +305,6 @@ def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor
 def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     """The library reads them; tensors are aligned although types are mixed; the manifest hashes
     the stored bytes."""
-    import hashlib
-
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
     manifest = json.loads((tmp_path / MANIFEST_FILE).read_text())
@@ -341,8 +324,6 @@ def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict
 
 
 def test_header_equals_the_librarys(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     tensors = {"b": torch.zeros(3, dtype=torch.bfloat16), "a": torch.zeros(2, 2), "c": torch.zeros(1)}
     save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
     theirs = json.loads(read_safetensors_header(tmp_path / "x.safetensors")[8:])
@@ -368,10 +349,9 @@ def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
     assert torch.equal(reader.read_region("x", MatrixRegion(2, 4, 1, 3)), tensor[2:4, 1:3])
 
 
-def test_slices_are_owned(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_slices_are_owned(unsplit: Path, full: dict[str, Tensor]) -> None:
     """Writing to what was read changes neither the file nor what is read next."""
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
-    reader = WeightReader(tmp_path)
+    reader = WeightReader(unsplit)
     reader.read_shard(EMBEDDING_TENSOR).zero_()
     assert torch.equal(reader.read_shard(EMBEDDING_TENSOR), full[EMBEDDING_TENSOR])
 
@@ -392,33 +372,28 @@ def test_a_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: d
         reader.read_shard(EMBEDDING_TENSOR, 1, Sharding(2))
 
 
-def test_impossible_tp_is_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
+def test_impossible_tp_is_refused(unsplit: Path) -> None:
     with pytest.raises(LayoutError, match="tp=3 does not divide"):
-        WeightReader(tmp_path).read_shard(EMBEDDING_TENSOR, 0, Sharding(3))
+        WeightReader(unsplit).read_shard(EMBEDDING_TENSOR, 0, Sharding(3))
 
 
 # --- Writing what is not the model --------------------------------------------------------------------------
 
 
-def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_write_refuses_incomplete_entries(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     layout = make_layout(spec, tp=2, pp=2)
     entries = write_shards(tmp_path / "good", spec, full, layout)
     name = "language_model.decoder.layers.3.mlp.linear_fc1.weight"
-
-    def refused(message: str, change) -> None:
-        changed = json.loads(json.dumps(entries))
-        change(changed)
-        with pytest.raises(WeightsError, match=message):
-            write_manifest(tmp_path, spec, layout, changed)
-        assert not (tmp_path / MANIFEST_FILE).exists()
-
     last = {(entry["tp"], entry["pp"]): i for i, entry in enumerate(entries)}[1, 1]
-    refused("is missing on tensor rank 1, pipeline rank 1", lambda e: e.pop(last))
-    refused(f"'{name}' is missing on tensor rank 1", lambda e: e[last]["tensors"].pop(name))
-    refused("has shape \\[1, 2\\] on tensor rank 1", lambda e: e[last]["tensors"][name].update(shape=[1, 2]))
-    refused(f"'{name}' has different types", lambda e: e[last]["tensors"][name].update(dtype="float32"))
-    refused("'stray' does not belong", lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]))
+    cases = {
+        "is missing on tensor rank 1, pipeline rank 1": lambda e: e.pop(last),
+        f"'{name}' is missing on tensor rank 1": lambda e: e[last]["tensors"].pop(name),
+        r"has shape \[1, 2\] on tensor rank 1": lambda e: e[last]["tensors"][name].update(shape=[1, 2]),
+        f"'{name}' has different types": lambda e: e[last]["tensors"][name].update(dtype="float32"),
+        "'stray' does not belong": lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]),
+    }
+    assert_write_refuses(tmp_path, spec, layout, entries, cases)
+    assert not (tmp_path / MANIFEST_FILE).exists()
 
 
 def test_replicas_that_differ_are_reported(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
@@ -430,7 +405,7 @@ def test_replicas_that_differ_are_reported(tmp_path: Path, spec: ModelSpec, full
     for t in range(2):
         tensors = {n: cut_shard(full[n], info, t, Sharding(2)) for n, info in table.items()}
         tensors[name] = tensors[name] + t
-        entries.append(write_rank_file(tmp_path, t, 0, tensors))
+        entries.append(write_rank_file(tmp_path, tensors, tp=t, pp=0))
     with pytest.warns(UserWarning, match=name):
         write_manifest(tmp_path, spec, layout, entries)
     assert torch.equal(WeightReader(tmp_path).read_shard(name), full[name])
@@ -444,7 +419,7 @@ def test_spec_must_be_its_configs(tmp_path: Path, spec: ModelSpec) -> None:
 
 def test_unsupported_type_and_no_debris(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="tensor 'x' has type torch.int8"):
-        write_rank_file(tmp_path / "w", 0, 0, {"x": torch.zeros(2, dtype=torch.int8)})
+        write_rank_file(tmp_path / "w", {"x": torch.zeros(2, dtype=torch.int8)}, tp=0, pp=0)
     assert not (tmp_path / "w").exists()
 
 
@@ -485,44 +460,39 @@ LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4], "ep": 1, "etp": 1}
         ({"files": {"x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "x.safetensors is missing"),
     ],
 )
-def test_bad_manifests(
-    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], changes: dict, message: str
-) -> None:
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
-    edited(tmp_path, **changes)
+def test_bad_manifests(unsplit: Path, changes: dict, message: str) -> None:
+    edited(unsplit, **changes)
     with pytest.raises(WeightsError, match=message):
-        WeightReader(tmp_path)
+        WeightReader(unsplit)
 
 
-def test_an_entry_cannot_name_another_file(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_an_entry_cannot_name_another_file(unsplit: Path, full: dict[str, Tensor]) -> None:
     """A file is known by its checked key; a field ``file`` beside it means nothing."""
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
-    files = json.loads((tmp_path / MANIFEST_FILE).read_text())["files"]
-    edited(tmp_path, files={name: {**entry, "file": "../x.safetensors"} for name, entry in files.items()})
-    weight_reader = WeightReader(tmp_path)
+    files = json.loads((unsplit / MANIFEST_FILE).read_text())["files"]
+    edited(unsplit, files={name: {**entry, "file": "../x.safetensors"} for name, entry in files.items()})
+    weight_reader = WeightReader(unsplit)
     name = next(iter(full))
     assert torch.equal(weight_reader.read_shard(name), full[name])
 
 
-def test_any_edit_of_the_manifest_is_seen(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_any_edit_of_the_manifest_is_seen(unsplit: Path, spec: ModelSpec) -> None:
     """This includes fields that nothing else depends on; the order of keys and spaces do not count."""
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
-    manifest = json.loads((tmp_path / MANIFEST_FILE).read_text())
+    manifest = json.loads((unsplit / MANIFEST_FILE).read_text())
     for name in manifest:
-        edited(tmp_path, signed=False, **{name: "other"})
+        edited(unsplit, signed=False, **{name: "other"})
         with pytest.raises(WeightsError, match="manifest"):
-            WeightReader(tmp_path)
-        (tmp_path / MANIFEST_FILE).write_text(
+            WeightReader(unsplit)
+        (unsplit / MANIFEST_FILE).write_text(
             json.dumps({key: manifest[key] for key in manifest if key != name})
         )
         with pytest.raises(WeightsError, match="manifest"):
-            WeightReader(tmp_path)
-        edited(tmp_path, signed=False, **manifest)
-    edited(tmp_path, signed=False, hf_config=CONFIG | {"rope_theta": 5.0})
+            WeightReader(unsplit)
+        edited(unsplit, signed=False, **manifest)
+    edited(unsplit, signed=False, hf_config=CONFIG | {"rope_theta": 5.0})
     with pytest.raises(WeightsError, match="was changed after it was written"):
-        WeightReader(tmp_path)
-    (tmp_path / MANIFEST_FILE).write_text(json.dumps(dict(reversed(manifest.items())), indent=7))
-    assert WeightReader(tmp_path).spec == spec
+        WeightReader(unsplit)
+    (unsplit / MANIFEST_FILE).write_text(json.dumps(dict(reversed(manifest.items())), indent=7))
+    assert WeightReader(unsplit).spec == spec
 
 
 # --- Damage to what is stored -------------------------------------------------------------------------------
@@ -594,10 +564,9 @@ def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict
         WeightReader(tmp_path).read_shard(names[0].decode())
 
 
-def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_a_tensor_is_verified_once(unsplit: Path) -> None:
     """Damage after the first check is not searched for again, so reading twice costs one pass."""
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
-    reader = WeightReader(tmp_path)
+    reader = WeightReader(unsplit)
     hashed = []
     reader.read_shard(EMBEDDING_TENSOR)
     file = reader.open_file("tp00_pp00.safetensors")
@@ -616,7 +585,7 @@ def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[st
     """It is found like a resume does. A roll-back that was interrupted must be finished first."""
     for step in (4, 8):
         folder = tmp_path / f"step_{step:08d}" / "weights"
-        write_manifest(folder, spec, None, [write_rank_file(folder, 0, 0, full)])
+        write_manifest(folder, spec, None, [write_rank_file(folder, full, tp=0, pp=0)])
 
     assert WeightReader(tmp_path).path.parent.name == "step_00000008"
     (tmp_path / "abandoned" / "after_step_00000004.partial").mkdir(parents=True)
@@ -630,8 +599,7 @@ def test_manifest_that_is_not_json(tmp_path: Path) -> None:
         WeightReader(tmp_path)
 
 
-def test_file_of_another_model(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, 0, 0, full)])
-    write_rank_file(tmp_path, 0, 0, {name: tensor.float() for name, tensor in full.items()})
+def test_file_of_another_model(unsplit: Path, full: dict[str, Tensor]) -> None:
+    write_rank_file(unsplit, {name: tensor.float() for name, tensor in full.items()}, tp=0, pp=0)
     with pytest.raises(WeightsError, match="is missing or differs from manifest.json"):
-        WeightReader(tmp_path).read_shard(EMBEDDING_TENSOR)
+        WeightReader(unsplit).read_shard(EMBEDDING_TENSOR)

@@ -39,8 +39,7 @@ def bench(options: BenchOptions) -> int:
             [*words, "--out", figures_path],
             world_size,
             show="errors" if options.json else "all",
-            # Without a GPU, torch's profiler prints "ERROR: gpuGetDeviceCount failed" on each rank.
-            environment=ALLOCATOR_VARIABLES | ({"KINETO_LOG_LEVEL": "5"} if on_cpu else {}),
+            environment=ALLOCATOR_VARIABLES,
             on_cpu=on_cpu,
         )
         if options.json and not completed_process.returncode:

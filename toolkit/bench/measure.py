@@ -7,6 +7,7 @@ import gc
 import itertools
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ def measure_benchmark(bench_run: BenchRun) -> dict[str, Any]:
 
 
 class Measure(Hook):
-    """Measures each workload in turn: warm-up, timed steps, steps whose parts are timed, and one whose
-    collectives are profiled.
+    """Measures each workload in turn: warm-up, timed steps, and steps whose parts are timed.
 
     A step reads its loss and gradient norm, equal on all ranks, and then launches its update. So the time
     between the ends of two steps has exactly one update in it, and copies of offloaded state that go on
@@ -67,11 +67,6 @@ class Measure(Hook):
             if step == 0:
                 self.fed_steps = []
             self.timer.begin_step()
-        if phase == "profiled":
-            on_cuda, kinds = trainer.platform.name == "cuda", torch.profiler.ProfilerActivity
-            activities = [kinds.CUDA if on_cuda else kinds.CPU]
-            self.profile = torch.profiler.profile(activities=activities, acc_events=True)
-            self.profile.start()
 
     def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
         workload, phase, step = self.bench_run.place_of(trainer.step - 1)
@@ -91,12 +86,6 @@ class Measure(Hook):
         elif phase == "parts" and step == self.options.part_steps - 1:
             trainer.platform.synchronize()
             figures |= self._part_figures(trainer)
-        elif phase == "profiled":
-            trainer.platform.synchronize()
-            self.profile.stop()
-            seconds = gather_to_all(step_parts.collective_seconds(self.profile))
-            names = ("communication_s", "communication_exposed_s")
-            figures["communication"] = step_parts.mean_and_max(names, seconds)
 
     def end(self, trainer: Trainer, has_failed: bool) -> None:
         if trainer.stop_requested and trainer.step < trainer.last_step:
@@ -105,18 +94,19 @@ class Measure(Hook):
     def _speed_figures(self, trainer: Trainer) -> dict[str, Any]:
         step_seconds = [end - begin for begin, end in itertools.pairwise(self.end_times)]
         wait_seconds = sum(step.loader_wait_s for step in self.fed_steps) if trainer.grid.owns_loader else 0.0
-        work = report.add_work(gather_to_all(report.count_work(trainer, self.fed_steps)))
-        speed_figures = report.speed_figures(work, step_seconds, self.figures["machine"])
-        return speed_figures | {"data_wait_s": max(gather_to_all(wait_seconds)) / self.options.timed}
+        work: Counter[str] = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
+        return report.speed_figures(work, step_seconds, self.figures["machine"]) | {
+            "data_wait_s": max(gather_to_all(wait_seconds)) / self.options.timed
+        }
 
     def _part_figures(self, trainer: Trainer) -> dict[str, Any]:
         waits = [step.loader_wait_s if trainer.grid.owns_loader else 0.0 for step in self.fed_steps]
         spans_by_step = self.timer.take_seconds()
         parts = [step_parts.split_into_parts(*step) for step in zip(spans_by_step, waits, strict=True)]
-        work = report.add_work(gather_to_all(report.count_work(trainer, self.fed_steps)))
-        spans_by_rank = gather_to_all(report.add_work(spans_by_step))
+        work: Counter[str] = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
+        spans: Counter[str] = sum(gather_to_all(sum(spans_by_step, Counter())), Counter())
         by_rank = gather_to_all((parts, trainer.grid.pp_rank))
-        tflops = step_parts.tflops_by_part(report.add_work(spans_by_rank), work)
+        tflops = step_parts.tflops_by_part(spans, work)
         peak = self.figures["machine"]["peak_tflops"]
         return step_parts.summarize_parts(*zip(*by_rank, strict=True)) | {
             "tflops_by_part": tflops,
@@ -145,5 +135,5 @@ def memory_figures(trainer: Trainer) -> dict[str, Any]:
         memory["activations_gib"] = memory["peak_gib"] - steady_gib
         memory["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     memory_by_rank = gather_to_all(memory)
-    fullest_memory = max(memory_by_rank, key=lambda rank_memory: rank_memory["peak_gib"])
-    return fullest_memory | {"peak_gib_by_rank": [rank_memory["peak_gib"] for rank_memory in memory_by_rank]}
+    peaks = [rank_memory["peak_gib"] for rank_memory in memory_by_rank]
+    return memory_by_rank[peaks.index(max(peaks))] | {"peak_gib_by_rank": peaks}

@@ -11,7 +11,8 @@ from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfi
 from megatron_vl.data.source.location import DataPath
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.system.errors import UsageError
-from toolkit.common.lora import with_adapter_settings
+from megatron_vl.training.lora import with_start_adapter
+from megatron_vl.training.resolve import find_source_checkpoint
 from toolkit.common.options import CommandOptions, option, parse_command_line
 
 RANDOM_WORKLOADS = ("images", "text")
@@ -62,20 +63,14 @@ class BenchRun:
     """``images`` and ``text`` are random rows, ``data`` those of a data set."""
     dataset: DataPath
     """Path of the data set, or the blend, if there is one."""
-
-    @cached_property
-    def spec(self) -> ModelSpec:
-        """The model's sizes, with the numbers of layers that the options give."""
-        return _read_spec(self.options, self.config)
+    spec: ModelSpec
+    """The model's sizes, with the numbers of layers that the options give."""
 
     @cached_property
     def schedule(self) -> list[tuple[str, int]]:
-        """Phase and number of each step of a workload.
-
-        The last one is not timed: it is profiled, and the trainer logs it.
-        """
+        """Phase and number of each step of a workload. The last one is not measured: the trainer logs it."""
         warm_up, timed, parts = self.options.warm_up, self.options.timed, self.options.part_steps
-        counts = {"warm-up": warm_up, "timed": timed, "parts": parts, "profiled": 1}
+        counts = {"warm-up": warm_up, "timed": timed, "parts": parts, "logged": 1}
         return [(phase, number) for phase, count in counts.items() for number in range(count)]
 
     def place_of(self, step: int) -> tuple[str, str, int]:
@@ -110,12 +105,15 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     workloads = ("data",) if path else RANDOM_WORKLOADS
     if isinstance(path, str) and config.data.is_synthetic:
         workloads = (path.removeprefix("synthetic:"),)
-    if options.even_routing and not _read_spec(options, config).language.moe:
+    spec = read_spec(config.model.hf).replace_layers(
+        num_language_layers=options.language_layers or None, num_vision_layers=options.vision_layers or None
+    )
+    if options.even_routing and not spec.language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")
     # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.
     if config.lora.adapter:
-        config = with_adapter_settings(config, _read_spec(options, config))
-    bench_run = BenchRun(options, config, workloads, dataset)
+        config = with_start_adapter(config, spec, find_source_checkpoint(config))
+    bench_run = BenchRun(options, config, workloads, dataset, spec)
     step_count = len(workloads) * len(bench_run.schedule)
     config = dataclasses.replace(
         config,
@@ -129,9 +127,3 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
         stop_after=step_count,
     )
     return dataclasses.replace(bench_run, config=config)
-
-
-def _read_spec(options: BenchOptions, config: TrainConfig) -> ModelSpec:
-    return read_spec(config.model.hf).replace_layers(
-        num_language_layers=options.language_layers or None, num_vision_layers=options.vision_layers or None
-    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.estimate.flops import needed_flops, recompute_flops, row_flops, row_sizes
+from megatron_vl.estimate.flops import needed_flops, repeated_flops, row_sizes
 from megatron_vl.estimate.gpus import peak_tflops
-from megatron_vl.estimate.memory import count_parameters
+from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.plurals import count_text, trained_text
 from megatron_vl.training.rows.batch_broadcast import StepBatch
@@ -29,8 +28,6 @@ from megatron_vl.training.trainer import Trainer
 from toolkit.common.layouts import layout_sizes_text
 
 from .options import BenchOptions, BenchRun
-
-# --- Figures ------------------------------------------------------------------------------------------------
 
 
 def row_work(
@@ -48,29 +45,24 @@ def row_work(
         whole_head: whether the system computes the output layer for every token.
     """
     documents, frames, _ = lengths
-    by_part = needed_flops(spec, config.model, config.lora, row_sizes(*lengths, loss_tokens))
-    needed = by_part.by_half
-    all_tokens = row_flops(spec, config.model, *lengths, sum(documents), config.lora)
+    sizes = row_sizes(*lengths, loss_tokens)
+    needed = needed_flops(spec, config.model, config.lora, sizes)
+    all_tokens = needed_flops(spec, config.model, config.lora, sizes._replace(loss_tokens=sum(documents)))
     is_decoupled = config.vision.placement == "decoupled"
-    again = recompute_flops(spec, config.model, config.recompute, *lengths, is_decoupled, config.lora)
+    again = repeated_flops(spec, config.model, config.lora, config.recompute, sizes, is_decoupled)
     work: Counter[str] = Counter(rows=1, samples=len(documents), images=images, patches=sum(frames))
     work.update(tokens=sum(documents), loss_tokens=loss_tokens)
     flops = {
         "language": needed.language,
-        "tower": needed.vision,
+        "tower": needed.tower,
         "all-token": all_tokens.total,
         "executed": (all_tokens if whole_head else needed).total + again.total,
-        "output": by_part.output,
-        "experts": sum(layer.experts for layer in by_part.layers),
-        "decoder": sum(layer.dense for layer in by_part.layers),
+        "output": needed.output,
+        "experts": sum(layer.experts for layer in needed.layers),
+        "decoder": sum(layer.dense for layer in needed.layers),
     }
     work.update({f"{name} flops": count for name, count in flops.items()})
     return work
-
-
-def add_work(works: Iterable[Counter[str]]) -> Counter[str]:
-    """The sum of works, each number on its own."""
-    return sum(works, Counter())
 
 
 def count_work(trainer: Trainer, step_batches: list[StepBatch]) -> Counter[str]:
@@ -147,13 +139,12 @@ def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
     grid, config = trainer.grid, trainer.config
     sizes = {name: getattr(grid, name) for name in ("tp", "cp", "pp", "vpp", "dp")}
     sizes |= {"ep": grid.sharding.ep, "etp": grid.sharding.etp}
-    recompute = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
     notes = [
         layout_sizes_text(sizes),
         "experts chosen evenly" if bench_run.options.even_routing else "",
         f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step",
         config.dtype,
-        recompute,
+        f"recompute: language {config.recompute.language}, vision {config.recompute.vision}",
         "inputs of layers in host memory" if config.recompute.offload_inputs else "",
     ]
     return {
@@ -163,9 +154,6 @@ def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
         "notes": [", ".join(filter(None, notes))],
         "config": dataclasses.asdict(config),
     }
-
-
-# --- The table ----------------------------------------------------------------------------------------------
 
 
 def finish_report(options: BenchOptions, figures: dict[str, Any]) -> None:
@@ -223,11 +211,8 @@ def _workload_lines(name: str, figures: dict[str, Any]) -> list[str]:
 def _parts_lines(figures: dict[str, Any]) -> list[str]:
     part_texts = [f"{part} {times['mean_s'] * 1e3:.1f}" for part, times in figures["parts"].items()]
     reached = [f"{part} {tflops:.3g}" for part, tflops in figures["tflops_by_part"].items()]
-    collectives = zip(figures["communication"].values(), ("total", "with nothing else running"), strict=False)
-    collective_texts = [f"{times['mean_s'] * 1e3:.1f} ms {kind}" for times, kind in collectives]
     return [
         f"    ms per step, mean over ranks: {', '.join(part_texts)}",
-        f"    collectives in one profiled step, including waiting: {', '.join(collective_texts)}",
         f"    needed TFLOP/s while a part runs: {', '.join(reached)}",
         f"    compute of the slowest data-parallel rank {figures['slowest_over_mean']:.3f} of the mean; idle"
         f" pipeline stages {figures['pipeline_idle_share']:.1%} of the step",

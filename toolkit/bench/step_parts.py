@@ -1,4 +1,4 @@
-"""Times the parts of a step on each rank, and its collectives.
+"""Times the parts of a step on each rank.
 
 Marks around the parts are recorded in the order of the device's work, and read when all steps are done, so
 that the host never waits for them. The parts do not overlap:
@@ -149,13 +149,11 @@ class PartTimer:
 
     def take_seconds(self) -> list[Counter[str]]:
         """The total time of each name in each step since the last call. The device must have finished."""
-        step_seconds: list[Counter[str]] = []
         steps, self.spans_by_step = self.spans_by_step, []
-        for spans in steps:
-            step_seconds.append(Counter())
+        step_seconds: list[Counter[str]] = [Counter() for _ in steps]
+        for seconds, spans in zip(step_seconds, steps, strict=True):
             for name, start, end in spans:
-                seconds = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
-                step_seconds[-1][name] += seconds
+                seconds[name] += start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
         return step_seconds
 
 
@@ -185,7 +183,10 @@ def summarize_parts(parts_by_rank: Sequence[list[list[float]]], stages: Sequence
     idle_share = seconds[:, :, -1].sum() / seconds.sum() if len(ranks_by_stage) > 1 else 0.0
     stage_means = [seconds[ranks].mean((0, 1)).tolist() for ranks in ranks_by_stage]
     return {
-        "parts": mean_and_max(STEP_PARTS, seconds.mean(1)),
+        "parts": {
+            name: {"mean_s": float(times.mean()), "max_s": float(times.max())}
+            for name, times in zip(STEP_PARTS, seconds.mean(1).T, strict=True)
+        },
         "parts_by_stage": [dict(zip(STEP_PARTS, means, strict=True)) for means in stage_means],
         "slowest_over_mean": float(max(stragglers)),
         "pipeline_idle_share": float(idle_share),
@@ -211,35 +212,3 @@ def tflops_by_part(spans: Counter[str], work: Counter[str]) -> dict[str, float]:
         for name, part_seconds in seconds.items()
         if work[f"{name} flops"] and part_seconds > 0
     }
-
-
-def mean_and_max(names: Sequence[str], seconds: Any) -> dict[str, dict[str, float]]:
-    """The mean and the maximum over all ranks of each time of ``seconds`` [rank, name]."""
-    columns = zip(names, np.mean(seconds, 0).tolist(), np.max(seconds, 0).tolist(), strict=False)
-    return {name: {"mean_s": mean, "max_s": largest} for name, mean, largest in columns}
-
-
-def collective_seconds(profile: torch.profiler.profile) -> list[float]:
-    """Seconds of the collectives of a profile and, on GPUs, the part during which nothing else ran.
-
-    A collective lasts until the slowest rank has joined it, so these figures include waiting.
-    """
-    collectives, others = [], []
-    kineto_events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    for event in kineto_events:
-        span = (event.start_ns(), event.start_ns() + event.duration_ns())
-        if event.name().startswith(("nccl", "gloo:")):
-            collectives.append(span)
-        elif event.device_type() == torch.autograd.DeviceType.CUDA:
-            others.append(span)
-    exposed_time = covered_time(collectives + others) - covered_time(others)
-    return [covered_time(collectives) / 1e9, *([exposed_time / 1e9] if others else [])]
-
-
-def covered_time(spans: list[tuple[int, int]]) -> int:
-    """The time that spans cover together, with overlaps counted once."""
-    total_time = covered_until = 0
-    for start, end in sorted(spans):
-        total_time += max(0, end - max(start, covered_until))
-        covered_until = max(covered_until, end)
-    return total_time

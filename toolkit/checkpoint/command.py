@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from pathlib import Path
 
 from toolkit.common.layouts import layout_sizes_text
 
-from .contents import describe_checkpoint, find_step_dir, verify_checkpoint
+from .contents import find_step_dir, verify_checkpoint
 from .options import CheckpointVerifyOptions, RestartDataOptions, RollbackOptions, ShowOptions
 
 ROLLBACK_ADVICE = "go back to an earlier step with `megatron-vl checkpoint rollback`"
@@ -14,36 +15,36 @@ ROLLBACK_ADVICE = "go back to an earlier step with `megatron-vl checkpoint rollb
 
 def show(options: ShowOptions) -> int:
     """Lists the checkpoints of a run and describes one of them. Returns 1 if files are missing."""
+    from megatron_vl.training.state.load import read_run_metadata
+    from megatron_vl.weights.manifest import MANIFEST_FILE, read_manifest
     from megatron_vl.weights.run_folder import ABANDONED_DIR, saved_checkpoints
 
-    checkpoint_facts = describe_checkpoint(find_step_dir(options.path))
-    steps_by_folder = {"": [saved.step for saved in saved_checkpoints(options.path)]}
-    for folder in sorted((options.path / ABANDONED_DIR).glob("*")):
-        steps_by_folder[f"{ABANDONED_DIR}/{folder.name}"] = [
-            saved.step for saved in saved_checkpoints(folder)
-        ]
-    for folder_name, steps in steps_by_folder.items():
-        if steps:
-            print(f"{folder_name or 'checkpoints'}: step {', '.join(map(str, steps))}")
-    print("\n".join(_checkpoint_lines(checkpoint_facts)))
-    return 1 if checkpoint_facts["missing"] else 0
+    step_dir = find_step_dir(options.path)
+    run_json, manifest_path = read_run_metadata(step_dir), step_dir / "weights" / MANIFEST_FILE
+    if not manifest_path.is_file():
+        raise FileNotFoundError(f"{step_dir} has no weights/{MANIFEST_FILE}; {ROLLBACK_ADVICE}")
+    manifest = read_manifest(manifest_path)
+    for folder in (options.path, *sorted((options.path / ABANDONED_DIR).glob("*"))):
+        name = "checkpoints" if folder == options.path else f"{ABANDONED_DIR}/{folder.name}"
+        if steps := [str(saved.step) for saved in saved_checkpoints(folder)]:
+            print(f"{name}: step {', '.join(steps)}")
 
+    layout = run_json["layout"] | {"dp": run_json["dp"]}
+    print(f"{step_dir}: step {run_json['step']}, {manifest['family']}, {len(manifest['tensors'])} tensors")
+    print(f"  layout   {layout_sizes_text(layout)}, layers {layout['layers']}")
+    print(f"  data     {run_json['num_workers']} loader workers, rows of {run_json['seq_len']} tokens")
+    bytes_by_part: Counter[str] = Counter()
+    for path in filter(Path.is_file, step_dir.rglob("*")):
+        folders = path.parent.relative_to(step_dir).parts
+        bytes_by_part[folders[0] if folders else "description"] += path.stat().st_size
+    for part, size in sorted(bytes_by_part.items()):
+        print(f"  {part:<11} {size / 1e6:12.1f} MB")
 
-def _checkpoint_lines(checkpoint_facts: dict[str, Any]) -> list[str]:
-    """Formats the result of :func:`describe_checkpoint`."""
-    layout = checkpoint_facts["layout"] | {"dp": checkpoint_facts["data_parallel"]}
-    text_lines = [
-        f"{checkpoint_facts['checkpoint']}: step {checkpoint_facts['step']}, "
-        f"{checkpoint_facts['family']}, {checkpoint_facts['tensors']} tensors",
-        f"  layout   {layout_sizes_text(layout)}, layers {layout['layers']}",
-        f"  data     {checkpoint_facts['loader_workers']} loader "
-        f"workers, rows of {checkpoint_facts['seq_len']} tokens",
-    ]
-    for part_name, size_bytes in sorted(checkpoint_facts["bytes"].items()):
-        text_lines.append(f"  {part_name:<11} {size_bytes / 1e6:12.1f} MB")
-    if checkpoint_facts["missing"]:
-        text_lines.append(f"missing: {', '.join(checkpoint_facts['missing'])}; {ROLLBACK_ADVICE}")
-    return text_lines
+    expected = sorted([*run_json["files"], *(f"weights/{name}" for name in manifest["files"])])
+    missing = [name for name in expected if not (step_dir / name).is_file()]
+    if missing:
+        print(f"missing: {', '.join(missing)}; {ROLLBACK_ADVICE}")
+    return 1 if missing else 0
 
 
 def verify(options: CheckpointVerifyOptions) -> int:

@@ -14,12 +14,8 @@ from pathlib import Path
 from megatron_vl.system import durable_files
 from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.training.report.sinks import STEP_LOG_FILES
-from megatron_vl.training.state.checkpoint import (
-    drop_loader_state,
-    has_all_files,
-    lock_run_dir,
-    unlock_run_dir,
-)
+from megatron_vl.training.state.keep import lock_run_dir, unlock_run_dir
+from megatron_vl.training.state.load import drop_loader_state, has_all_files
 from megatron_vl.weights.run_folder import (
     EXPORTS_DIR,
     UNFINISHED_SUFFIX,

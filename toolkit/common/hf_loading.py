@@ -175,48 +175,39 @@ def _rope_index(
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """The positions, int64 [3, B, S], and a new token's position minus its index, int64 [B, 1]."""
-    image_grids = iter(_media_grids("image", image_grid_thw, None))
-    video_grids = iter(_media_grids("video", video_grid_thw, second_per_grid_ts))
+    grids = {
+        spec.image_token_id: _media_grids("image", image_grid_thw, None),
+        spec.video_token_id: _media_grids("video", video_grid_thw, second_per_grid_ts),
+    }
     position_ids = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
     rope_deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
-    real_token_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-
-    for sample_index, is_real_token in enumerate(real_token_mask.cpu().bool()):
-        real_token_ids = input_ids[sample_index].cpu()[is_real_token]
-        row_position_ids = mrope_positions(
-            real_token_ids,
-            _grids_in_text_order(real_token_ids, image_grids, video_grids, spec),
-            spec,
-        )
-        position_ids[:, sample_index, is_real_token] = row_position_ids
-        rope_deltas[sample_index] = row_position_ids[:, -1].max() + 1 - len(real_token_ids)
-
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    for i, is_real in enumerate(mask.cpu().bool()):
+        token_ids = input_ids[i].cpu()[is_real]
+        positions = mrope_positions(token_ids, _grids_in_text_order(token_ids, grids, spec), spec)
+        position_ids[:, i, is_real] = positions
+        rope_deltas[i] = positions[:, -1].max() + 1 - len(token_ids)
     return position_ids.to(input_ids.device), rope_deltas.to(input_ids.device)
 
 
-def _media_grids(
-    media_kind: Any, grid_thw: Tensor | None, seconds_per_grid: Iterable[Any] | None
-) -> list[GridTHW]:
+def _media_grids(kind: Any, grid_thw: Tensor | None, seconds: Iterable[Any] | None) -> Iterator[GridTHW]:
     """All media of one kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
-    grid_sizes = [] if grid_thw is None else grid_thw.tolist()
-    grid_seconds = [1.0] * len(grid_sizes) if seconds_per_grid is None else list(map(float, seconds_per_grid))
-    return [
-        GridTHW(t, h, w, media_kind, seconds)
-        for (t, h, w), seconds in zip(grid_sizes, grid_seconds, strict=True)
-    ]
+    sizes = [] if grid_thw is None else grid_thw.tolist()
+    for (t, h, w), grid_seconds in zip(
+        sizes, [1.0] * len(sizes) if seconds is None else seconds, strict=True
+    ):
+        yield GridTHW(t, h, w, kind, float(grid_seconds))
 
 
 def _grids_in_text_order(
-    token_ids: Tensor, image_grids: Iterator[GridTHW], video_grids: Iterator[GridTHW], spec: ModelSpec
+    token_ids: Tensor, grids: dict[int, Iterator[GridTHW]], spec: ModelSpec
 ) -> list[GridTHW]:
-    """The grids of the media in the order of the text ``token_ids`` [S]."""
-    ordered_grids: list[GridTHW] = []
+    """The grids of the media in the order of the text ``token_ids`` [S], from those of each placeholder."""
+    ordered: list[GridTHW] = []
     placeholders_left = 0
-    for token_id in token_ids.tolist():
-        if token_id not in (spec.image_token_id, spec.video_token_id):
-            continue
+    for token_id in filter(grids.__contains__, token_ids.tolist()):
         if not placeholders_left:
-            ordered_grids.append(next(image_grids if token_id == spec.image_token_id else video_grids))
-            placeholders_left = ordered_grids[-1].num_tokens(spec.vision.spatial_merge_size)
+            ordered.append(next(grids[token_id]))
+            placeholders_left = ordered[-1].num_tokens(spec.vision.spatial_merge_size)
         placeholders_left -= 1
-    return ordered_grids
+    return ordered

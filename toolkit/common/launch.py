@@ -30,12 +30,11 @@ def run_group(
             this process; ``errors``: all of it to standard error, because this process needs standard output.
         environment: variables of the processes. Variables that the user has set take precedence.
         on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
-
     """
     launcher_arguments: list[str] = []
     if world_size > 1:
-        launcher_module = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
-        launcher_arguments = ["-m", *launcher_module, "--standalone", "--nproc-per-node", str(world_size)]
+        launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
+        launcher_arguments = ["-m", *launcher, "--standalone", "--nproc-per-node", str(world_size)]
     captured_output = subprocess.PIPE if show == "nothing" else None
     return subprocess.run(
         [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
@@ -88,8 +87,6 @@ def free_port() -> int:
 
 def last_output_lines(completed_process: subprocess.CompletedProcess[str], line_count: int = 25) -> str:
     """The last lines of a group's output, without torchrun's report."""
-    whole_output = (completed_process.stderr or "") + (completed_process.stdout or "")
-    rank_output = whole_output.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError", 1)[
-        0
-    ]
+    output = (completed_process.stderr or "") + (completed_process.stdout or "")
+    rank_output = output.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
     return "\n".join(rank_output.splitlines()[-line_count:])

@@ -24,7 +24,9 @@ LAYOUT_GRAMMAR = (
 SIZE_KEYS = ("vpp", "etp", "tp", "cp", "pp", "dp", "ep")
 """Keys with a number. The longer ones come first, because a pattern takes the first match."""
 _PART_PATTERN = re.compile(rf"({'|'.join(SIZE_KEYS)})([1-9]\d*)|(sp)")
-_LAYOUT_PATTERN = re.compile(rf"(1|(?:{_PART_PATTERN.pattern})+)(?::layers=(\d+(?:-\d+)*))?")
+_LAYOUT_PATTERN = re.compile(
+    rf"(?P<sizes>1|(?:{_PART_PATTERN.pattern})+)(?::layers=(?P<layers>\d+(?:-\d+)*))?"
+)
 
 
 @dataclass(frozen=True)
@@ -58,54 +60,37 @@ def parse_layout(layout_text: str) -> LayoutSpec:
     Raises:
         LayoutTextError: the text does not follow the grammar, names a size twice, or has sp without tp.
     """
-    layout_match = _LAYOUT_PATTERN.fullmatch(layout_text.strip())
-    if layout_match is None:
+    match = _LAYOUT_PATTERN.fullmatch(layout_text.strip())
+    if match is None:
         raise LayoutTextError(f"{layout_text!r} is not a layout; valid: {LAYOUT_GRAMMAR}")
-
-    layout_parts = [(key or word, number) for key, number, word in _PART_PATTERN.findall(layout_match[1])]
-    part_names = [name for name, _ in layout_parts]
-    for name in part_names:
-        if part_names.count(name) > 1:
+    parts = _PART_PATTERN.findall(match["sizes"])
+    names = [key or word for key, _, word in parts]
+    for name in names:
+        if names.count(name) > 1:
             raise LayoutTextError(f"layout {layout_text!r} names {name} twice")
-
-    parallel_sizes: dict[str, Any] = {name: int(number) for name, number in layout_parts if number}
-
-    tensor_parallel_size = parallel_sizes.get("tp", 1)
-    stage_ranks = tensor_parallel_size * parallel_sizes.get("cp", 1)
-    expert_ranks = parallel_sizes.get("ep", 1) * parallel_sizes.get("etp", 1)
-    if "dp" not in parallel_sizes:
-        # The fewest replicas whose ranks can be divided among the experts.
-        parallel_sizes["dp"] = expert_ranks // math.gcd(stage_ranks, expert_ranks)
-    if "sp" in part_names and tensor_parallel_size == 1:
+    sizes: dict[str, Any] = {key: int(number) for key, number, _ in parts if key}
+    if "sp" in names and sizes.get("tp", 1) == 1:
         raise LayoutTextError(f"layout {layout_text!r}: sp (sequence parallel) needs tp of at least 2")
-
-    layers_per_chunk = None
-    if ":layers=" in layout_text:
-        layers_per_chunk = list(map(int, layout_match[layout_match.lastindex or 0].split("-")))
-    return LayoutSpec(
-        layout_text=layout_text.strip(),
-        sequence_parallel="sp" in part_names,
-        layers=layers_per_chunk,
-        **parallel_sizes,
-    )
+    if "dp" not in sizes:
+        # The fewest replicas whose ranks can be divided among the experts.
+        stage_ranks = sizes.get("tp", 1) * sizes.get("cp", 1)
+        expert_ranks = sizes.get("ep", 1) * sizes.get("etp", 1)
+        sizes["dp"] = expert_ranks // math.gcd(stage_ranks, expert_ranks)
+    layers = [int(count) for count in match["layers"].split("-")] if match["layers"] else None
+    return LayoutSpec(layout_text=match[0], sequence_parallel="sp" in names, layers=layers, **sizes)
 
 
-def layout_sizes_text(layout_sizes: Mapping[str, Any]) -> str:
+def layout_sizes_text(sizes: Mapping[str, Any]) -> str:
     """The sizes of a layout in one line; context and expert parallelism only where they are used.
 
     Args:
-        layout_sizes: tp, pp, vpp, dp, ep, etp and, if they are more than 1, cp and key_ranks.
+        sizes: tp, pp, vpp, dp, ep, etp and, if they are more than 1, cp and key_ranks.
     """
-    context_text = f" x cp {layout_sizes['cp']}" if layout_sizes.get("cp", 1) > 1 else ""
-    if "key_ranks" in layout_sizes:
-        context_text += f" ({layout_sizes['key_ranks']} ranks gather keys)"
-    layout_text = (
-        f"tp {layout_sizes['tp']}{context_text} x pp {layout_sizes['pp']} x "
-        f"vpp {layout_sizes['vpp']} x dp {layout_sizes['dp']}"
-    )
-    if layout_sizes["ep"] * layout_sizes["etp"] > 1:
-        layout_text += f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
-    return layout_text
+    context = f" x cp {sizes['cp']}" if sizes.get("cp", 1) > 1 else ""
+    if sizes.get("key_ranks", 1) > 1:
+        context += f" ({sizes['key_ranks']} ranks gather keys)"
+    experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
+    return f"tp {sizes['tp']}{context} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}{experts}"
 
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:

@@ -72,10 +72,11 @@ def parse_command_line[Options: CommandOptions](
         print(parser.format_help() + "\nfields of a run, as in its YAML:\n" + run_fields_help(), end="")
         raise SystemExit(0)
     # Before argparse misses what a misspelled option would have given.
-    unknown_words = [word for word in argv if not _is_known(parser, word)]
-    parsed, unknown_words = (None, unknown_words) if unknown_words else parser.parse_known_args(argv)
-    if unknown_words:
-        name = unknown_words[0].partition("=")[0]
+    known = parser._option_string_actions
+    unknown = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in known]
+    parsed, unknown = (None, unknown) if unknown else parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0]
         items = [item for item in shown_options(options_class) if not item.metadata.get("positional")]
         fields = [*field_types(), "config"] if options_class.run_fields else []
         known_names = [*(option_flag(item.name) for item in items), *(f"--{field}" for field in fields)]
@@ -85,11 +86,6 @@ def parse_command_line[Options: CommandOptions](
     parsed_options = options_class(**given)
     parsed_options.check()
     return parsed_options
-
-
-def _is_known(parser: argparse.ArgumentParser, word: str) -> bool:
-    """False for the name of an option that there is not."""
-    return not word.startswith("--") or word.partition("=")[0] in parser._option_string_actions
 
 
 def check_paths(options: CommandOptions) -> None:
@@ -211,9 +207,6 @@ def shown_options(options_class: type[CommandOptions]) -> list[dataclasses.Field
 
 def field_docstrings(options_class: type) -> dict[str, str]:
     """Maps each field to its docstring."""
-    texts_by_field: dict[str, str] = {}
-    for base_class in reversed(options_class.__mro__):
-        if dataclasses.is_dataclass(base_class):
-            for item in parse_from_object(base_class).params:
-                texts_by_field[item.arg_name] = " ".join((item.description or "").split())
-    return texts_by_field
+    bases = [base for base in reversed(options_class.__mro__) if dataclasses.is_dataclass(base)]
+    items = [item for base in bases for item in parse_from_object(base).params]
+    return {item.arg_name: " ".join((item.description or "").split()) for item in items}

@@ -38,14 +38,9 @@ SPECIAL_TOKENS = (
 ).split()
 """Added tokens of Qwen2-VL in the order of their ids (from 151643 in the released vocabulary)."""
 
-SPECIAL_TOKEN_FLAGS = {
-    "lstrip": False,
-    "normalized": False,
-    "rstrip": False,
-    "single_word": False,
-    "special": True,
+SPECIAL_TOKEN_FLAGS = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False) | {
+    "special": True
 }
-
 # Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -125,8 +120,7 @@ def write_tiny_checkpoint(
     seed: int = 0,
     texts: Iterable[str] = DEFAULT_TEXTS,
     dtype: torch.dtype = torch.bfloat16,
-    sizes: TinySizes | None = None,
-    **size_overrides: Any,
+    **sizes: Any,
 ) -> Path:
     """Writes a small checkpoint of a family with random weights. Returns its folder.
 
@@ -134,28 +128,33 @@ def write_tiny_checkpoint(
         tied: whether input and output embeddings are one tensor, as in the 2B and 3B models. There is no
             ``lm_head.weight`` then.
         texts: texts to train the tokenizer on.
-        sizes, size_overrides: a :class:`TinySizes`, or its fields by name.
+        sizes: fields of :class:`TinySizes`.
 
     Raises:
         ValueError: the family is unknown.
         FileExistsError: the folder already holds a checkpoint.
     """
     if family not in TINY_FAMILIES:
-        raise ValueError(
-            f"there is no tiny checkpoint of family {family!r}; valid: {', '.join(TINY_FAMILIES)}"
-        )
+        raise ValueError(f"family {family!r} has no tiny checkpoint; valid: {', '.join(TINY_FAMILIES)}")
     checkpoint_dir = Path(checkpoint_dir)
     if (checkpoint_dir / "config.json").exists():
         raise FileExistsError(f"{checkpoint_dir} already holds a checkpoint; give another folder")
     checkpoint_dir.mkdir(parents=True, exist_ok=True)
-
-    sizes = sizes or TinySizes(**size_overrides)
-    config = write_small_files(checkpoint_dir, family, texts, sizes, tied=tied, dtype=dtype)
-    tensors = _saved_tensors(random_model(config, seed, dtype), family)
+    config = write_small_files(checkpoint_dir, family, texts, TinySizes(**sizes), tied=tied, dtype=dtype)
+    tensors = random_model(config, seed, dtype).state_dict()
+    if family not in NESTED_CONFIG_FAMILIES:  # later families are released with the names in memory
+        tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
+    if family == "qwen3_vl_moe":  # released with the inputs first
+        stacks = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
+        tensors |= {name: stack.transpose(1, 2) for name, stack in stacks.items()}
     if tied:
         tensors.pop("lm_head.weight", None)
-    if family in HYBRID_FAMILIES:
-        tensors |= prediction_tensors(config, seed)
+    if family in HYBRID_FAMILIES:  # some tensors of multi-token prediction, which no model in memory has
+        width = config["text_config"]["hidden_size"]
+        shapes = {"fc": (width, 2 * width), "norm": (width,), "pre_fc_norm_hidden": (width,)}
+        generator = torch.Generator().manual_seed(seed + 1)
+        for name, shape in shapes.items():
+            tensors[f"mtp.{name}.weight"] = torch.randn(shape, generator=generator).bfloat16()
     _write_shards(checkpoint_dir, tensors)
     return checkpoint_dir
 
@@ -169,89 +168,48 @@ def write_small_files(
     tied: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
-    """Writes the files of a tiny checkpoint except its tensors.
+    """Writes the files of a tiny checkpoint except its tensors, with the arguments of
+    :func:`write_tiny_checkpoint`. Returns the content of ``config.json``.
 
-    The arguments are those of :func:`write_tiny_checkpoint`.
-
-    Returns:
-        The content of ``config.json``.
+    ``resources/tiny/FAMILY.json`` has their contents. In it, ``$NAME`` stands for a field of
+    :class:`TinySizes`, for what follows from it, or for the id of a special token.
     """
     vocabulary, bpe_merges = train_bpe(tuple(texts), sizes.text_vocab_size)
     _write_tokenizer(checkpoint_dir, vocabulary, bpe_merges)
-    released_contents = released_files(family, sizes, len(vocabulary), tied, dtype)
-    for name, file_content in released_contents.items():
-        _write_json(checkpoint_dir / name, file_content)
-    return released_contents["config.json"]
-
-
-def _saved_tensors(model: torch.nn.Module, family: str) -> dict[str, Tensor]:
-    """The tensors of a model with the names and dimensions that they have in released files."""
-    tensors = model.state_dict()
-    # Released Qwen3-VL and later families use the in-memory names.
-    if family not in NESTED_CONFIG_FAMILIES:
-        tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
-    if family == "qwen3_vl_moe":
-        for name, tensor in tensors.items():
-            if ".mlp.experts." in name:
-                tensors[name] = tensor.transpose(1, 2)
-    return tensors
-
-
-def released_files(
-    family: str, sizes: TinySizes, text_token_count: int, tied_embeddings: bool, dtype: torch.dtype
-) -> dict[str, dict[str, Any]]:
-    """The released JSON files of a tiny checkpoint: name -> content, without those of the tokenizer.
-
-    They are those of ``resources/tiny/FAMILY.json``, in which ``$NAME`` stands for a field of
-    :class:`TinySizes`, for what follows from it, or for the id of a special token.
-    """
-    special_token_ids = {token: text_token_count + i for i, token in enumerate(SPECIAL_TOKENS)}
-    full_attention_interval = sizes.full_attention_layers_of
-    template_values = {
+    kinds = ["linear_attention"] * (sizes.full_attention_layers_of - 1) + ["full_attention"]
+    values = {
         **dataclasses.asdict(sizes),
-        **special_token_ids,
-        "tied": tied_embeddings,
+        **{token: len(vocabulary) + i for i, token in enumerate(SPECIAL_TOKENS)},
+        "tied": tied,
         "dtype": str(dtype).removeprefix("torch."),
-        "vocab_size": ((text_token_count + len(special_token_ids)) // 128 + 1) * 128,
+        "vocab_size": ((len(vocabulary) + len(SPECIAL_TOKENS)) // 128 + 1) * 128,
         "position_embeddings": sizes.position_table_side**2,
         "video_max_pixels": 2 * sizes.max_pixels,  # an area of all frames together
-        "layer_types": [
-            "linear_attention" if (i + 1) % full_attention_interval else "full_attention"
-            for i in range(sizes.layers)
-        ],
+        "layer_types": [kinds[i % len(kinds)] for i in range(sizes.layers)],
     }
-    filled_files = _fill_template(_read_resource(f"tiny/{family}.json"), template_values)
-    if tied_embeddings and family in NESTED_CONFIG_FAMILIES:
-        filled_files["config.json"]["text_config"]["tie_word_embeddings"] = True
-    return filled_files
+    contents = _fill_resource(f"tiny/{family}.json", values)
+    config = contents["config.json"]
+    if tied and family in NESTED_CONFIG_FAMILIES:
+        config["text_config"]["tie_word_embeddings"] = True
+    for name, content in contents.items():
+        _write_json(checkpoint_dir / name, content)
+    return config
 
 
-def _read_resource(resource_name: str) -> Any:
-    return json.loads(files("toolkit").joinpath("resources", resource_name).read_text())
+def _fill_resource(resource_name: str, values: dict[str, Any]) -> Any:
+    """The JSON of a resource with ``values["NAME"]`` in the place of each string ``$NAME``."""
 
+    def fill(template: Any) -> Any:
+        if isinstance(template, dict):
+            return {name: fill(value) for name, value in template.items()}
+        if isinstance(template, list):
+            return [fill(value) for value in template]
+        if isinstance(template, str) and template.startswith("$"):
+            value = values[template[1:]]
+            return list(value) if isinstance(value, tuple) else value
+        return template
 
-def _fill_template(json_template: Any, template_values: dict[str, Any]) -> Any:
-    """A JSON value with ``template_values["NAME"]`` in the place of each string ``$NAME``."""
-    if isinstance(json_template, dict):
-        return {name: _fill_template(value, template_values) for name, value in json_template.items()}
-    if isinstance(json_template, list):
-        return [_fill_template(value, template_values) for value in json_template]
-    if isinstance(json_template, str) and json_template.startswith("$"):
-        value = template_values[json_template[1:]]
-        return list(value) if isinstance(value, tuple) else value
-    return json_template
-
-
-def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Makes some tensors of multi-token prediction, which released Qwen3.5 has in addition to the model."""
-    width = config["text_config"]["hidden_size"]
-    generator = torch.Generator().manual_seed(seed + 1)
-    shapes = {"fc.weight": (width, 2 * width), "norm.weight": (width,), "pre_fc_norm_hidden.weight": (width,)}
-
-    extra_tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        extra_tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator).bfloat16()
-    return extra_tensors
+    return fill(json.loads(files("toolkit").joinpath("resources", resource_name).read_text()))
 
 
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -262,10 +220,8 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    config_fields = dict(config)
-    for file_only_field in ("architectures", "transformers_version"):
-        config_fields.pop(file_only_field, None)
-
+    file_only = ("architectures", "transformers_version")
+    config_fields = {name: value for name, value in config.items() if name not in file_only}
     # transformers gives all parameters the config's type, even those that are released in float32.
     model = model_class(model_class.config_class(**config_fields)).float()
     generator = torch.Generator().manual_seed(seed)
@@ -276,13 +232,9 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
         if config["model_type"] in HYBRID_FAMILIES:
             _relate_keys_to_queries(model, config["text_config"])
 
-    float32_parameters = {}
-    for name, kept_parameter in model.named_parameters():
-        if name.endswith(FLOAT32_SUFFIXES):
-            float32_parameters[name] = kept_parameter.detach().clone()
-    model = model.to(dtype)
-    for name, value in float32_parameters.items():
-        model.get_parameter(name).data = value
+    for name, parameter in model.named_parameters():
+        if not name.endswith(FLOAT32_SUFFIXES):
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -337,11 +289,6 @@ def train_bpe(
     return bpe_model["vocab"], [tuple(merge) for merge in bpe_model["merges"]]
 
 
-def chat_template() -> str:
-    """The chat template of the released Qwen2-VL and Qwen2.5-VL checkpoints."""
-    return files("toolkit").joinpath("resources/qwen2_vl.chat_template.jinja").read_text()
-
-
 def _write_tokenizer(
     checkpoint_dir: Path, vocabulary: dict[str, int], bpe_merges: list[tuple[str, str]]
 ) -> None:
@@ -351,39 +298,26 @@ def _write_tokenizer(
 
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=bpe_merges)
     # Added one by one and in order, so that each token gets the id in the config.
-    tokenizer.add_tokens(
-        [AddedToken(special_token, normalized=False, special=True) for special_token in SPECIAL_TOKENS]
-    )
-    for i, special_token in enumerate(SPECIAL_TOKENS):
-        if (assigned_id := tokenizer.convert_tokens_to_ids(special_token)) != len(vocabulary) + i:
-            raise AssertionError(
-                f"special token {special_token} has id {assigned_id}, not {len(vocabulary) + i}"
-            )
-
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     tokenizer.backend_tokenizer.save(str(checkpoint_dir / "tokenizer.json"))
     _write_json(checkpoint_dir / "vocab.json", vocabulary)
     (checkpoint_dir / "merges.txt").write_text(
         "#version: 0.2\n" + "".join(f"{left_token} {right_token}\n" for left_token, right_token in bpe_merges)
     )
-    tokens_by_id = {str(len(vocabulary) + i): special_token for i, special_token in enumerate(SPECIAL_TOKENS)}
-    template_values = {
+    values = {
         "added_tokens_decoder": {
-            i: {"content": special_token} | SPECIAL_TOKEN_FLAGS for i, special_token in tokens_by_id.items()
+            str(len(vocabulary) + i): {"content": token} | SPECIAL_TOKEN_FLAGS
+            for i, token in enumerate(SPECIAL_TOKENS)
         },
         "additional_special_tokens": SPECIAL_TOKENS[1:],
-        "chat_template": chat_template(),
+        "chat_template": files("toolkit").joinpath("resources/qwen2_vl.chat_template.jinja").read_text(),
     }
-    for file_name, file_content in _fill_template(
-        _read_resource("tiny/tokenizer.json"), template_values
-    ).items():
-        _write_json(checkpoint_dir / file_name, file_content)
+    for name, content in _fill_resource("tiny/tokenizer.json", values).items():
+        _write_json(checkpoint_dir / name, content)
 
 
 def _released_name(tensor_name: str) -> str:
-    """Returns the released name of a tensor.
-
-    transformers >= 4.52 names it ``model.visual.*`` or ``model.language_model.*``.
-    """
+    """The released name of ``model.visual.*`` or ``model.language_model.*`` of transformers >= 4.52."""
     if tensor_name.startswith("model.visual."):
         return tensor_name.removeprefix("model.")
     return tensor_name.replace("model.language_model.", "model.", 1)

@@ -14,7 +14,6 @@ from .options import DataConvertOptions, DataIndexOptions, DataShowOptions, Data
 
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
-    from data_tools.sample_sizes import IndexResult
 
 MAX_SHOWN_KEYS = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
@@ -40,7 +39,7 @@ def convert(command_options: DataConvertOptions) -> int:
     from data_tools.convert import ConversionOptions, ConvertError, convert_dataset, default_workers
 
     conversion_options = ConversionOptions(
-        media_roots=command_options.media_roots(command_options.input),
+        media_root=command_options.media_roots(command_options.input),
         follow_links=command_options.follow_links,
         out=command_options.out,
         workers=command_options.workers if command_options.workers is not None else default_workers(),
@@ -58,9 +57,12 @@ def convert(command_options: DataConvertOptions) -> int:
 
     again = f"remove {dataset_dir} and convert again"
     if not report.samples:
+        # A wrong media root or format refuses all records for one reason.
+        with quarantine_path.open(encoding="utf-8") as lines:
+            first = json.loads(next(lines, "null"))
+        why = f" (record {first['record']}, {first['reason']}: {first['detail']})" if first else ""
         raise ConvertError(
-            f"none of {report.records} records can be "
-            f"used{_first_refusal(quarantine_path)}; see {quarantine_path}, {again}"
+            f"none of {report.records} records can be used{why}; see {quarantine_path}, {again}"
         )
     if command_options.val_fraction and report.samples == 1:
         raise ConvertError(
@@ -76,13 +78,6 @@ def convert(command_options: DataConvertOptions) -> int:
         )
         return TOO_MANY_QUARANTINED
     return 0
-
-
-def _first_refusal(quarantine_path: Path) -> str:
-    """Why the first record was refused. A wrong media root or format refuses all records for one reason."""
-    with quarantine_path.open(encoding="utf-8") as lines:
-        entry = json.loads(next(lines, "null"))
-    return f" (record {entry['record']}, {entry['reason']}: {entry['detail']})" if entry else ""
 
 
 def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path) -> None:
@@ -115,6 +110,7 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         for file_name, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
                 print(f"  quarantined {count:6d}  {reason}  ({file_name})")
+    print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
 
 
 def _ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
@@ -150,22 +146,18 @@ def index(options: DataIndexOptions) -> int:
 
     prepared = open_prepared(options)
     num_workers = options.workers if options.workers is not None else default_workers()
-    data_config = prepared.config.data
-    for result in index_datasets(data_config, prepared.spec, prepared.processor_dir, num_workers):
-        print(_index_line(result))
+    for result in index_datasets(prepared.config.data, prepared.spec, prepared.processor_dir, num_workers):
+        unusable_text = ""
+        if result.unusable:
+            counts = Counter(result.reasons).most_common()
+            reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
+            unusable_text = f", {result.unusable} of them unusable ({reasons}),"
+        time_text = f"in {result.seconds:.1f} s" if result.seconds else "were there"
+        print(
+            f"{result.path}: sizes of {result.samples} samples{unusable_text} and "
+            f"{result.media} media ({result.bytes / 2**20:.2f} MiB) {time_text}"
+        )
     return 0
-
-
-def _index_line(result: IndexResult) -> str:
-    unusable_text = ""
-    if result.unusable:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(result.reasons).most_common())
-        unusable_text = f", {result.unusable} of them unusable ({reasons}),"
-    time_text = f"in {result.seconds:.1f} s" if result.seconds else "were there"
-    return (
-        f"{result.path}: sizes of {result.samples} samples{unusable_text} and "
-        f"{result.media} media ({result.bytes / 2**20:.2f} MiB) {time_text}"
-    )
 
 
 def show(options: DataShowOptions) -> int:

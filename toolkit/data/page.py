@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from data_tools.sample_sources import SampleSource, SourceError
 from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_values
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError
-from toolkit.common.html_templates import jpeg_base64, template_environment
+from toolkit.common.html_templates import template_environment
 
 from .prepared_dataset import PreparedDataset
 from .sample_view import SampleView, view_sample
@@ -28,7 +30,6 @@ from .statistics import (
     facts_tables,
     format_number,
     quarantined_records,
-    read_quarantine,
     split_facts,
 )
 
@@ -65,7 +66,6 @@ def write_page(
         }
         for why, source, sample_index in choose_samples(counted):
             samples.append((f"{split}, {why}", view_sample(prepared, source, sample_index)))
-    run_dir = prepared.config.checkpoint.dir
     environment = template_environment(Path(__file__).parent)
     environment.filters |= {"printable": _printable, "number": format_number, "images": _frame_images}
     page = environment.get_template("page.html.jinja").render(
@@ -75,7 +75,6 @@ def write_page(
         samples=samples,
         max_media=MAX_MEDIA_SHOWN,
         quarantined=quarantined_records(statistics),
-        run_skipped=read_quarantine(Path(run_dir)) if run_dir and statistics else {},
     )
     try:
         html_path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,11 +107,8 @@ def _printable(value: object) -> str:
 
 def _charts(counted: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
     """The histograms by their titles, without those of nothing."""
-    charts = {}
-    for name in SAMPLE_QUANTITIES:
-        if bars := histogram_bars(*counted.sample_quantity(name)):
-            charts[f"{name} of a sample"] = bars
-    return charts
+    bars = {name: histogram_bars(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES}
+    return {f"{name} of a sample": shares for name, shares in bars.items() if shares}
 
 
 def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]) -> list[tuple[float, str]]:
@@ -159,21 +155,25 @@ def _frame_images(pixels: Tensor | None) -> list[str]:
         return []
     frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_MEDIA_SHOWN)).round().astype(int)
     side = MAX_IMAGE_SIDE if len(frames) == 1 else MAX_IMAGE_SIDE // 2
-    images = [Image.fromarray(pixels[int(frame)].permute(1, 2, 0).numpy()) for frame in frames]
-    return [jpeg_base64(image, (side, side)) for image in images]
+    texts = []
+    for frame in frames:
+        image = Image.fromarray(pixels[int(frame)].permute(1, 2, 0).numpy())
+        image.thumbnail((side, side))
+        image.save(jpeg := io.BytesIO(), "JPEG", quality=80)
+        texts.append(base64.b64encode(jpeg.getvalue()).decode())
+    return texts
 
 
 def _left_out_examples(prepared: PreparedDataset, counted: DatasetStatistics) -> ReasonExamples:
     """Why a run leaves out samples. Examples are read, to say what is wrong with them."""
-    reasons: ReasonExamples = {}
-    for reason, count in counted.left_out_reasons().most_common():
-        reasons[reason] = (count, [])
-    for source_sizes in counted.sources:
-        source = source_sizes.source
-        for left_out_mask in source_sizes.left_out_masks.values():
-            for sample_number in np.flatnonzero(left_out_mask)[:MAX_EXAMPLES].tolist():
+    reasons: ReasonExamples = {
+        reason: (count, []) for reason, count in counted.left_out_reasons().most_common()
+    }
+    for sizes in counted.sources:
+        for left_out_mask in sizes.left_out_masks.values():
+            for number in np.flatnonzero(left_out_mask)[:MAX_EXAMPLES].tolist():
                 try:
-                    sample = view_sample(prepared, source, source.indices[sample_number])
+                    sample = view_sample(prepared, sizes.source, sizes.source.indices[number])
                 except SourceError:  # its description excludes it
                     continue
                 if sample.problem and sample.problem[0] in reasons:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_tools.sample_sources import open_encoder
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
-from megatron_vl.data.loader import RowEncoder
+from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.location import DataPath, check_data_path
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.system.errors import UsageError
@@ -44,17 +44,16 @@ def open_prepared(options: PreparedOptions) -> PreparedDataset:
         RunConfigError: ``data.path`` is not a data set.
         ConfigError: the processor's ``config.json`` cannot be used.
     """
-    config_arguments = [*options.fields]
-    config_arguments += ["--data.path", str(options.data)] if options.data else []
-    config_arguments += ["--model.hf", str(options.processor)] if options.processor else []
+    run_args = [*options.fields]
+    run_args += ["--data.path", str(options.data)] if options.data else []
+    run_args += ["--model.hf", str(options.processor)] if options.processor else []
     try:
-        config = parse_config(config_arguments)
+        config = parse_config(run_args)
     except RunConfigError as error:
         raise UsageError(str(error)) from error
-
-    missing_options = [] if config.data.path else ["--data (or data.path of a run)"]
-    missing_options += [] if config.model.hf else ["--processor (or model.hf of a run)"]
-    if missing_options:
-        raise UsageError(f"give {' and '.join(missing_options)}")
+    missing = [] if config.data.path else ["--data (or data.path of a run)"]
+    missing += [] if config.model.hf else ["--processor (or model.hf of a run)"]
+    if missing:
+        raise UsageError(f"give {' and '.join(missing)}")
     check_data_path(config.data.path)
     return PreparedDataset(config, read_spec(config.model.hf))

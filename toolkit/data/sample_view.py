@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from data_tools.sample_sources import (
     original_media_names,
     read_sources,
 )
-from megatron_vl.data.sample.pixels import PixelSettings
+from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
@@ -61,7 +61,7 @@ class Turn:
     pieces: list[tuple[str, bool]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampleView:
     """One sample with everything that the loader makes of it."""
 
@@ -70,9 +70,9 @@ class SampleView:
     record: str
     problem: tuple[str, str] | None
     """Reason and detail if the loader leaves the sample out or hides its images."""
-    token_ids: Tensor
+    token_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """int64 [n]"""
-    loss_mask: Tensor
+    loss_mask: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """bool [n]: the tokens that are trained on (not shifted)."""
     turns: list[Turn] = field(default_factory=list)
     media: list[MediumView] = field(default_factory=list)
@@ -117,40 +117,25 @@ def view_sample(prepared: PreparedDataset, source: SampleSource, sample_index: i
 
     encoder, spec = prepared.row_encoder, prepared.spec
     encoded = encoder.preencode_sample(raw_sample)
+    view = SampleView(raw_sample.key, raw_sample.shard_name, encoded.source, encoded.refused)
     if encoded.refused:
-        no_tokens = torch.zeros(0, dtype=torch.int64)
-        return SampleView(
-            raw_sample.key,
-            raw_sample.shard_name,
-            encoded.source,
-            encoded.refused,
-            no_tokens,
-            no_tokens.bool(),
-        )
+        return view
     encoder.dropped_samples.clear()
     decoded = encoder.postencode_sample(encoded)
-    dropped = encoder.dropped_samples[:1]
+    if encoder.dropped_samples:
+        view.problem = encoder.dropped_samples[0].reason, encoder.dropped_samples[0].detail
+    view.token_ids, view.loss_mask = decoded.token_ids, decoded.loss_mask.bool()
+    view.turns = split_turns(view.token_ids, decoded.loss_mask, encoder.chat_encoder.tokenizer, spec)
 
     names = original_media_names(source.dataset.path, raw_sample.key)
-    patch_size, merge_size = encoder.pixel_settings.patch_size, spec.vision.spatial_merge_size
-    media = []
-    for i, (item, grid, medium) in enumerate(
-        zip(encoded.media, encoded.grids, decoded.media_items, strict=True)
-    ):
-        pixels = None if dropped else planes_to_pixels(medium.planes, grid, encoder.pixel_settings)
-        size = (grid.h * patch_size, grid.w * patch_size)
-        name = names[i] if i < len(names) else ""
-        media.append(MediumView(item, name, size, grid, grid.num_tokens(merge_size), pixels))
-    return SampleView(
-        raw_sample.key,
-        raw_sample.shard_name,
-        encoded.source,
-        (dropped[0].reason, dropped[0].detail) if dropped else None,
-        decoded.token_ids,
-        decoded.loss_mask.bool(),
-        split_turns(decoded.token_ids, decoded.loss_mask, encoder.chat_encoder.tokenizer, spec),
-        media,
-    )
+    settings = encoder.pixel_settings
+    media = zip_longest(encoded.media, encoded.grids, decoded.media_items, names[: len(encoded.media)])
+    for item, grid, medium, name in media:
+        pixels = None if view.problem else planes_to_pixels(medium.planes, grid, settings)
+        size = (grid.h * settings.patch_size, grid.w * settings.patch_size)
+        tokens = grid.num_tokens(spec.vision.spatial_merge_size)
+        view.media.append(MediumView(item, name or "", size, grid, tokens, pixels))
+    return view
 
 
 def planes_to_pixels(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
@@ -173,9 +158,8 @@ def split_turns(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: Mode
     marked_tokens = zip(turn_numbers, loss_mask.tolist(), token_ids.tolist(), strict=True)
     for _, turn_tokens in groupby(marked_tokens, key=lambda marked: marked[0]):
         turn = Turn("")
-        for (is_trained, placeholder), group in groupby(
-            turn_tokens, key=lambda marked: (marked[1], placeholders.get(marked[2]))
-        ):
+        pieces = groupby(turn_tokens, key=lambda marked: (marked[1], placeholders.get(marked[2])))
+        for (is_trained, placeholder), group in pieces:
             piece_ids = [token_id for _, _, token_id in group]
             text = f"[{placeholder}: {len(piece_ids):,} tokens]"
             if placeholder is None:

@@ -47,17 +47,16 @@ def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[s
     in the distributions as often as training draws it."""
     sources = {}
     for each in counted.sources:
-        sums = {name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES}
         sources[each.source.name] = {
             "share": round(each.source.share, 6),
             "samples": len(each.source),
             "usable": each.num_usable,
-            **sums,
+            **{name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES},
             "turns": each.assistant_turns,
         }
-    distributions = {}
-    for name in SAMPLE_QUANTITIES:
-        distributions[f"{name} of a sample"] = describe_values(*counted.sample_quantity(name))
+    distributions = {
+        f"{name} of a sample": describe_values(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES
+    }
     for name, values in counted.row_quantities.items():
         distributions[f"{name} of a row"] = describe_values(values)
     return {
@@ -94,14 +93,15 @@ def facts_sentences(facts: dict[str, Any]) -> list[str]:
 
 def dataset_facts(prepared: PreparedDataset, statistics: SplitStatistics) -> dict[str, Any]:
     """The output of ``--json``."""
-    quarantined = {}
-    for name, reasons in quarantined_records(statistics).items():
-        quarantined[name] = {reason: count for reason, (count, _) in reasons.items()}
+    quarantined = quarantined_records(statistics)
     return {
         "data": str(prepared.data_path),
         "seq_len": prepared.config.data.seq_len,
         "splits": {split: split_facts(prepared, counted) for split, counted in statistics.items()},
-        "quarantined": quarantined,
+        "quarantined": {
+            name: {reason: count for reason, (count, _) in reasons.items()}
+            for name, reasons in quarantined.items()
+        },
     }
 
 
@@ -138,22 +138,20 @@ def quarantined_records(statistics: SplitStatistics) -> dict[str, ReasonExamples
 
 
 def read_quarantine(quarantine_dir: Location) -> ReasonExamples:
-    """Why the quarantine.jsonl of a data set or of a run lists what it lists, the most frequent first."""
-    reason_examples: ReasonExamples = {}
+    """Why the quarantine.jsonl of a data set lists what it lists, the most frequent first."""
     try:
         with (quarantine_dir / "quarantine.jsonl").open("rb") as quarantine_file:
             lines = quarantine_file.read(QUARANTINE_READ_BYTES).splitlines()
     except OSError:
-        return reason_examples
-
+        return {}
+    reason_examples: ReasonExamples = {}
     for line in lines:
         try:
             entry = json.loads(line)
             reason, detail = str(entry["reason"]), str(entry["detail"])
         except (ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
             continue
-        # A record of an input file, or a sample of a shard.
-        names = ("file", "record", "id", "field") if "file" in entry else ("key", "shard", "source", "step")
+        names = ("file", "record", "id", "field")
         origin = ", ".join(f"{name} {entry[name]}" for name in names if entry.get(name) not in (None, ""))
         count, examples = reason_examples.get(reason, (0, []))
         if count < MAX_EXAMPLES:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_vl.system.errors import UserError
-from toolkit.common.process_tree import kill_process_tree
+from megatron_vl.system.processes import kill_process_tree
 
 from .options import DemoOptions
 

@@ -91,11 +91,9 @@ def _check_requirements() -> list[Finding]:
             continue
         version = installed_version(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            mismatch_text = (
-                f"{version or 'not installed'}, required: {requirement.specifier or 'any version'}"
-            )
+            found = f"{version or 'not installed'}, required: {requirement.specifier or 'any version'}"
             advice = f"pip install '{requirement.name}{requirement.specifier}' -c constraints.txt"
-            findings.append(Finding(requirement.name, mismatch_text, "broken", advice))
+            findings.append(Finding(requirement.name, found, "broken", advice))
     versions_text = ", ".join(f"{name} {installed_version(name)}" for name in SHOWN_PACKAGES)
     return findings or [Finding("packages", versions_text)]
 
@@ -135,6 +133,10 @@ def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: 
         error_by_module[name] = error_lines[-1] if process.returncode else ""
         if name == "torch" and not process.returncode:
             torch_text = stdout_text.strip().splitlines()[-1]
+    core = Finding("megatron.core", "imports")
+    if error_text := error_by_module["megatron.core"]:
+        advice = "fix the packages above, then run make setup"
+        core = Finding("megatron.core", f"does not import: {error_text}", "broken", advice)
     return [
         _check_torch(torch_text, error_by_module["torch"], has_gpu),
         _check_gpu_package(
@@ -144,7 +146,7 @@ def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: 
             ("flash-attn-4",), error_by_module["flash_attn"], has_gpu, WITHOUT_FLASH_ATTENTION
         ),
         _check_gpu_package(("triton",), error_by_module["triton"], has_gpu, WITHOUT_TRITON),
-        _check_core(error_by_module["megatron.core"]),
+        core,
     ]
 
 
@@ -156,10 +158,7 @@ def _check_torch(torch_text: str, error_text: str, has_gpu: bool) -> Finding:
     cuda_text = f"CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else "CPU"
     version_text = f"{torch_facts['version']}, built for {cuda_text}"
     if has_gpu and not torch_facts["gpus"]:
-        advice = (
-            "the driver is older than this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs: "
-            "update the driver, or unset it"
-        )
+        advice = "update the driver, which may be older than this CUDA, or unset CUDA_VISIBLE_DEVICES"
         return Finding("torch", f"{version_text}, sees no GPU, but nvidia-smi does", "broken", advice)
     gpus_text = f"{torch_facts['gpus']} GPUs, NCCL {torch_facts['nccl']}" if torch_facts["gpus"] else "no GPU"
     return Finding("torch", f"{version_text}, {gpus_text}")
@@ -183,13 +182,6 @@ def _check_gpu_package(
     return Finding(name, "not installed; needed only on GPUs")
 
 
-def _check_core(error_text: str) -> Finding:
-    if not error_text:
-        return Finding("megatron.core", "imports")
-    advice = "fix the packages above, then run make setup"
-    return Finding("megatron.core", f"does not import: {error_text}", "broken", advice)
-
-
 # --- GPUs ---------------------------------------------------------------------------------------------------
 
 
@@ -198,25 +190,19 @@ def _check_gpus(gpus: list[GpuInfo]) -> Iterator[Finding]:
         yield Finding("gpus", "none; training runs on the CPU (platform: cpu), and only training needs GPUs")
         return
 
-    gpu_kinds = {
-        f"{gpu.gpu_name}, {gpu.total_memory_mib / 1024:.0f} GiB, driver {gpu.driver_version}" for gpu in gpus
-    }
-    if len(gpu_kinds) > 1:
-        kinds_text = f"{len(gpus)} GPUs of several kinds: {'; '.join(sorted(gpu_kinds))}"
-        yield Finding("gpus", kinds_text, "note", "the slowest and smallest of them limits the run")
+    kind = "{0.gpu_name}, {1:.0f} GiB, driver {0.driver_version}"
+    kinds = {kind.format(gpu, gpu.total_memory_mib / 1024) for gpu in gpus}
+    if len(kinds) > 1:
+        found = f"{len(gpus)} GPUs of several kinds: {'; '.join(sorted(kinds))}"
+        yield Finding("gpus", found, "note", "the slowest and smallest of them limits the run")
     else:
-        yield Finding("gpus", f"{len(gpus)} x {gpu_kinds.pop()}")
+        yield Finding("gpus", f"{len(gpus)} x {kinds.pop()}")
 
-    memory_texts = [
-        f"GPU {gpu.gpu_index} {gpu.used_memory_mib / 1024:.1f} GiB"
-        for gpu in gpus
-        if gpu.used_memory_mib > 1024
-    ]
-    if memory_texts:
-        advice = (
-            "another program uses their memory; nvidia-smi names it: stop it, or set CUDA_VISIBLE_DEVICES"
-        )
-        yield Finding("gpus in use", ", ".join(memory_texts), "note", advice)
+    used_gpus = [gpu for gpu in gpus if gpu.used_memory_mib > 1024]
+    if used_gpus:
+        found = ", ".join(f"GPU {gpu.gpu_index} {gpu.used_memory_mib / 1024:.1f} GiB" for gpu in used_gpus)
+        advice = "stop the program that nvidia-smi names, or set CUDA_VISIBLE_DEVICES"
+        yield Finding("gpus in use", found, "note", advice)
 
 
 def _check_environment(has_gpu: bool) -> Iterator[Finding]:
@@ -224,11 +210,8 @@ def _check_environment(has_gpu: bool) -> Iterator[Finding]:
     variables = {name: value for name, value in os.environ.items() if name.startswith(WATCHED_VARIABLES)}
     variables_text = ", ".join(f"{name}={value}" for name, value in sorted(variables.items())) or "none set"
     slow_switches = [name for name in SLOW_NCCL_SWITCHES if variables.get(name, "0") not in ("0", "")]
-    if slow_switches:
-        advice = f"unset {' '.join(slow_switches)}: they switch off fast communication"
-        yield Finding("nccl environment", variables_text, "note", advice)
-    else:
-        yield Finding("nccl environment", variables_text)
+    advice = f"unset {' '.join(slow_switches)}: they switch off fast communication" if slow_switches else ""
+    yield Finding("nccl environment", variables_text, "note" if slow_switches else "ok", advice)
 
     allocator = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if has_gpu and "expandable_segments:True" not in allocator:
@@ -245,10 +228,7 @@ def check_all_reduce(num_gpus: int) -> Finding:
     reduced = run_group("toolkit.doctor.all_reduce", [backend], num_ranks)
     if reduced.returncode:
         finding_text = f"over {num_ranks} ranks failed: {last_output_lines(reduced, 3)}"
-        advice = (
-            "run again with NCCL_DEBUG=INFO; check the network interface (NCCL_SOCKET_IFNAME), "
-            "/dev/shm and the driver"
-        )
+        advice = "run again with NCCL_DEBUG=INFO; check NCCL_SOCKET_IFNAME, /dev/shm and the driver"
         return Finding("all-reduce", finding_text, "broken", advice)
     speed_text = reduced.stdout.rpartition("RESULT ")[2].strip()
     return Finding("all-reduce", f"{backend} over {pluralize(num_ranks, 'rank')}: correct, {speed_text}")
@@ -262,9 +242,7 @@ def _check_shared_memory() -> Finding:
     usage_text = f"/dev/shm {usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
     if usage.free >= 4 * GIB:
         return Finding(name, usage_text)
-    advice = (
-        "loader workers pass rows through it, NCCL its buffers: use docker run --ipc=host, or --shm-size=16g"
-    )
+    advice = "loader workers and NCCL pass data through it: use docker run --ipc=host, or --shm-size=16g"
     return Finding(name, usage_text, "broken" if usage.free < GIB // 4 else "note", advice)
 
 

@@ -11,17 +11,12 @@ import torch
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.pixels import (
-    PixelError,
-    image_grid,
-    image_planes,
-    image_size,
-    probe_video,
-    video_grid,
-    video_planes,
-)
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import image_grid, video_grid
+from megatron_vl.data.sample.images import image_planes, image_size
 from megatron_vl.data.sample.thinking import GeneratedAnswer
-from toolkit.generate.answers import Answerer
+from megatron_vl.data.sample.videos import probe_video, video_planes
+from toolkit.generate.answers import THINK, Answerer
 
 PromptPart = Mapping[str, Any]
 """VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
@@ -42,7 +37,7 @@ class CheckpointModel:
 
     def __init__(self, hf_dir: Path, settings: Mapping[str, Any], allowed_roots: Sequence[Path]) -> None:
         self.allowed_roots = [root.resolve() for root in allowed_roots]
-        self.think = {"on": True, "off": False, None: None}[settings.get("thinking")]
+        self.think = THINK[settings.get("thinking")]
         data_config = DataConfig(video_max_frames=768)  # as in the released processors
         limits = tuple(settings["max_new_tokens"])
         self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
@@ -52,13 +47,8 @@ class CheckpointModel:
         media_items: list[MediaItem] = []
         messages = []
         for role, parts in prompt_turns(prompt):
-            content = [self._chat_part(part, media_items) for part in parts]
-            messages.append({"role": role, "content": content})
-        chat_encoder = self.answerer.encoder.chat_encoder
-        token_ids = chat_encoder.encode_prompt(
-            messages, [item.grid_thw for item in media_items], (), self.think
-        )
-        return TokenizedSample(token_ids, torch.zeros(len(token_ids), dtype=torch.bool), media_items)
+            messages.append({"role": role, "content": [self._chat_part(part, media_items) for part in parts]})
+        return self.answerer.encoder.encode_prompt(messages, media_items, self.think)
 
     def _chat_part(self, part: PromptPart, media_items: list[MediaItem]) -> dict[str, str]:
         """Converts a part for the chat template, and adds its medium to the list."""
@@ -71,21 +61,18 @@ class CheckpointModel:
         path = Path(part["value"])
         if not any(path.resolve().is_relative_to(root) for root in self.allowed_roots):
             raise ValueError(f"{path} is not inside the folder of the data set")
-        read = self._read_image if part["type"] == "image" else self._read_video
         try:
-            media_items.append(read(path.read_bytes(), part))
+            media_items.append(self._read_medium(path.read_bytes(), part))
         except PixelError as error:
             raise PixelError(f"{path}: {error}") from error
         return {"type": part["type"]}
 
-    def _read_image(self, file_bytes: bytes, _: PromptPart) -> MediaItem:
+    def _read_medium(self, file_bytes: bytes, part: PromptPart) -> MediaItem:
+        """An image, or the frames of a video that the checkpoint's own video processor takes."""
         settings = self.answerer.encoder.pixel_settings
-        grid = image_grid(*image_size(file_bytes), settings)
-        return MediaItem(grid, image_planes(file_bytes, grid, settings))
-
-    def _read_video(self, file_bytes: bytes, part: PromptPart) -> MediaItem:
-        """The frames that the checkpoint's own video processor takes."""
-        settings = self.answerer.encoder.pixel_settings
+        if part["type"] == "image":
+            grid = image_grid(*image_size(file_bytes), settings)
+            return MediaItem(grid, image_planes(file_bytes, grid, settings))
         info = probe_video(file_bytes)
         if part.get("nframes"):
             count = int(part["nframes"])

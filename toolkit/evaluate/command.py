@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_vl.system.errors import UsageError
 
@@ -23,9 +23,7 @@ def evaluate(options: EvaluateOptions) -> int:
         dataset_name, lmu_data = find_dataset(options.data)
         from .evaluation import run_evaluation
 
-        result = run_evaluation(
-            options, dataset_name, lmu_data, lambda line: print(line, file=sys.stderr, flush=True)
-        )
+        result = run_evaluation(options, dataset_name, lmu_data)
     # A folder without a checkpoint is a wrong argument too.
     except (UsageError, ValueError, FileNotFoundError) as error:
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
@@ -70,17 +68,14 @@ def print_table(result: Evaluation, report_path: Path) -> None:
     for name in ("tensors", "answers"):
         table.add_row(name, *(facts[name] for facts in checkpoints))
     for name in dict.fromkeys(name for facts in checkpoints for name in facts["metrics"]):
-        table.add_row(escape(name), *(_format_metric(facts["metrics"].get(name)) for facts in checkpoints))
+        values = [facts["metrics"].get(name) for facts in checkpoints]
+        texts = ["missing" if v is None else f"{v:.4f}".rstrip("0").rstrip(".") for v in values]
+        table.add_row(escape(name), *texts)
     if any(facts["unanswered"] for facts in checkpoints):
         table.add_row("cut off while thinking", *(str(facts["unanswered"]) for facts in checkpoints))
     console.print(table)
     for problem in result.problems[:10]:
         console.print(problem, soft_wrap=True, markup=False)
-    verdict = "the converted checkpoint equals the original"
-    if result.problems:
-        verdict = f"FAILED: {len(result.problems)} problems"
-    console.print(f"{verdict}; {report_path}", soft_wrap=True, markup=False)
-
-
-def _format_metric(value: Any) -> str:
-    return "missing" if value is None else f"{value:.4f}".rstrip("0").rstrip(".")
+    failures = f"FAILED: {len(result.problems)} problems" if result.problems else ""
+    outcome = failures or "the converted checkpoint equals the original"
+    console.print(f"{outcome}; {report_path}", soft_wrap=True, markup=False)

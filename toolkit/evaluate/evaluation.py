@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -26,10 +25,10 @@ from converters.peft_folder import is_peft_folder
 from megatron_vl.data.sample.thinking import has_thinking_switch
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.system.errors import UsageError, UserError
+from megatron_vl.system.processes import kill_process_tree
 from megatron_vl.weights.tensor_files import DTYPE_BY_CODE, dtype_name
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import check_hf_folder
-from toolkit.common.process_tree import kill_process_tree
 from toolkit.evaluate.options import EvaluateOptions
 from toolkit.evaluate.sandbox import choose_sandbox, copy_data, process_variables
 from toolkit.evaluate.vlmevalkit_adapter import NO_JUDGE, QUESTION_COUNT_FILE, UNUSABLE_FILE
@@ -56,9 +55,12 @@ class Evaluation:
     """What differs from the original or is missing, one line each."""
 
 
-def run_evaluation(
-    options: EvaluateOptions, dataset_name: str, lmu_data: Path, show_line: Callable[[str], None]
-) -> Evaluation:
+def show_line(text: str) -> None:
+    """Shows what is being done, apart from the table on standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) -> Evaluation:
     """Compares and scores the checkpoints of ``options``.
 
     Raises:
@@ -87,7 +89,7 @@ def run_evaluation(
     result.problems += differences
     # The comparison took seconds; what follows can take hours.
     if not result.problems:
-        _ask_and_score(options, result, lmu_data, show_line)
+        _ask_and_score(options, result, lmu_data)
     return result
 
 
@@ -113,10 +115,10 @@ def folder_hash(hf_dir: Path) -> str:
 
 def _check_options(options: EvaluateOptions) -> None:
     if options.judge:
-        _, _, judge_url = options.judge.partition("@")
-        if not judge_url:
+        judge_host = urlsplit(options.judge.partition("@")[2]).hostname
+        if not judge_host:
             raise UsageError(f"--judge {options.judge}: give the address of its server too, NAME@URL")
-        if urlsplit(judge_url).hostname not in ("localhost", "127.0.0.1", "::1"):
+        if judge_host not in ("localhost", "127.0.0.1", "::1"):
             raise UsageError(f"--judge {options.judge}: the judge must be on this machine")
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / MARKER_FILE).exists():
         raise UsageError(
@@ -146,8 +148,8 @@ def _package_versions() -> dict[str, str]:
 def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     """What decides answers and scores, with a choice for what was not given."""
     tensor_folder = check_hf_folder(options.original)
-    code_counts = Counter(tensor_folder.dtype_code(name) for name in tensor_folder.file_by_tensor)
-    weights_dtype = DTYPE_BY_CODE.get(code_counts.most_common(1)[0][0], torch.bfloat16)
+    codes = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor))
+    weights_dtype = DTYPE_BY_CODE.get(codes.most_common(1)[0][0], torch.bfloat16)
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
     num_gpus = torch.cuda.device_count()
     return {
@@ -165,13 +167,11 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
 # --- VLMEvalKit ---------------------------------------------------------------------------------------------
 
 
-def _ask_and_score(
-    options: EvaluateOptions, result: Evaluation, lmu_data: Path, show_line: Callable[[str], None]
-) -> None:
+def _ask_and_score(options: EvaluateOptions, result: Evaluation, lmu_data: Path) -> None:
     """Lets VLMEvalKit ask and score all checkpoints, and adds what it wrote to ``result``."""
     work_dir = (options.out / "work").resolve()
     _prepare_work_dir(options, work_dir, result, lmu_data)
-    _run_vlmevalkit(options, work_dir, result, show_line)
+    _run_vlmevalkit(options, work_dir, result)
 
     result.questions = int((work_dir / QUESTION_COUNT_FILE).read_text())
     for role, facts in result.checkpoints.items():
@@ -217,9 +217,7 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
     (work_dir / "job.json").write_text(json.dumps(job, indent=1))
 
 
-def _run_vlmevalkit(
-    options: EvaluateOptions, work_dir: Path, result: Evaluation, show_line: Callable[[str], None]
-) -> None:
+def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation) -> None:
     """Runs VLMEvalKit in the sandbox to its end, with its own way of sharing questions between processes.
 
     Raises:
@@ -284,11 +282,9 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
     status = json.loads(status_path.read_text()).get("datasets", {}).get(dataset_name, {})
     if reason := status.get("error_message") or status.get("skip_reason"):
         return {}, reason
-    metrics = {}
-    for name, value in status.get("metrics", {}).items():
-        # A metric is NaN if no question of its kind was asked.
-        if isinstance(value, (int, float)) and not math.isnan(value):
-            metrics[name] = value
+    numbers = {name: v for name, v in status.get("metrics", {}).items() if isinstance(v, (int, float))}
+    # A metric is NaN if no question of its kind was asked.
+    metrics = {name: value for name, value in numbers.items() if not math.isnan(value)}
     return metrics, "" if metrics else f"VLMEvalKit stopped at {status.get('status')!r}"
 
 
@@ -305,10 +301,11 @@ def compare_answers(original_dir: Path, converted_dir: Path) -> tuple[str, str, 
         {line["key"]: (line["answer"], line["thinking"]) for line in read_answers(folder)}
         for folder in (original_dir, converted_dir)
     )
-    problems = []
-    for key in sorted(expected.keys() | found.keys()):
-        if expected.get(key) != found.get(key):
-            problems.append(f"answer to prompt {key}: {expected.get(key)} and {found.get(key)}")
+    problems = [
+        f"answer to prompt {key}: {expected.get(key)} and {found.get(key)}"
+        for key in sorted(expected.keys() | found.keys())
+        if expected.get(key) != found.get(key)
+    ]
     return str(len(expected)), f"{len(problems)} differ" if problems else "identical", problems
 
 

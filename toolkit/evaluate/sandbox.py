@@ -41,14 +41,13 @@ def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
 
 def _works(words: list[str]) -> bool:
     return (
-        bool(shutil.which(words[0])) and not subprocess.run([*words, "true"], capture_output=True).returncode
+        bool(shutil.which(words[0])) and subprocess.run([*words, "true"], capture_output=True).returncode == 0
     )
 
 
 def process_variables(work_dir: Path) -> dict[str, str]:
     """Variables of the process: offline, with its own copy of the data and its own temporary files."""
     variables = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
-
     variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLMEVALKIT_USE_MODELSCOPE": "0"}
     variables |= {"LMUData": str(work_dir / "data"), "HF_HUB_CACHE": str(work_dir / "cache" / "hub")}
     variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1")  # for a judge

@@ -70,11 +70,11 @@ class VlmEvalKitModel:
     def _answer(self, prompt: list[dict[str, Any]]) -> str:
         from toolkit.evaluate.checkpoint_model import prompt_turns
 
-        key = hashlib.sha256(json.dumps(prompt, default=str, sort_keys=True).encode()).hexdigest()[:16]
+        prompt_text = json.dumps(prompt, default=str, sort_keys=True)
         reply = self.model.generate_answer(prompt)
         parts = prompt_turns(prompt)[-1][1]
         line = {
-            "key": key,
+            "key": hashlib.sha256(prompt_text.encode()).hexdigest()[:16],
             "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
             "media": [str(part["value"]) for part in parts if part["type"] != "text"],
             "answer": reply.answer_text,

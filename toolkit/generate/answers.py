@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,8 +17,8 @@ from torch import Tensor
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
-from megatron_vl.data.sample.chat import read_stop_tokens
-from megatron_vl.data.sample.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
+from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.system.errors import UserError
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
@@ -32,6 +33,8 @@ from .options import GenerateOptions
 
 DEFAULT_LIMITS = 128, 2048
 """Largest number of tokens of an answer, without and with thinking."""
+THINK = {"on": True, "off": False, None: None}
+"""``--thinking`` as the chat template's switch."""
 PROGRESS_INTERVAL = 20
 """Samples of a data set between two lines of progress."""
 
@@ -65,27 +68,17 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
     facts = json.loads(facts_path.read_text()) if facts_path.is_file() else {}
     if facts.get("weights") != reader.manifest["digest"]:
         print_line(f"exporting step {step} to {export_dir}")
-        job = ExportJob(
-            checkpoint=str(step_dir),
-            hf=hf,
-            out=str(export_dir),
-            parent=os.getpid(),
-            leave_free=0,
-            facts={"step": step},
-            merges_adapter=bool(reader.lora.rank),
-        )
-        export_step(job)
+        facts, merges = {"step": step}, bool(reader.lora.rank)
+        export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), 0, facts, merges))
     return export_dir
 
 
 def with_trained_media(data_config: DataConfig, hf_dir: Path) -> DataConfig:
     """The limits of images and videos that the export of ``hf_dir`` names, where none is given."""
-    default = DataConfig()
-    unstated: dict[str, Any] = {}
-    for name, limit in exported_media(hf_dir).items():
-        if getattr(data_config, name) == getattr(default, name):
-            unstated[name] = limit
-    return dataclasses.replace(data_config, **unstated)
+    stated = {name for name, value in vars(data_config).items() if value != getattr(DataConfig(), name)}
+    limits: dict[str, Any] = exported_media(hf_dir)
+    trained = {name: limit for name, limit in limits.items() if name not in stated}
+    return dataclasses.replace(data_config, **trained)
 
 
 class Answerer:
@@ -97,14 +90,9 @@ class Answerer:
     """
 
     def __init__(
-        self,
-        hf_dir: Path,
-        data_config: DataConfig,
-        limits: tuple[int, int],
-        dtype: torch.dtype | None = None,
+        self, hf_dir: Path, data_config: DataConfig, limits: tuple[int, int], dtype: torch.dtype | None = None
     ) -> None:
-        self.hf_dir = hf_dir
-        self.limits = limits
+        self.hf_dir, self.limits = hf_dir, limits
         self.encoder = SampleEncoder(hf_dir, data_config)
         self.pixel_norm = read_pixel_norm(hf_dir)
         self.stop_token_ids = read_stop_tokens(hf_dir, self.encoder.chat_encoder.tokenizer)
@@ -143,11 +131,9 @@ class Answerer:
 def encode_prompt(encoder: SampleEncoder, options: GenerateOptions) -> TokenizedSample:
     """Encodes ``--image``, ``--video`` and ``--prompt``, in this order, as a user's turn."""
     files = [("image", path) for path in options.image] + [("video", path) for path in options.video]
-    content: list[dict[str, Any]] = [{"type": kind} for kind, _ in files]
-    content.append({"type": "text", "text": options.prompt})
-    media = [(kind, str(path), path.read_bytes()) for kind, path in files]
-    think = {"on": True, "off": False, None: None}[options.thinking]
-    return encoder.encode_prompt([{"role": "user", "content": content}], media, think=think)
+    content = [*({"type": kind} for kind, _ in files), {"type": "text", "text": options.prompt}]
+    media = [encoder.encode_medium(kind, str(path), path.read_bytes()) for kind, path in files]
+    return encoder.encode_prompt([{"role": "user", "content": content}], media, THINK[options.thinking])
 
 
 def answer_dataset(
@@ -159,14 +145,14 @@ def answer_dataset(
         A line with the share of answers that equal their reference.
     """
     equal = answered = 0
-    left_out: dict[str, int] = {}
+    left_out: Counter[str] = Counter()
     for key, sample in _encoded_samples(answerer, config, left_out):
         prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
         begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
         reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
         answer = answerer.answer(prompt)[0].answer_text
-        line = {"key": key, "prompt": answerer.decode(prompt.token_ids)}
-        line |= {"reference": reference, "answer": answer}
+        prompt_text = answerer.decode(prompt.token_ids)
+        line = {"key": key, "prompt": prompt_text, "reference": reference, "answer": answer}
         with out_path.open("a", encoding="utf-8") as out_file:
             print(json.dumps(line, ensure_ascii=False), file=out_file)
         answered += 1
@@ -180,7 +166,7 @@ def answer_dataset(
 
 
 def _encoded_samples(
-    answerer: Answerer, config: TrainConfig, left_out: dict[str, int]
+    answerer: Answerer, config: TrainConfig, left_out: Counter[str]
 ) -> Iterator[tuple[str, TokenizedSample]]:
     """(key, sample) as a run trains on it. Counts the samples that a run leaves out in ``left_out``."""
     data_config = answerer.encoder.data_config
@@ -197,7 +183,7 @@ def _encoded_samples(
                 if row_encoder.dropped_samples or sample is None or not sample.loss_mask.any():
                     dropped = row_encoder.dropped_samples
                     reason = dropped[0].reason if dropped else (encoded.refused or ("no answer", ""))[0]
-                    left_out[reason] = left_out.get(reason, 0) + 1
+                    left_out[reason] += 1
                     continue
                 yield raw_sample.key, sample
 

@@ -14,26 +14,20 @@ from .options import GenerateOptions
 def generate(options: GenerateOptions) -> int:
     """Answers the prompt or the data set. Returns the exit code."""
     config = parse_config(options.fields)
-    from .answers import (
-        DEFAULT_LIMITS,
-        Answerer,
-        answer_dataset,
-        encode_prompt,
-        exported_folder,
-        with_trained_media,
-    )
+    from . import answers
 
     print_line = partial(print, file=sys.stderr, flush=True)
-    hf_dir = exported_folder(options.checkpoint, config.model.hf, print_line)
-    limits = (options.max_new_tokens, options.max_new_tokens) if options.max_new_tokens else DEFAULT_LIMITS
-    answerer = Answerer(hf_dir, with_trained_media(config.data, hf_dir), limits)
+    hf_dir = answers.exported_folder(options.checkpoint, config.model.hf, print_line)
+    limit = options.max_new_tokens
+    limits = (limit, limit) if limit else answers.DEFAULT_LIMITS
+    answerer = answers.Answerer(hf_dir, answers.with_trained_media(config.data, hf_dir), limits)
     if options.out is not None:
         if not config.data.path or config.data.is_synthetic:
             raise UsageError("--out needs --data.path, the data set whose samples are answered")
-        print(answer_dataset(answerer, config, options.out, print_line))
+        print(answers.answer_dataset(answerer, config, options.out, print_line))
         return 0
 
-    answer, shortcoming = answerer.answer(encode_prompt(answerer.encoder, options))
+    answer, shortcoming = answerer.answer(answers.encode_prompt(answerer.encoder, options))
     if shortcoming:
         print_line(shortcoming)
     if answer.thinking_text is not None:

@@ -92,11 +92,8 @@ class HfActivationRecorder(ActivationRecorder):
 
         The positions are patches in the tower, merge units after a merger, and tokens in the language model.
         """
-        located_tensors: dict[str, Tensor] = {}
-        for location, values in self.recorded_values.items():
-            if values:
-                located_tensors[location] = torch.cat([value.flatten(0, -2) for value in values])
-        return located_tensors
+        recorded = {name: [v.flatten(0, -2) for v in values] for name, values in self.recorded_values.items()}
+        return {name: torch.cat(values) for name, values in recorded.items() if values}
 
 
 class MegatronActivationRecorder(ActivationRecorder):
@@ -149,26 +146,22 @@ class MegatronActivationRecorder(ActivationRecorder):
             self._add_language_model(sums, step_batch, row_lengths, expected)
         sums.gather()
 
-        errors = {}
-        for location, expected_slice in expected.items():
-            errors[location] = sums.error(location, math.prod(expected_slice.get_shape()))
-        departures = []
-        for location, error in errors.items():
-            limit = ACTIVATION_TOLERANCE
-            if dtype == "bfloat16":  # against the fp32 reference
-                limit = BF16_ACTIVATION_RATIO * max(facts["activation_noise"][location], BF16_ROUNDING)
-            if not error <= limit:
-                departures.append(location)
+        errors = {name: sums.error(name, math.prod(part.get_shape())) for name, part in expected.items()}
+        limits = dict.fromkeys(errors, ACTIVATION_TOLERANCE)
+        if dtype == "bfloat16":  # against the fp32 reference
+            for name, noise in facts["activation_noise"].items():
+                limits[name] = BF16_ACTIVATION_RATIO * max(noise, BF16_ROUNDING)
+        departures = [name for name, error in errors.items() if not error <= limits[name]]
         return {"activations": errors, "departs": departures[0] if departures else ""}
 
     def _add_tower(self, sums: ErrorSums[str], step_batch: StepBatch, expected: dict[str, Any]) -> None:
         """Adds the errors of patches and merge units. Context-parallel ranks split the frames of a row."""
         grid, num_rows = self.grid, len(step_batch.rows)
-        encoded_rows = []  # the rows of which this rank encodes pictures
-        for i, row in enumerate(step_batch.rows):
-            has_pictures = bool(step_batch.vision_lengths[i][0])
-            if has_pictures and (row.feature_route is None or row.feature_route.encodes):
-                encoded_rows.append(i)
+        encoded_rows = [  # the rows of which this rank encodes images
+            i
+            for i, (row, lengths) in enumerate(zip(step_batch.rows, step_batch.vision_lengths, strict=True))
+            if lengths[0] and (row.feature_route is None or row.feature_route.encodes)
+        ]
         own_values: dict[tuple[str, int, int], Tensor] = {}
         for location, recorded_rows in self.recorded_values.items():
             if not location.startswith(VISION_LOCATIONS) or grid.tp_rank:

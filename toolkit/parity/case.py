@@ -169,12 +169,10 @@ def pack_step(trainer: Trainer, samples: list[list[TokenizedSample]]) -> StepBat
         samples: for each row of the global batch, its samples.
     """
     grid, spec = trainer.grid, trainer.spec
-    own_samples = list(replica_rows([samples], grid.dp_rank, grid.dp))
-    packed_rows = None
-    if grid.owns_loader:
-        packed_rows = GivenRows([pack_row(row, spec, trainer.config.data.seq_len) for row in own_samples])
-    batches = BatchBroadcast(grid, trainer.platform, packed_rows, len(own_samples), vision_spec=spec.vision)
-    return batches.next_batch()
+    rows = list(replica_rows([samples], grid.dp_rank, grid.dp))
+    packed = GivenRows(pack_row(row, spec, trainer.config.data.seq_len) for row in rows)
+    loader = packed if grid.owns_loader else None
+    return BatchBroadcast(grid, trainer.platform, loader, len(rows), vision_spec=spec.vision).next_batch()
 
 
 def train_on_samples(
@@ -205,9 +203,11 @@ def encode_conversations(conversations_path: Path, hf_dir: str | Path) -> list[T
     encoder = SampleEncoder(hf_dir)
     samples = []
     for conversation in json.loads(conversations_path.read_text()):
-        paths = map(Path, conversation["images"])
-        media = [("image", path.name, path.read_bytes()) for path in paths]
-        samples.append(encoder.encode_sample(conversation["messages"], media))
+        images = [
+            encoder.encode_medium("image", path.name, path.read_bytes())
+            for path in map(Path, conversation["images"])
+        ]
+        samples.append(encoder.encode_sample(conversation["messages"], images))
     return samples
 
 
@@ -220,16 +220,15 @@ def draw_samples(
         sample_kinds: for each row, the kinds of its samples.
         case: the case whose conversations kinds such as ``sample:2`` name.
     """
-    stored_samples = encode_conversations(Path(case.samples), case.hf) if case and case.samples else []
-    sample_seeds = itertools.count(100 * step_number)
+    stored = encode_conversations(Path(case.samples), case.hf) if case and case.samples else []
+    seeds = itertools.count(100 * step_number)
 
-    def draw_one_sample(sample_kind: str) -> TokenizedSample:
-        sample_seed = next(sample_seeds)
-        if sample_kind.startswith("sample:"):
-            return stored_samples[int(sample_kind.removeprefix("sample:"))]
-        return make_sample(sample_kind, spec, seed=sample_seed)
+    def draw(kind: str) -> TokenizedSample:
+        seed = next(seeds)
+        name, _, number = kind.partition(":")
+        return stored[int(number)] if name == "sample" else make_sample(kind, spec, seed=seed)
 
-    return [[draw_one_sample(kind) for kind in row] for row in sample_kinds]
+    return [[draw(kind) for kind in row] for row in sample_kinds]
 
 
 def write_cases(cases: list[ParityCase], cases_path: Path) -> None:

@@ -68,14 +68,16 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         elif WeightReader(weights_dir).spec.different_fields(spec):
             raise UserError(f"--checkpoint {weights_dir} holds another model than --hf {hf_dir}")
 
-        samples = prepare_samples(hf_dir, work_dir, _rows_per_step(options))
-        token_count = sum(map(len, samples))
-        device = reference_device(hf_dir)
+        # Every layout has this number of rows, so that one reference serves all of them.
+        row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
+        num_rows = row_multiple * -(-2 // row_multiple)
+        samples = prepare_samples(hf_dir, work_dir, num_rows)
+        num_tokens, device = sum(map(len, samples)), reference_device(hf_dir)
         print_line(
-            f"transformers on {len(samples)} conversations of {token_count} tokens, {options.dtype}, {device}"
+            f"transformers on {len(samples)} conversations of {num_tokens} tokens, {options.dtype}, {device}"
         )
         _run_reference(options, hf_dir, work_dir, device)
-        case_fields = _case_fields(options, hf_dir, weights_dir, samples, work_dir)
+        case_fields = _case_fields(options, hf_dir, weights_dir, samples, num_rows, work_dir)
         results_by_layout = run_layouts(options, case_fields, print_line)
 
     return {
@@ -113,12 +115,6 @@ def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path, device:
         raise UserError(f"transformers failed on {hf_dir}:\n{last_output_lines(completed_process)}")
 
 
-def _rows_per_step(options: ParityOptions) -> int:
-    """Returns the number of rows in a step: one for all layouts, so that one reference serves them."""
-    row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
-    return row_multiple * -(-2 // row_multiple)
-
-
 def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
     """Raises UserError, in terms of the command line, if the layout is impossible for this model."""
     if spec.language.moe and layout_spec.tp > 1 and not layout_spec.sequence_parallel:
@@ -140,12 +136,10 @@ def prepare_samples(hf_dir: Path, work_dir: Path, least_samples: int) -> list[To
     """
     media_root = work_dir / "raw" / "media"
     raw_records = json.loads(write_raw_data(work_dir / "raw").read_text())
-    conversation_records = [record for record in raw_records if record["id"] in DEMO_CONVERSATIONS]
-
-    # Every row of the step needs a sample, so they are repeated if there are fewer.
-    sample_count = max(len(conversation_records), least_samples)
+    records = [record for record in raw_records if record["id"] in DEMO_CONVERSATIONS]
     conversations = []
-    for record in itertools.islice(itertools.cycle(conversation_records), sample_count):
+    # Every row of the step needs a sample, so they are repeated if there are fewer.
+    for record in itertools.islice(itertools.cycle(records), max(len(records), least_samples)):
         conversation = read_conversation(record)
         images = [str(media_root / reference) for _, reference in conversation.media_references]
         conversations.append({"messages": conversation.messages, "images": images})
@@ -155,15 +149,19 @@ def prepare_samples(hf_dir: Path, work_dir: Path, least_samples: int) -> list[To
 
 
 def _case_fields(
-    options: ParityOptions, hf_dir: Path, weights_dir: Path, samples: list[TokenizedSample], work_dir: Path
+    options: ParityOptions,
+    hf_dir: Path,
+    weights_dir: Path,
+    samples: list[TokenizedSample],
+    num_rows: int,
+    work_dir: Path,
 ) -> dict[str, Any]:
     """The fields that the cases of all layouts share."""
-    row_count = _rows_per_step(options)
-    bounds = [len(samples) * i // row_count for i in range(row_count + 1)]
-    longest_row = max(sum(map(len, samples[start:end])) for start, end in itertools.pairwise(bounds))
+    rows = list(itertools.pairwise(len(samples) * i // num_rows for i in range(num_rows + 1)))
+    longest_row = max(sum(map(len, samples[start:end])) for start, end in rows)
     # All layouts get rows of one length, which each of them must be able to split.
     length_multiple = math.lcm(64, *(layout.tp * layout.cp for layout in options.layout_specs))
-    step_rows = [[f"sample:{i}" for i in range(*row)] for row in itertools.pairwise(bounds)]
+    step_rows = [[f"sample:{i}" for i in range(*row)] for row in rows]
     case_fields: dict[str, Any] = {
         "hf": str(hf_dir),
         "weights": str(weights_dir),
@@ -193,24 +191,24 @@ def run_layouts(
     platform = "cuda" if torch.cuda.is_available() else "cpu"
     layout_specs = sorted(options.layout_specs, key=lambda layout: layout.world_size)
     for world_size, layouts in itertools.groupby(layout_specs, key=lambda layout: layout.world_size):
-        cases = []
-        for layout in layouts:
-            layout_fields = layout.layout_arguments | {"sequence_parallel": layout.sequence_parallel}
-            cases.append(ParityCase(layout.layout_text, **case_fields, **layout_fields))
+        cases = [
+            ParityCase(
+                layout.layout_text,
+                sequence_parallel=layout.sequence_parallel,
+                **case_fields,
+                **layout.layout_arguments,
+            )
+            for layout in layouts
+        ]
         print_line(f"{', '.join(case.name for case in cases)} with {pluralize(world_size, 'rank')}")
         cases_path = Path(case_fields["reference"]) / f"cases_{world_size}.json"
         results_path = cases_path.with_name(f"results_{world_size}.json")
         write_cases(cases, cases_path)
-        completed_process = run_group(
-            "toolkit.parity.worker",
-            [cases_path, results_path, platform],
-            world_size,
-            on_cpu=platform == "cpu",
-        )
+        arguments: list[str | Path] = [cases_path, results_path, platform]
+        group = run_group("toolkit.parity.worker", arguments, world_size, on_cpu=platform == "cpu")
         # The worker writes after each case, so a crash loses only that case and later ones.
         written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
-        last_lines = last_output_lines(completed_process)
-        missing = {"ok": False, "error": f"the processes ended before this layout:\n{last_lines}"}
+        why = f"the processes ended before this layout:\n{last_output_lines(group)}"
         for case in cases:
-            results[case.name] = written_results.get(case.name, missing)
+            results[case.name] = written_results.get(case.name, {"ok": False, "error": why})
     return {layout.layout_text: results[layout.layout_text] for layout in options.layout_specs}

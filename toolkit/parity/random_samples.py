@@ -8,34 +8,20 @@ from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.synthetic import random_medium, random_text_ids
 from megatron_vl.spec.families import ModelSpec
 
-LARGE_IMAGE_GRID, SMALL_IMAGE_GRID = (1, 10, 14), (1, 4, 6)
+LARGE_IMAGE, SMALL_IMAGE = ("image", (1, 10, 14)), ("image", (1, 4, 6))
 """Grids in patches: one fills several 112-pixel windows (with ragged edges), one is smaller than a window."""
-VIDEO_GRID = (2, 6, 10)
+VIDEO = ("video", (2, 6, 10))
 
 SAMPLE_KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "text": ["text"],
     "short_text": ["short"],
-    "image": [("image", LARGE_IMAGE_GRID), "text"],
-    "two_images": [("image", SMALL_IMAGE_GRID), ("image", LARGE_IMAGE_GRID), "text"],
-    "image_between": ["text", ("image", LARGE_IMAGE_GRID), "text"],
-    "video": [("video", VIDEO_GRID), "text"],
-    "video_between": [
-        ("image", LARGE_IMAGE_GRID),
-        "short",
-        ("video", VIDEO_GRID),
-        "short",
-        ("image", SMALL_IMAGE_GRID),
-        "text",
-    ],
-    "mixed": [
-        "short",
-        ("image", SMALL_IMAGE_GRID),
-        "short",
-        ("video", VIDEO_GRID),
-        ("image", LARGE_IMAGE_GRID),
-        "text",
-    ],
-    "without_loss": [("image", SMALL_IMAGE_GRID), "question"],
+    "image": [LARGE_IMAGE, "text"],
+    "two_images": [SMALL_IMAGE, LARGE_IMAGE, "text"],
+    "image_between": ["text", LARGE_IMAGE, "text"],
+    "video": [VIDEO, "text"],
+    "video_between": [LARGE_IMAGE, "short", VIDEO, "short", SMALL_IMAGE, "text"],
+    "mixed": ["short", SMALL_IMAGE, "short", VIDEO, LARGE_IMAGE, "text"],
+    "without_loss": [SMALL_IMAGE, "question"],
     "word": ["one"],
     "words": ["three"],
 }

@@ -24,7 +24,7 @@ from converters.convert import convert_adapter, convert_weights
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_targets
 from megatron_vl.config import OptimizerConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
+from megatron_vl.data.sample.pixel_settings import PixelNorm, read_pixel_norm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
 from megatron_vl.system.errors import UserError
@@ -90,22 +90,14 @@ def hf_pixels(media_item: MediaItem, spec: ModelSpec, pixel_norm: PixelNorm) -> 
 
     Shape [patches, channels * time * patch * patch].
     """
-    vision_spec = spec.vision
-    frame_planes = media_item.planes
-    frame_count = media_item.grid_thw.t * vision_spec.temporal_patch_size
-    missing_count = frame_count - frame_planes.shape[0]
-    if missing_count > 0:  # the last frame is repeated
-        frame_planes = torch.cat([frame_planes, frame_planes[-1:].expand(missing_count, -1, -1)])
-
+    vision, planes, grid_t = spec.vision, media_item.planes, media_item.grid_thw.t
+    missing = grid_t * vision.temporal_patch_size - len(planes)
+    if missing > 0:  # the last frame is repeated
+        planes = torch.cat([planes, planes[-1:].expand(missing, -1, -1)])
     # [grid_t, temporal_patch_size, grid_h * grid_w, channels, patch_size ** 2]
-    pixel_values = pixel_norm.normalize_planes(frame_planes).view(
-        media_item.grid_thw.t,
-        vision_spec.temporal_patch_size,
-        -1,
-        vision_spec.in_channels,
-        vision_spec.patch_size**2,
-    )
-    return pixel_values.permute(0, 2, 3, 1, 4).reshape(-1, vision_spec.patch_dim)
+    shape = (grid_t, vision.temporal_patch_size, -1, vision.in_channels, vision.patch_size**2)
+    pixels = pixel_norm.normalize_planes(planes).view(shape)
+    return pixels.permute(0, 2, 3, 1, 4).reshape(-1, vision.patch_dim)
 
 
 def backward_mean_loss(
@@ -141,11 +133,11 @@ def backward_mean_loss(
 
 def gradients_by_name(model: torch.nn.Module) -> dict[str, Tensor]:
     """The gradient of each parameter that has one to compute; zeros where no sample reached it."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    return gradients
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in trained.items()
+    }
 
 
 def write_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path, weights_dir: Path) -> None:
@@ -155,14 +147,12 @@ def write_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path, weights_d
         hf_tensors: one tensor for each parameter, by its name in ``transformers``.
     """
     # The converter itself does it: the tensors are written as if they were a checkpoint's weights.
-    is_tied = read_spec(hf_dir).language.tied_embeddings
-    stored_tensors = {}
-    for name, tensor in hf_tensors.items():
-        if not (is_tied and name == "lm_head.weight"):
-            stored_tensors[name] = tensor.detach().float().cpu().contiguous()
+    stored = {name: tensor.detach().float().cpu().contiguous() for name, tensor in hf_tensors.items()}
+    if read_spec(hf_dir).language.tied_embeddings:
+        stored.pop("lm_head.weight", None)
     with tempfile.TemporaryDirectory(prefix="parity-tensors-") as folder:
         shutil.copy(Path(hf_dir) / "config.json", folder)
-        save_file(stored_tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        save_file(stored, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         convert_weights(folder, weights_dir)
 
 
@@ -185,8 +175,7 @@ def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapt
         b_scale = RANDOM_B_SCALE / rank**0.5
         for name, parameter in peft_model.named_parameters():
             if ".lora_B." in name:
-                random_values = torch.randn(parameter.shape, generator=generator)
-                parameter.data.copy_(random_values * b_scale)
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * b_scale)
         peft_model.save_pretrained(adapter_dir)
         return peft_model
     return peft.PeftModel.from_pretrained(model, adapter_dir, is_trainable=True, **SAFE_LOADING_ARGUMENTS)

@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample
-from megatron_vl.data.sample.pixels import decode_image, read_pixel_norm
+from megatron_vl.data.sample.images import decode_image
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UserError
 from megatron_vl.weights.weight_reader import WeightReader

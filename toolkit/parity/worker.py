@@ -31,7 +31,7 @@ from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import model_part
-from megatron_vl.training.state.checkpoint import read_live_shard
+from megatron_vl.training.state.load import read_live_shard
 from megatron_vl.training.step import reduce_losses, replicated_modules, run_schedule
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.weight_reader import WeightReader

@@ -18,10 +18,11 @@ from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layo
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system import host_memory
 from megatron_vl.system.errors import UsageError, UserError
-from toolkit.common.lora import with_adapter_settings
+from megatron_vl.training.lora import with_start_adapter
+from megatron_vl.training.resolve import find_source_checkpoint
 
 from .options import PlanOptions
-from .print_plan import Plan, print_plan
+from .print_plan import Plan, print_plan, write_run_yaml
 
 LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 
@@ -30,8 +31,6 @@ def plan(options: PlanOptions) -> int:
     """Returns 0, or 1 if the run's own layout, or every layout, does not fit."""
     found = make_plan(options)
     if options.yaml is not None:
-        from .run_file import write_run_yaml
-
         write_run_yaml(options.yaml, found.chosen)
     if options.json:
         print(json.dumps(plan_as_json(found), indent=2))
@@ -51,7 +50,8 @@ def make_plan(options: PlanOptions) -> Plan:
     config = _read_config(options)
     spec = read_spec(config.model.hf)
     # Adapters that are there already decide their own rank and targets, as at the start of a run.
-    config = with_adapter_settings(config, spec)
+    if config.lora.adapter:
+        config = with_start_adapter(config, spec, find_source_checkpoint(config))
     gpu = find_gpu(options.gpu) if options.gpu else local_gpu() or find_gpu()
     request = SearchRequest(config, spec, options.gpus, gpu, _host_gib(options))
     own = None
@@ -91,14 +91,12 @@ def _host_gib(options: PlanOptions) -> float:
 
 def _sets_layout(parallel_config: ParallelConfig, given_words: list[str]) -> bool:
     """Whether a run sets a layout. A default value counts if it stands on the command line."""
-    default_config = ParallelConfig()
-    given_options = {word.partition("=")[0] for word in given_words}
-    for field_name in LAYOUT_FIELDS:
-        value = getattr(parallel_config, field_name)
-        is_given = f"--parallel.{field_name}" in given_options
-        if value != "auto" and (is_given or value != getattr(default_config, field_name)):
-            return True
-    return False
+    given = {word.partition("=")[0] for word in given_words}
+    values = {name: getattr(parallel_config, name) for name in LAYOUT_FIELDS}
+    return any(
+        value != "auto" and (f"--parallel.{name}" in given or value != getattr(ParallelConfig(), name))
+        for name, value in values.items()
+    )
 
 
 def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> str:
@@ -118,7 +116,7 @@ def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> st
 
 def plan_as_json(found: Plan) -> dict[str, Any]:
     """What ``--json`` prints."""
-    request, rows = found.request, found.chosen.rows
+    request = found.request
     return {
         "family": request.spec.family,
         "gpus": request.world_size,
@@ -126,14 +124,7 @@ def plan_as_json(found: Plan) -> dict[str, Any]:
         "measured": request.gpu.is_measured,
         "seq_len": request.config.data.seq_len,
         "global_batch_size": request.config.global_batch_size,
-        "rows": {
-            "tokens": rows.tokens,
-            "token_pairs": rows.token_pairs,
-            "loss_tokens": rows.loss_tokens,
-            "patches": rows.patches,
-            "frame_pairs": rows.frame_pairs,
-            "window_pairs": rows.window_pairs,
-        },
+        "rows": found.chosen.rows._asdict(),
         "own": None if found.own is None else _prediction_facts(found.own, request),
         "layouts": [_prediction_facts(prediction, request) for prediction in found.fitting],
     }

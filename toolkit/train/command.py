@@ -19,7 +19,7 @@ from .prepare import prepare_run
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Sizes of pictures differ from row to row, which otherwise fragments the GPU's memory.
+    # Sizes of images differ from row to row, which otherwise fragments the GPU's memory.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "OMP_NUM_THREADS": "1",
 }
@@ -43,22 +43,22 @@ def train(options: TrainOptions) -> int:
         show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes)
         return 0
 
-    run_words = options.fields
+    run_args = options.fields
     if not launch_environment.is_rank:
         num_gpus = usable_gpus()
-        run_words = prepare_run(
-            run_words,
-            _read_config(run_words),
+        run_args = prepare_run(
+            run_args,
+            _read_config(run_args),
             is_first_node=_is_first_node(options, launch_environment),
             has_gpu=num_gpus > 0,
             options=options,
         )
-        launcher_arguments = _launcher_arguments(options, launch_environment, run_words, num_gpus or 1)
+        launcher_arguments = _launcher_arguments(options, launch_environment, run_args, num_gpus or 1)
         if launcher_arguments is not None:
             from megatron_vl.launch import main as launch
 
             sys.stdout.flush()
-            return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_words])
+            return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
 
     # From here on, this process is a rank: torchrun or Slurm started it as one, or it is the only one.
     if launch_environment.rank_variables and options.nproc_per_node:
@@ -71,7 +71,7 @@ def train(options: TrainOptions) -> int:
 
     is_rank = launch_environment.is_rank
     os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
-    return main(run_words)
+    return main(run_args)
 
 
 def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment) -> bool:
@@ -92,14 +92,14 @@ def _address(host: str) -> str:
 
 
 def _launcher_arguments(
-    options: TrainOptions, launch_environment: LaunchEnvironment, run_words: list[str], num_ranks: int
+    options: TrainOptions, launch_environment: LaunchEnvironment, run_args: list[str], num_ranks: int
 ) -> list[str] | None:
     """The launcher's options that start this node's ranks; None if this process is the only rank.
 
     Args:
         num_ranks: number of ranks of this node unless the user gives it.
     """
-    config = _read_config(run_words)
+    config = _read_config(run_args)
     nnodes = options.nnodes or launch_environment.nnodes
     ranks_per_node = options.nproc_per_node or num_ranks
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
@@ -111,18 +111,18 @@ def _launcher_arguments(
         check_data_path(config.data.path)
 
     # The ranks inherit this environment.
-    for variable_name, variable_value in GPU_ENVIRONMENT.items():
-        os.environ.setdefault(variable_name, variable_value)
+    for name, value in GPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if nnodes * ranks_per_node == 1:
         return None
     return ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node), *rendezvous_arguments]
 
 
-def _read_config(run_words: list[str]) -> TrainConfig:
-    if not run_words:
+def _read_config(run_args: list[str]) -> TrainConfig:
+    if not run_args:
         raise UsageError("no run is given: megatron-vl train --config RUN.yaml (--help explains every field)")
     try:
-        return parse_config(run_words)
+        return parse_config(run_args)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
 

@@ -43,10 +43,7 @@ def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
     master_port = 20000 + int(job_id) % 10000  # two jobs on one node get different ports
     if task_count <= node_count:
-        return LaunchEnvironment(
-            nnodes=node_count, master_addr=master_addr, master_port=master_port, job_id=job_id
-        )
-
+        return LaunchEnvironment(False, {}, node_count, master_addr, master_port, job_id)
     rank_variables = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(task_count),
@@ -60,6 +57,6 @@ def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 def first_host(nodelist: str) -> str:
     """Returns the first host of a Slurm list, such as ``gpu003`` for ``gpu[003-006,010],login1``."""
-    nodelist_match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
-    assert nodelist_match is not None  # all parts may be empty
-    return (nodelist_match[1] or "") + (nodelist_match[2] or "") + (nodelist_match[3] or "")
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
+    assert match is not None  # all parts may be empty
+    return "".join(match.groups(""))

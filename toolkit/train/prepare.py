@@ -161,7 +161,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     say(f"converting {records_path} into {dataset_dir}, once")
     source = {"files": _file_facts(records_path), "sha256": _digest(records_path)}
     conversion_options = ConversionOptions(
-        media_roots=options.media_roots([records_path]),
+        media_root=options.media_roots([records_path]),
         follow_links=options.follow_links,
         out=dataset_dir,
         workers=default_workers(),

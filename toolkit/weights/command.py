@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.plurals import pluralize
@@ -16,8 +14,10 @@ from .options import (
     MergeOptions,
     SplitOptions,
     VerifyOptions,
-    WeightOutputOptions,
 )
+
+if TYPE_CHECKING:
+    from converters.convert import WeightsReport
 
 SHOWN_DIFFERENCES = 10
 """Number of differing tensors that `verify` names."""
@@ -29,8 +29,10 @@ def convert(options: ConvertOptions) -> int:
 
     arguments = (options.hf, options.out, options.layout_arguments)
     if options.adapter is not None:
-        return _run_conversion(options, convert_adapter, options.adapter, *arguments)
-    return _run_conversion(options, convert_weights, *arguments)
+        report = convert_adapter(options.adapter, *arguments, force=options.force)
+    else:
+        report = convert_weights(*arguments, force=options.force)
+    return _print_report(report)
 
 
 def split(options: SplitOptions) -> int:
@@ -38,136 +40,84 @@ def split(options: SplitOptions) -> int:
     from converters.convert import reshard_weights
 
     layout = options.layout_arguments or ONE_RANK
-    arguments = (options.checkpoint, options.out, layout)
-    return _run_conversion(options, reshard_weights, *arguments)
+    return _print_report(reshard_weights(options.checkpoint, options.out, layout, force=options.force))
 
 
 def merge(options: MergeOptions) -> int:
     """Merges Megatron weights into unsplit ones."""
     from converters.convert import reshard_weights
 
-    arguments = (options.checkpoint, options.out, None)
-    return _run_conversion(options, reshard_weights, *arguments)
+    return _print_report(reshard_weights(options.checkpoint, options.out, None, force=options.force))
 
 
 def export(options: ExportOptions) -> int:
     """Exports Megatron weights to a Hugging Face folder, or the adapters of a run to a PEFT folder."""
     from converters.convert import export_adapter, export_weights
 
+    from .export_step import media_note
+
     if options.adapter and options.merge:
         raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
     arguments = (options.checkpoint, options.hf, options.out)
     if options.adapter:
-        return _run_conversion(options, export_adapter, *arguments)
-    return _run_conversion(
-        options,
-        export_weights,
-        *arguments,
-        original_dir=options.hf,
-        merges_adapter=options.merge,
-    )
+        report = export_adapter(*arguments, force=options.force)
+    else:
+        report = export_weights(*arguments, force=options.force, merges_adapter=options.merge)
+    report.notes += filter(None, [media_note(options.out, options.hf)])
+    return _print_report(report, "" if options.adapter else options.hf.name)
 
 
-def _run_conversion(
-    options: WeightOutputOptions,
-    run_conversion: Callable[..., Any],
-    *arguments: Any,
-    original_dir: Path | None = None,
-    **settings: Any,
-) -> int:
-    """Runs a conversion and prints a report of what was written.
+def _print_report(report: WeightsReport, original: str = "") -> int:
+    """Prints sizes, speed, layout and notes of a conversion. Returns exit code 0.
 
     Args:
-        run_conversion: converts with these arguments and settings, and returns a
-            :class:`converters.convert.WeightsReport`.
-        original_dir: the original folder of an export.
+        original: name of the original folder of an exported model.
     """
-    conversion_report = run_conversion(*arguments, force=options.force, **settings)
-
-    if isinstance(options, ExportOptions):
-        from .export_step import media_note
-
-        conversion_report.notes += filter(None, [media_note(options.out, options.hf)])
-    _print_report(conversion_report, original_dir)
-    return 0
-
-
-def _print_report(conversion_report: Any, original_dir: Path | None) -> None:
-    """Prints sizes, speed, layout and notes of a conversion."""
-    size_gb = conversion_report.bytes / 1e9
-    gb_per_second = conversion_report.bytes / max(conversion_report.seconds, 1e-9) / 1e9
     print(
-        f"{conversion_report.out}: {conversion_report.tensors} tensors "
-        f"in {pluralize(conversion_report.files, 'file')}, {size_gb:.2f} GB, "
-        f"{conversion_report.seconds:.1f} s, {gb_per_second:.2f} GB/s"
+        f"{report.out}: {report.tensors} tensors in {pluralize(report.files, 'file')}, "
+        f"{report.bytes / 1e9:.2f} GB, {report.seconds:.1f} s, "
+        f"{report.bytes / max(report.seconds, 1e-9) / 1e9:.2f} GB/s"
     )
-    if conversion_report.layout:
-        layers_text = ",".join(map(str, conversion_report.layout.layers_per_chunk))
-        experts_note = (
-            f", ep {conversion_report.layout.ep}, etp {conversion_report.layout.etp}"
-            if max(conversion_report.layout.ep, conversion_report.layout.etp) > 1
-            else ""
-        )
-        print(
-            f"layout: tp {conversion_report.layout.tp}, pp {conversion_report.layout.pp}, "
-            f"vpp {conversion_report.layout.vpp}, layers {layers_text}{experts_note}"
-        )
+    if layout := report.layout:
+        layers = ",".join(map(str, layout.layers_per_chunk))
+        experts = f", ep {layout.ep}, etp {layout.etp}" if max(layout.ep, layout.etp) > 1 else ""
+        print(f"layout: tp {layout.tp}, pp {layout.pp}, vpp {layout.vpp}, layers {layers}{experts}")
 
-    _print_notes(conversion_report, original_dir)
-
-
-def _print_notes(conversion_report: Any, original_dir: Path | None) -> None:
-    if conversion_report.carried:
-        treatment_note = (
-            "copied from the original folder as they are: they were not trained"
-            if original_dir
-            else "not converted: they are not trained, and an export copies them from the original folder"
-        )
-        print(
-            f"note: {conversion_report.carried} tensors of "
-            f"multi-token prediction (mtp.*) were {treatment_note}"
-        )
-
-    for report_note in conversion_report.notes:
-        print(f"note: {report_note}")
-    for (old_dtype, new_dtype), tensor_count in conversion_report.cast.items():
-        print(f"note: {tensor_count} tensors were cast from {old_dtype} to the origin's {new_dtype}")
-    for file_name in conversion_report.skipped:
-        print(
-            f"note: {file_name} was not copied: weights that are not part of "
-            f"{original_dir.name if original_dir else ''}'s safetensors index"
-        )
+    notes = list(report.notes)
+    if report.carried:
+        treatment = "not converted: they are not trained, and an export copies them from the original folder"
+        if original:
+            treatment = "copied from the original folder as they are: they were not trained"
+        notes.insert(0, f"{report.carried} tensors of multi-token prediction (mtp.*) were {treatment}")
+    for (old, new), count in report.cast.items():
+        notes.append(f"{count} tensors were cast from {old} to the origin's {new}")
+    for name in report.skipped:
+        notes.append(f"{name} was not copied: weights that are not part of {original}'s safetensors index")
+    for note in notes:
+        print(f"note: {note}")
+    return 0
 
 
 def verify(options: VerifyOptions) -> int:
     """Compares two checkpoints, or weights with their hashes. Returns 1 if something differs."""
     from converters.compare import compare_weights, verify_checkpoint_hashes
 
-    if options.b:
-        comparison_result = compare_weights(options.a, options.b)
+    result = compare_weights(options.a, options.b) if options.b else verify_checkpoint_hashes(options.a)
+    differences = result.differences
+    if not differences:
+        print(f"identical: {result.tensors} tensors" + ("" if options.b else ", equal to the manifest"))
     else:
-        comparison_result = verify_checkpoint_hashes(options.a)
-
-    if not comparison_result.differences:
-        print(
-            f"identical: {comparison_result.tensors} tensors"
-            + ("" if options.b else ", equal to the manifest")
-        )
-    else:
-        print(f"different: {len(comparison_result.differences)} of {comparison_result.tensors} tensors")
-        for difference in comparison_result.differences[:SHOWN_DIFFERENCES]:
+        print(f"different: {len(differences)} of {result.tensors} tensors")
+        for difference in differences[:SHOWN_DIFFERENCES]:
             print(f"  {difference.name}: {difference.how}")
-        if len(comparison_result.differences) > SHOWN_DIFFERENCES:
-            print(f"  ... and {len(comparison_result.differences) - SHOWN_DIFFERENCES} more")
-        if len(comparison_result.differences) == comparison_result.tensors and all(
-            difference.how.startswith("missing") for difference in comparison_result.differences
-        ):
+        if len(differences) > SHOWN_DIFFERENCES:
+            print(f"  ... and {len(differences) - SHOWN_DIFFERENCES} more")
+        is_missing = all(difference.how.startswith("missing") for difference in differences)
+        if is_missing and len(differences) == result.tensors:
             print("note: the two have no name in common; they are different models")
-
-    if comparison_result.renamed:
+    if result.renamed:
         print(
-            f"note: {comparison_result.renamed} names differ only in naming "
-            f"style, which transformers reads alike: {comparison_result.example}"
+            f"note: {result.renamed} names differ only in naming style, which transformers reads alike: "
+            f"{result.example}"
         )
-
-    return 1 if comparison_result.differences else 0
+    return 1 if differences else 0

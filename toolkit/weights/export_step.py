@@ -19,7 +19,6 @@ from typing import Any
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, describe_error
 from megatron_vl.system.processes import end_with_parent
-from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import unused_path
 from megatron_vl.weights.weight_reader import WeightReader
 
@@ -48,10 +47,6 @@ class ExportJob:
     """Whether adapters are merged into the weights of ``hf``, and not written as PEFT's files."""
 
 
-class ExportSpaceError(UserError):
-    """The disk is too full for an export."""
-
-
 def main(argv: list[str]) -> int:
     export_job = ExportJob(**json.loads(argv[0]))
     end_with_parent(export_job.parent)
@@ -76,7 +71,8 @@ def export_step(export_job: ExportJob) -> None:
     from converters.convert import export_adapter, export_weights
 
     export_dir, checkpoint_dir = Path(export_job.out), Path(export_job.checkpoint)
-    has_adapters = bool(WeightReader(checkpoint_dir, takes_adapters=True).lora.rank)
+    reader = WeightReader(checkpoint_dir, takes_adapters=True)
+    has_adapters = bool(reader.lora.rank)
     writes_peft = has_adapters and not export_job.merges_adapter
     durable_files.make_dirs(export_dir.parent)
     _check_free_space(export_job, writes_peft)
@@ -84,8 +80,7 @@ def export_step(export_job: ExportJob) -> None:
         earlier_dir = unused_path(export_dir.with_name(f"{export_dir.name}.earlier"))
         durable_files.rename_path(export_dir, earlier_dir)
 
-    manifest = json.loads((checkpoint_dir / "weights" / MANIFEST_FILE).read_text())
-    export_facts = export_job.facts | {"weights": manifest["digest"]}
+    export_facts = export_job.facts | {"weights": reader.manifest["digest"]}
     if writes_peft:
         # The run may have begun with other weights than those in model.hf, from which its config comes.
         export_adapter(
@@ -104,7 +99,7 @@ def export_step(export_job: ExportJob) -> None:
 
 def media_note(export_dir: Path, hf_dir: Path) -> str:
     """A note if the processor config of ``hf_dir`` has other limits than training had; otherwise empty."""
-    from megatron_vl.data.sample.pixels import media_limits_note
+    from megatron_vl.data.sample.pixel_settings import media_limits_note
     from megatron_vl.weights.trained_media import exported_media
 
     try:
@@ -119,7 +114,7 @@ def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
     size = sum(path.stat().st_size for path in source_dir.glob("*.safetensors"))
     free_bytes = shutil.disk_usage(Path(export_job.out).parent).free
     if free_bytes < size + export_job.leave_free:
-        raise ExportSpaceError(
+        raise UserError(
             f"the disk has {free_bytes / 1e9:.1f} GB free; the export takes {size / 1e9:.1f} GB, and"
             f" {export_job.leave_free / 1e9:.1f} GB are left for the next checkpoint"
         )

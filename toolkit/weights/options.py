@@ -38,18 +38,15 @@ class LayoutOptions(CommandOptions):
 
     def _planned_layers(self, run_config: TrainConfig) -> list[int]:
         """The planned split, which a run without ``parallel.layers`` gets."""
-        run_name = self.fields[self.fields.index("--config") + 1] if "--config" in self.fields else "the run"
-
         from megatron_vl.estimate.split import planned_layout
         from megatron_vl.spec.families import read_spec
 
-        hf_path = getattr(self, "hf", None) or run_config.model.hf
         try:
-            spec = read_spec(hf_path)
+            spec = read_spec(getattr(self, "hf", None) or run_config.model.hf)
         except OSError as error:
             raise UsageError(
-                f"{run_name} has no parallel.layers, and the split cannot be planned without the model's"
-                f" sizes ({error}): correct model.hf, or give the split with --parallel.layers"
+                "the run of --config has no parallel.layers, and the split cannot be planned without the"
+                f" model's sizes ({error}): correct model.hf, or give the split with --parallel.layers"
             ) from error
         return list(planned_layout(run_config, spec).layers_per_chunk)
 
@@ -77,33 +74,31 @@ class ConvertOptions(WeightOutputOptions, LayoutOptions):
 
 
 @dataclass(kw_only=True)
-class SplitOptions(WeightOutputOptions, LayoutOptions):
+class CheckpointOptions(WeightOutputOptions):
+    """Options of the commands that read Megatron weights."""
+
+    checkpoint: Path = option(metavar="DIR", must_exist=True)
+    """Megatron weights in any layout, a training run's folder (its latest step), or one of
+    its step folders; `export --merge` also takes a PEFT folder."""
+
+
+@dataclass(kw_only=True)
+class SplitOptions(CheckpointOptions, LayoutOptions):
     """Split Megatron weights of any layout into one file per tensor or expert x pipeline rank."""
 
-    checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights in any layout, a training run's folder (its latest step), or one of
-    its step folders."""
-
 
 @dataclass(kw_only=True)
-class MergeOptions(WeightOutputOptions):
+class MergeOptions(CheckpointOptions):
     """Merge Megatron weights of any layout into unsplit Megatron weights."""
 
-    checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights in any layout, a training run's folder (its latest step), or one of
-    its step folders."""
-
 
 @dataclass(kw_only=True)
-class ExportOptions(WeightOutputOptions):
+class ExportOptions(CheckpointOptions):
     """Export Megatron weights of any layout to a Hugging Face folder with the same files as the original.
 
     A run with LoRA has adapters only: say with --adapter or --merge what becomes of them.
     """
 
-    checkpoint: Path = option(metavar="DIR", must_exist=True)
-    """Megatron weights in any layout, a training run's folder (its latest step), or one of
-    its step folders. With --merge also a PEFT folder."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face folder that the weights came from. It determines tensor names, types and files; config,
     tokenizer, processor and chat template are copied from it."""

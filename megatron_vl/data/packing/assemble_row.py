@@ -1,7 +1,7 @@
 """Packs samples into one :class:`~megatron_vl.data.packing.training_row.TrainingRow`.
 
 Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: samples come with
-their pixel planes (see :mod:`megatron_vl.data.sample.pixels`).
+their pixel planes (see :mod:`megatron_vl.data.sample.images`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TokenizedSample:
     token_ids: Tensor
     """int64 [n]"""
     loss_mask: Tensor
-    """bool [n]: the tokens to learn, not shifted. It is float32 if they have weights."""
+    """bool [n]: the tokens to train on, not shifted. It is float32 if they have weights."""
     media_items: list[MediaItem] = field(default_factory=list)
     """In the order of the text."""
 
@@ -61,7 +61,7 @@ def padding_token(spec: ModelSpec) -> int:
     """The token that fills the end of a row.
 
     It is the config's ``pad_token_id``, else its ``bos_token_id`` (Qwen's ``<|endoftext|>``), else 0. It is
-    never learnt, and no sample attends to it.
+    never trained on, and no sample attends to it.
     """
     fields = {**spec.hf_config, **text_config(spec.hf_config)}
     for name in ("pad_token_id", "bos_token_id"):
@@ -72,10 +72,7 @@ def padding_token(spec: ModelSpec) -> int:
 
 
 def pack_row(
-    samples: Sequence[TokenizedSample],
-    spec: ModelSpec,
-    seq_len: int,
-    pad_token_id: int | None = None,
+    samples: Sequence[TokenizedSample], spec: ModelSpec, seq_len: int, pad_token_id: int | None = None
 ) -> TrainingRow:
     """Concatenates whole samples into a row of ``seq_len`` tokens. The padded tail is one more segment.
 
@@ -102,16 +99,14 @@ def pack_row(
     token_ids = pad(token_ids, (0, padding_length), value=fill_token)
     labels, loss_mask = _labels_and_mask(samples, seq_len)
 
-    media_items: list[MediaItem] = []
-    for sample in samples:
-        media_items += sample.media_items
+    media_items = [item for sample in samples for item in sample.media_items]
 
     # The tail is one more segment, because the attention kernels need a segment for every token.
     segment_lengths = sample_lengths
     if padding_length:
         segment_lengths = torch.cat([sample_lengths, torch.tensor([padding_length])])
 
-    # A row without pictures still gets one, so that the tower can run on every rank.
+    # A row without images still gets one, so that the tower can run on every rank.
     vision_batch = dummy_vision_batch(spec)
     if media_items:
         vision_batch = _pack_vision(media_items, _placeholder_indices(samples, sample_lengths, spec), spec)
@@ -143,16 +138,16 @@ def _row_positions(samples: Sequence[TokenizedSample], padding_length: int, spec
 def _labels_and_mask(samples: Sequence[TokenizedSample], seq_len: int) -> tuple[Tensor, Tensor]:
     """Labels int64 [S] and loss mask float32 [S].
 
-    A label is the next token of the same sample if it is to be learnt. The mask holds the weight of its loss.
+    A label is the next token of the same sample if it is trained on. The mask holds the weight of its loss.
     """
     labels = torch.zeros(seq_len, dtype=torch.int64)
     loss_mask = torch.zeros(seq_len, dtype=torch.float32)
     first_token = 0
     for sample in samples:
         token_slice = slice(first_token, first_token + len(sample) - 1)
-        learnt_weights = sample.loss_mask[1:]
-        loss_mask[token_slice] = learnt_weights.float()
-        labels[token_slice] = sample.token_ids[1:] * (learnt_weights != 0)
+        weights = sample.loss_mask[1:]
+        loss_mask[token_slice] = weights.float()
+        labels[token_slice] = sample.token_ids[1:] * (weights != 0)
         first_token += len(sample)
     return labels, loss_mask
 

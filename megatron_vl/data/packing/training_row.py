@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,17 +116,13 @@ def loss_index(loss_mask: Tensor) -> Tensor | None:
     return is_chosen.nonzero().flatten()
 
 
-def pin_row(packed_row: TrainingRow) -> TrainingRow:
+def pin_row(row: TrainingRow) -> TrainingRow:
     """The same row in pinned memory if CUDA is available."""
     if not torch.cuda.is_available():
-        return packed_row
+        return row
 
-    def pin_fields(tensor_record):
-        pinned_tensors = {}
-        for field in dataclasses.fields(tensor_record):
-            value = getattr(tensor_record, field.name)
-            if isinstance(value, Tensor):
-                pinned_tensors[field.name] = value.pin_memory()
-        return dataclasses.replace(tensor_record, **pinned_tensors)
+    def pinned(record: Any) -> Any:
+        tensors = {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(record, **{name: value.pin_memory() for name, value in tensors.items()})
 
-    return dataclasses.replace(pin_fields(packed_row), vision=pin_fields(packed_row.vision))
+    return dataclasses.replace(pinned(row), vision=pinned(row.vision))

@@ -1,7 +1,7 @@
-"""A video that consists of pictures, in one file: an uncompressed zip archive of the pictures' original
+"""A video that consists of images, in one file: an uncompressed zip archive of the images' original
 bytes.
 
-The archive's comment says how many pictures there are in a second and how they are sampled. The same pictures
+The archive's comment says how many images there are in a second and how they are sampled. The same images
 always give the same bytes. Any program for zip archives can open the file.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,10 +21,10 @@ ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 FRAME_ARCHIVE_FORMAT = "megatron-vl frames"
 MAX_NAME_LENGTH = 60
 MIN_FRAME_RATE, MAX_FRAME_RATE = 1e-3, 1e3
-"""Limits of the frame rate in pictures per second."""
+"""Limits of the frame rate in images per second."""
 
 Sampling = Literal["as a file", "whole"]
-"""How frames are sampled: by the rule for video files, or all of them, because the listed pictures were
+"""How frames are sampled: by the rule for video files, or all of them, because the listed images were
 chosen already."""
 
 
@@ -36,7 +37,7 @@ class FrameArchiveInfo:
     """What the comment of an archive says."""
 
     fps: float
-    """Pictures per second."""
+    """Images per second."""
     sampling: Sampling
     assumed_fps: bool = False
     """Whether the frame rate is a guess, because the record gave none."""
@@ -47,29 +48,24 @@ def is_frame_archive(file_bytes: bytes) -> bool:
     return file_bytes.startswith(ZIP_MAGIC)
 
 
-def pack_frames(named_pictures: Iterable[tuple[str, bytes]], archive_info: FrameArchiveInfo) -> bytes:
-    """The archive of picture files, in their order.
+def pack_frames(named_images: Iterable[tuple[str, bytes]], archive_info: FrameArchiveInfo) -> bytes:
+    """The archive of image files, in their order.
 
     Args:
-        named_pictures: file name, for messages, and content of each.
+        named_images: file name, for messages, and content of each.
     """
     archive_buffer = io.BytesIO()
     with zipfile.ZipFile(archive_buffer, "w", zipfile.ZIP_STORED) as archive:
-        for picture_number, (file_name, picture_bytes) in enumerate(named_pictures):
-            entry_name = f"{picture_number:09d} {_printable_name(file_name)}".strip()
+        for image_number, (file_name, image_bytes) in enumerate(named_images):
+            # The end of the name, in characters that every program can show.
+            shown_name = re.sub(r"[/\\:]", "_", file_name[-MAX_NAME_LENGTH:])
+            shown_name = "".join(c if c.isprintable() else "_" for c in shown_name)
+            entry_name = f"{image_number:09d} {shown_name}".strip()
             # The earliest time of the format. With the time of writing, the bytes would differ.
             zip_entry = zipfile.ZipInfo(entry_name, (1980, 1, 1, 0, 0, 0))
-            archive.writestr(zip_entry, picture_bytes)
+            archive.writestr(zip_entry, image_bytes)
         archive.comment = json.dumps({"format": FRAME_ARCHIVE_FORMAT, **asdict(archive_info)}).encode()
     return archive_buffer.getvalue()
-
-
-def _printable_name(file_name: str) -> str:
-    """The end of a file name, in characters that every program can show."""
-    printable_name = ""
-    for character in file_name[-MAX_NAME_LENGTH:]:
-        printable_name += character if character.isprintable() and character not in "/\\:" else "_"
-    return printable_name
 
 
 class FrameArchive:
@@ -94,22 +90,22 @@ class FrameArchive:
                 raise PixelError("not an archive of frames (its entries are others)")
 
     def __len__(self) -> int:
-        """Number of pictures."""
+        """Number of images."""
         return len(self._zip_entries)
 
-    def picture_name(self, picture_number: int) -> str:
-        """The name that a picture's file had, or its number counted from 1."""
-        return self._zip_entries[picture_number].filename[10:] or f"frame {picture_number + 1}"
+    def image_name(self, image_number: int) -> str:
+        """The name that an image's file had, or its number counted from 1."""
+        return self._zip_entries[image_number].filename[10:] or f"frame {image_number + 1}"
 
-    def read_picture(self, picture_number: int) -> bytes:
-        """The file of a picture, counted from 0. Raises PixelError if it is damaged."""
+    def read_image(self, image_number: int) -> bytes:
+        """The file of an image, counted from 0. Raises PixelError if it is damaged."""
         try:
-            return self._zip_archive.read(self._zip_entries[picture_number])
+            return self._zip_archive.read(self._zip_entries[image_number])
         except MemoryError:
             raise
         except Exception as error:
-            picture_name = self.picture_name(picture_number)
-            raise PixelError(f"{picture_name} is damaged ({type(error).__name__}: {error})") from error
+            image_name = self.image_name(image_number)
+            raise PixelError(f"{image_name} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:
@@ -123,7 +119,7 @@ def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:
 
 
 def is_frame_rate(candidate_rate: object) -> bool:
-    """Whether a value can be a number of pictures per second."""
+    """Whether a value can be a number of images per second."""
     if isinstance(candidate_rate, bool) or not isinstance(candidate_rate, (int, float)):
         return False
     return MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE

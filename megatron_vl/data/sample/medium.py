@@ -1,4 +1,7 @@
-"""Checks a medium once: decodes it completely and measures it, so that nothing is decoded to count tokens."""
+"""Checks a medium once: decodes it completely and measures it, so that nothing is decoded to count tokens.
+
+The loader makes grids and pixels of what was stored then.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,21 @@ import zlib
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron_vl.data.sample.frame_archive import is_frame_archive
-from megatron_vl.data.sample.pixels import (
+from torch import Tensor
+
+from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.frame_archive import PixelError, is_frame_archive
+from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO, VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.images import (
     DEFAULT_MAX_PIXELS,
-    MAX_ASPECT_RATIO,
-    PictureTooLargeError,
-    PixelError,
+    ImageTooLargeError,
     decode_image,
+    image_planes,
     open_image,
-    probe_video,
 )
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.sample.videos import probe_video, video_planes
+from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import UserError
 
 SAFE_SUFFIX = re.compile(r"[a-z0-9]{1,8}")
@@ -28,11 +36,12 @@ class UnusableError(UserError, ValueError):
 
     Attributes:
         reason: the heading under which it is counted.
+        size: its number of tokens or patches if that is too large, otherwise 0.
     """
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", size: int = 0) -> None:
         super().__init__(detail or reason)
-        self.reason = reason
+        self.reason, self.size = reason, size
 
 
 class MediaInfo(NamedTuple):
@@ -53,7 +62,7 @@ class MediaInfo(NamedTuple):
     crc32: int = 0
     """Checksum of the file's bytes, by which a change after the verification is noticed."""
     sampling: str = ""
-    """Of a video given as pictures: how frames are taken of it."""
+    """Of a video given as images: how frames are taken of it."""
     assumed_fps: bool = False
     """Whether neither the record nor the file of a video gives a frame rate."""
     has_more_images: bool = False
@@ -100,7 +109,7 @@ def inspect_medium(
             media_info = _inspect_image(media_bytes, max_pixels)
         else:
             media_info = _inspect_video(reference, media_bytes, max_pixels)
-    except PictureTooLargeError as error:
+    except ImageTooLargeError as error:
         raise UnusableError(f"{media_kind} too large", f"{shown_reference}: {error}; shrink it") from error
     except PixelError as error:
         # A library names its source in memory as an object, which means nothing to a reader and differs in
@@ -157,3 +166,37 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
         sampling=sampling,
         assumed_fps=video_info.assumed_fps,
     )
+
+
+# --- Stored media: the fields of MediaInfo.loader_record ----------------------------------------------------
+
+
+def stored_media_grid(media_record: dict[str, Any], settings: PixelSettings) -> GridTHW:
+    """The grid of a stored medium, from its stored size."""
+    if media_record["kind"] == "image":
+        return image_grid(media_record["height"], media_record["width"], settings)
+    return video_grid(stored_video_info(media_record), settings)
+
+
+def stored_video_info(media_record: dict[str, Any]) -> VideoInfo:
+    """The facts of a stored video. Raises KeyError if one is missing."""
+    frames, fps, height, width = (media_record[name] for name in ("frames", "fps", "height", "width"))
+    return VideoInfo(frames, fps, height, width, media_record.get("sampling", "as a file"))
+
+
+def decode_media_planes(
+    media_record: dict[str, Any],
+    media_bytes: bytes,
+    grid: GridTHW,
+    settings: PixelSettings,
+    deadline: SampleDeadline = NO_DEADLINE,
+) -> Tensor:
+    """Decodes a stored medium. An image larger than its stored size is refused.
+
+    Raises:
+        PixelError: the medium does not decode.
+        SampleTimeoutError: the deadline has passed while a video was decoded.
+    """
+    if media_record["kind"] == "image":
+        return image_planes(media_bytes, grid, settings, media_record["height"] * media_record["width"])
+    return video_planes(media_bytes, stored_video_info(media_record), grid, settings, deadline)

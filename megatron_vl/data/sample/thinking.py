@@ -1,4 +1,4 @@
-"""Which tokens of an answer are learnt if the chat template writes thinking (``<think>``), as Qwen3.5's does.
+"""Which tokens of an answer are trained on if the chat template writes thinking, as Qwen3.5's does.
 
 Such a template writes a block of thinking into each answer after the last question. Earlier answers have no
 block:
@@ -11,10 +11,10 @@ and the model thinks; or it contains the whole empty block. So the model predict
 what follows the empty block. The text is always what the template writes. Only the loss mask depends on the
 options:
 
-* ``data.empty_think``: with ``masked``, the default, nothing of an empty block is learnt. With ``learnt``,
-  what follows its opening is learnt, so that a model that may think learns when not to.
+* ``data.empty_think``: with ``masked``, the default, nothing of an empty block is trained on. With
+  ``learnt``, what follows its opening is trained on, so that a model that may think learns when not to.
 * ``data.earlier_answers``: with ``learnt``, the default, answers that the template writes without a block are
-  learnt too. With ``masked``, only answers with a block are learnt. A served model writes these.
+  trained on too. With ``masked``, only answers with a block are: those that a served model writes.
 
 :func:`split_thinking` separates the block from the answer in generated text.
 """
@@ -43,9 +43,8 @@ class ThinkingRule:
     def from_data_config(cls, data_config: DataConfig) -> ThinkingRule:
         return cls(data_config.empty_think, data_config.earlier_answers)
 
-    def first_learnt_character(self, turn_text: str) -> int | None:
-        """The first character of ``turn_text`` (a turn without its header) that is learnt; None: nothing
-        is."""
+    def first_trained_character(self, turn_text: str) -> int | None:
+        """The first character to train on of a turn without its header; None: there is none."""
         if turn_text.startswith(EMPTY_THINK_BLOCK):
             return len(EMPTY_THINK_BLOCK if self.empty_think == "masked" else THINK_OPENING)
         if turn_text.startswith(THINK_OPENING) and THINK_CLOSING in turn_text:

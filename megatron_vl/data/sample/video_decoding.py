@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import VideoInfo
 
 SEEK_DISTANCE = 60
 """If two chosen frames are further apart than this number of frames, it is faster to list the packets."""
@@ -55,19 +56,6 @@ class FrameTable:
     """Time of each frame, in the stream's own unit."""
     key_frames: list[int]
     """Numbers of the key frames, ascending."""
-
-
-@dataclass(frozen=True)
-class VideoTrack:
-    """What a player shows of a file."""
-
-    frame_count: int
-    fps: float
-    """Frames a second: the header's, or the mean if the frames' times say otherwise."""
-    height: int
-    width: int
-    assumed_fps: bool
-    """Whether nothing in the file says the rate."""
 
 
 @dataclass
@@ -120,8 +108,10 @@ def _frame_turn(video_frame: Any) -> tuple[bool, list[int]]:
     return is_transposed, [-1] * (x_factor < 0) + [-2] * (y_factor < 0)
 
 
-def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> VideoTrack:
-    """Describes a video file by decoding all of it, or the key frames of a long one.
+def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> VideoInfo:
+    """What a player shows of a video file, found by decoding all of it, or the key frames of a long one.
+
+    The rate is the header's, or the mean if the frames' times say otherwise.
 
     Raises:
         PixelError: there is no video track, its frames differ in size, or frames are missing.
@@ -165,7 +155,7 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
     # Containers round the times of a constant rate, so only a larger difference is one of a variable rate.
     is_constant = abs(len(frames.times) / stated_rate - seconds) <= max(2 / stated_rate, 0.02 * seconds)
     fps = stated_rate if is_constant else mean_rate
-    return VideoTrack(len(frames.times), fps, *frames.size, assumed_fps=has_no_rate)
+    return VideoInfo(len(frames.times), fps, *frames.size, assumed_fps=has_no_rate)
 
 
 def _decode_track(video_container: Any, track: Any, open_container: Callable[[], Any]) -> _DecodedFrames:

@@ -129,21 +129,18 @@ class BadSampleMeter:
             size_unit, limit_field = LIMIT_BY_REASON[reason]
             size = self.largest_sizes.get(reason)
             enough_text = f" to {size} (the {size_unit} of the largest one so far)" if size else ""
-            return f"raise {limit_field}{enough_text}, or lower data.max_pixels if pictures fill it"
+            return f"raise {limit_field}{enough_text}, or lower data.max_pixels if images fill it"
         if reason == NOT_IN_CHAT_TEMPLATE:
             return TEMPLATE_ADVICE
         return "correct the data and convert them again"
 
     def counts_by_reason(self) -> str:
         """The counts by reason, the largest first, with the sources of a blend."""
-        count_texts = []
+        texts = []
         for reason, count in self.reason_counts.most_common():
-            count_texts.append(f"{count} {reason}{self._source_names(reason)}")
-        return ", ".join(count_texts)
-
-    def _source_names(self, reason: str) -> str:
-        names = sorted(self.datasets_by_reason.get(reason, ()))
-        return f" (source {list_names(names)})" if names else ""
+            names = sorted(self.datasets_by_reason.get(reason, ()))
+            texts.append(f"{count} {reason}" + (f" (source {list_names(names)})" if names else ""))
+        return ", ".join(texts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"used": self.used_count, "reasons": dict(self.reason_counts)}
@@ -166,12 +163,13 @@ def add_pending_counts(
         counts_by_rank: counts of each rank by name: ``samples`` and ``dropped/REASON``. Other names are
             ignored.
     """
-    bad_sample_meter = BadSampleMeter(1.0)
-    bad_sample_meter.load_state_dict(saved_state)
-    for rank_counts in counts_by_rank:
-        reason_counts = {}
-        for name, count in rank_counts.items():
-            if name.startswith(DROPPED_PREFIX):
-                reason_counts[name.removeprefix(DROPPED_PREFIX)] = count
-        bad_sample_meter.add_counts(rank_counts.get("samples", 0), reason_counts)
-    return bad_sample_meter.state_dict()
+    meter = BadSampleMeter(1.0)
+    meter.load_state_dict(saved_state)
+    for counts in counts_by_rank:
+        dropped = {
+            name.removeprefix(DROPPED_PREFIX): count
+            for name, count in counts.items()
+            if name.startswith(DROPPED_PREFIX)
+        }
+        meter.add_counts(counts.get("samples", 0), dropped)
+    return meter.state_dict()

@@ -87,7 +87,7 @@ class SplitFacts:
 
     dataset_identity: dict[str, Any]
     """Determines the order of samples, as JSON values.
-    :func:`~megatron_vl.data.source.blend_change.blend_change_lines` compares two of them."""
+    :func:`~megatron_vl.data.source.blend.blend_change_lines` compares two of them."""
     largest_shard: int
     """Number of samples in the largest shard."""
     datasets: tuple[tuple[str, str], ...] = ()
@@ -185,7 +185,8 @@ class MetadatasetDescription:
 
     def split_parts(self, split_name: str) -> list[tuple[DatasetDescription | MetadatasetDescription, str]]:
         """The data sets and metadatasets that a split names, each with the split that is read of it."""
-        return list(self._value_parts(self._split_content(split_name), split_name))
+        parts = _named_parts(self._split_content(split_name), split_name)
+        return [(self.inner_by_path[fields["path"]], part_split) for fields, part_split in parts]
 
     def _split_content(self, split_name: str) -> Any:
         if split_name not in self.split_fields:
@@ -218,20 +219,6 @@ class MetadatasetDescription:
                 identity_fields["called"] = str(part_subflavors[NAME_FIELD])
 
         return identity_fields
-
-    def _value_parts(
-        self, field_value: Any, split_name: str
-    ) -> Iterator[tuple[DatasetDescription | MetadatasetDescription, str]]:
-        if isinstance(field_value, list):
-            for inner_value in field_value:
-                yield from self._value_parts(inner_value, split_name)
-        elif isinstance(field_value, dict):
-            split_name = field_value.get("split_part") or split_name
-            if "path" in field_value:
-                yield self.inner_by_path[field_value["path"]], split_name
-            for key, inner_value in field_value.items():
-                if key != "subflavors":
-                    yield from self._value_parts(inner_value, split_name)
 
 
 Description = DatasetDescription | MetadatasetDescription
@@ -335,9 +322,10 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
     _check_shard_names(dataset_path, samples_by_shard.keys() | set().union(*shards_by_split.values()))
 
     excluded_set = set(excluded_names)
-    kept_shards = {}
-    for split_name, shard_names in shards_by_split.items():
-        kept_shards[split_name] = [name for name in shard_names if name not in excluded_set]
+    kept_shards = {
+        split_name: [name for name in shard_names if name not in excluded_set]
+        for split_name, shard_names in shards_by_split.items()
+    }
     return DatasetDescription(
         dataset_path,
         kept_shards,
@@ -355,9 +343,10 @@ def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]
     if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
         raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
 
-    shards_by_split = {}
-    for split_name, shard_patterns in patterns_by_split.items():
-        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
+    shards_by_split = {
+        split_name: _expand_shard_names(split_file, patterns)
+        for split_name, patterns in patterns_by_split.items()
+    }
     return shards_by_split, _expand_shard_names(split_file, split_fields.get("exclude") or [])
 
 
@@ -440,9 +429,7 @@ def _expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
         for range_start, range_end in re.findall(r"(\d+)\.\.(\d+)", shard_pattern):
             if abs(int(range_end) - int(range_start)) > MAX_SHARDS:
                 raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
-        shard_names += islice(braceexpand(shard_pattern), MAX_SHARDS + 1 - len(shard_names))
-        if len(shard_names) > MAX_SHARDS:
-            break
+        shard_names += islice(braceexpand(shard_pattern), max(MAX_SHARDS + 1 - len(shard_names), 0))
     if len(shard_names) > MAX_SHARDS:
         raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
     return shard_names
@@ -492,8 +479,6 @@ def _symlinked_names(shard_folder: Path, shard_names: list[str]) -> list[str]:
             link_names = {entry.name for entry in entries if entry.is_symlink()}
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except OSError:  # a folder that can be entered but not listed
-        return [name for name in shard_names if os.path.islink(shard_folder / name)]
     return [name for name in shard_names if name in link_names]
 
 
@@ -518,46 +503,46 @@ def _read_metadataset(
 
     split_fields = metadataset_fields.get("splits")
     has_other_fields = metadataset_fields.keys() != {"splits"}
-    if has_other_fields or not isinstance(split_fields, dict) or _names_code(metadataset_fields):
+    if has_other_fields or not isinstance(split_fields, dict) or _names_code(split_fields):
         raise DescriptionError(
             f"{metadataset_path} may only have splits of data sets, and none of {', '.join(CODE_NAMING_KEYS)}"
             " in them"
         )
 
+    _check_metadataset_keys(metadataset_path, list(split_fields.values()))
     inner_by_path = {}
-    for inner_path in dict.fromkeys(_referenced_paths(metadataset_path, split_fields, keys_are_splits=True)):
+    for fields, _ in _named_parts(list(split_fields.values()), ""):
+        inner_path = fields["path"]
+        if not isinstance(inner_path, str) or "://" in inner_path:
+            raise DescriptionError(f"{metadataset_path}: path {inner_path!r} is not a local path")
         inner_by_path[inner_path] = _read_cached(
             metadataset_path.parent / inner_path, nesting_depth + 1, read_descriptions
         )
     return MetadatasetDescription(metadataset_path, split_fields, inner_by_path)
 
 
-def _referenced_paths(
-    metadataset_path: Location, field_value: Any, *, keys_are_splits: bool = False
-) -> list[str]:
-    """Paths of the data sets that a part of a metadataset names.
-
-    Args:
-        keys_are_splits: whether the keys of ``field_value`` are names of splits.
-    """
-    inner_paths: list[str] = []
+def _named_parts(field_value: Any, split_name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The mappings of a metadataset that have a path, each with the split that is read there."""
     if isinstance(field_value, list):
         for inner_value in field_value:
-            inner_paths += _referenced_paths(metadataset_path, inner_value)
-        return inner_paths
-    if not isinstance(field_value, dict):
-        return []
-    if not keys_are_splits and (unknown_keys := field_value.keys() - METADATASET_KEYS):
-        raise DescriptionError(
-            f"{metadataset_path}: field {sorted(map(str, unknown_keys))[0]!r} is not supported in a"
-            " metadataset; leave it out"
-        )
+            yield from _named_parts(inner_value, split_name)
+    elif isinstance(field_value, dict):
+        split_name = field_value.get("split_part") or split_name
+        if "path" in field_value:
+            yield field_value, split_name
+        for key, inner_value in field_value.items():
+            if key != "subflavors":
+                yield from _named_parts(inner_value, split_name)
 
-    for key, inner_value in field_value.items():
-        if key != "subflavors":
-            inner_paths += _referenced_paths(metadataset_path, inner_value)
-    if keys_are_splits or "path" not in field_value:
-        return inner_paths
-    if not isinstance(field_value["path"], str) or "://" in field_value["path"]:
-        raise DescriptionError(f"{metadataset_path}: path {field_value['path']!r} is not a local path")
-    return [*inner_paths, field_value["path"]]
+
+def _check_metadataset_keys(metadataset_path: Location, field_value: Any) -> None:
+    inner_values = field_value if isinstance(field_value, list) else []
+    if isinstance(field_value, dict):
+        if unknown_keys := field_value.keys() - METADATASET_KEYS:
+            raise DescriptionError(
+                f"{metadataset_path}: field {sorted(map(str, unknown_keys))[0]!r} is not supported in a"
+                " metadataset; leave it out"
+            )
+        inner_values = [value for key, value in field_value.items() if key != "subflavors"]
+    for inner_value in inner_values:
+        _check_metadataset_keys(metadataset_path, inner_value)

@@ -56,15 +56,10 @@ def resolve_location(dataset_path: str) -> Location:
     try:
         return EPath(dataset_path)
     except Exception as error:  # the client raises its own errors and those of each provider
-        raise ObjectStoreError(
-            f"data.path {dataset_path} cannot be opened: {error}{_store_advice(error)}"
-        ) from error
-
-
-def _store_advice(error: BaseException) -> str:
-    if isinstance(error, ImportError) or "boto3" in str(error):
-        return "; install the client of the store: pip install 'megatron-vl[object-storage]'"
-    return "; the file that MSC_CONFIG names must describe the profile"
+        advice = "the file that MSC_CONFIG names must describe the profile"
+        if isinstance(error, ImportError) or "boto3" in str(error):
+            advice = "install the client of the store: pip install 'megatron-vl[object-storage]'"
+        raise ObjectStoreError(f"data.path {dataset_path} cannot be opened: {error}; {advice}") from error
 
 
 def location_is_file(file_location: Location) -> bool:
@@ -73,11 +68,11 @@ def location_is_file(file_location: Location) -> bool:
     Raises:
         ObjectStoreError: the store does not answer.
     """
-    if isinstance(file_location, Path):
-        return file_location.is_file()
     try:
         return file_location.is_file()
     except Exception as error:
+        if isinstance(file_location, Path):
+            raise
         raise ObjectStoreError(f"{file_location} cannot be read: {error}") from error
 
 

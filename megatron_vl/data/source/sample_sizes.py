@@ -6,11 +6,11 @@ the sizes of its media as they are stored. Patches and placeholders follow from 
 reads them.
 
 * ``samples.npy``: :data:`SAMPLE_DTYPE`, 12 bytes for each sample.
-* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each picture or video.
+* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
-10^8 samples with one picture each take 3.3 GB. The files are mapped into memory, so that a process reads only
+10^8 samples with one image each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
 """
 
@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.frame_archive import Sampling
-from megatron_vl.data.sample.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.frame_archive import PixelError, Sampling
+from megatron_vl.data.sample.grids import VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
     SIZES_DIR,
@@ -51,8 +52,8 @@ SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 MEDIUM_DTYPE = np.dtype(
     [("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8"), ("whole", "u1")]
 )
-"""A picture has 0 frames. ``whole`` says that the video is a list of pictures that is taken whole
-(:class:`~megatron_vl.data.sample.pixels.VideoInfo`)."""
+"""An image has 0 frames. ``whole`` says that the video is a list of images that is taken whole
+(:class:`~megatron_vl.data.sample.grids.VideoInfo`)."""
 
 type MediumFields = tuple[int, int, int, float, int]
 
@@ -75,12 +76,8 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
         tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
     for file_path in tokenizer_files:
         hasher.update(file_path.read_bytes() if file_path.is_file() else b"")
-    special_token_ids = [
-        spec.image_token_id,
-        spec.video_token_id,
-        spec.vision_start_token_id,
-        spec.vision_end_token_id,
-    ]
+    vision_markers = [spec.vision_start_token_id, spec.vision_end_token_id]
+    special_token_ids = [spec.image_token_id, spec.video_token_id, *vision_markers]
     # A family that writes timestamps leaves out the pair of tokens around a video.
     text_rules = [SIZES_VERSION, special_token_ids, spec.vision.video_timestamps]
     hasher.update(json.dumps(text_rules).encode())
@@ -147,11 +144,8 @@ def list_all_datasets(description: Description) -> list[DatasetDescription]:
     """A data set or its parts, or those that a metadataset names, each once."""
     if isinstance(description, DatasetDescription):
         return list(description.parts or (description,))
-    dataset_by_path: dict[str, DatasetDescription] = {}
-    for inner_description in description.inner_by_path.values():
-        for dataset in list_all_datasets(inner_description):
-            dataset_by_path[str(dataset.path)] = dataset
-    return list(dataset_by_path.values())
+    datasets = [one for inner in description.inner_by_path.values() for one in list_all_datasets(inner)]
+    return list({str(dataset.path): dataset for dataset in datasets}.values())
 
 
 def list_split_datasets(
@@ -223,8 +217,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
 
         shard_ranges = {}
         sample_total = 0
-        for shard_name, facts in shard_facts.items():
-            shard_ranges[shard_name] = (sample_total, facts["samples"])
+        for name, facts in shard_facts.items():
+            shard_ranges[name] = (sample_total, facts["samples"])
             sample_total += facts["samples"]
         media_count = int(sample_records[-1]["media_end"]) if len(sample_records) else 0
         is_consistent = (

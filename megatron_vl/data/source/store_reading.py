@@ -16,6 +16,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Any
@@ -58,9 +60,9 @@ class ReadAhead:
     """
 
     def __init__(self, datasets: Sequence[Any], block_size: int, block_count: int, rank_count: int) -> None:
-        self._shards: list[StoreShards | None] = []
-        for dataset in datasets:
-            self._shards.append(None if dataset.path.is_local() else StoreShards(dataset, block_size))
+        self._shards = [
+            None if dataset.path.is_local() else StoreShards(dataset, block_size) for dataset in datasets
+        ]
         self._block_count = block_count
         self._reads_blocks = rank_count <= MAX_BLOCK_RANKS
         self._lock = threading.Lock()
@@ -107,7 +109,6 @@ class ReadAhead:
                 content = request.samples.pop(index, None)
                 if content is not None:
                     del self._request_of_sample[source, index]
-                    request.kept_bytes -= len(content)
                     self._kept_bytes -= len(content)
                 if not request.samples:
                     self._forget(request)
@@ -152,7 +153,6 @@ class ReadAhead:
                     request.samples[index] = samples[index]
                 else:
                     del self._request_of_sample[request.source, index]
-            request.kept_bytes = sum(map(len, request.samples.values()))
             self._kept_bytes += request.kept_bytes
             if not request.samples:
                 self._forget(request)
@@ -184,18 +184,23 @@ class ReadAhead:
         request.samples = {}
 
 
+@dataclass(eq=False)
 class _Request:
     """Samples of a shard that are read together."""
 
-    def __init__(self, source: int, index: int, indices: range) -> None:
-        self.source, self.index, self.indices = source, index, indices
-        self.samples: dict[int, bytes] = {}
-        """The samples that were read and not taken yet."""
-        self.kept_bytes = 0
-        self.error: BaseException | None = None
-        self.is_done = threading.Event()
-        self.last_use = 0
-        """The number of calls of :meth:`ReadAhead.expect` at its last use."""
+    source: int
+    index: int
+    indices: range
+    samples: dict[int, bytes] = field(default_factory=dict)
+    """The samples that were read and not taken yet."""
+    error: BaseException | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+    last_use: int = 0
+    """The number of calls of :meth:`ReadAhead.expect` at its last use."""
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(map(len, self.samples.values()))
 
 
 class StoreShards:
@@ -240,10 +245,10 @@ class StoreShards:
             indices, offsets = range(index, index + 1), offsets[position : position + 2]
 
         content = _read_bytes(self._shards[shard].path, offsets[0], offsets[-1])
-        samples = {}
-        for i, sample_index in enumerate(indices):
-            samples[sample_index] = content[offsets[i] - offsets[0] : offsets[i + 1] - offsets[0]]
-        return samples
+        return {
+            sample_index: content[start - offsets[0] : end - offsets[0]]
+            for sample_index, (start, end) in zip(indices, pairwise(offsets), strict=True)
+        }
 
     def _read_offsets(self, shard: int, first_sample: int, end_sample: int) -> list[int]:
         """The first byte of each of some samples of a shard, and the end of the last one."""
@@ -266,13 +271,18 @@ class StoreShards:
 
 
 def _read_bytes(path: EPath, start: int, end: int) -> bytes:
+    """Raises errors that will not pass (HTTP 403, 404, 416) by name, and others as EIO, which is retried."""
     try:
-        content = path.fs.read(str(path.internal_path), byte_range=Range(offset=start, size=end - start))
+        return bytes(path.fs.read(str(path.internal_path), byte_range=Range(offset=start, size=end - start)))
     except FileNotFoundError as error:
         raise FileNotFoundError(str(path)) from error
+    except PermissionError as error:
+        advice = "check the credentials of the profile in the file that MSC_CONFIG names"
+        raise FatalSampleError(f"{path} cannot be read: {error}; {advice}") from error
     except Exception as error:  # the client raises its own errors and those of each provider
+        if "status_code: 416" in str(error):
+            raise OSError(errno.EINVAL, "the object ends before these bytes", str(path)) from error
         raise OSError(errno.EIO, str(error), str(path)) from error
-    return bytes(content)
 
 
 class StoreReader(ShardInfosITarReader):
@@ -318,9 +328,13 @@ class StoreSamples:
             class ReadingManager(BaseManager):
                 """Its process has the only ReadAhead that is used."""
 
+            def prepare_process() -> None:
+                shield_loader_worker()
+                reconnect_stores(datasets)
+
             ReadingManager.register("read_ahead", lambda: read_ahead, exposed=("expect", "take"))
             self._manager = ReadingManager(ctx=get_context("fork"))
-            self._manager.start(_prepare_reading_process, (datasets,))
+            self._manager.start(prepare_process)
             self._read_ahead = self._manager.read_ahead()  # type: ignore[attr-defined]
 
     def expect(self, samples: list[tuple[int, int]]) -> None:
@@ -345,11 +359,6 @@ def _explain_end() -> Iterator[None]:
         yield
     except (ConnectionError, EOFError) as error:  # those of stores are plain OSErrors
         raise FatalSampleError(READING_ENDED_TEXT) from error
-
-
-def _prepare_reading_process(datasets: Sequence[Any]) -> None:
-    shield_loader_worker()
-    reconnect_stores(datasets)
 
 
 def reconnect_stores(datasets: Sequence[Any]) -> None:

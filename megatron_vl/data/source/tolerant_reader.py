@@ -75,25 +75,21 @@ class TolerantReader:
         except FatalSampleError:
             raise
         except StalledReadError as error:
-            failure_reason = "reading takes too long"
-            failure_detail = str(error)
+            reason, detail = "reading takes too long", str(error)
         except FileNotFoundError as error:
-            failure_reason = "shard missing"
-            failure_detail = f"{error.filename or error} does not exist"
+            reason, detail = "shard missing", f"{error.filename or error} does not exist"
         except OSError as error:
-            failure_reason = "shard unreadable"
-            failure_detail = str(error)
+            reason, detail = "shard unreadable", str(error)
         except Exception as error:  # tarfile, struct and Energon raise all kinds of errors on a damaged tar
             if is_machine_fault(error):
                 raise
-            failure_reason = "shard damaged"
-            failure_detail = f"{type(error).__name__}: {error}"
+            reason, detail = "shard damaged", f"{type(error).__name__}: {error}"
 
         shard_name, index_in_shard = self._shard_position(sample_index)
         return {
             "__key__": f"{shard_name}[{index_in_shard}]",
             "__shard__": shard_name,
-            BROKEN_FIELD: (failure_reason, f"sample {index_in_shard} of {shard_name}: {failure_detail}"),
+            BROKEN_FIELD: (reason, f"sample {index_in_shard} of {shard_name}: {detail}"),
         }
 
     def _read_with_retries(self, sample_index: int) -> dict[str, Any] | None:
@@ -133,11 +129,10 @@ class TolerantReader:
     def _close_files(self) -> None:
         """Closes the files that are kept open."""
         self.shard_reader.close()
-        if isinstance(self.shard_reader, ShardInfosITarReader):
-            offset_readers = self.shard_reader.cached_offset_reader.tar_index_reader_cache
-            for entry in offset_readers.values():
-                entry.tar_index_reader.close()
-            offset_readers.clear()
+        offset_readers = self.shard_reader.cached_offset_reader.tar_index_reader_cache
+        for entry in offset_readers.values():
+            entry.tar_index_reader.close()
+        offset_readers.clear()
         self.shard_reader = _reopen_reader(self.shard_reader)
         if self.reading_thread is not None:
             self.reading_thread.task_queue.put(-1)
@@ -164,8 +159,6 @@ class TolerantReader:
 
     def _shard_position(self, sample_index: int) -> tuple[str, int]:
         """The shard, and the sample's number in it, counted from 0."""
-        if not isinstance(self.shard_reader, ShardInfosITarReader):
-            return "data set", sample_index
         shard_starts = self.shard_reader.shard_count_cumsum
         shard = min(bisect_right(shard_starts, sample_index) - 1, len(self.shard_reader.shard_infos) - 1)
         return self.shard_reader.shard_infos[shard].name, sample_index - shard_starts[shard]
@@ -175,8 +168,7 @@ def _reopen_reader(shard_reader: Any) -> Any:
     """A reader of the same files with separate handles."""
     new_reader = copy.copy(shard_reader)
     new_reader.itar_files_cache = {}
-    if isinstance(shard_reader, ShardInfosITarReader):
-        new_reader.cached_offset_reader = CachedItarOffsetReader(cache_size=shard_reader.itar_cache_size)
+    new_reader.cached_offset_reader = CachedItarOffsetReader(cache_size=shard_reader.itar_cache_size)
     return new_reader
 
 

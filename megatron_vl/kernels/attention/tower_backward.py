@@ -59,17 +59,9 @@ def _store_unrotated(
 def _store_gradient(
     dqkv,
     qkv_index: tl.constexpr,
-    cos,
-    sin,
-    segment_start,
-    first_row,
-    end_row,
-    grad_parts,
-    ROTATED: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-):
+    cos, sin, segment_start, first_row, end_row, grad_parts,
+    ROTATED: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
     """Stores a gradient into [P, heads, 3, d]; ``first_row`` and ``end_row`` are counted from
     ``segment_start``."""
     head = tl.program_id(1)
@@ -132,29 +124,11 @@ def _load_grad_and_delta(
 
 @triton.jit(do_not_specialize=["segments", "width"])
 def _query_grad_kernel(
-    own_part1,
-    own_part2,
-    walked_part1,
-    walked_part2,
-    output_pointer,
-    output_grad_pointer,
-    lse,
-    delta,
-    dqkv,
-    cos,
-    sin,
-    cu_seqlens,
-    segments,
-    log2_scale,
-    width,
-    score_scale,
-    ROTATED: tl.constexpr,
-    OWN: tl.constexpr,
-    STEP: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
+    own_part1, own_part2, walked_part1, walked_part2, output_pointer, output_grad_pointer, lse, delta, dqkv,
+    cos, sin, cu_seqlens, segments, log2_scale, width, score_scale,
+    ROTATED: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr,
-):
+):  # fmt: skip
     """Computes dQ of OWN queries of one head. Stores delta = sum(out * dout) for the other kernel."""
     segment_start, segment_end, first_row = find_segment(cu_seqlens, segments, OWN)
     if first_row >= segment_end:
@@ -212,28 +186,11 @@ def _query_grad_kernel(
 
 @triton.jit(do_not_specialize=["segments"])
 def _key_grad_kernel(
-    own_part1,
-    own_part2,
-    walked_part1,
-    walked_part2,
-    output_grad_part1,
-    output_grad_part2,
-    lse,
-    delta,
-    dqkv,
-    cos,
-    sin,
-    cu_seqlens,
-    segments,
-    log2_scale,
-    score_scale,
-    ROTATED: tl.constexpr,
-    OWN: tl.constexpr,
-    STEP: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
+    own_part1, own_part2, walked_part1, walked_part2, output_grad_part1, output_grad_part2, lse, delta, dqkv,
+    cos, sin, cu_seqlens, segments, log2_scale, score_scale,
+    ROTATED: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr,
-):
+):  # fmt: skip
     """Computes dK and dV of OWN keys of one head from all queries of their segment.
 
     Scores are transposed, [OWN, STEP]. The parts of the output's gradient, ``lse`` and ``delta`` are

@@ -70,22 +70,10 @@ def _pack_kernel(
 
 @triton.jit(do_not_specialize=["segments", "width"])
 def _forward_kernel(
-    own_part1,
-    own_part2,
-    walked_part1,
-    walked_part2,
-    output_pointer,
-    lse,
-    cu_seqlens,
-    segments,
-    log2_scale,
+    own_part1, own_part2, walked_part1, walked_part2, output_pointer, lse, cu_seqlens, segments, log2_scale,
     width,
-    OWN: tl.constexpr,
-    STEP: tl.constexpr,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-):
+    OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
     """Attends from OWN queries of one head to all keys of their segment.
 
     The ``own`` and ``walked`` parts are descriptors of the same packed tensor, in tiles of OWN and STEP rows.

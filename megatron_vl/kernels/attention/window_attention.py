@@ -60,19 +60,9 @@ def _softmax_scores(q1, q2, k1, k2, is_key_inside, scale):
 
 @triton.jit
 def _forward_kernel(
-    qkv,
-    cos,
-    sin,
-    cu_seqlens,
-    output_pointer,
-    score_scale,
-    heads,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    qkv, cos, sin, cu_seqlens, output_pointer, score_scale, heads,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Computes the attention of HEADS heads in one window.
 
     BLOCK is the number of patches in a tile, HALF is d / 2, and TILE is HALF rounded up to a power of two.
@@ -116,20 +106,9 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    qkv,
-    cos,
-    sin,
-    cu_seqlens,
-    output_grad_pointer,
-    dqkv,
-    score_scale,
-    heads,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    qkv, cos, sin, cu_seqlens, output_grad_pointer, dqkv, score_scale, heads,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """The gradient of :func:`_forward_kernel`. Scores are recomputed."""
     window_index = tl.program_id(0)
     window_start = tl.load(cu_seqlens + window_index)

@@ -46,19 +46,10 @@ BACKWARD_ROWS = 4
 
 @triton.jit
 def _forward_kernel(
-    x,
-    bias,
-    output_pointer,
-    num_rows,
-    WIDTH: tl.constexpr,
-    X_WIDTH: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    LINEAR: tl.constexpr,
-    CUBIC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, bias, output_pointer, num_rows,
+    WIDTH: tl.constexpr, X_WIDTH: tl.constexpr, IS_GATED: tl.constexpr, LINEAR: tl.constexpr,
+    CUBIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Columns: ``WIDTH`` of the output, ``X_WIDTH`` of ``x`` and ``bias``."""
     row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
     x_offsets = row_in_block * X_WIDTH + column_index
@@ -80,22 +71,11 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x,
-    bias,
-    output_grad_pointer,
-    x_grad_pointer,
-    bias_grads,
-    num_rows,
-    WIDTH: tl.constexpr,
-    X_WIDTH: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    LINEAR: tl.constexpr,
-    CUBIC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, bias, output_grad_pointer, x_grad_pointer, bias_grads, num_rows,
+    WIDTH: tl.constexpr, X_WIDTH: tl.constexpr, IS_GATED: tl.constexpr, LINEAR: tl.constexpr,
+    CUBIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     IS_TRAINED: tl.constexpr,
-):
+):  # fmt: skip
     """``bias_grads``, fp32 [programs of a column, X_WIDTH]: the sum of the rows of each program."""
     row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
     x_offsets = row_in_block * X_WIDTH + column_index

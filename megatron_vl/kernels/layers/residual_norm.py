@@ -31,23 +31,10 @@ BACKWARD_STAGES = 2
 
 @triton.jit
 def _forward_kernel(
-    x,
-    added,
-    added_bias,
-    sum_pointer,
-    weight,
-    bias,
-    output_pointer,
-    means,
-    inverse_stds,
-    EPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_CENTERED: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
-    HAS_ADDED_BIAS: tl.constexpr,
-):
+    x, added, added_bias, sum_pointer, weight, bias, output_pointer, means, inverse_stds,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_CENTERED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_ADDED_BIAS: tl.constexpr,
+):  # fmt: skip
     """One program for each row. ``IS_CENTERED``: LayerNorm, which subtracts the mean and adds a bias."""
     row_index = tl.program_id(0).to(tl.int64)
     column_index = tl.arange(0, BLOCK)
@@ -78,23 +65,11 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x,
-    weight,
-    means,
-    inverse_stds,
-    output_grad_pointer,
-    residual_grad_pointer,
-    x_grad_pointer,
-    parameter_grads,
-    num_rows,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_CENTERED: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    HAS_RESIDUAL_GRAD: tl.constexpr,
-    IS_TRAINED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, weight, means, inverse_stds, output_grad_pointer, residual_grad_pointer, x_grad_pointer,
+    parameter_grads, num_rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_CENTERED: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
+    HAS_RESIDUAL_GRAD: tl.constexpr, IS_TRAINED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """``parameter_grads``, fp32 [programs, 1 or 2, WIDTH]: of weight and bias, from each program's rows."""
     first_row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)

@@ -38,18 +38,9 @@ def _segment_id(segments, token, length, HALO: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length"])
 def _forward_kernel(
-    x,
-    weight,
-    segments,
-    halo,
-    out,
-    length,
-    x_stride,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HALO: tl.constexpr,
-):
+    x, weight, segments, halo, out, length, x_stride,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, HALO: tl.constexpr,
+):  # fmt: skip
     """Convolves TOKENS tokens of a block of channels, out of WIDTH channels in all.
 
     x0 to x3 are the inputs of a token and of the three tokens before it, s0 to s3 the numbers of their
@@ -104,22 +95,10 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _backward_kernel(
-    x,
-    weight,
-    segments,
-    halo,
-    output_grad,
-    input_grad_pointer,
-    weight_grads,
-    dhalo,
-    length,
-    x_stride,
+    x, weight, segments, halo, output_grad, input_grad_pointer, weight_grads, dhalo, length, x_stride,
     output_grad_stride,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    HALO: tl.constexpr,
-):
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, HALO: tl.constexpr,
+):  # fmt: skip
     """The gradients of :func:`_forward_kernel`.
 
     The gradient of an input depends on the outputs of its token and of the three tokens after it. The program

@@ -32,35 +32,12 @@ from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 
 @triton.jit(do_not_specialize=["length"])
 def _prepare_backward_kernel(
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    segments,
-    output_grad_pointer,
-    inverse_pointer,
-    w,
-    u,
-    w_back,
-    z,
-    write_scale,
-    read_scale,
-    beta_scale,
-    state_decay,
-    length,
-    q_stride,
-    k_stride,
-    v_stride,
+    q, k, v, log_decay, beta, segments, output_grad_pointer, inverse_pointer, w, u, w_back, z, write_scale,
+    read_scale, beta_scale, state_decay, length, q_stride, k_stride, v_stride,
     SCALE: tl.constexpr,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INITIAL: tl.constexpr,
-):
+    heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
     """Stores the inputs of both scans: w and u again, T^T (write k), T^T M^T dout, and factors of tokens."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     input_dtype: tl.constexpr = k.dtype.element_ty
@@ -140,28 +117,11 @@ def _multiply_by_state(
 
 @triton.jit(do_not_specialize=["length"])
 def _query_gradients_kernel(
-    q,
-    k,
-    log_decay,
-    segments,
-    output_grad_pointer,
-    delta_pointer,
-    state_pointer,
-    query_grad_pointer,
-    decay_grad_pointer,
-    length,
-    q_stride,
-    k_stride,
-    dq_stride,
-    heads,
-    repeats,
-    SCALE: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, log_decay, segments, output_grad_pointer, delta_pointer, state_pointer, query_grad_pointer,
+    decay_grad_pointer, length, q_stride, k_stride, dq_stride, heads, repeats,
+    SCALE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     INITIAL: tl.constexpr,
-):
+):  # fmt: skip
     """Stores dq of a chunk and key head, summed over its value heads, and c's gradient through queries."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     input_dtype: tl.constexpr = q.dtype.element_ty
@@ -220,29 +180,11 @@ def _query_gradients_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _pair_gradients_kernel(
-    q,
-    k,
-    log_decay,
-    beta,
-    segments,
-    output_grad_pointer,
-    delta_pointer,
-    delta_grad_pointer,
-    query_decay_grads,
-    decay_grad_pointer,
-    beta_grad_pointer,
-    partial_key_grads,
-    length,
-    q_stride,
-    k_stride,
-    heads,
-    repeats,
-    SCALE: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, log_decay, beta, segments, output_grad_pointer, delta_pointer, delta_grad_pointer,
+    query_decay_grads, decay_grad_pointer, beta_grad_pointer, partial_key_grads, length, q_stride, k_stride,
+    heads, repeats,
+    SCALE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Stores the gradients that reach keys, beta and c through pairs of tokens, in float32.
 
     :func:`_key_gradients_kernel` adds the others.
@@ -321,35 +263,12 @@ def _pair_gradients_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _key_gradients_kernel(
-    k,
-    v,
-    log_decay,
-    beta,
-    segments,
-    delta_pointer,
-    delta_grad_pointer,
-    state_pointer,
-    state_grad_pointer,
-    decay_grad_pointer,
-    beta_grad_pointer,
-    partial_key_grads,
-    key_grad_pointer,
-    value_grad_pointer,
-    log_decay_grad_pointer,
-    final_beta_grad_pointer,
-    length,
-    k_stride,
-    v_stride,
-    dk_stride,
-    dv_stride,
-    heads,
+    k, v, log_decay, beta, segments, delta_pointer, delta_grad_pointer, state_pointer, state_grad_pointer,
+    decay_grad_pointer, beta_grad_pointer, partial_key_grads, key_grad_pointer, value_grad_pointer,
+    log_decay_grad_pointer, final_beta_grad_pointer, length, k_stride, v_stride, dk_stride, dv_stride, heads,
     repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INITIAL: tl.constexpr,
-):
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
     """Stores the other gradients of a chunk and key head, summed over its value heads."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     input_dtype: tl.constexpr = k.dtype.element_ty

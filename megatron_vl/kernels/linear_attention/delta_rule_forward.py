@@ -34,28 +34,11 @@ from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 
 @triton.jit(do_not_specialize=["length"])
 def _solve_kernel(
-    k,
-    v,
-    g,
-    beta,
-    segments,
-    inverse_pointer,
-    w,
-    u,
-    write_scale,
-    state_decay,
-    length,
-    k_stride,
-    v_stride,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BASE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    k, v, g, beta, segments, inverse_pointer, w, u, write_scale, state_decay, length, k_stride, v_stride,
+    heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr,
     INITIAL: tl.constexpr,
-):
+):  # fmt: skip
     """Stores T, w = T (beta read k), u = T (beta v) and the scan's factors of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     input_dtype: tl.constexpr = k.dtype.element_ty
@@ -98,25 +81,11 @@ def _solve_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _output_kernel(
-    q,
-    k,
-    log_decay,
-    segments,
-    state_pointer,
-    delta_pointer,
-    output_pointer,
-    length,
-    q_stride,
-    k_stride,
+    q, k, log_decay, segments, state_pointer, delta_pointer, output_pointer, length, q_stride, k_stride,
     SCALE: tl.constexpr,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INITIAL: tl.constexpr,
-):
+    heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
     """Stores read q S + M d of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     input_dtype: tl.constexpr = q.dtype.element_ty

@@ -13,30 +13,11 @@ from megatron_vl.kernels.linear_attention.delta_rule_chunks import load_tile
 
 @triton.jit
 def _scan_forward(
-    k,
-    w,
-    u,
-    write_scale,
-    state_decay,
-    state_pointer,
-    delta_pointer,
-    initial,
-    final_pointer,
-    head,
-    column_block,
-    length,
-    chunks,
-    k_stride,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INITIAL: tl.constexpr,
-):
+    k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, head,
+    column_block, length, chunks, k_stride, heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
     """Stores the state before each chunk, and d.
 
     The state is kept as [V, K], so that products take it from registers.
@@ -73,36 +54,12 @@ def _scan_forward(
 
 @triton.jit
 def _scan_backward(
-    q,
-    k,
-    w,
-    z,
-    output_grad_pointer,
-    read_scale,
-    beta_scale,
-    state_decay,
-    state_grad_pointer,
-    delta_grad_pointer,
-    dinitial,
-    final_state_grad,
-    head,
-    column_block,
-    length,
-    chunks,
-    q_stride,
-    k_stride,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OF_FINAL: tl.constexpr,
-    INITIAL: tl.constexpr,
-    STORE: tl.constexpr,
-):
+    q, k, w, z, output_grad_pointer, read_scale, beta_scale, state_decay, state_grad_pointer,
+    delta_grad_pointer, dinitial, final_state_grad, head, column_block, length, chunks, q_stride, k_stride,
+    heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, OF_FINAL: tl.constexpr, INITIAL: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
     """Stores the gradient of the state after each chunk, and e.
 
     With INITIAL, it also stores the gradient of the state before the row; without STORE, only that.
@@ -153,28 +110,11 @@ def _scan_backward(
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def scan_kernel(
-    k,
-    w,
-    u,
-    write_scale,
-    state_decay,
-    state_pointer,
-    delta_pointer,
-    initial,
-    final_pointer,
-    length,
-    chunks,
-    k_stride,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INITIAL: tl.constexpr,
-):
+    k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, length, chunks,
+    k_stride, heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
     """Runs :func:`_scan_forward` for one value head and COLUMNS columns of its state."""
     column_block, head = tl.program_id(0), tl.program_id(1)
     _scan_forward(
@@ -186,40 +126,12 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def both_scans_kernel(
-    q,
-    k,
-    w,
-    u,
-    w_back,
-    z,
-    output_grad_pointer,
-    write_scale,
-    read_scale,
-    beta_scale,
-    state_decay,
-    state_pointer,
-    state_grad_pointer,
-    delta_pointer,
-    delta_grad_pointer,
-    initial,
-    final_pointer,
-    dinitial,
-    final_state_grad,
-    length,
-    chunks,
-    q_stride,
-    k_stride,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OF_FINAL: tl.constexpr,
-    INITIAL: tl.constexpr,
-):
+    q, k, w, u, w_back, z, output_grad_pointer, write_scale, read_scale, beta_scale, state_decay,
+    state_pointer, state_grad_pointer, delta_pointer, delta_grad_pointer, initial, final_pointer, dinitial,
+    final_state_grad, length, chunks, q_stride, k_stride, heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, OF_FINAL: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
     """Runs the forward scan again, or the backward scan. Neither needs the other, so they run in parallel."""
     column_block, head = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 0:
@@ -239,26 +151,11 @@ def both_scans_kernel(
 
 @triton.jit(do_not_specialize=["length", "first_chunk", "chunks"])
 def shard_map_kernel(
-    k,
-    w,
-    u,
-    write_scale,
-    survives,
-    local_state,
-    transition,
-    length,
-    first_chunk,
-    chunks,
-    k_stride,
-    heads,
+    k, w, u, write_scale, survives, local_state, transition, length, first_chunk, chunks, k_stride, heads,
     repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Stores what the chunks from ``first_chunk`` on make of a zero state, and of the unit matrix.
 
     The scan is that of :func:`_scan_forward` for COLUMNS columns of ``local_state`` (V columns) or of
@@ -291,28 +188,11 @@ def shard_map_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def initial_gradient_kernel(
-    q,
-    k,
-    w_back,
-    z,
-    dout,
-    read_scale,
-    beta_scale,
-    survives,
-    dinitial,
-    length,
-    chunks,
-    q_stride,
-    k_stride,
-    heads,
-    repeats,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, w_back, z, dout, read_scale, beta_scale, survives, dinitial, length, chunks, q_stride, k_stride,
+    heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Stores the gradient of the state before the row from the outputs of the first ``chunks`` chunks."""
     part, head = tl.program_id(0), tl.program_id(1)
     _scan_backward(

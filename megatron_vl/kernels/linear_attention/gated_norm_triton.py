@@ -19,17 +19,9 @@ _BLOCKS_PER_PROGRAM = 8
 
 @triton.jit
 def _forward_kernel(
-    x,
-    gate,
-    weight,
-    output_pointer,
-    num_rows,
-    gate_stride,
-    EPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, gate, weight, output_pointer, num_rows, gate_stride,
+    EPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row_index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, WIDTH)
     row_mask = (row_index < num_rows)[:, None]
@@ -49,21 +41,10 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x,
-    gate,
-    weight,
-    output_grad_pointer,
-    x_grad_pointer,
-    gate_grad_pointer,
-    weight_grads,
-    num_rows,
+    x, gate, weight, output_grad_pointer, x_grad_pointer, gate_grad_pointer, weight_grads, num_rows,
     gate_stride,
-    EPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
-):
+    EPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     n = tl.arange(0, WIDTH)
     w = tl.load(weight + n).to(tl.float32)[None, :]
     weight_grad = tl.zeros((ROWS, WIDTH), tl.float32)

@@ -58,11 +58,9 @@ def moe_core_settings(
         aux_loss_coefficient: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no
             such loss.
     """
-    moe_spec = language_spec.moe
-    is_cuda = platform.name == "cuda"
+    moe_spec, is_cuda = language_spec.moe, platform.name == "cuda"
     assert moe_spec is not None
-    num_expert_layers = sum(language_spec.has_experts(layer) for layer in range(language_spec.num_layers))
-
+    num_expert_layers = sum(map(language_spec.has_experts, range(language_spec.num_layers)))
     return {
         "num_moe_experts": moe_spec.num_experts,
         "moe_shared_expert_intermediate_size": moe_spec.shared_ffn_hidden_size or None,
@@ -129,16 +127,10 @@ class CountingRouter(TopKRouter):
         tokens_per_expert, _, num_tokens = get_tokens_per_expert_and_token_count(
             routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
+        counts = tokens_per_expert, num_tokens, self.topk, self.num_experts
         aux_loss = switch_load_balancing_loss_func(
-            scores_for_aux_loss,
-            tokens_per_expert,
-            num_tokens,
-            self.topk,
-            self.num_experts,
-            coefficient,
-            fused=self.config.moe_router_fusion,
+            scores_for_aux_loss, *counts, coefficient, fused=self.config.moe_router_fusion
         )
-
         return MoEAuxLossAutoScaler.apply(probs, aux_loss * num_tokens * self.loss_scale)
 
 

@@ -223,14 +223,13 @@ class ModelSpec:
         """
         if self.family != other.family:
             return [("family", self.family, other.family)]
-        field_differences = []
-        for half_name in ("vision", "language"):
-            own_half, other_half = getattr(self, half_name), getattr(other, half_name)
-            for spec_field in dataclasses.fields(own_half):
-                field_values = getattr(own_half, spec_field.name), getattr(other_half, spec_field.name)
-                if spec_field.compare and field_values[0] != field_values[1]:
-                    field_differences.append((f"{half_name} {spec_field.name}", *field_values))
-        return field_differences
+        differences = []
+        for half in ("vision", "language"):
+            for spec_field in dataclasses.fields(getattr(self, half)):
+                own, others = (getattr(getattr(spec, half), spec_field.name) for spec in (self, other))
+                if spec_field.compare and own != others:
+                    differences.append((f"{half} {spec_field.name}", own, others))
+        return differences
 
     def replace_layers(
         self, *, num_vision_layers: int | None = None, num_language_layers: int | None = None
@@ -242,19 +241,14 @@ class ModelSpec:
         vision, language = self.vision, self.language
         if num_language_layers is not None:
 
-            def kept_layers(layer_numbers: tuple[int, ...]) -> tuple[int, ...]:
+            def kept(layer_numbers: tuple[int, ...]) -> tuple[int, ...]:
                 return tuple(layer for layer in layer_numbers if layer < num_language_layers)
 
+            moe, linear = language.moe, language.linear_attention
+            moe = moe and dataclasses.replace(moe, dense_layers=kept(moe.dense_layers))
+            linear = linear and dataclasses.replace(linear, linear_layers=kept(linear.linear_layers))
             language = dataclasses.replace(
-                language,
-                num_layers=num_language_layers,
-                moe=language.moe
-                and dataclasses.replace(language.moe, dense_layers=kept_layers(language.moe.dense_layers)),
-                linear_attention=language.linear_attention
-                and dataclasses.replace(
-                    language.linear_attention,
-                    linear_layers=kept_layers(language.linear_attention.linear_layers),
-                ),
+                language, num_layers=num_language_layers, moe=moe, linear_attention=linear
             )
 
         num_layers = vision.num_layers if num_vision_layers is None else num_vision_layers

@@ -7,7 +7,6 @@ contradict each other, of which one would be read in silence, and those with fil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,41 +95,44 @@ def _refuse_other_weights(hf_path: Path) -> None:
         raise ConfigError(
             f"{hf_path} holds an adapter (adapter_config.json) for another model; merge the two first"
         )
-    if (hf_path / SINGLE_FILE).exists() and SINGLE_FILE not in (_indexed_files(hf_path) or [SINGLE_FILE]):
+    indexed_files = _weight_map(hf_path).values()
+    if (hf_path / SINGLE_FILE).exists() and indexed_files and SINGLE_FILE not in indexed_files:
         raise ConfigError(
             f"{hf_path} holds both {SINGLE_FILE} and {WEIGHT_INDEX_FILE}, which names other files;"
             " transformers reads the first, serving engines the others: remove what does not belong here"
         )
 
 
-def _indexed_files(hf_path: Path) -> list[str]:
-    """The files that the index names; none if it is not usable, which the reader of weights reports."""
+def _weight_map(hf_path: Path) -> dict[str, str]:
+    """The file of each tensor; empty if the index is not usable, which the reader of weights reports."""
     try:
         weight_map = json.loads((hf_path / WEIGHT_INDEX_FILE).read_text())["weight_map"]
-        return list(dict.fromkeys(map(str, weight_map.values())))
+        return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-
-
-def _stored_tensors(hf_path: Path) -> Iterator[tuple[Path, str, str]]:
-    """File, name and safetensors type of each tensor, as far as files can be read."""
-    from safetensors import SafetensorError, safe_open
-
-    file_names = _indexed_files(hf_path) or [SINGLE_FILE]
-    for path in sorted(hf_path.glob("*.safetensors")):
-        if path.name in file_names:
-            try:
-                with safe_open(path, framework="numpy") as weights:
-                    for name in weights.keys():  # noqa: SIM118
-                        yield path, name, weights.get_slice(name).get_dtype()
-            except (SafetensorError, OSError):
-                continue  # the reader of weights says what is wrong
+        return {}
 
 
 def _refuse_quantised_tensors(hf_path: Path) -> None:
-    for path, name, dtype in _stored_tensors(hf_path):
+    """Judges the tensors of one file by type and name, and those of the others by the names in the index.
+
+    A large model has a hundred files, and every rank would open them. The reader of weights checks all types.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    weight_map = _weight_map(hf_path)
+    first_path = hf_path / Path(min(weight_map.values(), default=SINGLE_FILE)).name
+    types: dict[str, str] = {}
+    try:
+        with safe_open(first_path, framework="numpy") as weights:
+            types = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        pass  # the reader of weights says what is wrong
+    for name, dtype in types.items():
         if dtype not in _WEIGHT_TYPES or name.endswith(_QUANTISED_SUFFIXES):
-            raise ConfigError(f"{path}: tensor {name!r} has type {dtype}; {_UNQUANTISED_ADVICE}")
+            raise ConfigError(f"{first_path}: tensor {name!r} has type {dtype}; {_UNQUANTISED_ADVICE}")
+    for name, file in weight_map.items():
+        if name.endswith(_QUANTISED_SUFFIXES):
+            raise ConfigError(f"{hf_path / file}: tensor {name!r} is quantised; {_UNQUANTISED_ADVICE}")
 
 
 # --- Chat templates -----------------------------------------------------------------------------------------

@@ -129,10 +129,10 @@ def _read_layer_types(text_fields: dict[str, Any], num_layers: int) -> list[str]
             raise ConfigError(
                 f"config.json: full_attention_interval {full_attention_interval} must be at least 1"
             )
-        layer_types = [LINEAR_LAYER_TYPE] * num_layers
-        layer_types[full_attention_interval - 1 :: full_attention_interval] = [FULL_LAYER_TYPE] * (
-            num_layers // full_attention_interval
-        )
+        layer_types = [
+            LINEAR_LAYER_TYPE if number % full_attention_interval else FULL_LAYER_TYPE
+            for number in range(1, num_layers + 1)
+        ]
     if len(layer_types) != num_layers or set(layer_types) - {LINEAR_LAYER_TYPE, FULL_LAYER_TYPE}:
         raise ConfigError(
             f"config.json: layer_types must name {LINEAR_LAYER_TYPE!r} or {FULL_LAYER_TYPE!r} for each of the"

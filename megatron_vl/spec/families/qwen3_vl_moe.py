@@ -59,11 +59,8 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
     sparse_step = text_fields.get("decoder_sparse_step", 1)
     if sparse_step < 1:
         raise ConfigError(f"config.json: decoder_sparse_step {sparse_step} must be at least 1")
-    dense_layers = []
-    for layer_index in range(required_field("num_hidden_layers")):
-        if layer_index in (text_fields.get("mlp_only_layers") or ()) or (layer_index + 1) % sparse_step:
-            dense_layers.append(layer_index)
-
+    mlp_layers, num_layers = text_fields.get("mlp_only_layers") or (), required_field("num_hidden_layers")
+    dense_layers = tuple(i for i in range(num_layers) if i in mlp_layers or (i + 1) % sparse_step)
     router_logits = text_fields.get("output_router_logits", config.get("output_router_logits", False))
     return MoeSpec(
         num_experts=num_experts,
@@ -71,6 +68,6 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
         ffn_hidden_size=required_field("moe_intermediate_size"),
         norm_topk_prob=True,
         aux_loss_coef=float(text_fields.get("router_aux_loss_coef", 0.001)),
-        dense_layers=tuple(dense_layers),
+        dense_layers=dense_layers,
         output_router_logits=bool(router_logits),
     )

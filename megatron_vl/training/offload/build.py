@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -80,63 +81,49 @@ def move_state_to_chunks(
     Raises:
         MemoryError: the host has too little memory that can be pinned.
     """
-    parameter_plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
-    chunked_parameters: list[ChunkedParameter] = []
-    for plan in parameter_plans:
-        chunked_parameters += plan.all_parameters
-    if not chunked_parameters:
+    plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
+    parameters = [parameter for plan in plans for parameter in plan.parameters]
+    if not parameters:
         return None
 
     # A master weight is the model's bf16 weight and 16 bits in the chunk, so its own storage is freed first.
-    for parameter in chunked_parameters:
+    for parameter in parameters:
         if parameter.model_weight is not None:
             parameter.main_param.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
-    chunk_streamer = _chunk_optimizers(parameter_plans, chunk_bytes, moments_dtype, platform)
-    parameters_by_id: dict[int, ChunkedParameter] = {}
-    for parameter in chunked_parameters:
-        parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
-        parameters_by_id[id(parameter.main_param)] = parameter
-    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, chunk_streamer)
+    # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
+    streamed_chunks: list[StateChunk] = []
+    chunk_numbers = []
+    for plan in plans:
+        first_number = len(streamed_chunks)
+        streamed_chunks += lay_out_chunks(plan.host_parameters, chunk_bytes, moments_dtype)
+        chunk_numbers.append(range(first_number, len(streamed_chunks)))
+    allocate_host_chunks(streamed_chunks, is_pinned=platform.name == "cuda")
+    streamer = ChunkStreamer(streamed_chunks, platform.device, platform.memory_usage)
+
+    for plan, numbers in zip(plans, chunk_numbers, strict=True):
+        device_chunks = lay_out_chunks(plan.device_parameters, chunk_bytes, moments_dtype)
+        allocate_device_chunks(device_chunks, platform.device)
+        adam = plan.sub_optimizer.optimizer
+        adam.step = ChunkedStep(adam, plan.parameters, device_chunks, streamer, numbers)
+        _skip_in_core_copy(plan.sub_optimizer, plan.parameters)
+    for parameter in parameters:
+        parameter.wait_for_host_state = streamer.wait_for_host_state
+    parameters_by_id = {id(parameter.main_param): parameter for parameter in parameters}
+    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, streamer)
     return optimizer.chunked_state
 
 
-def _chunk_optimizers(
-    parameter_plans: list[_ParameterPlan], chunk_bytes: int, moments_dtype: torch.dtype, platform: Platform
-) -> ChunkStreamer:
-    """Allocates the chunks, and lets each optimizer update its own. Returns the streamer of all of them."""
-    # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
-    streamed_chunks: list[StateChunk] = []
-    numbers_by_plan: list[range] = []
-    for plan in parameter_plans:
-        first_number = len(streamed_chunks)
-        streamed_chunks += lay_out_chunks(plan.host_parameters, chunk_bytes, moments_dtype)
-        numbers_by_plan.append(range(first_number, len(streamed_chunks)))
-    allocate_host_chunks(streamed_chunks, is_pinned=platform.name == "cuda")
-    chunk_streamer = ChunkStreamer(streamed_chunks, platform.device, platform.memory_usage)
-
-    for plan, chunk_numbers in zip(parameter_plans, numbers_by_plan, strict=True):
-        device_chunks = lay_out_chunks(plan.device_parameters, chunk_bytes, moments_dtype)
-        allocate_device_chunks(device_chunks, platform.device)
-        adam_optimizer = plan.sub_optimizer.optimizer
-        adam_optimizer.step = ChunkedStep(
-            adam_optimizer, plan.all_parameters, device_chunks, chunk_streamer, chunk_numbers
-        )
-        _skip_in_core_copy(plan.sub_optimizer, plan.all_parameters)
-    return chunk_streamer
-
-
-@dataclass(frozen=True)
-class _ParameterPlan:
+class _ParameterPlan(NamedTuple):
     """The parameters of one optimizer of the chain whose state moves to chunks."""
 
     sub_optimizer: Any
-    host_parameters: list[ChunkedParameter] = field(default_factory=list)
-    device_parameters: list[ChunkedParameter] = field(default_factory=list)
+    host_parameters: list[ChunkedParameter]
+    device_parameters: list[ChunkedParameter]
 
     @property
-    def all_parameters(self) -> list[ChunkedParameter]:
+    def parameters(self) -> list[ChunkedParameter]:
         return [*self.host_parameters, *self.device_parameters]
 
 
@@ -144,25 +131,23 @@ def _plan_parameters(
     optimizer: ChainedOptimizer, offload_fraction: float, moments_dtype: torch.dtype
 ) -> list[_ParameterPlan]:
     """Chooses the parameters whose state moves to chunks, and fills the master weights of all others."""
-    parameter_plans: list[_ParameterPlan] = []
-    parameters_and_plans: list[tuple[ChunkedParameter, _ParameterPlan]] = []
+    plans: list[_ParameterPlan] = []
+    parameters: list[tuple[ChunkedParameter, _ParameterPlan]] = []
     for sub_optimizer in optimizer.chained_optimizers:
-        if getattr(sub_optimizer, "is_stub_optimizer", False):
-            continue
-        parameter_plans.append(_ParameterPlan(sub_optimizer))
-        for parameter in list_chunked_parameters(sub_optimizer):
-            parameters_and_plans.append((parameter, parameter_plans[-1]))
+        if not getattr(sub_optimizer, "is_stub_optimizer", False):
+            plans.append(_ParameterPlan(sub_optimizer, [], []))
+            parameters += [(each, plans[-1]) for each in list_chunked_parameters(sub_optimizer)]
 
-    parameter_sizes = [parameter.main_param.numel() for parameter, _ in parameters_and_plans]
-    offloaded_indices = choose_offloaded(parameter_sizes, offload_fraction)
-    for index, (parameter, plan) in enumerate(parameters_and_plans):
-        if index in offloaded_indices:
+    sizes = [parameter.main_param.numel() for parameter, _ in parameters]
+    offloaded = choose_offloaded(sizes, offload_fraction)
+    for i, (parameter, plan) in enumerate(parameters):
+        if i in offloaded:
             plan.host_parameters.append(parameter)
         elif moments_dtype == torch.float32:
             fill_master_weight(parameter)
-        elif parameter_sizes[index]:
+        elif sizes[i]:
             plan.device_parameters.append(parameter)
-    return parameter_plans
+    return plans
 
 
 class DeferredMasterWeights(TorchFunctionMode):
@@ -223,16 +208,11 @@ def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParam
     if not isinstance(sub_optimizer, Float16OptimizerWithFloat16Params):
         return
     chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
-    model_weights, main_params = sub_optimizer._get_model_and_main_params_data_float16()
-    copied_weights: list[Tensor] = []
-    copied_main_params: list[Tensor] = []
-    for model_weight, main_data, (_, main_param) in zip(
-        model_weights, main_params, weight_destinations(sub_optimizer), strict=True
-    ):
-        if id(main_param) not in chunked_ids:
-            copied_weights.append(model_weight)
-            copied_main_params.append(main_data)
-    sub_optimizer._get_model_and_main_params_data_float16 = lambda: (copied_weights, copied_main_params)
+    weights, masters = sub_optimizer._get_model_and_main_params_data_float16()
+    kept = [id(main_param) not in chunked_ids for _, main_param in weight_destinations(sub_optimizer)]
+    assert len(kept) == len(weights) == len(masters)
+    copied = list(itertools.compress(weights, kept)), list(itertools.compress(masters, kept))
+    sub_optimizer._get_model_and_main_params_data_float16 = lambda: copied
 
 
 def choose_offloaded(parameter_sizes: list[int], offload_fraction: float) -> set[int]:

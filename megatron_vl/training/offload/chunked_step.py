@@ -43,8 +43,7 @@ class ChunkedStep:
         chunk_streamer: ChunkStreamer,
         chunk_numbers: range,
     ) -> None:
-        self.adam_optimizer = adam_optimizer
-        self.chunked_parameters = chunked_parameters
+        self.adam_optimizer, self.chunked_parameters = adam_optimizer, chunked_parameters
         self.device_chunks = device_chunks
         self.chunk_streamer, self.chunk_numbers = chunk_streamer, chunk_numbers
         self.optimizer_step: Callable[[], Any] = adam_optimizer.step
@@ -63,37 +62,34 @@ class ChunkedStep:
     @torch.no_grad()
     def __call__(self) -> None:
         """Updates all parameters of the optimizer: first those outside of chunks, then chunk by chunk."""
-        param_groups = self.adam_optimizer.param_groups
-        params_by_group = [param_group["params"] for param_group in param_groups]
-        step_counts = [param_group.get("step", 0) for param_group in param_groups]
+        groups = self.adam_optimizer.param_groups
+        params = [group["params"] for group in groups]
+        step_counts = [group.get("step", 0) for group in groups]
 
         # The first chunks are copied to the device while the optimizer updates the other parameters.
         self.chunk_streamer.fetch_chunks(STATE_CHUNKS_ON_GPU)
         try:
-            unchunked_params: list[list[Tensor]] = []
-            for group_params in params_by_group:
-                unchunked_params.append([p for p in group_params if id(p) not in self._chunked_ids])
-            self._step_optimizer(param_groups, unchunked_params, step_counts)
-
-            update_chunk = partial(self._update_chunk, param_groups, step_counts, self._step_coefficients())
-            for state_chunk in self.device_chunks:
-                update_chunk(state_chunk, state_chunk.state_views(state_chunk.home_buffer))
-            for chunk_number in self.chunk_numbers:
-                with self.chunk_streamer.chunk_on_device(chunk_number) as chunk_state:
-                    update_chunk(self.chunk_streamer.state_chunks[chunk_number], chunk_state)
+            unchunked = [[p for p in group if id(p) not in self._chunked_ids] for group in params]
+            self._step_optimizer(groups, unchunked, step_counts)
+            update = partial(self._update_chunk, groups, step_counts, self._step_coefficients())
+            for chunk in self.device_chunks:
+                update(chunk, chunk.state_views(chunk.home_buffer))
+            for number in self.chunk_numbers:
+                with self.chunk_streamer.chunk_on_device(number) as state:
+                    update(self.chunk_streamer.state_chunks[number], state)
         finally:
             # Each step of the optimizer has put only the updated tensors into its groups.
-            self.adam_optimizer.param_groups = param_groups
-            for param_group, original_params in zip(param_groups, params_by_group, strict=True):
-                param_group["params"] = original_params
+            self.adam_optimizer.param_groups = groups
+            for group, original_params in zip(groups, params, strict=True):
+                group["params"] = original_params
 
         # One update counts once, however many chunks it has.
-        for chunked_parameter in self.chunked_parameters:
-            chunked_parameter.step_count += 1
+        for parameter in self.chunked_parameters:
+            parameter.step_count += 1
         if self.has_group_counts:
-            for param_group, step_count in zip(param_groups, step_counts, strict=True):
-                if param_group["params"]:
-                    param_group["step"] = step_count + 1
+            for group, step_count in zip(groups, step_counts, strict=True):
+                if group["params"]:
+                    group["step"] = step_count + 1
 
     def _step_optimizer(
         self, param_groups: list[dict[str, Any]], chosen_params: list[list[Tensor]], step_counts: list[int]
@@ -118,14 +114,13 @@ class ChunkedStep:
             return None
 
         gradient_scale, self.gradient_scale = self.gradient_scale, 1.0
-        coefficients_by_key: dict[tuple[int, int], AdamCoefficients] = {}
-        for parameter in self.chunked_parameters:
-            coefficients_by_key[id(parameter.param_group), parameter.step_count] = (
-                AdamCoefficients.from_param_group(
-                    parameter.param_group, parameter.step_count + 1, gradient_scale
-                )
+        coefficients = {
+            (id(p.param_group), p.step_count): AdamCoefficients.from_param_group(
+                p.param_group, p.step_count + 1, gradient_scale
             )
-        return StepCoefficients(coefficients_by_key, self.chunk_streamer.device)
+            for p in self.chunked_parameters
+        }
+        return StepCoefficients(coefficients, self.chunk_streamer.device)
 
     def _update_chunk(
         self,
@@ -140,17 +135,13 @@ class ChunkedStep:
             self._update_with_optimizer(param_groups, step_counts, state_chunk, chunk_state)
             return
 
-        parameter_slices = [
-            make_parameter_slice(chunk_slice, step_coefficients) for chunk_slice in state_chunk.chunk_slices
-        ]
-        launch_tables = self._tables_by_chunk.setdefault(id(state_chunk), LaunchTables())
         adam_step(
-            parameter_slices,
+            [make_parameter_slice(each, step_coefficients) for each in state_chunk.chunk_slices],
             step_coefficients,
             chunk_state.exp_avg,
             chunk_state.exp_avg_sq,
             chunk_state.low_bits,
-            launch_tables,
+            self._tables_by_chunk.setdefault(id(state_chunk), LaunchTables()),
         )
 
     def _update_with_optimizer(

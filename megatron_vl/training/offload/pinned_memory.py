@@ -53,32 +53,25 @@ def run_near_gpu() -> Iterator[None]:
 
     If the node is not known, the context changes nothing.
     """
-    previous_affinity = os.sched_getaffinity(0)
+    affinity = os.sched_getaffinity(0)
     try:
-        device_properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-        pci_address = (
-            f"{device_properties.pci_domain_id:04x}:{device_properties.pci_bus_id:02x}"
-            f":{device_properties.pci_device_id:02x}.0"
-        )
-        numa_node = int(Path(f"/sys/bus/pci/devices/{pci_address}/numa_node").read_text())
-        os.sched_setaffinity(
-            0,
-            parse_cpu_list(Path(f"/sys/devices/system/node/node{numa_node}/cpulist").read_text())
-            & previous_affinity
-            or previous_affinity,
-        )
+        device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        cpus = parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+        os.sched_setaffinity(0, cpus & affinity or affinity)
     except (OSError, ValueError, AttributeError):
         pass  # one node, or a container that hides it
     try:
         yield
     finally:
-        os.sched_setaffinity(0, previous_affinity)
+        os.sched_setaffinity(0, affinity)
 
 
 def parse_cpu_list(cpu_list: str) -> set[int]:
     """``0-3,8`` -> {0, 1, 2, 3, 8}."""
-    cpu_numbers: set[int] = set()
+    cpus: set[int] = set()
     for cpu_range in filter(None, cpu_list.strip().split(",")):
-        first_cpu, _, last_cpu = cpu_range.partition("-")
-        cpu_numbers |= set(range(int(first_cpu), int(last_cpu or first_cpu) + 1))
-    return cpu_numbers
+        first, _, last = cpu_range.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus

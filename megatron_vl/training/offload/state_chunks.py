@@ -42,23 +42,17 @@ class ChunkedParameter:
 
         self.wait_for_host_state()
         dtype = torch.float32 if state_kind == "main" else self.chunk_slices[0].state_chunk.moments_dtype
-        output_tensor = torch.empty(self.main_param.numel(), dtype=dtype)
-        for chunk_slice in self.chunk_slices:
-            slice_state = chunk_slice.resting_state()
-            output_part = output_tensor[chunk_slice.start : chunk_slice.end]
+        output = torch.empty(self.main_param.numel(), dtype=dtype)
+        for piece in self.chunk_slices:
+            state, part = piece.resting_state(), output[piece.start : piece.end]
             if state_kind == "main":
-                weight_slice = chunk_slice.slice_of_shard(self.model_weight).cpu()  # type: ignore[arg-type]
-                join_master(
-                    weight_slice,
-                    slice_state.low_bits.cpu(),
-                    host_float32_copy(slice_state.exp_avg_sq),
-                    output_part,
-                )
+                weight = piece.slice_of_shard(self.model_weight).cpu()  # type: ignore[arg-type]
+                join_master(weight, state.low_bits.cpu(), host_float32_copy(state.exp_avg_sq), part)
             elif state_kind == "exp_avg":
-                output_part.copy_(slice_state.exp_avg)
+                part.copy_(state.exp_avg)
             else:
-                output_part.copy_(slice_state.exp_avg_sq).abs_()  # its sign belongs to the master weight
-        return output_tensor
+                part.copy_(state.exp_avg_sq).abs_()  # its sign belongs to the master weight
+        return output
 
     def write_state(self, state_kind: str, new_value: Tensor) -> None:
         """Replaces one kind of state (``main``, ``exp_avg`` or ``exp_avg_sq``) with fp32 [N] in host memory.
@@ -72,24 +66,20 @@ class ChunkedParameter:
             return
 
         self.wait_for_host_state()
-        for chunk_slice in self.chunk_slices:
-            slice_state = chunk_slice.resting_state()
-            value_part = new_value[chunk_slice.start : chunk_slice.end]
+        for piece in self.chunk_slices:
+            state, value = piece.resting_state(), new_value[piece.start : piece.end]
             if state_kind == "main":
-                weight_slice, low_bits = (
-                    torch.empty(len(value_part), dtype=dtype) for dtype in (torch.bfloat16, torch.int16)
-                )
-                second_moment = host_float32_copy(slice_state.exp_avg_sq).abs_()
-                split_master(value_part.contiguous(), weight_slice, low_bits, second_moment)
-                chunk_slice.slice_of_shard(self.model_weight).copy_(weight_slice)  # type: ignore[arg-type]
-                slice_state.low_bits.copy_(low_bits)
-                slice_state.exp_avg_sq.copy_(second_moment)
+                weight = torch.empty(len(value), dtype=torch.bfloat16)
+                low_bits = torch.empty(len(value), dtype=torch.int16)
+                second_moment = host_float32_copy(state.exp_avg_sq).abs_()
+                split_master(value.contiguous(), weight, low_bits, second_moment)
+                piece.slice_of_shard(self.model_weight).copy_(weight)  # type: ignore[arg-type]
+                state.low_bits.copy_(low_bits)
+                state.exp_avg_sq.copy_(second_moment)
             elif state_kind == "exp_avg":
-                slice_state.exp_avg.copy_(value_part)
+                state.exp_avg.copy_(value)
             else:
-                slice_state.exp_avg_sq.copy_(
-                    torch.copysign(value_part, host_float32_copy(slice_state.exp_avg_sq))
-                )
+                state.exp_avg_sq.copy_(torch.copysign(value, host_float32_copy(state.exp_avg_sq)))
 
 
 def host_float32_copy(tensor: Tensor) -> Tensor:
@@ -175,27 +165,23 @@ def lay_out_chunks(
 
     Parameters with and without split master weights do not share a chunk.
     """
-    state_chunks: list[StateChunk] = []
+    chunks: list[StateChunk] = []
     for has_split_master in (True, False):
         element_bytes = bytes_per_element(has_split_master, moments_dtype)
         max_elements = chunk_bytes // element_bytes // SLICE_ALIGNMENT * SLICE_ALIGNMENT
-        free_elements = 0
+        room = 0
         for parameter in parameters:
             if (parameter.model_weight is not None) != has_split_master:
                 continue
-            slice_start, num_elements = 0, parameter.main_param.numel()
-            while slice_start < num_elements:
-                if not free_elements:
-                    state_chunks.append(StateChunk(has_split_master, moments_dtype))
-                    free_elements = max_elements
-                state_chunk = state_chunks[-1]
-                slice_end = min(num_elements, slice_start + free_elements)
-                chunk_slice = ChunkSlice(
-                    parameter, slice_start, slice_end, state_chunk, state_chunk.num_elements
-                )
-                state_chunk.chunk_slices.append(chunk_slice)
+            start, num_elements = 0, parameter.main_param.numel()
+            while start < num_elements:
+                if not room:
+                    chunks.append(StateChunk(has_split_master, moments_dtype))
+                    room = max_elements
+                chunk, end = chunks[-1], min(num_elements, start + room)
+                chunk_slice = ChunkSlice(parameter, start, end, chunk, chunk.num_elements)
+                chunk.chunk_slices.append(chunk_slice)
                 parameter.chunk_slices.append(chunk_slice)
-                state_chunk.num_elements += -(-(slice_end - slice_start) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
-                free_elements = max_elements - state_chunk.num_elements
-                slice_start = slice_end
-    return state_chunks
+                chunk.num_elements += -(-(end - start) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+                room, start = max_elements - chunk.num_elements, end
+    return chunks

@@ -35,38 +35,37 @@ class Rank0Gather:
     def send_message(self, sort_order: int, message: Any) -> None:
         """Leaves ``message`` (JSON) for rank 0. Rank 0 sorts the messages by ``sort_order``."""
         store, text = default_store(), json.dumps([sort_order, message])
-        slot_number = store.add(self._store_key("slots"), 1) - 1
-        message_parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
-        for number, message_part in enumerate(message_parts):
-            store.set(self._store_key(slot_number, number), message_part)
-        store.set(self._store_key(slot_number, "parts"), str(len(message_parts)))
+        slot = store.add(self._key("slots"), 1) - 1
+        starts = range(0, len(text), _PART_BYTES)
+        for number, start in enumerate(starts):
+            store.set(self._key(slot, number), text[start : start + _PART_BYTES])
+        # Last, because rank 0 waits for it.
+        store.set(self._key(slot, "parts"), str(len(starts)))
 
-    def receive_messages(self, sender_count: int) -> list[Any]:
-        """On rank 0: waits for messages of ``sender_count`` ranks.
-
-        Returns the messages, sorted by the ``sort_order`` of their senders.
-        """
-        store, received_messages = default_store(), []
-        for slot_number in range(sender_count):
-            text = ""
-            count_key = self._store_key(slot_number, "parts")
-            for part_number in range(int(store.get(count_key))):
-                part_key = self._store_key(slot_number, part_number)
-                text += store.get(part_key).decode()
-                store.delete_key(part_key)
-            store.delete_key(count_key)
-            received_messages.append(json.loads(text))
-        store.delete_key(self._store_key("slots"))
-        return [value for _, value in sorted(received_messages, key=lambda entry: entry[0])]
+    def receive_messages(self, num_senders: int) -> list[Any]:
+        """On rank 0: waits for the messages of ``num_senders`` ranks; returns them in their order."""
+        messages = []
+        for slot in range(num_senders):
+            parts = [self._take(slot, number) for number in range(int(self._take(slot, "parts")))]
+            messages.append(json.loads("".join(parts)))
+        default_store().delete_key(self._key("slots"))
+        return [message for _, message in sorted(messages, key=lambda entry: entry[0])]
 
     def share_answer(self, answer: Any = None) -> Any:
         """Returns on every rank the ``answer`` that rank 0 passes. Collective."""
-        store, previous_key, self.answer_key = default_store(), self.answer_key, self._store_key("answer")
+        store, previous_key, self.answer_key = default_store(), self.answer_key, self._key("answer")
         if self.rank == 0:
             store.set(self.answer_key, json.dumps(answer))
             if previous_key:  # all ranks have read it, because they have begun another round
                 store.delete_key(previous_key)
         return json.loads(store.get(self.answer_key))
 
-    def _store_key(self, *key_parts: object) -> str:
-        return "/".join(("megatron_vl/mailbox", str(self.round_number), *map(str, key_parts)))
+    def _take(self, *key_parts: object) -> str:
+        """Waits for a value, and removes it from the store."""
+        store, key = default_store(), self._key(*key_parts)
+        value = store.get(key).decode()
+        store.delete_key(key)
+        return value
+
+    def _key(self, *key_parts: object) -> str:
+        return "/".join(("megatron_vl/rank_0_gather", str(self.round_number), *map(str, key_parts)))

@@ -7,25 +7,25 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.source.bad_samples import DROPPED_PREFIX, BadSampleMeter, details_by_reason
 from megatron_vl.data.source.blend import BlendSource
-from megatron_vl.estimate.flops import row_flops
+from megatron_vl.estimate.flops import needed_flops, row_sizes
 from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.evaluation import ValidationResult
 from megatron_vl.training.optimizer import PartLearningRates
 from megatron_vl.training.report.gather import Rank0Gather
-from megatron_vl.training.report.sinks import MetricsSink, open_metrics_sinks
-from megatron_vl.training.report.step_metrics import StepMetrics
+from megatron_vl.training.report.sinks import MetricsSink, ValidationResult, append_lines, open_metrics_sinks
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter
 from megatron_vl.training.step import SKIP_REASONS, StepResult
@@ -34,6 +34,43 @@ MAX_LIST_BYTES = 4 << 20
 """Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
 MAX_BACKLOG_SAMPLES = 10_000
 """Largest number of samples that a rank keeps for the lists of later lines. Further ones are only counted."""
+_LARGEST = ("data_wait_s", "memory_gib")
+"""The fields of :class:`StepMetrics` that are reduced to their maximum; all others are summed."""
+
+
+@dataclass
+class StepMetrics:
+    """One rank's numbers since the last printed line.
+
+    What is sent and reduced follows from the fields. The size of the message does not depend on the number of
+    ranks. Only ranks that own a loader count rows; the others leave these fields at 0.
+    """
+
+    language_flops: float = 0.0
+    vision_flops: float = 0.0
+    num_real_tokens: int = 0
+    """Tokens of samples, without the padded tails of rows."""
+    samples: int = 0
+    images: int = 0
+    patches: int = 0
+    dropped_samples: int = 0
+    """Samples that could not be used."""
+    sending_ranks: int = 0
+    """Ranks that also send a message (see :mod:`megatron_vl.training.report.gather`)."""
+    data_wait_s: float = 0.0
+    memory_gib: float = 0.0
+
+    def reduce_over_ranks(self, device: torch.device) -> StepMetrics:
+        """The numbers reduced over all ranks, equal on each. Collective."""
+        reduced: dict[str, Any] = {}
+        summed = [field.name for field in fields(self) if field.name not in _LARGEST]
+        for names, reduce_op in ((summed, dist.ReduceOp.SUM), (_LARGEST, dist.ReduceOp.MAX)):
+            # Integers are exact up to 2^53.
+            values = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64, device=device)
+            dist.all_reduce(values, op=reduce_op)
+            for name, value in zip(names, values.tolist(), strict=True):
+                reduced[name] = type(getattr(self, name))(value)
+        return StepMetrics(**reduced)
 
 
 class MetricsLog:
@@ -54,14 +91,12 @@ class MetricsLog:
         platform: Platform,
         blend_sources: Sequence[BlendSource] = (),
     ) -> None:
-        self.spec, self.grid, self.platform = spec, grid, platform
-        self.model_config, self.lora, self.total_steps = config.model, config.lora, config.steps
+        self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
         self.run_dir = Path(config.checkpoint.dir) if config.checkpoint.dir else None
-        self.lists_samples = config.log.samples
         self.interval_start = time.perf_counter()
-        self.rank_0_gather = Rank0Gather(grid.rank)
         self.interval_steps = 0
         self.step_metrics = StepMetrics()
+        self.rank_0_gather = Rank0Gather(grid.rank)
         self.drop_reasons: Counter[str] = Counter()
         self.sample_keys: list[list[str]] = []
         self.unsent_samples: list[dict[str, Any]] = []
@@ -69,10 +104,9 @@ class MetricsLog:
         self.quarantined_ids: set[tuple[str, ...]] = set()
         self.bad_sample_meter = BadSampleMeter(config.data.max_bad_share)
         self.source_meter = SourceMeter(blend_sources)
-        self.device_peak_tflops = peak_tflops(
-            torch.cuda.get_device_name() if platform.name == "cuda" else "cpu", config.log.peak_tflops
-        )
-        self.metrics_sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
+        device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
+        self.peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+        self.sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
     def add_step(self, step_batch: StepBatch, source_counts: SourceCounts | None = None) -> None:
         """Counts a step's rows. Only the rank of each replica that owns the loader counts them.
@@ -85,27 +119,25 @@ class MetricsLog:
         if not self.grid.owns_loader:
             return
 
-        step_metrics = self.step_metrics
-        step_metrics.data_wait_s += step_batch.loader_wait_s
-        for segment_lengths, (frame_lengths, window_lengths), loss_tokens in zip(
+        metrics = self.step_metrics
+        metrics.data_wait_s += step_batch.loader_wait_s
+        for lengths, vision_lengths, loss_tokens in zip(
             step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True
         ):
-            step_metrics.num_real_tokens += sum(segment_lengths)
-            vision_lengths = frame_lengths, window_lengths
-            flops = row_flops(
-                self.spec, self.model_config, segment_lengths, *vision_lengths, loss_tokens, self.lora
-            )
-            step_metrics.language_flops += flops.language
-            step_metrics.vision_flops += flops.vision
+            metrics.num_real_tokens += sum(lengths)
+            sizes = row_sizes(lengths, *vision_lengths, loss_tokens)
+            flops = needed_flops(self.spec, self.config.model, self.config.lora, sizes)
+            metrics.language_flops += flops.language
+            metrics.vision_flops += flops.tower
 
-        for item_name, item_count in step_batch.item_counts.items():
-            if item_name.startswith(DROPPED_PREFIX):
-                self.drop_reasons[item_name.removeprefix(DROPPED_PREFIX)] += item_count
-                step_metrics.dropped_samples += item_count
+        for name, count in step_batch.item_counts.items():
+            if name.startswith(DROPPED_PREFIX):
+                self.drop_reasons[name.removeprefix(DROPPED_PREFIX)] += count
+                metrics.dropped_samples += count
             else:
-                setattr(step_metrics, item_name, getattr(step_metrics, item_name) + item_count)
+                setattr(metrics, name, getattr(metrics, name) + count)
 
-        if self.lists_samples:
+        if self.config.log.samples:
             self.sample_keys += step_batch.sample_keys
         self.unsent_samples = (self.unsent_samples + step_batch.dropped_samples)[:MAX_BACKLOG_SAMPLES]
 
@@ -120,10 +152,13 @@ class MetricsLog:
         self.step_metrics.memory_gib = self.platform.peak_memory_gib()
         has_lists = bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
         self.step_metrics.sending_ranks = int(has_lists)
-        speed_metrics, global_metrics = self._reduce_metrics()
-        drop_reasons, drop_details = self._gather_sample_lists(step, global_metrics)
-        source_metrics, source_summary = self.source_meter.take_line()
-        logged_metrics: dict[str, Any] = {
+        # The clock stops before the reduction, which may wait for a slow rank.
+        now = time.perf_counter()
+        elapsed_s, self.interval_start = now - self.interval_start, now
+        totals = self.step_metrics.reduce_over_ranks(self.platform.device)
+        drop_reasons, drop_details = self._gather_sample_lists(step, totals)
+        source_metrics, source_text = self.source_meter.take_line()
+        metrics: dict[str, Any] = {
             "step": step,
             "loss": step_result.loss,
             "loss_tokens": step_result.loss_tokens,
@@ -132,125 +167,81 @@ class MetricsLog:
             "lr": learning_rates["language"],
             **{f"lr/{part}": rate for part, rate in learning_rates.items()},
             **{f"skipped/{reason}": count for reason, count in skipped_steps.items()},
-            **speed_metrics,
-            **self._expert_load_metric(step, step_result),
-            "samples": global_metrics.samples,
-            "images": global_metrics.images,
-            "patches": global_metrics.patches,
+            **self._speed_metrics(totals, elapsed_s),
+            **self._expert_load_metrics(step, step_result),
+            "samples": totals.samples,
+            "images": totals.images,
+            "patches": totals.patches,
             **{f"{DROPPED_PREFIX}{reason}": count for reason, count in drop_reasons.items()},
             **source_metrics,
         }
-        self.bad_sample_meter.add_counts(global_metrics.samples, drop_reasons, drop_details)
-        self._print_line(logged_metrics, source_summary, step_result.skip_reason)
+        self.bad_sample_meter.add_counts(totals.samples, drop_reasons, drop_details)
+        if self.grid.rank == 0:
+            self._print_line(metrics, source_text, step_result.skip_reason)
+            for sink in self.sinks:
+                sink.write_step(metrics)
         self.interval_steps, self.step_metrics = 0, StepMetrics()
-        return logged_metrics
+        return metrics
 
-    def _reduce_metrics(self) -> tuple[dict[str, Any], StepMetrics]:
-        """The speed since the last line, and the counts of all ranks. Collective."""
-        current_time = time.perf_counter()
-        elapsed_s, self.interval_start = current_time - self.interval_start, current_time
-        global_metrics = self.step_metrics.reduce_over_ranks(self.platform.device)
-        total_flops = global_metrics.language_flops + global_metrics.vision_flops
-        tflops_per_rank = total_flops / elapsed_s / self.grid.world_size / 1e12
-        speed_metrics = {
+    def _speed_metrics(self, totals: StepMetrics, elapsed_s: float) -> dict[str, Any]:
+        rank_seconds = elapsed_s * self.grid.world_size
+        total_flops = totals.language_flops + totals.vision_flops
+        tflops = total_flops / rank_seconds / 1e12
+        return {
             "step_s": elapsed_s / self.interval_steps,
-            "tokens_per_s_per_rank": global_metrics.num_real_tokens / elapsed_s / self.grid.world_size,
-            "tflops_per_rank": tflops_per_rank,
-            "vision_flops_share": global_metrics.vision_flops / total_flops if total_flops else 0.0,
-            "mfu": tflops_per_rank / self.device_peak_tflops if self.device_peak_tflops else None,
-            "memory_gib": global_metrics.memory_gib,
-            "data_wait_s": global_metrics.data_wait_s / self.interval_steps,
+            "tokens_per_s_per_rank": totals.num_real_tokens / rank_seconds,
+            "tflops_per_rank": tflops,
+            "vision_flops_share": totals.vision_flops / total_flops if total_flops else 0.0,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "memory_gib": totals.memory_gib,
+            "data_wait_s": totals.data_wait_s / self.interval_steps,
         }
-        return speed_metrics, global_metrics
 
-    def _gather_sample_lists(
-        self, step: int, global_metrics: StepMetrics
-    ) -> tuple[dict[str, int], dict[str, Any]]:
+    def _gather_sample_lists(self, step: int, totals: StepMetrics) -> tuple[dict[str, int], dict[str, Any]]:
         """Sends the lists of samples from the loaders' owners to rank 0, which writes them. Collective.
 
         The size of one line's lists is bounded for all ranks together. Other samples wait for the next line.
         Returns (number of unusable samples by reason, details of the listed ones by reason) on all ranks.
         """
-        if not global_metrics.sending_ranks:
+        if not totals.sending_ranks:
             return {}, {}
 
         self.rank_0_gather.begin_round()
         if self.step_metrics.sending_ranks:
-            samples_to_send, self.unsent_samples = _split_by_size(
-                self.unsent_samples, MAX_LIST_BYTES // global_metrics.sending_ranks
-            )
-            self.rank_0_gather.send_message(
-                self.grid.dp_rank,
-                {"reasons": dict(self.drop_reasons), "dropped": samples_to_send, "keys": self.sample_keys},
-            )
+            max_bytes = MAX_LIST_BYTES // totals.sending_ranks
+            dropped, self.unsent_samples = _split_by_size(self.unsent_samples, max_bytes)
+            message = {"reasons": self.drop_reasons, "dropped": dropped, "keys": self.sample_keys}
+            self.rank_0_gather.send_message(self.grid.dp_rank, message)
             self.drop_reasons, self.sample_keys = Counter(), []
 
-        global_reasons: Counter[str] = Counter()
-        listed_samples: list[dict[str, Any]] = []
+        reasons: Counter[str] = Counter()
+        listed: list[dict[str, Any]] = []
         if self.grid.rank == 0:
-            list_messages = self.rank_0_gather.receive_messages(global_metrics.sending_ranks)
-            for list_message in list_messages:
-                global_reasons.update(list_message["reasons"])
-                listed_samples += list_message["dropped"]
-            self._write_quarantine(step, listed_samples)
-            if self.lists_samples:
-                self._write_sample_keys(step, [list_message["keys"] for list_message in list_messages])
+            messages = self.rank_0_gather.receive_messages(totals.sending_ranks)
+            for message in messages:
+                reasons.update(message["reasons"])
+                listed += message["dropped"]
+            self._write_quarantine(step, listed)
+            if self.config.log.samples and self.run_dir is not None:
+                # One line per printed step: the samples of each row, rows of data-parallel rank 0 first.
+                rows = [row for message in messages for row in message["keys"]]
+                append_lines(self.run_dir / "samples.jsonl", [{"step": step, "rows": rows}])
 
-        if not global_metrics.dropped_samples:
+        if not totals.dropped_samples:
             return {}, {}
-        return self.rank_0_gather.share_answer([dict(global_reasons), details_by_reason(listed_samples)])
-
-    def _expert_load_metric(self, step: int, step_result: StepResult) -> dict[str, float]:
-        """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
-
-        With expert parallelism also ``expert_rank_load`` (:func:`busiest_rank_load`). The sinks get the load
-        of every expert, relative to the mean of its layer.
-        """
-        if step_result.expert_load is None:
-            return {}
-        expert_tokens = step_result.expert_load.double().cpu()
-        layers = expert_tokens.sum(1).nonzero()[:, 0].tolist()
-        relative_loads = {layer: expert_tokens[layer] / expert_tokens[layer].mean() for layer in layers}
-        for metrics_sink in self.metrics_sinks:
-            metrics_sink.write_expert_load(step, relative_loads)
-        load_metrics = {"expert_load": max(float(share.max()) for share in relative_loads.values())}
-        if (num_ranks := self.grid.sharding.ep) > 1:
-            load_metrics["expert_rank_load"] = busiest_rank_load(expert_tokens[layers], num_ranks)
-        return load_metrics
-
-    def log_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        """Prints and writes an evaluation. Its time does not count for the speed of steps."""
-        self.exclude_seconds(validation_result.elapsed_s)
-        if self.grid.rank != 0:
-            return
-        print(
-            f"step {step:>6}/{self.total_steps} | validation loss {validation_result.loss:.6f} |"
-            f" {validation_result.loss_tokens} tokens | {validation_result.elapsed_s:.1f} s",
-            flush=True,
-        )
-        for metrics_sink in self.metrics_sinks:
-            metrics_sink.write_evaluation(step, validation_result)
-
-    def exclude_seconds(self, excluded_s: float) -> None:
-        """Excludes time that was not spent on training from the speed of steps."""
-        self.interval_start += excluded_s
+        return self.rank_0_gather.share_answer([reasons, details_by_reason(listed)])
 
     def _write_quarantine(self, step: int, dropped_samples: list[dict[str, Any]]) -> None:
         """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints, each sample once per run."""
-        # Keys are those of one data set, and a blend has several.
-        samples_by_id = {
-            tuple(sample[name] for name in ("data_set", "shard", "key", "reason")): sample
-            for sample in dropped_samples
-        }
-        new_samples = {
-            name: sample for name, sample in samples_by_id.items() if name not in self.quarantined_ids
-        }
+        new_samples = {}
+        for sample in dropped_samples:
+            # Keys are those of one data set, and a blend has several.
+            sample_id = tuple(sample[name] for name in ("data_set", "shard", "key", "reason"))
+            if sample_id not in self.quarantined_ids:
+                new_samples[sample_id] = {"step": step, **sample}
         self.quarantined_ids.update(new_samples)
         if new_samples and self.run_dir is not None:
-            with (self.run_dir / "quarantine.jsonl").open("a") as file:
-                file.writelines(
-                    json.dumps({"step": step, **sample}) + "\n" for sample in new_samples.values()
-                )
+            append_lines(self.run_dir / "quarantine.jsonl", new_samples.values())
 
     def bad_sample_state(self) -> tuple[dict[str, Any], dict[str, int]]:
         """The counts to save in a checkpoint.
@@ -260,36 +251,64 @@ class MetricsLog:
         local_counts = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
         return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **local_counts}
 
-    def _write_sample_keys(self, step: int, keys_by_rank: list[list[list[str]]]) -> None:
-        """Writes one line per printed step: the samples of each row, rows of data-parallel rank 0 first."""
-        if self.run_dir is not None:
-            with (self.run_dir / "samples.jsonl").open("a") as file:
-                file.write(
-                    json.dumps({"step": step, "rows": [row for part in keys_by_rank for row in part]}) + "\n"
-                )
+    def _expert_load_metrics(self, step: int, step_result: StepResult) -> dict[str, float]:
+        """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
 
-    def _print_line(self, logged_metrics: dict[str, Any], source_summary: str, skip_reason: str) -> None:
-        if self.grid.rank != 0:
-            return
-        speed_text = (
-            f"MFU {logged_metrics['mfu']:6.1%} (vision {logged_metrics['vision_flops_share']:.0%})"
-            if logged_metrics["mfu"] is not None
-            else f"{logged_metrics['tflops_per_rank']:.3f} TFLOP/s"
+        With expert parallelism also ``expert_rank_load`` (:func:`busiest_rank_load`). The sinks get the load
+        of every expert, relative to the mean of its layer.
+        """
+        if step_result.expert_load is None:
+            return {}
+        tokens = step_result.expert_load.double().cpu()
+        layers = tokens.sum(1).nonzero()[:, 0].tolist()
+        loads = {layer: tokens[layer] / tokens[layer].mean() for layer in layers}
+        for sink in self.sinks:
+            sink.write_expert_load(step, loads)
+        metrics = {"expert_load": max(float(load.max()) for load in loads.values())}
+        if (ep := self.grid.sharding.ep) > 1:
+            metrics["expert_rank_load"] = busiest_rank_load(tokens[layers], ep)
+        return metrics
+
+    def _print_line(self, metrics: dict[str, Any], source_text: str, skip_reason: str) -> None:
+        lr, vision_lr, merger_lr = (
+            "frozen" if metrics[f"lr/{part}"] is None else f"{metrics[f'lr/{part}']:.3e}"
+            for part in ("language", "vision", "merger")
         )
-        line_parts = [
-            f"step {logged_metrics['step']:>6}/{self.total_steps} | loss {logged_metrics['loss']:.6f} | grad"
-            f" norm {logged_metrics['grad_norm']:.4f} | {_learning_rates_text(logged_metrics)} |"
-            f" {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f}"
-            f" tok/s/GPU | {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait"
-            f" {logged_metrics['data_wait_s'] * 1e3:.0f} ms",
-            *_expert_load_texts(logged_metrics),
-            source_summary,
+        speed = f"{metrics['tflops_per_rank']:.3f} TFLOP/s"
+        if metrics["mfu"] is not None:
+            speed = f"MFU {metrics['mfu']:6.1%} (vision {metrics['vision_flops_share']:.0%})"
+        parts = [
+            f"step {metrics['step']:>6}/{self.config.steps}",
+            f"loss {metrics['loss']:.6f}",
+            f"grad norm {metrics['grad_norm']:.4f}",
+            f"lr {lr} (vision {vision_lr}, merger {merger_lr})",
+            f"{metrics['step_s'] * 1e3:.0f} ms",
+            f"{metrics['tokens_per_s_per_rank']:.0f} tok/s/GPU",
+            speed,
+            f"{metrics['memory_gib']:.1f} GiB",
+            f"data wait {metrics['data_wait_s'] * 1e3:.0f} ms",
+            f"busiest expert {metrics['expert_load']:.2f}x" if "expert_load" in metrics else "",
+            f"busiest rank {metrics['expert_rank_load']:.2f}x" if "expert_rank_load" in metrics else "",
+            source_text,
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
             f"SKIPPED: {SKIP_REASONS[skip_reason]}" if skip_reason else "",
         ]
-        print(" | ".join(filter(None, line_parts)), flush=True)
-        for metrics_sink in self.metrics_sinks:
-            metrics_sink.write_step(logged_metrics)
+        print(" | ".join(filter(None, parts)), flush=True)
+
+    def log_evaluation(self, step: int, result: ValidationResult) -> None:
+        """Prints and writes an evaluation. Its time does not count for the speed of steps."""
+        self.exclude_seconds(result.elapsed_s)
+        log_rank_0(
+            self.grid,
+            f"step {step:>6}/{self.config.steps} | validation loss {result.loss:.6f} | {result.loss_tokens}"
+            f" tokens | {result.elapsed_s:.1f} s",
+        )
+        for sink in self.sinks:
+            sink.write_evaluation(step, result)
+
+    def exclude_seconds(self, excluded_s: float) -> None:
+        """Excludes time that was not spent on training from the speed of steps."""
+        self.interval_start += excluded_s
 
     def close(self, has_failed: bool = False) -> None:
         """Closes the sinks.
@@ -297,11 +316,11 @@ class MetricsLog:
         Args:
             has_failed: whether the run ends with an error.
         """
-        for metrics_sink in self.metrics_sinks:
-            metrics_sink.close(has_failed)
+        for sink in self.sinks:
+            sink.close(has_failed)
 
 
-def busiest_rank_load(expert_tokens: Tensor, num_ranks: int) -> float:
+def busiest_rank_load(expert_tokens: Tensor, ep: int) -> float:
     """Tokens of the busiest expert-parallel rank of each layer divided by the layer's mean, on average.
 
     All ranks wait for that rank in every layer, so experts compute for this many times as long as if they
@@ -310,38 +329,21 @@ def busiest_rank_load(expert_tokens: Tensor, num_ranks: int) -> float:
     Args:
         expert_tokens: [layers, experts], number of tokens. Ranks have equal numbers of successive experts.
     """
-    rank_tokens = expert_tokens.unflatten(1, (num_ranks, -1)).sum(2)
+    rank_tokens = expert_tokens.unflatten(1, (ep, -1)).sum(2)
     return float((rank_tokens.amax(1) / rank_tokens.mean(1)).mean())
 
 
-def _expert_load_texts(logged_metrics: dict[str, Any]) -> list[str]:
-    return [
-        f"busiest {unit} {logged_metrics[name]:.2f}x"
-        for unit, name in (("expert", "expert_load"), ("rank", "expert_rank_load"))
-        if name in logged_metrics
-    ]
-
-
-def _learning_rates_text(logged_metrics: dict[str, Any]) -> str:
-    """The learning rates in a printed line: ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
-    language_rate, vision_rate, merger_rate = (
-        "frozen" if logged_metrics[f"lr/{part}"] is None else f"{logged_metrics[f'lr/{part}']:.3e}"
-        for part in ("language", "vision", "merger")
-    )
-    return f"lr {language_rate} (vision {vision_rate}, merger {merger_rate})"
-
-
 def _split_by_size(
-    dropped_samples: list[dict[str, Any]], max_bytes: int
+    samples: list[dict[str, Any]], max_bytes: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The first samples up to about ``max_bytes`` bytes (at least one sample), and the remaining ones."""
     count, used_bytes = 0, 0
-    for sample in dropped_samples:
+    for sample in samples:
         used_bytes += len(json.dumps(sample))
         if count and used_bytes > max_bytes:
             break
         count += 1
-    return dropped_samples[:count], dropped_samples[count:]
+    return samples[:count], samples[count:]
 
 
 def log_rank_0(grid: ProcessGrid, message: str) -> None:

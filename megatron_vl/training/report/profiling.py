@@ -11,12 +11,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.system import durable_files
+from megatron_vl.training.hooks import Hook, Trainer
+from megatron_vl.training.rows.batch_broadcast import StepBatch
+from megatron_vl.training.step import StepResult
 
 PROFILE_DIR = "profile"
 """The subfolder of ``checkpoint.dir`` for traces."""
 
 
-class StepProfiler:
+class Profile(Hook):
     """Traces this rank from the beginning of one step to the end of another, as a validated config says.
 
     The file is a Chrome trace, which Perfetto and TensorBoard read. Its name has the steps that it covers.
@@ -28,74 +31,59 @@ class StepProfiler:
         self.first_step, self.last_step = traced_steps or (0, 0)
         self.rank = rank
         self.trace_dir = Path(config.checkpoint.dir) / PROFILE_DIR
-        self._running_trace: profile | None = None
-        self._step_record: record_function | None = None
+        self._trace: profile | None = None
+        self._step_record = record_function("")
         self._first_traced = self._last_traced = 0
 
-    def begin_step(self, step: int) -> None:
-        """Call this before ``step`` (counted from 1) begins."""
+    def before_step(self, trainer: Trainer) -> None:
+        step = trainer.step + 1
         if not self.first_step <= step <= self.last_step:
             return
-        if self._running_trace is None:
+        if self._trace is None:
             self._first_traced = step
+            # Without a GPU, tracing CUDA would make Kineto warn that CUPTI is missing.
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             # Without acc_events, torch warns.
-            self._running_trace = profile(activities=_profiler_activities(), acc_events=True)
-            self._running_trace.start()
-
+            self._trace = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+            self._trace.start()
         self._step_record = record_function(f"step {step}")
         self._step_record.__enter__()
 
-    def end_step(self, step: int) -> float:
-        """Call this when ``step`` is done. Returns the seconds that it took to write the trace, else 0."""
-        if self._running_trace is None:
-            return 0.0
-        if self._step_record is not None:
+    def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
+        if self._trace is not None:
             self._step_record.__exit__(None, None, None)
-            self._step_record, self._last_traced = None, step
-        return self.finish_trace() if step >= self.last_step else 0.0
+            self._last_traced = trainer.step
+            if trainer.step == self.last_step:
+                trainer.metrics_log.exclude_seconds(self.finish_trace())
+
+    def end(self, trainer: Trainer, has_failed: bool) -> None:
+        if not has_failed:
+            self.finish_trace()
+        elif self._trace is not None:
+            self._trace.stop()
 
     def finish_trace(self) -> float:
         """Writes the trace, if one has begun. Returns the seconds that this took.
 
         If the trace cannot be written, a line says so, and the run continues.
         """
-        finished_trace, self._running_trace = self._running_trace, None
-        if finished_trace is None:
+        trace, self._trace = self._trace, None
+        if trace is None:
             return 0.0
 
-        start_time = time.perf_counter()
+        start = time.perf_counter()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # so that the trace includes the kernels of the last step
-        finished_trace.stop()
-        file_name = f"rank_{self.rank:05d}_steps_{self._first_traced}_to_{self._last_traced}.pt.trace.json.gz"
-        try:
-            self._write_trace(finished_trace, self.trace_dir / file_name)
-            print(f"profile: {self.trace_dir / file_name}", flush=True)
-        except (OSError, RuntimeError) as error:
-            print(
-                f"NOTE: {self.trace_dir / file_name} could not be written: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
-        return time.perf_counter() - start_time
-
-    def drop_trace(self) -> None:
-        """Ends a trace without writing it."""
-        dropped_trace, self._running_trace = self._running_trace, None
-        if dropped_trace is not None:
-            dropped_trace.stop()
-
-    def _write_trace(self, finished_trace: profile, trace_path: Path) -> None:
-        trace_path.parent.mkdir(parents=True, exist_ok=True)
+        trace.stop()
+        name = f"rank_{self.rank:05d}_steps_{self._first_traced}_to_{self._last_traced}.pt.trace.json"
+        path = self.trace_dir / f"{name}.gz"
         # torch compresses the file if its name ends with .gz.
-        partial_path = trace_path.with_name(
-            f".{trace_path.name.removesuffix('.gz')}{durable_files.PARTIAL_SUFFIX}.gz"
-        )
-        finished_trace.export_chrome_trace(str(partial_path))
-        durable_files.publish_file(partial_path, trace_path)
-
-
-def _profiler_activities() -> list[ProfilerActivity]:
-    """The activities to trace. Without a GPU, tracing CUDA would make Kineto warn that CUPTI is missing."""
-    gpu_activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *gpu_activities]
+        partial_path = self.trace_dir / f".{name}{durable_files.PARTIAL_SUFFIX}.gz"
+        try:
+            self.trace_dir.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(partial_path))
+            durable_files.publish_file(partial_path, path)
+            print(f"profile: {path}", flush=True)
+        except (OSError, RuntimeError) as error:
+            print(f"NOTE: {path} could not be written: {error}", file=sys.stderr, flush=True)
+        return time.perf_counter() - start

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from megatron_vl.system import durable_files
 from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import write_json
-from megatron_vl.training.evaluation import ValidationResult
 
 EVALUATIONS_FILE = "eval.jsonl"
 """The file with a line for each validation, in the folder of the checkpoints."""
@@ -35,16 +34,26 @@ WANDB_FINISH_TIMEOUT_S = 60
 """Seconds that the end of a run waits at most for metrics that W&B has not sent yet."""
 
 
+@dataclass
+class ValidationResult:
+    """The result of an evaluation, equal on all ranks."""
+
+    loss: float
+    """Mean loss over all loss tokens of the rows."""
+    loss_tokens: int
+    elapsed_s: float
+
+
 class MetricsSink:
     """One destination of metrics. A sink ignores metrics that it does not show."""
 
-    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
+    def write_step(self, metrics: Mapping[str, Any]) -> None:
         """Writes the numbers of a printed line, ``step`` among them."""
 
-    def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
+    def write_expert_load(self, step: int, loads: Mapping[int, Tensor]) -> None:
         """Writes the load of experts: layer -> tokens of each expert divided by the layer's mean, [E]."""
 
-    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
+    def write_evaluation(self, step: int, result: ValidationResult) -> None:
         """Writes the validation loss."""
 
     def close(self, has_failed: bool = False) -> None:
@@ -62,14 +71,14 @@ def open_metrics_sinks(config: TrainConfig) -> list[MetricsSink]:
         OSError: a folder cannot be written.
         UserError: W&B refuses the run.
     """
-    metrics_sinks: list[MetricsSink] = []
+    sinks: list[MetricsSink] = []
     if config.checkpoint.dir:
-        metrics_sinks.append(JsonLinesSink(Path(config.checkpoint.dir)))
+        sinks.append(JsonLinesSink(Path(config.checkpoint.dir)))
     if config.log.tensorboard:
-        metrics_sinks.append(TensorBoardSink(config.log.tensorboard))
+        sinks.append(TensorBoardSink(config.log.tensorboard))
     if config.wandb.project:
-        metrics_sinks.append(WandbSink(config))
-    return metrics_sinks
+        sinks.append(WandbSink(config))
+    return sinks
 
 
 class JsonLinesSink(MetricsSink):
@@ -78,45 +87,33 @@ class JsonLinesSink(MetricsSink):
     def __init__(self, run_dir: Path) -> None:
         durable_files.make_dirs(run_dir)
         self.run_dir = run_dir
-        for file_name in STEP_LOG_FILES:
-            drop_incomplete_line(run_dir / file_name)
-        self.metrics_file = (run_dir / "metrics.jsonl").open("a")
+        for name in STEP_LOG_FILES:
+            drop_incomplete_line(run_dir / name)
 
-    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
-        self.metrics_file.write(_json_line(logged_metrics))
-        self.metrics_file.flush()
+    def write_step(self, metrics: Mapping[str, Any]) -> None:
+        append_lines(self.run_dir / "metrics.jsonl", [metrics])
 
-    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        evaluation_record = {
-            "step": step,
-            "loss": validation_result.loss,
-            "loss_tokens": validation_result.loss_tokens,
-            "seconds": validation_result.elapsed_s,
-        }
-        with (self.run_dir / EVALUATIONS_FILE).open("a") as file:
-            file.write(_json_line(evaluation_record))
-
-    def close(self, has_failed: bool = False) -> None:
-        self.metrics_file.close()
+    def write_evaluation(self, step: int, result: ValidationResult) -> None:
+        numbers = {"loss": result.loss, "loss_tokens": result.loss_tokens, "seconds": result.elapsed_s}
+        append_lines(self.run_dir / EVALUATIONS_FILE, [{"step": step, **numbers}])
 
 
-def _without_nan(json_value: Any) -> Any:
-    if isinstance(json_value, Mapping):
-        return {name: _without_nan(inner) for name, inner in json_value.items()}
-    if isinstance(json_value, list | tuple):
-        return [_without_nan(inner) for inner in json_value]
-    return None if isinstance(json_value, float) and not math.isfinite(json_value) else json_value
-
-
-def _json_line(json_record: Mapping[str, Any]) -> str:
-    """The numbers as a line of JSON, which has no NaN and no infinity: they become null."""
-    return json.dumps(_without_nan(json_record), ensure_ascii=False, allow_nan=False) + "\n"
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Appends lines of JSON, which has no NaN and no infinity: such numbers of a record become null."""
+    # A file name that is no UTF-8 has surrogates in Python; written like this, they are JSON's own escapes.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        for record in records:
+            values = {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in record.items()
+            }
+            file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def is_evaluated(run_dir: Path, step: int) -> bool:
     """Whether a run has evaluated the weights of a step, as far as its complete lines say."""
-    evaluations_path = run_dir / EVALUATIONS_FILE
-    lines = evaluations_path.read_text(errors="replace").splitlines() if evaluations_path.exists() else []
+    path = run_dir / EVALUATIONS_FILE
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return any(line.startswith(f'{{"step": {step},') for line in lines)
 
 
@@ -128,18 +125,18 @@ class TensorBoardSink(MetricsSink):
 
         self.summary_writer = SummaryWriter(tensorboard_dir)
 
-    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
-        for name, value in scalar_metrics(logged_metrics).items():
-            self.summary_writer.add_scalar(name, value, logged_metrics["step"])
+    def write_step(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in scalar_metrics(metrics).items():
+            self.summary_writer.add_scalar(name, value, metrics["step"])
         self.summary_writer.flush()
 
-    def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
-        for layer, layer_load in relative_loads.items():
-            self.summary_writer.add_scalar(_expert_load_tag(layer), float(layer_load.max()), step)
-        self.summary_writer.add_histogram("expert_load/all", torch.cat(list(relative_loads.values())), step)
+    def write_expert_load(self, step: int, loads: Mapping[int, Tensor]) -> None:
+        for name, load in _busiest_experts(loads).items():
+            self.summary_writer.add_scalar(name, load, step)
+        self.summary_writer.add_histogram("expert_load/all", torch.cat(list(loads.values())), step)
 
-    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        self.summary_writer.add_scalar("validation_loss", validation_result.loss, step)
+    def write_evaluation(self, step: int, result: ValidationResult) -> None:
+        self.summary_writer.add_scalar("validation_loss", result.loss, step)
         self.summary_writer.flush()
 
     def close(self, has_failed: bool = False) -> None:
@@ -159,12 +156,11 @@ class WandbSink(MetricsSink):
     def __init__(self, config: TrainConfig) -> None:
         import wandb
 
-        self.wandb_module = wandb
         self.is_disconnected = False
         run_dir, earlier_run_id = config.checkpoint.dir, _earlier_wandb_run(config)
-        finish_settings = (
-            {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": WANDB_FINISH_TIMEOUT_S}
-        )
+        settings: dict[str, Any] = {"console": "off"}  # forked loader workers inherit it, and raise there
+        if "WANDB_FINISH_TIMEOUT" not in os.environ:
+            settings["finish_timeout"] = WANDB_FINISH_TIMEOUT_S
         try:
             self.wandb_run = wandb.init(
                 project=config.wandb.project,
@@ -174,75 +170,74 @@ class WandbSink(MetricsSink):
                 resume="allow",
                 config=asdict(config),
                 allow_val_change=True,
-                # Forked loader workers inherit W&B's console capture, which raises there and drops samples.
-                settings=wandb.Settings(console="off", **finish_settings),
+                settings=wandb.Settings(**settings),
             )
-            _remove_import_hooks()
+            # W&B's hooks on imports report to its service, which raises in forked loader workers.
+            sys.meta_path[:] = [
+                finder for finder in sys.meta_path if not type(finder).__module__.startswith("wandb.")
+            ]
             self.wandb_run.define_metric("step")
             self.wandb_run.define_metric("*", step_metric="step")
         except Exception as error:
-            raise UserError(_wandb_refusal_message(error, config, earlier_run_id)) from error
+            text = " ".join(str(error).split()) or type(error).__name__
+            hint = (
+                f"; delete {Path(run_dir) / WANDB_RUN_FILE} to begin another W&B run"
+                if earlier_run_id
+                else ""
+            )
+            raise UserError(
+                f"wandb.project {config.wandb.project}: W&B says: {text}. Log in (wandb login, or"
+                f" $WANDB_API_KEY), set WANDB_MODE=offline, or leave wandb.project empty{hint}"
+            ) from error
         if run_dir and not self.wandb_run.disabled:  # as by $WANDB_MODE
-            run_record = {
-                "id": self.wandb_run.id,
-                "project": config.wandb.project,
-                "entity": os.environ.get("WANDB_ENTITY", ""),
-            }
-            write_json(Path(run_dir) / WANDB_RUN_FILE, run_record)
+            entity = os.environ.get("WANDB_ENTITY", "")
+            record = {"id": self.wandb_run.id, "project": config.wandb.project, "entity": entity}
+            write_json(Path(run_dir) / WANDB_RUN_FILE, record)
 
-    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
-        self._log_metrics(lambda: {"step": logged_metrics["step"], **scalar_metrics(logged_metrics)})
+    def write_step(self, metrics: Mapping[str, Any]) -> None:
+        self._log_metrics(lambda: {"step": metrics["step"], **scalar_metrics(metrics)})
 
-    def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
+    def write_expert_load(self, step: int, loads: Mapping[int, Tensor]) -> None:
         def make_metrics() -> dict[str, Any]:
-            all_loads = torch.cat(list(relative_loads.values())).numpy()
-            return {
-                "step": step,
-                **{_expert_load_tag(layer): float(share.max()) for layer, share in relative_loads.items()},
-                "expert_load/all": self.wandb_module.Histogram(all_loads),
-            }
+            import wandb
+
+            all_loads = wandb.Histogram(torch.cat(list(loads.values())).numpy())
+            return {"step": step, **_busiest_experts(loads), "expert_load/all": all_loads}
 
         self._log_metrics(make_metrics)
 
-    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        self._log_metrics(lambda: {"step": step, "validation_loss": validation_result.loss})
+    def write_evaluation(self, step: int, result: ValidationResult) -> None:
+        self._log_metrics(lambda: {"step": step, "validation_loss": result.loss})
 
     def close(self, has_failed: bool = False) -> None:
         # Sending what is left may take a while. Without it, W&B marks the run as crashed, which it is.
-        if not has_failed and not self.is_disconnected:
+        if not has_failed:
             self._try_wandb_call(self.wandb_run.finish)
 
     def _log_metrics(self, make_metrics: Callable[[], dict[str, Any]]) -> None:
-        if not self.is_disconnected:
-            self._try_wandb_call(lambda: self.wandb_run.log(make_metrics()))
+        self._try_wandb_call(lambda: self.wandb_run.log(make_metrics()))
 
     def _try_wandb_call(self, wandb_call: Callable[[], Any]) -> None:
+        if self.is_disconnected:
+            return
         try:
             wandb_call()
         except Exception as error:  # of any kind: a run does not end because a service is gone
             self.is_disconnected = True
-            error_text = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"NOTE: nothing more is sent to W&B ({error_text})", file=sys.stderr, flush=True)
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"NOTE: nothing more is sent to W&B ({text})", file=sys.stderr, flush=True)
 
 
-def scalar_metrics(logged_metrics: Mapping[str, Any]) -> dict[str, int | float]:
+def scalar_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """The numbers that can be plotted over the steps, without ``step`` itself."""
     return {
-        name: value
-        for name, value in logged_metrics.items()
-        if isinstance(value, int | float) and name != "step"
+        name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"
     }
 
 
-def _expert_load_tag(layer_number: int) -> str:
-    return f"expert_load/layer_{layer_number:02d}"
-
-
-def _remove_import_hooks() -> None:
-    """Removes W&B's hooks on imports. They report to its service, which raises in forked loader workers."""
-    sys.meta_path[:] = [
-        path_finder for path_finder in sys.meta_path if not type(path_finder).__module__.startswith("wandb.")
-    ]
+def _busiest_experts(loads: Mapping[int, Tensor]) -> dict[str, float]:
+    """The largest load of each layer."""
+    return {f"expert_load/layer_{layer:02d}": float(load.max()) for layer, load in loads.items()}
 
 
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
@@ -257,13 +252,3 @@ def _earlier_wandb_run(config: TrainConfig) -> str | None:
         return str(run_record["id"]) if stored_project == project else None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
-
-
-def _wandb_refusal_message(error: Exception, config: TrainConfig, earlier_run_id: str | None) -> str:
-    error_text = " ".join(str(error).split()) or type(error).__name__
-    path = Path(config.checkpoint.dir) / WANDB_RUN_FILE
-    new_run_hint = f"; delete {path} to begin another W&B run" if earlier_run_id else ""
-    return (
-        f"wandb.project {config.wandb.project}: W&B says: {error_text}. Log in (wandb login, or"
-        f" $WANDB_API_KEY), set WANDB_MODE=offline, or leave wandb.project empty{new_run_hint}"
-    )

@@ -1,4 +1,4 @@
-"""Sends the pictures of a step to the ranks that encode them, if every rank holds the vision tower.
+"""Sends the images of a step to the ranks that encode them, if every rank holds the vision tower.
 
 The frames of all rows are cut into one contiguous share for each rank of the replica
 (:mod:`megatron_vl.models.frame_shares`). All ranks compute the same cuts from the sizes of the frames. The
@@ -45,7 +45,7 @@ def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list
     return np.stack((first_planes, plane_ends), 1).tolist()
 
 
-class PictureShares:
+class ImageShares:
     """How the frames of a step are divided among the ranks of a replica. All ranks compute the same division.
 
     Args:
@@ -114,67 +114,50 @@ class PictureShares:
         return rank_frames, np.concatenate(bounds_by_run), plane_count
 
 
-def scatter_pictures(
-    picture_shares: PictureShares,
+def scatter_images(
+    image_shares: ImageShares,
     replica_group: dist.ProcessGroup,
     rows: list[DeviceRow],
     host_tensors: list[dict[str, Tensor]],
     planes_by_row: list[Tensor],
     device: torch.device,
 ) -> StepVision:
-    """Sends each rank of a replica its share of the first rank's pictures. Collective."""
-    vision_spec, num_ranks = picture_shares.vision_spec, replica_group.size()
-    plane_width = vision_spec.in_channels * vision_spec.patch_size**2
-    plane_pixels = torch.empty(0, plane_width, dtype=torch.uint8, device=device)
-    patch_ints = torch.empty(0, dtype=torch.int32)
-    if replica_group.rank() == 0 and len(picture_shares.frames.patches_per_frame):
-        plane_pixels, patch_ints = _concatenated_shares(
-            picture_shares, num_ranks, host_tensors, planes_by_row
-        )
+    """Sends each rank of a replica its share of the first rank's images. Collective."""
+    spec, rank, num_ranks = image_shares.vision_spec, replica_group.rank(), replica_group.size()
+    pixels = torch.empty(0, spec.in_channels * spec.patch_size**2, dtype=torch.uint8, device=device)
+    ints = torch.empty(0, dtype=torch.int32)
+    if rank == 0 and len(image_shares.frames.patches_per_frame):
+        pixels, ints = _concatenated_shares(image_shares, num_ranks, host_tensors, planes_by_row)
+    ints = ints.to(device, non_blocking=True)
 
-    rank_shares = [picture_shares.share_of_rank(rank) for rank in range(num_ranks)]
-    plane_pixels, ints_by_field = _exchange_shares(
-        rank_shares, plane_pixels, patch_ints.to(device, non_blocking=True), vision_spec, replica_group
+    rank_shares = [image_shares.share_of_rank(each) for each in range(num_ranks)]
+    int_widths = (spec.temporal_patch_size, 2, 2)  # of PATCH_INT_FIELDS
+    patch_counts = [int(frames.patches_per_frame.sum()) for frames, _, _ in rank_shares]
+    if sum(patch_counts):  # all ranks know it, so all of them skip the collectives of a step without images
+        plane_counts = [plane_count for _, _, plane_count in rank_shares]
+        pixels = exchange_with_first(pixels, plane_counts, replica_group, should_gather=False)
+        # All integers of a patch are in one message, because its latency costs more than its bytes.
+        int_counts = [sum(int_widths) * count for count in patch_counts]
+        ints = exchange_with_first(ints, int_counts, replica_group, should_gather=False)
+
+    frames, plane_bounds, _ = rank_shares[rank]
+    parts = ints.split([patch_counts[rank] * width for width in int_widths])
+    plane_index, position_hw, frame_hw = (
+        part.view(-1, width) for part, width in zip(parts, int_widths, strict=True)
     )
-    rank_frames, plane_bounds, _ = rank_shares[replica_group.rank()]
     return StepVision(
         device_rows=rows,
-        features_per_rank=picture_shares.features_of_rank,
-        features_per_row=picture_shares.features_of_row,
-        local_frames=rank_frames,
+        features_per_rank=image_shares.features_of_rank,
+        features_per_row=image_shares.features_of_row,
+        local_frames=frames,
         plane_bounds=plane_bounds,
-        planes=plane_pixels,
-        plane_index=ints_by_field["plane_index"],
-        position_hw=ints_by_field["position_hw"],
-        frame_hw=ints_by_field["frame_hw"],
-        frame_cu_seqlens=cumulative(rank_frames.patches_per_frame, device),
-        window_cu_seqlens=cumulative(rank_frames.patches_per_window, device),
+        planes=pixels,
+        plane_index=plane_index,
+        position_hw=position_hw,
+        frame_hw=frame_hw,
+        frame_cu_seqlens=cumulative(frames.patches_per_frame, device),
+        window_cu_seqlens=cumulative(frames.patches_per_window, device),
     )
-
-
-def _exchange_shares(
-    rank_shares: list[tuple[TowerFrames, Array, int]],
-    plane_pixels: Tensor,
-    patch_ints: Tensor,
-    vision_spec: VisionSpec,
-    replica_group: dist.ProcessGroup,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's pixels, and its integers by field, of those of all ranks that the first rank has."""
-    int_widths = dict(zip(PATCH_INT_FIELDS, (vision_spec.temporal_patch_size, 2, 2), strict=True))
-    patches_per_rank = [int(frames.patches_per_frame.sum()) for frames, _, _ in rank_shares]
-    if sum(patches_per_rank):
-        plane_counts = [plane_count for _, _, plane_count in rank_shares]
-        plane_pixels = exchange_with_first(plane_pixels, plane_counts, replica_group, should_gather=False)
-        # All integers of a patch are in one message, because its latency costs more than its bytes.
-        int_counts = [sum(int_widths.values()) * patch_count for patch_count in patches_per_rank]
-        patch_ints = exchange_with_first(patch_ints, int_counts, replica_group, should_gather=False)
-
-    own_patches = patches_per_rank[replica_group.rank()]
-    field_ints = patch_ints.split([own_patches * int_width for int_width in int_widths.values()])
-    ints_by_field = {}
-    for (field_name, int_width), flat_ints in zip(int_widths.items(), field_ints, strict=True):
-        ints_by_field[field_name] = flat_ints.view(-1, int_width)
-    return plane_pixels, ints_by_field
 
 
 def cumulative(sizes: Array, device: torch.device) -> Tensor:
@@ -189,30 +172,24 @@ def pin_memory(tensor: Tensor) -> Tensor:
 
 
 def _concatenated_shares(
-    picture_shares: PictureShares,
+    image_shares: ImageShares,
     num_ranks: int,
     host_tensors: list[dict[str, Tensor]],
     planes_by_row: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The shares of all ranks, one after another: pixels, and :data:`PATCH_INT_FIELDS` of each patch."""
-    plane_pixels: list[Tensor] = []
-    patch_ints: list[Tensor] = []
-
+    pixels: list[Tensor] = []
+    ints: list[Tensor] = []
     for rank in range(num_ranks):
         rank_ints: dict[str, list[Tensor]] = {name: [] for name in PATCH_INT_FIELDS}
         plane_count = 0
-        for frame_run in picture_shares.frame_runs(rank):
-            first_plane, plane_end = picture_shares.plane_range(frame_run)
-            patch_slice = picture_shares.patch_slice(frame_run)
-            row_tensors = host_tensors[frame_run[0]]
-            rank_ints["plane_index"].append(
-                row_tensors["plane_index"][patch_slice] - first_plane + plane_count
-            )
-            rank_ints["position_hw"].append(row_tensors["position_hw"][patch_slice])
-            rank_ints["frame_hw"].append(row_tensors["frame_hw"][patch_slice])
-            plane_pixels.append(planes_by_row[frame_run[0]][first_plane:plane_end])
+        for run in image_shares.frame_runs(rank):
+            first_plane, plane_end = image_shares.plane_range(run)
+            for name in PATCH_INT_FIELDS:
+                rank_ints[name].append(host_tensors[run[0]][name][image_shares.patch_slice(run)])
+            # Planes are numbered among those that the rank receives.
+            rank_ints["plane_index"][-1] = rank_ints["plane_index"][-1] - first_plane + plane_count
+            pixels.append(planes_by_row[run[0]][first_plane:plane_end])
             plane_count += plane_end - first_plane
-        patch_ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
-
-    joined_pixels = torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0]
-    return joined_pixels, pin_memory(torch.cat(patch_ints))
+        ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
+    return torch.cat(pixels) if len(pixels) > 1 else pixels[0], pin_memory(torch.cat(ints))

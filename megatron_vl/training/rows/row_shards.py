@@ -24,7 +24,7 @@ from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import Array, cumulative_starts
 from megatron_vl.spec.families import VisionSpec
-from megatron_vl.training.rows.image_scatter import PictureShares, cumulative, pin_memory
+from megatron_vl.training.rows.image_scatter import ImageShares, cumulative, pin_memory
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RowSharding:
         if self.tower_is_decoupled or not feature_count:
             return np.array([0, *[feature_count] * self.context_size])
         vision_lengths = (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
-        return cumulative_starts(np.array(self.picture_shares(vision_lengths).features_of_rank))
+        return cumulative_starts(np.array(self.image_shares(vision_lengths).features_of_rank))
 
     def route_step(
         self,
@@ -97,7 +97,7 @@ class RowSharding:
         rank: int,
         device: torch.device,
     ) -> None:
-        """Adds to the pictures of a step how their features go from the first rank to all parts.
+        """Adds to the images of a step how their features go from the first rank to all parts.
 
         Args:
             row_headers: headers with the result of :meth:`describe_parts` for each row.
@@ -121,9 +121,9 @@ class RowSharding:
         part_order = torch.from_numpy(np.concatenate(ordered_features))
         step_vision.part_order = pin_memory(part_order).to(device, non_blocking=True)
 
-    def picture_shares(
+    def image_shares(
         self, vision_lengths: tuple[list[int], list[int]], plane_bounds: list[list[int]] | None = None
-    ) -> PictureShares:
+    ) -> ImageShares:
         """The frames of one row that each context-parallel rank encodes.
 
         Args:
@@ -131,7 +131,7 @@ class RowSharding:
             plane_bounds: result of :func:`~megatron_vl.training.rows.image_scatter.frame_plane_bounds`;
                 None if the planes of a rank are not needed.
         """
-        return PictureShares(self.vision_spec, [vision_lengths], [plane_bounds or []], self.context_size)
+        return ImageShares(self.vision_spec, [vision_lengths], [plane_bounds or []], self.context_size)
 
 
 def cut_text(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -217,7 +217,7 @@ def cut_feature_index(row_header: dict[str, Any], row_tensors: dict[str, Tensor]
     return row_tensors["feature_index"][first : first + int(feature_counts[rank])].long()
 
 
-def cut_pictures(
+def cut_images(
     row_sharding: RowSharding,
     row_header: dict[str, Any],
     plane_bounds: list[list[int]],
@@ -226,18 +226,18 @@ def cut_pictures(
 ) -> tuple[VisionInput, FeatureRoute]:
     """The frames of a row that a context-parallel rank encodes, and the route of their features.
 
-    A rank without frames gets the first merge unit of the row's pictures, for a tower that must always run.
+    A rank without frames gets the first merge unit of the row's images, for a tower that must always run.
 
     Args:
         plane_bounds: result of :func:`~megatron_vl.training.rows.image_scatter.frame_plane_bounds` for the
             row.
     """
-    picture_shares = row_sharding.picture_shares(row_header["vision_lengths"], plane_bounds)
-    rank_frames, _, _ = picture_shares.share_of_rank(rank)
-    frame_runs = picture_shares.frame_runs(rank)
+    image_shares = row_sharding.image_shares(row_header["vision_lengths"], plane_bounds)
+    rank_frames, _, _ = image_shares.share_of_rank(rank)
+    frame_runs = image_shares.frame_runs(rank)
     if frame_runs:
-        first_plane, plane_end = picture_shares.plane_range(frame_runs[0])
-        patch_slice = picture_shares.patch_slice(frame_runs[0])
+        first_plane, plane_end = image_shares.plane_range(frame_runs[0])
+        patch_slice = image_shares.patch_slice(frame_runs[0])
         frame_sizes, window_sizes = rank_frames.patches_per_frame, rank_frames.patches_per_window
     else:
         merge_unit = row_sharding.vision_spec.merge_unit
@@ -253,18 +253,13 @@ def cut_pictures(
         full_segments=Segments(cumulative(frame_sizes, device), int(frame_sizes.max())),
         window_segments=Segments(cumulative(window_sizes, device), int(window_sizes.max())),
     )
-    return vision_input, _feature_route(row_header, row_tensors, rank, encodes=bool(frame_runs))
-
-
-def _feature_route(
-    row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int, encodes: bool
-) -> FeatureRoute:
     features_by_pair = np.array(row_header["features"])
+    sent = features_by_pair[rank].tolist()
     order_start = int(features_by_pair[:rank].sum())
-    order_end = order_start + int(features_by_pair[rank].sum())
-    return FeatureRoute(
-        encodes=encodes,
-        send_order=row_tensors["feature_order"][order_start:order_end].long(),
-        sent=features_by_pair[rank].tolist(),
+    route = FeatureRoute(
+        encodes=bool(frame_runs),
+        send_order=row_tensors["feature_order"][order_start : order_start + sum(sent)].long(),
+        sent=sent,
         received=features_by_pair[:, rank].tolist(),
     )
+    return vision_input, route

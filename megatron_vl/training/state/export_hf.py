@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_vl.system import host_memory
 from megatron_vl.system.partial_folder import remove_partial_folder
@@ -62,15 +62,15 @@ class HfExporter:
         """Whether a step is to be exported."""
         return step == self.last_step or bool(self.export_interval) and step % self.export_interval == 0
 
-    def enqueue_export(self, saved_checkpoint: SavedCheckpoint) -> None:
+    def enqueue_export(self, saved: SavedCheckpoint) -> None:
         """Starts the export of a complete checkpoint, if it is due and not exported yet. Returns at once."""
-        if not self.is_due(saved_checkpoint.step) or self._is_exported(saved_checkpoint):
+        if not self.is_due(saved.step) or self._is_exported(saved):
             return
 
         with self._lock:
             if self._is_stopped:
                 return
-            self._export_queue.append(saved_checkpoint)
+            self._export_queue.append(saved)
             waiting_count = len(self._export_queue) - 1
             if self._export_thread is None:
                 # A daemon thread, so that a rank that fails does not wait for it.
@@ -79,12 +79,12 @@ class HfExporter:
         if waiting_count >= REPORTED_QUEUE_LENGTH:
             _print_message(f"NOTE: {waiting_count} checkpoints wait for their export and are kept until then")
 
-    def enqueue_missing_exports(self, saved_checkpoints: Iterable[SavedCheckpoint]) -> None:
+    def enqueue_missing_exports(self, checkpoints: Iterable[SavedCheckpoint]) -> None:
         """Exports those of the run's checkpoints, sorted by step, that an earlier start did not export."""
         for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):  # of a killed export
             remove_partial_folder(partial_dir)
-        for saved_checkpoint in saved_checkpoints:
-            self.enqueue_export(saved_checkpoint)
+        for saved in checkpoints:
+            self.enqueue_export(saved)
 
     def pending_checkpoints(self) -> set[Path]:
         """The checkpoints that must be kept until they are exported."""
@@ -97,37 +97,37 @@ class HfExporter:
         The exports that are left are made at the next start of the run.
         """
         has_printed = False
-        while (export_thread := self._export_thread) is not None:
+        while (thread := self._export_thread) is not None:
             if should_stop():
                 return self.stop_exports()
             if not has_printed:
                 has_printed = True
                 _print_message(f"waiting for the export of step {', '.join(self._queued_steps())}")
-            export_thread.join(0.2)
+            thread.join(0.2)
 
     def stop_exports(self) -> None:
         """Ends the current export, and starts no further ones."""
         with self._lock:
-            self._is_stopped, export_thread, export_process = True, self._export_thread, self._export_process
-        if export_thread is None:
+            self._is_stopped, thread, process = True, self._export_thread, self._export_process
+        if thread is None:
             return
         _print_message(
             f"the export of step {', '.join(self._queued_steps())} is left to the next start of this run"
         )
-        if export_process is not None:
-            export_process.terminate()
-        export_thread.join(_TERMINATE_TIMEOUT_S)
-        if export_thread.is_alive() and export_process is not None:
-            export_process.kill()
+        if process is not None:
+            process.terminate()
+        thread.join(_TERMINATE_TIMEOUT_S)
+        if thread.is_alive() and process is not None:
+            process.kill()
 
     def _queued_steps(self) -> list[str]:
         with self._lock:
             return [str(saved.step) for saved in self._export_queue]
 
-    def _is_exported(self, saved_checkpoint: SavedCheckpoint) -> bool:
+    def _is_exported(self, saved: SavedCheckpoint) -> bool:
         """Whether the step's folder was exported from these weights."""
-        facts_path = export_dir_path(self.run_dir, saved_checkpoint.step) / EXPORT_FACTS_FILE
-        manifest_path = saved_checkpoint.path / "weights" / MANIFEST_FILE
+        facts_path = export_dir_path(self.run_dir, saved.step) / EXPORT_FACTS_FILE
+        manifest_path = saved.path / "weights" / MANIFEST_FILE
         try:
             exported_digest = json.loads(facts_path.read_text())["weights"]
             return exported_digest == json.loads(manifest_path.read_text())["digest"]
@@ -141,39 +141,34 @@ class HfExporter:
                 if self._is_stopped or not self._export_queue:
                     self._export_thread = None
                     return
-                saved_checkpoint = self._export_queue[0]
+                saved = self._export_queue[0]
             try:
-                self._export_checkpoint(saved_checkpoint)
+                self._export_checkpoint(saved)
             except Exception as error:  # a thread's exception would be lost
                 _print_message(
-                    f"NOTE: step {saved_checkpoint.step} could not be exported: {type(error).__name__}:"
-                    f" {error}"
+                    f"NOTE: step {saved.step} could not be exported: {type(error).__name__}: {error}"
                 )
             with self._lock:
                 if not self._is_stopped:
                     self._export_queue.popleft()
 
-    def _export_job(self, saved_checkpoint: SavedCheckpoint, hf_export_dir: Path) -> dict[str, Any]:
-        is_last = saved_checkpoint.step == self.last_step
-        return {
-            "checkpoint": str(saved_checkpoint.path),
-            "hf": str(self.hf_dir),
-            "out": str(hf_export_dir),
-            "parent": os.getpid(),
-            "leave_free": 0 if is_last else _dir_size_bytes(saved_checkpoint.path),
-            "facts": {"step": saved_checkpoint.step},
-        }
-
-    def _export_checkpoint(self, saved_checkpoint: SavedCheckpoint) -> None:
+    def _export_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Runs the program on one checkpoint and waits until it ends."""
-        start_time = time.monotonic()
-        hf_export_dir = export_dir_path(self.run_dir, saved_checkpoint.step)
-        export_job = self._export_job(saved_checkpoint, hf_export_dir)
+        start = time.monotonic()
+        out = export_dir_path(self.run_dir, saved.step)
+        job = {
+            "checkpoint": str(saved.path),
+            "hf": str(self.hf_dir),
+            "out": str(out),
+            "parent": os.getpid(),
+            "leave_free": 0 if saved.step == self.last_step else _dir_size_bytes(saved.path),
+            "facts": {"step": saved.step},
+        }
         with self._lock:
             if self._is_stopped:
                 return
-            export_process = self._export_process = subprocess.Popen(
-                [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(export_job)],
+            process = self._export_process = subprocess.Popen(
+                [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(job)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -181,23 +176,20 @@ class HfExporter:
                 text=True,
                 start_new_session=True,  # Ctrl-C goes only to the ranks
             )
-        stdout_text, stderr_text = export_process.communicate()
+        stdout, stderr = process.communicate()
         if self._is_stopped:
             return
-
-        elapsed_s = time.monotonic() - start_time
-        if export_process.returncode == 0:
-            _print_message(f"step {saved_checkpoint.step} is exported to {hf_export_dir} ({elapsed_s:.0f} s)")
-            for line in stdout_text.splitlines():
-                if line.startswith("NOTE: "):
-                    _print_message(line)
+        if process.returncode:
+            _print_message(
+                f"NOTE: step {saved.step} could not be exported to {out}:"
+                f" {_failure_reason(process.returncode, stderr)}. Training is not affected; the next start of"
+                " this run tries again, as long as the checkpoint exists"
+            )
             return
-        failure_reason = _failure_reason(export_process.returncode, stderr_text)
-        _print_message(
-            f"NOTE: step {saved_checkpoint.step} could not be exported to {hf_export_dir}: {failure_reason}."
-            " Training is not affected; the next start of this run tries again, as long as the checkpoint"
-            " exists"
-        )
+        _print_message(f"step {saved.step} is exported to {out} ({time.monotonic() - start:.0f} s)")
+        for line in stdout.splitlines():
+            if line.startswith("NOTE: "):
+                _print_message(line)
 
 
 def _failure_reason(exit_code: int, stderr_text: str) -> str:

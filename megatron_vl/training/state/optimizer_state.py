@@ -174,14 +174,12 @@ def host_copy(tensor: Tensor) -> Tensor:
 def snapshot_optimizer(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
     """Host copies of this rank's optimizer state."""
     tensors: dict[str, Tensor] = {}
-    for optimizer_slice in optimizer_slices(optimizer, live_tensors):
-        tensors[optimizer_slice.tensor_key("step")] = torch.tensor(
-            [optimizer_slice.step_count], dtype=torch.int64
-        )
+    for piece in optimizer_slices(optimizer, live_tensors):
+        tensors[piece.tensor_key("step")] = torch.tensor([piece.step_count], dtype=torch.int64)
         for kind in STATE_KINDS:
-            value = optimizer_slice.read_state(kind)
+            value = piece.read_state(kind)
             if value is not None:
-                tensors[optimizer_slice.tensor_key(kind)] = value
+                tensors[piece.tensor_key(kind)] = value
     return tensors
 
 
@@ -192,24 +190,24 @@ def write_hashed_safetensors(
 
     Returns its size in bytes and the SHA-256 of its content.
     """
-    sha256_digest, file_size_bytes = hashlib.sha256(), 0
-    file_header = make_safetensors_header(
+    sha256, num_bytes = hashlib.sha256(), 0
+    header = make_safetensors_header(
         {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata
     )
     # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
-    data_views = [memoryview(file_header)]
+    views = [memoryview(header)]
     for tensor in sorted(tensors.values(), key=lambda tensor: -tensor.element_size()):
-        data_views.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        views.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
     with durable_files.open_new_file(file_path) as file:
-        for data_view in data_views:
-            for piece_start in range(0, len(data_view), _CHUNK_BYTES):
-                data_piece = data_view[piece_start : piece_start + _CHUNK_BYTES]
-                file.write(data_piece)
-                sha256_digest.update(data_piece)
+        for view in views:
+            for start in range(0, len(view), _CHUNK_BYTES):
+                piece = view[start : start + _CHUNK_BYTES]
+                file.write(piece)
+                sha256.update(piece)
                 progress.note_progress()
-            file_size_bytes += len(data_view)
-    return {"bytes": file_size_bytes, "sha256": sha256_digest.hexdigest()}
+            num_bytes += len(view)
+    return {"bytes": num_bytes, "sha256": sha256.hexdigest()}
 
 
 def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
@@ -268,22 +266,12 @@ def write_slice_index(
     Args:
         entries_by_file: file name -> its slices, as :func:`list_index_entries` lists them.
     """
-    file_names = sorted(entries_by_file)
-    slices_by_name: dict[str, list[list[Any]]] = {}
-    for file_number, file_name in enumerate(file_names):
-        for state_name, shard_index, start, end, kind_bits, step in entries_by_file[file_name]:
-            slices_by_name.setdefault(state_name, []).append(
-                [shard_index, start, end, file_number, kind_bits, step]
-            )
-    return write_json(optimizer_dir / INDEX_FILE, {"files": file_names, "slices": slices_by_name})
-
-
-def read_slice_index(optimizer_dir: Path, file_records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The index that was written with the checkpoint. Raises CheckpointError if it is missing or damaged."""
-    if INDEX_FILE not in file_records:
-        raise CheckpointError(f"{optimizer_dir}: run.json names no {INDEX_FILE}; the checkpoint is not whole")
-    check_file_hash(optimizer_dir / INDEX_FILE, file_records[INDEX_FILE])
-    return json.loads((optimizer_dir / INDEX_FILE).read_text())
+    files = sorted(entries_by_file)
+    slices: dict[str, list[list[Any]]] = {}
+    for number, file_name in enumerate(files):
+        for name, shard, start, end, kind_bits, step in entries_by_file[file_name]:
+            slices.setdefault(name, []).append([shard, start, end, number, kind_bits, step])
+    return write_json(optimizer_dir / INDEX_FILE, {"files": files, "slices": slices})
 
 
 class MissingOptimizerStateError(CheckpointError):
@@ -322,37 +310,34 @@ class OptimizerStateReader:
         saved_sharding: Sharding,
         own_file: str = "",
     ) -> None:
-        self.optimizer_dir = optimizer_dir
-        self.file_records = file_records
-        self.saved_sharding = saved_sharding
-        self.own_file = own_file
+        self.optimizer_dir, self.file_records = optimizer_dir, file_records
+        self.saved_sharding, self.own_file = saved_sharding, own_file
         self._open_files: dict[str, Any] = {}
         self._saved_slices: dict[tuple[str, int], list[_SavedSlice]] = {}
-        self._parse_index(read_slice_index(optimizer_dir, file_records))
-
-    def _parse_index(self, slice_index: dict[str, Any]) -> None:
-        try:
-            file_names = slice_index["files"]
-            for state_name, index_entries in slice_index["slices"].items():
-                for shard_index, start, end, file_number, kind_bits, step_count in index_entries:
-                    if any(
-                        type(value) is not int
-                        for value in (shard_index, start, end, file_number, kind_bits, step_count)
-                    ):
-                        raise TypeError(f"a slice of {state_name} has an entry that is not a number")
-                    self._saved_slices.setdefault((state_name, shard_index), []).append(
-                        _SavedSlice(start, end, file_names[file_number], kind_bits, step_count)
-                    )
-            unknown_files = set(file_names) - self.file_records.keys()
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if INDEX_FILE not in file_records:
             raise CheckpointError(
-                f"{self.optimizer_dir / INDEX_FILE} is damaged: {type(error).__name__}: {error}"
-            ) from error
+                f"{optimizer_dir}: run.json names no {INDEX_FILE}; the checkpoint is not whole"
+            )
+        check_file_hash(optimizer_dir / INDEX_FILE, file_records[INDEX_FILE])
+        self._parse_index(optimizer_dir / INDEX_FILE)
 
+    def _parse_index(self, path: Path) -> None:
+        try:
+            index = json.loads(path.read_text())
+            files = index["files"]
+            for name, entries in index["slices"].items():
+                for entry in entries:
+                    if any(type(value) is not int for value in entry):
+                        raise TypeError(f"a slice of {name} has an entry that is not a number")
+                    shard, start, end, number, kind_bits, step_count = entry
+                    piece = _SavedSlice(start, end, files[number], kind_bits, step_count)
+                    self._saved_slices.setdefault((name, shard), []).append(piece)
+            unknown_files = set(files) - self.file_records.keys()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         if unknown_files:
             raise CheckpointError(
-                f"{self.optimizer_dir / INDEX_FILE} names {min(unknown_files)!r}, which is not a file of this"
-                " checkpoint"
+                f"{path} names {min(unknown_files)!r}, which is not a file of this checkpoint"
             )
 
     def _open_verified(self, file_name: str) -> Any:
@@ -373,58 +358,40 @@ class OptimizerStateReader:
             _StateNotSaved: the shard has no state of this kind.
             MissingOptimizerStateError: no file has these elements.
         """
-        output_tensor = torch.empty(end - start, dtype=torch.float32)
-        overlapping_slices = [
-            saved_slice
-            for saved_slice in self._saved_slices.get((state_name, shard_index), [])
-            if saved_slice.start < end and saved_slice.end > start
-        ]
-
-        read_position = start
-        while read_position < end:
+        output = torch.empty(end - start, dtype=torch.float32)
+        saved = self._saved_slices.get((state_name, shard_index), [])
+        position = start
+        while position < end:
             # A tied weight has state on two stages, and state that is not spread is on every replica. The
             # copies are equal, so any of them will do.
-            covering_slices = [
-                saved_slice
-                for saved_slice in overlapping_slices
-                if saved_slice.start <= read_position < saved_slice.end
-            ]
-            if not covering_slices:
+            covering = [piece for piece in saved if piece.start <= position < piece.end]
+            if not covering:
                 raise MissingOptimizerStateError(
-                    f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {read_position}"
+                    f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {position}"
                     f" to {end} of tensor rank {shard_index}; were other parts frozen when it was saved?"
                     " Start a new run from its weights instead (model.checkpoint)"
                 )
-
-            saved_slice = min(
-                covering_slices,
-                key=lambda saved_slice: (
-                    saved_slice.file_name not in self._open_files,
-                    saved_slice.file_name != self.own_file,
-                ),
+            piece = min(
+                covering,
+                key=lambda piece: (piece.file_name not in self._open_files, piece.file_name != self.own_file),
             )
-            if not saved_slice.kind_bits & 1 << STATE_KINDS.index(state_kind):
+            if not piece.kind_bits & 1 << STATE_KINDS.index(state_kind):
                 raise _StateNotSaved
 
-            read_end = min(end, saved_slice.end)
-            stored_slice = self._tensor_slice(
-                saved_slice, f"{state_name}[{saved_slice.start}:{saved_slice.end}]/{state_kind}"
-            )
-            output_tensor[read_position - start : read_end - start] = stored_slice[
-                read_position - saved_slice.start : read_end - saved_slice.start
+            piece_end = min(end, piece.end)
+            key = f"{state_name}[{piece.start}:{piece.end}]/{state_kind}"
+            try:
+                stored = self._open_verified(piece.file_name).get_slice(key)  # read when it is indexed
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"{self.optimizer_dir / piece.file_name} lacks {key}, which {INDEX_FILE} says it has:"
+                    f" {error}"
+                ) from error
+            output[position - start : piece_end - start] = stored[
+                position - piece.start : piece_end - piece.start
             ]
-            read_position = read_end
-        return output_tensor
-
-    def _tensor_slice(self, saved_slice: _SavedSlice, tensor_key: str) -> Any:
-        """A tensor of a file; its elements are read from the file when it is indexed."""
-        try:
-            return self._open_verified(saved_slice.file_name).get_slice(tensor_key)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.optimizer_dir / saved_slice.file_name} lacks {tensor_key}, which {INDEX_FILE} says it"
-                f" has: {error}"
-            ) from error
+            position = piece_end
+        return output
 
     def read_range(
         self,
@@ -520,28 +487,22 @@ def restore_optimizer(
     uses_group_counts = any(
         counts_steps_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers
     )
-    for optimizer_slice in optimizer_slices(optimizer, live_tensors):
-        tensor_info = tensor_infos[optimizer_slice.live_tensor.tensor_name]
-        expert_index = optimizer_slice.live_tensor.expert_index
-        for state_kind in STATE_KINDS:
-            state_tensor = state_reader.read_range(
-                tensor_info,
-                state_kind,
-                grid.shard_index(tensor_info),
-                grid.sharding,
-                optimizer_slice.start,
-                optimizer_slice.end,
-                expert_index,
+    for piece in optimizer_slices(optimizer, live_tensors):
+        info, expert_index = tensor_infos[piece.live_tensor.tensor_name], piece.live_tensor.expert_index
+        shard_index = grid.shard_index(info)
+        for kind in STATE_KINDS:
+            state = state_reader.read_range(
+                info, kind, shard_index, grid.sharding, piece.start, piece.end, expert_index
             )
-            assert state_kind != "main" or state_tensor is not None
-            optimizer_slice.write_state(state_kind, state_tensor)
+            assert kind != "main" or state is not None
+            piece.write_state(kind, state)
 
-        step_count = state_reader.adam_step_count(optimizer_slice.state_name)
-        if optimizer_slice.chunked_parameter is not None:
-            optimizer_slice.chunked_parameter.step_count = step_count
+        step_count = state_reader.adam_step_count(piece.state_name)
+        if piece.chunked_parameter is not None:
+            piece.chunked_parameter.step_count = step_count
         if uses_group_counts:
-            optimizer_slice.param_group["step"] = step_count
-        elif step_count and optimizer_slice.chunked_parameter is None:
+            piece.param_group["step"] = step_count
+        elif step_count and piece.chunked_parameter is None:
             # Each parameter needs its own tensor: torch's Adam counts in place, so that a shared tensor would
             # be counted up once per parameter.
-            optimizer_slice.adam_state["step"] = torch.tensor(float(step_count))
+            piece.adam_state["step"] = torch.tensor(float(step_count))

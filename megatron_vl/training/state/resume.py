@@ -8,7 +8,7 @@ import operator
 from typing import Any
 
 from megatron_vl.config import TrainConfig, field_types
-from megatron_vl.models.build import aux_loss_coefficient
+from megatron_vl.models.build import aux_loss
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
 
@@ -43,7 +43,7 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
 
     part_rates = peak_learning_rates(config)
     fields |= {
-        "model.moe_aux_loss": aux_loss_coefficient(spec, config.model),
+        "model.moe_aux_loss": aux_loss(spec, config.model)[0],
         "optimizer.vision_lr": part_rates["vision"],
         "optimizer.merger_lr": part_rates["merger"],
     }

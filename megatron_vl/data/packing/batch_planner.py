@@ -1,0 +1,315 @@
+"""Plans one batch after the other from the sizes of samples (see :mod:`megatron_vl.data.packing.plan_rows`).
+
+All ranks plan the same batches. The state consists of the samples that were drawn but not used yet, by
+number. It does not depend on ranks or processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_vl.data.packing.plan_rows import (
+    CHOICES_PER_ROW,
+    LOOKAHEAD_FACTOR,
+    assign_rows_to_ranks,
+    plan_rows,
+)
+from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.sample_order import SampleOrder
+from megatron_vl.data.state_json import LoaderStateError
+
+Integers = NDArray[np.int64]
+
+MIN_SEARCHED = 10_000
+"""A search for usable samples of a blend does not end before this many consecutive unusable ones, because a
+source with a small weight is drawn from rarely."""
+MAX_SEARCHED = 1_000_000
+"""A search for usable samples ends after this many consecutive unusable ones at the latest. It ends earlier
+once every sample was drawn twice."""
+NO_LIMIT = 1 << 62
+
+
+class PlannedSample(NamedTuple):
+    """One planned sample."""
+
+    source: int
+    index: int  # type: ignore[assignment]  # tuple has a method of this name
+    """Number of the sample in its data set."""
+    tokens: int
+    """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
+    patches: int
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """The rows of one step."""
+
+    sample_table: Integers
+    """int64 [4, n], the fields of a :class:`PlannedSample` for each sample."""
+    row_of_sample: Integers
+    """int64 [n], the row of each sample."""
+    num_rows: int
+
+    def assign_to_ranks(self, num_ranks: int) -> PlannedBatch:
+        """The same rows, sorted by rank: each rank takes the next ``num_rows // num_ranks`` rows."""
+        row_of_sample = assign_rows_to_ranks(
+            self.row_of_sample, self.sample_table[3], self.num_rows, num_ranks
+        )
+        return PlannedBatch(self.sample_table, row_of_sample, self.num_rows)
+
+    def rows_of_rank(self, rank: int = 0, num_ranks: int = 1) -> list[list[PlannedSample]]:
+        """The rows of a rank, after :meth:`assign_to_ranks`."""
+        rows_per_rank = self.num_rows // num_ranks
+        rows: list[list[PlannedSample]] = [[] for _ in range(rows_per_rank)]
+        samples = np.flatnonzero(self.row_of_sample // rows_per_rank == rank)
+        row_indices = self.row_of_sample[samples] % rows_per_rank
+        for row_index, fields in zip(row_indices, self.sample_table[:, samples].T.tolist(), strict=True):
+            rows[row_index].append(PlannedSample(*fields))
+        return rows
+
+
+class BatchPlanner:
+    """Plans one batch after the other.
+
+    Args:
+        lookup_sizes: ``lookup_sizes(source_index, sample_indices)`` returns the tokens and patches, int64 [n]
+            each, of samples of one data set.
+        rows_per_step: number of rows of a batch, on all ranks.
+        seq_len, max_patches: largest number of tokens and patches in a row; 0 patches: no limit.
+        least_ahead: smallest number of samples to choose from beyond those that fill a step.
+        packs_samples: whether several samples may share a row.
+        draw_limit: number of draws after which the data end; None: they never do.
+    """
+
+    def __init__(
+        self,
+        sample_order: SampleOrder,
+        lookup_sizes: Callable[[int, Integers], tuple[Integers, Integers]],
+        rows_per_step: int,
+        seq_len: int,
+        max_patches: int,
+        *,
+        least_ahead: int = 64,
+        packs_samples: bool = True,
+        draw_limit: int | None = None,
+    ) -> None:
+        self.draw_limit = draw_limit
+        self.sample_order, self.lookup_sizes = sample_order, lookup_sizes
+        self.rows_per_step, self.seq_len, self.max_patches = rows_per_step, seq_len, max_patches
+        self.least_ahead, self.packs_samples = least_ahead, packs_samples
+        self._draws_of_removed: dict[str, int] = {}
+        """Number of draws from each data set that the blend no longer has. It may come back."""
+        self._draws_set_aside: dict[str, list[int]] = {}
+        """Samples drawn but unused when their data set was removed, oldest first."""
+        self._waiting_samples = np.zeros((5, 0), np.int64)
+        """Samples that were drawn and wait, the oldest first, as :meth:`_with_sizes` returns them."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether every sample was planned, as often as ``draw_limit`` allows."""
+        return self._draws_left() == 0 and not self._waiting_samples.size
+
+    def _draws_left(self) -> int:
+        if self.draw_limit is None:
+            return sys.maxsize
+        return max(0, self.draw_limit - self.sample_order.total_draws)
+
+    def next_batch(self) -> PlannedBatch:
+        """Plans the rows of the next step. At the end of the data, rows may be empty.
+
+        Raises:
+            LoaderError: no sample can be used.
+        """
+        unusable = self._draw_samples()
+        waiting = self._waiting_samples
+        if self.packs_samples:
+            row_of_sample = plan_rows(
+                waiting[3], waiting[4], self.rows_per_step, self.seq_len, self.max_patches
+            )
+        else:
+            row_of_sample = np.arange(waiting.shape[1])
+            row_of_sample[self.rows_per_step :] = -1
+
+        # The samples that are not taken wait for the next step.
+        is_taken = row_of_sample >= 0
+        self._waiting_samples = np.compress(~is_taken, waiting, axis=1)
+
+        # Unusable samples come with some row, so that a loader process reads, counts and logs them.
+        row_of_unusable = np.arange(unusable.shape[1]) % self.rows_per_step
+        samples = np.concatenate([np.compress(is_taken, waiting, axis=1), unusable], axis=1)
+        row_of_sample = np.concatenate([row_of_sample[is_taken], row_of_unusable])
+        return PlannedBatch(samples[[0, 2, 3, 4]], row_of_sample, self.rows_per_step)
+
+    def _draw_samples(self) -> Integers:
+        """Draws until there are enough samples to choose from. Returns those that cannot be used."""
+        unusable_chunks = [self._waiting_samples[:, :0]]
+        search = _UsableSampleSearch(self.seq_len, self.max_patches)
+        sample_counts = self.sample_order.sample_counts
+        min_searched = MIN_SEARCHED if len(sample_counts) > 1 else 0
+        max_searched = min(max(min_searched, 2 * sum(sample_counts)), MAX_SEARCHED)
+        while draw_count := min(self._next_draw_count(), self._draws_left()):
+            samples = self._with_sizes(*self.sample_order.draw_samples(draw_count))
+            is_usable = search.find_usable(samples[3:])
+            if search.consecutive_unusable > max_searched:
+                raise LoaderError(search.message())
+            if not is_usable.all():
+                samples[3:, ~is_usable] = 0
+                unusable_chunks.append(samples[:, ~is_usable])
+                samples = samples[:, is_usable]
+            self._waiting_samples = np.concatenate([self._waiting_samples, samples], axis=1)
+        return np.concatenate(unusable_chunks, axis=1)
+
+    def _next_draw_count(self) -> int:
+        """How many samples to draw next; 0 if enough wait."""
+        waiting_count = self._waiting_samples.shape[1]
+        least_draws = max(self.rows_per_step, 64)
+        if not self.packs_samples:
+            return least_draws if waiting_count < self.rows_per_step else 0
+
+        # The number of the oldest samples that fill a step. If too few wait, their mean size gives an
+        # estimate.
+        cumulative_tokens = np.cumsum(self._waiting_samples[3])
+        tokens_per_step = self.rows_per_step * self.seq_len
+        filling_count = int(np.searchsorted(cumulative_tokens, tokens_per_step)) + 1
+        if filling_count > waiting_count:
+            filling_count = 1
+            if waiting_count:
+                filling_count = -(-tokens_per_step * waiting_count // max(int(cumulative_tokens[-1]), 1))
+
+        most_ahead = CHOICES_PER_ROW * self.rows_per_step
+        ahead_count = max(self.least_ahead, min(filling_count // LOOKAHEAD_FACTOR, most_ahead))
+        missing_count = filling_count + ahead_count - waiting_count
+        # An estimate from few samples may be far too high, so the number that waits at most doubles.
+        return max(least_draws, min(missing_count, waiting_count)) if missing_count > 0 else 0
+
+    def _with_sizes(self, source_indices: Integers, draw_numbers: Integers) -> Integers:
+        """Drawn samples with their sizes, int64 [5, n].
+
+        The rows are the data set, the number of the draw from it, the sample's index in it, tokens and
+        patches.
+        """
+        sample_indices = self.sample_order.sample_indices(source_indices, draw_numbers)
+        sizes = np.zeros((2, len(source_indices)), np.int64)
+        for source_index in np.flatnonzero(np.bincount(source_indices)).tolist():
+            positions = np.flatnonzero(source_indices == source_index)
+            sizes[:, positions] = self.lookup_sizes(source_index, sample_indices[positions])
+        return np.stack([source_indices, draw_numbers, sample_indices, *sizes])
+
+    # --- State ----------------------------------------------------------------------------------------------
+
+    def planner_state(self) -> dict[str, Any]:
+        """The state from which planning continues, about 100 bytes for each row of a step."""
+        order = self.sample_order
+        return {
+            "keys": list(order.source_keys),
+            "drawn": self._draws_of_removed | dict(zip(order.source_keys, order.draw_counts, strict=True)),
+            "total": order.total_draws,
+            "waiting": self._waiting_samples[:2].copy(),
+            "aside": {key: list(numbers) for key, numbers in self._draws_set_aside.items()},
+        }
+
+    def restore_state(self, saved_state: dict[str, Any]) -> None:
+        """Continues after the batch at which a state was taken.
+
+        A new data set begins at its start. If nothing is drawn from a data set any more, its waiting samples
+        are set aside. If it comes back, they are the first to be used.
+
+        Raises:
+            LoaderStateError: the state is damaged.
+        """
+        order = self.sample_order
+        try:
+            draw_counts = dict(saved_state["drawn"])
+            set_aside = dict(saved_state["aside"])
+            waiting = self._restore_waiting(saved_state, set_aside)
+            total_draws = int(saved_state["total"])
+            current_draws = [int(draw_counts.pop(key, 0)) for key in order.source_keys]
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise LoaderStateError(
+                "the loader state is damaged: it does not say which samples were drawn and wait"
+            ) from error
+        order.total_draws, order.draw_counts = total_draws, current_draws
+        self._draws_of_removed, self._draws_set_aside = draw_counts, set_aside
+        self._waiting_samples = self._with_sizes(*waiting)
+
+    def _restore_waiting(self, saved_state: dict[str, Any], set_aside: dict[str, list[int]]) -> Integers:
+        """The data sets and numbers of the draws that wait, int64 [2, n]. Draws are set aside or come back.
+
+        Args:
+            set_aside: as in the state; changed here.
+        """
+        saved_indices, draw_numbers = saved_state["waiting"].astype(np.int64)
+        if len(saved_indices) and min(saved_indices.min(), draw_numbers.min()) < 0:
+            raise ValueError("a negative number")
+
+        # Data sets may have other places in the blend now, or have left it.
+        order = self.sample_order
+        drawn_from = {
+            key: i
+            for i, (key, weight) in enumerate(zip(order.source_keys, order.source_weights, strict=True))
+            if weight > 0
+        }
+        saved_keys = list(saved_state["keys"])
+        current_indices = np.array([drawn_from.get(key, -1) for key in saved_keys], np.int64)[saved_indices]
+        for saved_index, key in enumerate(saved_keys):
+            draws = draw_numbers[saved_indices == saved_index].tolist()
+            if key not in drawn_from and draws:
+                set_aside[key] = [*set_aside.get(key, ()), *draws]
+
+        # What was set aside comes first, then what waits.
+        tables = []
+        for key, source_index in drawn_from.items():
+            returning = np.array(set_aside.pop(key, ()), np.int64)
+            tables.append(np.stack([np.full_like(returning, source_index), returning]))
+        tables.append(np.stack([current_indices, draw_numbers])[:, current_indices >= 0])
+        return np.concatenate(tables, axis=1)
+
+
+class _UsableSampleSearch:
+    """Finds the usable samples among drawn ones, and counts the unusable ones since the last usable one."""
+
+    def __init__(self, seq_len: int, max_patches: int) -> None:
+        self.limits = {"tokens": ("data.seq_len", seq_len), "patches": ("data.max_patches", max_patches)}
+        self.largest_sizes = np.array([[seq_len], [max_patches or NO_LIMIT]])
+        self.consecutive_unusable = 0
+        self.smallest_oversized = np.array([NO_LIMIT, NO_LIMIT])
+
+    def find_usable(self, sizes: Integers) -> NDArray[np.bool_]:
+        """Whether each of the next samples can be used, bool [n].
+
+        Args:
+            sizes: int64 [2, n], tokens and patches.
+        """
+        is_oversized = sizes > self.largest_sizes
+        is_usable = (sizes[0] > 0) & ~is_oversized.any(axis=0)
+        if is_usable.any():
+            self.consecutive_unusable = 0
+            self.smallest_oversized[:] = NO_LIMIT
+        else:
+            self.consecutive_unusable += sizes.shape[1]
+            smallest = np.where(is_oversized, sizes, NO_LIMIT).min(axis=1)
+            self.smallest_oversized = np.minimum(self.smallest_oversized, smallest)
+        return is_usable
+
+    def message(self) -> str:
+        """A message that says why nothing can be used."""
+        limits = " or ".join(f"{name} {limit}" for name, limit in self.limits.values() if limit)
+        reason = (
+            f"{self.consecutive_unusable} samples in a row cannot be used: they have no tokens, or more than"
+            f" {limits}"
+        )
+        smallest = {
+            name: f"the smallest above {name} has {size} {unit}"
+            for (unit, (name, _)), size in zip(self.limits.items(), self.smallest_oversized, strict=True)
+            if size < NO_LIMIT
+        }
+        if not smallest:
+            return reason
+        advice = f"raise {' and '.join(smallest)}, or lower data.max_pixels if images fill it"
+        return f"{reason}. Of these, {' and '.join(smallest.values())}: {advice}"

@@ -1,0 +1,324 @@
+"""Turns samples into rows inside a loader process.
+
+First come tokens, loss mask and grids, from the stored sizes, without decoding (``preencode_sample``). Then
+pixels are decoded, and the samples become one :class:`~megatron_vl.data.packing.training_row.TrainingRow`
+(``make_row``). No sample is lost silently: one that cannot be used is logged, counted in ``dropped_counts``
+of the next row and listed in its ``dropped_samples``.
+
+If a medium does not decode after packing, its sample stays in the row, grey and without loss, so that all
+ranks see the same row.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.energon.errors import FatalSampleError
+from torch import Tensor
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row, padding_token
+from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
+from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
+from megatron_vl.data.sample.pixel_settings import read_pixel_settings
+from megatron_vl.data.sample.thinking import ThinkingRule
+from megatron_vl.data.source.bad_samples import (
+    MAX_LISTED_PER_ROW,
+    NOT_IN_CHAT_TEMPLATE,
+    TOO_LONG,
+    TOO_MANY_PATCHES,
+    BadSampleMeter,
+    DroppedSample,
+)
+from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.positions import GridTHW
+from megatron_vl.system.errors import is_machine_fault
+
+log = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_REFUSALS = 1000
+"""Number of consecutive unusable samples at which a worker stops, so that it does not search forever. It is
+three times the largest shard if that is more, so that missing shards do not end a run that has others."""
+MAX_LOGGED_PER_REASON = 10
+"""Number of unusable samples of one reason that a process logs."""
+GREY_VALUE = 128
+"""Value of all pixels that stand for a medium that does not decode."""
+
+
+@dataclass
+class RawSample:
+    """A sample as its shard stores it. Encoding adds tokens, loss mask and grids, and decodes nothing."""
+
+    key: str
+    json_bytes: bytes | None
+    media_bytes: dict[str, bytes]
+    shard_name: str = ""
+    source_index: int = 0
+    """Number of the sample's source in the blend."""
+    refused: tuple[str, str] | None = None
+    """Reason and detail if the sample could not be read or cannot be used."""
+    refused_size: int = 0
+    """The number of tokens or patches for which the sample is refused; 0 for another reason."""
+    source: str = ""
+    """The input file and record that it was converted from."""
+    token_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    loss_mask: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    media: list[dict[str, Any]] = field(default_factory=list)
+    """The stored facts of each medium, in the order of the text."""
+    grids: list[GridTHW] = field(default_factory=list)
+
+    @property
+    def token_and_patch_count(self) -> tuple[int, int]:
+        """Number of tokens and of patches."""
+        return len(self.token_ids), sum(grid.num_patches for grid in self.grids)
+
+
+def cook_sample(crude_sample: dict[str, Any], source_index: int = 0) -> RawSample:
+    """Turns Energon's crude sample of a source into a :class:`RawSample`.
+
+    It never fails: missing parts are found and counted when encoding.
+    """
+    media_bytes = {
+        name: data for name, data in crude_sample.items() if name != "json" and not name.startswith("__")
+    }
+    return RawSample(
+        crude_sample["__key__"],
+        crude_sample.get("json"),
+        media_bytes,
+        crude_sample.get("__shard__", ""),
+        source_index,
+        crude_sample.get(BROKEN_FIELD),
+    )
+
+
+def refusal_of_error(error: Exception) -> UnusableError:
+    """The reason for which a sample is left out whose encoding raised ``error``."""
+    if isinstance(error, UnusableError):
+        return error
+    if isinstance(error, ChatTemplateError):
+        return UnusableError(NOT_IN_CHAT_TEMPLATE, str(error))
+    if isinstance(error, SampleTimeoutError):
+        return UnusableError("encoding takes too long", str(error))
+    return UnusableError("cannot be encoded", f"{type(error).__name__}: {error}")
+
+
+class RowEncoder:
+    """Turns samples into rows inside a loader process."""
+
+    def __init__(self, data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
+        self.data_config, self.spec = data_config, spec
+        self.chat_encoder = ChatEncoder(hf_dir, spec, ThinkingRule.from_data_config(data_config))
+        self.pixel_settings = read_pixel_settings(hf_dir, data_config)
+        self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
+        self.source_names: tuple[str, ...] = ()
+        """Names of the sources of a blend. If it is not empty, rows say which source each sample is from."""
+        self._reset_counts()
+
+    def _reset_counts(self) -> None:
+        self.dropped_counts: Counter[str] = Counter()
+        self.dropped_samples: list[DroppedSample] = []
+        self.refusal_meter = BadSampleMeter(1.0)
+        """Counts the unusable samples, for the message if too many come one after the other."""
+        self.logged_samples: dict[str, set[tuple[str, ...]]] = {}
+        """The samples whose message was logged, by reason."""
+        self.consecutive_refusals = 0
+
+    def copy_for_process(self) -> RowEncoder:
+        """A copy with separate counts, for one process."""
+        process_encoder = copy.copy(self)
+        process_encoder._reset_counts()
+        return process_encoder
+
+    def preencode_sample(self, sample: RawSample) -> RawSample:
+        """Tokenizes a sample without decoding its media. An unusable sample comes back ``refused``.
+
+        Raises:
+            LoaderError: the data set was not written by this toolkit.
+            FatalSampleError: too many consecutive samples are unusable.
+        """
+        try:
+            self._encode_sample(sample)
+            self.consecutive_refusals = 0
+            return sample
+        except Exception as error:  # a sample from outside may cause any error
+            if is_machine_fault(error):
+                raise
+            refusal = refusal_of_error(error)
+
+        reason, detail, size = refusal.reason, str(refusal), refusal.size
+        self._count_refusal(sample.key, reason, detail, size)
+        self._log_bad_sample(sample, reason, detail)
+        return RawSample(
+            sample.key,
+            sample.json_bytes,
+            {},
+            sample.shard_name,
+            sample.source_index,
+            refused=(reason, detail),
+            refused_size=size,
+            source=_source_text(sample.json_bytes),
+        )
+
+    def _count_refusal(self, key: str, reason: str, detail: str, size: int) -> None:
+        """Counts an unusable sample. Raises FatalSampleError if too many came one after the other."""
+        self.consecutive_refusals += 1
+        self.refusal_meter.add_counts(0, {reason: 1}, {reason: {"size": size, "data_sets": []}})
+        if self.consecutive_refusals >= self.max_consecutive_refusals:
+            detail = " ".join(detail.split())  # in one line, as the message's reader expects
+            raise FatalSampleError(
+                f"{self.consecutive_refusals} samples in a row cannot be used"
+                f" ({self.refusal_meter.counts_by_reason()}); the last: {key}: {detail}."
+                f" {self.refusal_meter.advice_text()}"
+            )
+
+    def _encode_sample(self, sample: RawSample) -> None:
+        record = json.loads(checked_json_bytes(sample))
+        missing_keys = [item["key"] for item in record["media"] if item["key"] not in sample.media_bytes]
+        if missing_keys:
+            raise UnusableError("medium missing", f"the shard has no {', '.join(missing_keys)} of the sample")
+
+        sample.media = record["media"]
+        sample.grids = [stored_media_grid(item, self.pixel_settings) for item in sample.media]
+        sample.source = _source_text(record)
+        sample.token_ids, sample.loss_mask = self.chat_encoder.encode(
+            record["messages"], sample.grids, record.get("tools", ()), SampleDeadline(SAMPLE_TIMEOUT_S)
+        )
+        tokens, patches = sample.token_and_patch_count
+        if not tokens:
+            raise UnusableError("no tokens", "the chat template renders nothing")
+        for size, unit, name, reason in (
+            (tokens, "tokens", "seq_len", TOO_LONG),
+            (patches, "patches", "max_patches", TOO_MANY_PATCHES),
+        ):
+            if 0 < (limit := getattr(self.data_config, name)) < size:
+                raise UnusableError(reason, f"{size} {unit} do not fit into data.{name} {limit}", size)
+
+    def _dataset_name(self, sample: RawSample) -> str:
+        """The name of a sample's source in a blend; empty without a blend."""
+        return self.source_names[sample.source_index] if self.source_names else ""
+
+    def _log_bad_sample(self, sample: RawSample, reason: str, detail: str) -> None:
+        """Logs the first ten samples of a reason, each once, however often the data set is repeated."""
+        logged = self.logged_samples.setdefault(reason, set())
+        dataset_name = self._dataset_name(sample)
+        name = (dataset_name, sample.shard_name, sample.key)
+        if len(logged) == MAX_LOGGED_PER_REASON or name in logged:
+            return
+        logged.add(name)
+        note = " (further ones are counted, not logged)" if len(logged) == MAX_LOGGED_PER_REASON else ""
+        dataset_note = f" of {dataset_name}" if dataset_name else ""
+        log.warning("sample %s%s: %s: %s%s", sample.key, dataset_note, reason, detail, note)
+
+    def _record_dropped(self, sample: RawSample, reason: str, detail: str) -> None:
+        """Counts and lists a sample as dropped. The next row reports it."""
+        self.dropped_counts[reason] += 1
+        if len(self.dropped_samples) < MAX_LISTED_PER_ROW:
+            place = (sample.key, sample.shard_name, sample.source, self._dataset_name(sample))
+            self.dropped_samples.append(DroppedSample(*place, reason, detail, sample.refused_size))
+
+    def usable_samples(self, samples: Sequence[RawSample]) -> list[RawSample]:
+        """The samples that can be used. The others are counted as dropped."""
+        for sample in samples:
+            if sample.refused:
+                self._record_dropped(sample, *sample.refused)
+        return [sample for sample in samples if not sample.refused]
+
+    def postencode_sample(self, sample: RawSample) -> TokenizedSample:
+        """Decodes the media of a sample, which must not be refused."""
+        problem: UnusableError | None = None
+        media_items = []
+        deadline = SampleDeadline(SAMPLE_TIMEOUT_S)
+        for grid, record in zip(sample.grids, sample.media, strict=True):
+            try:
+                planes = self._decode_planes(record, sample.media_bytes[record["key"]], grid, deadline)
+            except UnusableError as error:
+                # The row is planned by now, so the sample stays in it with grey images and without loss.
+                problem = problem or error
+                shape = (1, grid.h * grid.w, 3 * self.pixel_settings.patch_size**2)
+                planes = torch.full(shape, GREY_VALUE, dtype=torch.uint8)
+            media_items.append(MediaItem(grid, planes))
+
+        loss_mask = sample.loss_mask
+        if problem:
+            loss_mask = torch.zeros_like(loss_mask)
+            self._record_dropped(sample, problem.reason, str(problem))
+            self.refusal_meter.add_counts(0, {problem.reason: 1})
+            self._log_bad_sample(sample, problem.reason, str(problem))
+        return TokenizedSample(sample.token_ids, loss_mask, media_items)
+
+    def _decode_planes(
+        self, record: dict[str, Any], media_bytes: bytes, grid: GridTHW, deadline: SampleDeadline
+    ) -> Tensor:
+        kind, name = record["kind"], f"{record['kind']} {record['key']}"
+        if "crc32" in record and record["crc32"] != zlib.crc32(media_bytes):
+            raise UnusableError(f"{kind} changed since conversion", f"the CRC-32 of {name} differs")
+        try:
+            deadline.check_time()
+            return decode_media_planes(record, media_bytes, grid, self.pixel_settings, deadline)
+        except SampleTimeoutError as error:
+            raise UnusableError("decoding takes too long", f"{name}: {error}") from error
+        except Exception as error:  # decoders raise all kinds of errors on invalid bytes
+            if is_machine_fault(error):
+                raise
+            raise UnusableError(f"{kind} does not decode", f"{name}: {error}") from error
+
+    def make_row(self, samples: Sequence[RawSample], source_index: int = 0) -> TrainingRow:
+        """Decodes samples and packs them into a row.
+
+        If none can be used, the row is padding without loss, and counts as one sample of one token, so that
+        nothing divides by zero.
+
+        Args:
+            source_index: number of the source in the blend for which a row of padding counts.
+        """
+        usable = self.usable_samples(samples)
+        pad_token = self.chat_encoder.pad_token_id
+        pad_token = padding_token(self.spec) if pad_token is None else pad_token
+        padding = TokenizedSample(torch.tensor([pad_token]), torch.zeros(1, dtype=torch.bool))
+        ready_samples = [self.postencode_sample(sample) for sample in usable] or [padding]
+        row = pack_row(ready_samples, self.spec, self.data_config.seq_len, pad_token)
+        row.sample_keys = [sample.key for sample in usable]
+        if self.source_names:
+            row.source_indices = [sample.source_index for sample in usable] or [source_index]
+        row.dropped_counts, self.dropped_counts = dict(self.dropped_counts), Counter()
+        row.dropped_samples, self.dropped_samples = self.dropped_samples, []
+        return row
+
+
+def checked_json_bytes(sample: RawSample) -> bytes:
+    """The JSON of a sample. Raises UnusableError if it was not read, or has changed."""
+    if sample.refused:
+        raise UnusableError(*sample.refused)
+    if sample.json_bytes is None:
+        raise LoaderError(
+            "the sample has no .json member; was the data set written by `megatron-vl data convert`?"
+        )
+    if is_crc32_wrong(sample.json_bytes):
+        raise UnusableError("text changed since conversion", "the CRC-32 of the sample's JSON differs")
+    return sample.json_bytes
+
+
+def _source_text(record: Any) -> str:
+    """The input file and record that a stored sample was converted from; empty if it does not name them.
+
+    Args:
+        record: the sample's JSON, as bytes or as an object.
+    """
+    try:
+        source = (json.loads(record) if isinstance(record, bytes) else record)["source"]
+        return f"{source['file']} record {source['record']}"
+    except Exception:  # a damaged shard may hold any text
+        return ""

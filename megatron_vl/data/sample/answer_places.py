@@ -1,0 +1,114 @@
+"""Finds the assistant's turns in a rendered conversation.
+
+Released templates have no ``{% generation %}`` marks, so an answer is what changes when another one stands
+there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_vl.data.sample.conversation_checks import ChatError
+from megatron_vl.data.sample.deadline import SampleDeadline
+from megatron_vl.data.sample.thinking import EMPTY_THINK_BLOCK
+
+TURNS_NOT_FOUND_TEXT = (
+    "the assistant's turns cannot be found in what the chat template writes: it does not write the"
+    " conversation turn by turn"
+)
+
+type AnswerPlace = tuple[int, int, int]
+"""Start and end of an answer without its header, and the end of its turn, in characters."""
+
+
+def find_answers(
+    messages: Sequence[dict[str, Any]],
+    rendered_text: str,
+    render: Callable[[list[dict[str, Any]]], str],
+    deadline: SampleDeadline,
+) -> list[AnswerPlace]:
+    """The place in ``rendered_text`` of each answer.
+
+    Three renderings are enough for any number of turns. One has a mark in place of every answer, which gives
+    the texts between answers. The other two have a mark in place of every second answer. Then each of the
+    others lies between two marks, so that its length is known, whatever it contains.
+
+    Args:
+        render: renders a conversation with the chat template.
+
+    Raises:
+        ChatError: the template renders other turns differently when an answer changes.
+        SampleTimeoutError: the deadline has passed.
+    """
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers:
+        return []
+    # The mark is not in the text, and does not arise where it is joined to other text.
+    longest_suffix = max(map(len, re.findall("answer(x*)", rendered_text)), default=-1)
+    mark = "answer" + "x" * (longest_suffix + 1)
+
+    # The text after the last answer shows how a turn ends. If other turns follow that answer, one more
+    # answer is added at the end.
+    closing = []
+    if answers[-1] + 1 < len(messages):
+        closing = [len(messages)]
+        messages = [*messages, messages[answers[-1]]]
+
+    def split_at_marks(chosen_answers: list[int]) -> list[str]:
+        marked = chosen_answers + closing
+        if not marked:
+            return [rendered_text]
+        deadline.check_time()
+        marked_messages = list(messages)
+        for i in marked:
+            is_text = isinstance(messages[i].get("content"), str | None)
+            content = mark if is_text else [{"type": "text", "text": mark}]
+            marked_messages[i] = {"role": "assistant", "content": content}
+        texts = render(marked_messages).split(mark)
+        if len(texts) != len(marked) + 1:
+            raise ChatError(TURNS_NOT_FOUND_TEXT)
+        return texts
+
+    # Even answers are unmarked in the first of the alternating texts, odd ones in the second.
+    texts_between = split_at_marks(answers)
+    alternating = [split_at_marks(answers[1::2])]
+    if len(answers) > 1:
+        alternating.append(split_at_marks(answers[0::2]))
+    pieces = [alternating[k % 2][(k + 1) // 2] for k in range(len(answers))]
+    return _place_answers(rendered_text, texts_between, pieces)
+
+
+def _place_answers(rendered_text: str, texts_between: list[str], pieces: list[str]) -> list[AnswerPlace]:
+    """What :func:`find_answers` returns, from the texts of marked conversations.
+
+    Args:
+        texts_between: the texts before, between and after answers. The last one is how a turn ends.
+        pieces: for each answer, its header, the answer itself and the text after it.
+
+    Raises:
+        ChatError: the pieces do not make up ``rendered_text``.
+    """
+    turn_ending = texts_between[-1]
+    places = []
+    position = 0
+    for piece, text_before, text_after in zip(pieces, texts_between, texts_between[1:], strict=False):
+        header = text_before.removesuffix(EMPTY_THINK_BLOCK)
+        start, end = position + len(header), position + len(piece) - len(text_after)
+        if not (
+            start <= end
+            and piece.startswith(header)
+            and piece.endswith(text_after)
+            and text_after.startswith(turn_ending)
+            and rendered_text.startswith(piece[: end - position], position)
+        ):
+            raise ChatError(TURNS_NOT_FOUND_TEXT)
+        places.append((start, end, end + len(turn_ending)))
+        position = end
+
+    if not texts_between[len(pieces)].startswith(rendered_text[position:]) or not rendered_text.startswith(
+        turn_ending, position
+    ):
+        raise ChatError(TURNS_NOT_FOUND_TEXT)
+    return places

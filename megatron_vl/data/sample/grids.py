@@ -1,0 +1,188 @@
+"""Grids of patches of images and videos, from their stored sizes: nothing is decoded.
+
+The code follows ``Qwen2VLImageProcessor`` (torchvision backend) and ``Qwen2VLVideoProcessor`` of transformers
+5.17.
+
+Frames of a video are sampled as in ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and
+``max_frames = video_max_frames``. Their number is ``n = seconds * fps``, at least the processor's
+``min_frames`` (4), at most ``max_frames`` and the video's own number, rounded down to a multiple of
+``temporal_patch_size``. Sampled frame ``i`` is frame ``int(i * total / n)`` of the video. A video with fewer
+frames than ``temporal_patch_size`` (where HF fails) keeps all of them, and its last frame is repeated. A
+frame group covers ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds, as in
+``Qwen2_5_VLProcessor``.
+
+A list of images (``VideoInfo.sampling``) is taken whole, as in ``fetch_video`` of qwen-vl-utils 0.0.14,
+if it has at most ``max_frames``. Image ``i`` is at ``i / fps`` in all families. If the last frame group is
+not full, the last image is repeated, at the times that would have followed.
+
+If the folder has Qwen3-VL's processor, ``Qwen3VLVideoProcessor`` is followed instead
+(``PixelSettings.video_spread``): ``n`` is not rounded to a multiple of ``temporal_patch_size`` (the last
+frame is repeated), the frames are spread evenly from the first to the last of the video, and the limits on
+the area apply to all frames together. The time of a frame group is the mean of the times of its first and
+last frame, as in ``Qwen3VLProcessor``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import batched
+
+import numpy as np
+import torch
+
+from megatron_vl.data.sample.frame_archive import PixelError, Sampling
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.spec.positions import GridTHW
+
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """The facts of a video that determine its number of tokens."""
+
+    frame_count: int
+    fps: float
+    height: int
+    width: int
+    sampling: Sampling = "as a file"
+    assumed_fps: bool = False
+    """Whether neither the file nor the record says the rate."""
+
+    def takes_all_frames(self, pixel_settings: PixelSettings) -> bool:
+        """Whether all frames are taken because somebody has chosen them."""
+        return self.sampling == "whole" and self.frame_count <= pixel_settings.video_max_frames
+
+
+def resized_image_size(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Height and width in pixels after resizing, as in HF's ``smart_resize``.
+
+    Both are multiples of ``factor``, and the area is within the limits.
+
+    Raises:
+        PixelError: the image is empty or more than 200 times as long as wide.
+    """
+    _check_shape(height, width)
+    return _fit_area(height, width, factor, (min_pixels, max_pixels))
+
+
+def _check_shape(height: int, width: int) -> None:
+    if min(height, width) < 1:
+        raise PixelError(f"an image of {height} x {width} pixels is empty")
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise PixelError(
+            f"an image of {height} x {width} pixels is more than {MAX_ASPECT_RATIO} times as long as wide"
+        )
+
+
+def _fit_area(
+    height: int,
+    width: int,
+    factor: int,
+    area_limits: tuple[int, int],
+    frame_count: int = 1,
+    counted_frames: int = 1,
+) -> tuple[int, int]:
+    """Multiples of ``factor`` near to ``height`` and ``width``, so that the area is within the limits.
+
+    Args:
+        area_limits: smallest and largest number of pixels of all frames together.
+        frame_count, counted_frames: number of frames, and the number that is compared with the limits.
+    """
+    min_pixels, max_pixels = area_limits
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if counted_frames * new_height * new_width > max_pixels:
+        divisor = math.sqrt(frame_count * height * width / max_pixels)
+        new_height = max(factor, math.floor(height / divisor / factor) * factor)
+        new_width = max(factor, math.floor(width / divisor / factor) * factor)
+    elif counted_frames * new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (frame_count * height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
+def _resized_video_size(
+    frame_count: int, height: int, width: int, settings: PixelSettings
+) -> tuple[int, int]:
+    """Height and width of a video's frames in pixels after resizing, if ``frame_count`` of them are sampled.
+
+    Raises:
+        PixelError: as :func:`resized_image_size`.
+    """
+    factor = settings.resize_factor
+    area_limits = (settings.video_min_pixels, settings.video_max_pixels)
+    if not settings.video_spread:
+        return resized_image_size(height, width, factor, *area_limits)
+    if 1 <= min(height, width) < factor:
+        enlargement = max(factor / height, factor / width)
+        height, width = int(height * enlargement), int(width * enlargement)
+    _check_shape(height, width)
+    counted_frames = round(frame_count / settings.temporal_patch_size) * settings.temporal_patch_size
+    return _fit_area(height, width, factor, area_limits, frame_count, counted_frames)
+
+
+def image_grid(height: int, width: int, settings: PixelSettings) -> GridTHW:
+    """The grid of an image of this size in pixels.
+
+    Its number of placeholders is ``grid.num_tokens(settings.merge_size)``.
+    """
+    new_height, new_width = resized_image_size(
+        height, width, settings.resize_factor, settings.min_pixels, settings.max_pixels
+    )
+    return GridTHW(1, new_height // settings.patch_size, new_width // settings.patch_size)
+
+
+def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
+    """The grid of a video, with frames sampled as this module's docstring describes."""
+    frames = frame_indices(video_info, settings)
+    group_size = settings.temporal_patch_size
+    group_count = -(-len(frames) // group_size)
+    missing_frames = group_count * group_size - len(frames)
+
+    # qwen-vl-utils repeats the last image of a list before it resizes. HF repeats that of a file afterwards.
+    if video_info.takes_all_frames(settings):
+        counted_frames = group_count * group_size
+        timed_frames = [*range(counted_frames)]
+    else:
+        counted_frames = max(len(frames), group_size)
+        timed_frames = frames + frames[-1:] * missing_frames
+    height, width = _resized_video_size(counted_frames, video_info.height, video_info.width, settings)
+
+    # HF passes this number on as a float32 tensor: round it in the same way.
+    sampled_fps = len(frames) / video_info.frame_count * video_info.fps
+    seconds_per_group = torch.tensor(group_size / sampled_fps, dtype=torch.float32).item()
+    times = [frame / video_info.fps for frame in timed_frames]
+    timestamps = tuple((group[0] + group[-1]) / 2 for group in batched(times, group_size))
+    patch_size = settings.patch_size
+    return GridTHW(
+        group_count, height // patch_size, width // patch_size, "video", seconds_per_group, timestamps
+    )
+
+
+def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
+    """The frames of a video that are sampled: ascending numbers, counted from 0.
+
+    Raises:
+        PixelError: the video is empty.
+    """
+    total, group_size = video_info.frame_count, settings.temporal_patch_size
+    if total < 1 or video_info.fps <= 0:
+        raise PixelError(f"a video of {total} frames at {video_info.fps} frames a second is empty")
+    if total < group_size or video_info.takes_all_frames(settings):
+        return list(range(total))
+
+    # The rules of Qwen3-VL and of the earlier families, as the module's docstring describes them.
+    frames_at_fps = total / video_info.fps * settings.video_fps
+    max_frames = min(settings.video_max_frames, total)
+    if settings.video_spread:
+        sampled_count = min(max(int(frames_at_fps), settings.video_min_frames), max_frames)
+        return np.linspace(0, total - 1, sampled_count).round().astype(int).tolist()
+
+    max_frames = max(max_frames // group_size * group_size, group_size)
+    frame_count = min(max(frames_at_fps, settings.video_min_frames), max_frames)
+    sampled_count = max(math.floor(frame_count / group_size) * group_size, group_size)
+    return torch.arange(0, total, total / sampled_count).int().tolist()

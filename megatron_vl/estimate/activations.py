@@ -1,0 +1,398 @@
+"""Estimates the activations of one micro-batch on one GPU: what modules keep for their backward pass.
+
+For a token (or patch) of a layer of width ``h`` and FFN width ``f``, they are the inputs and outputs of both
+norms (4 h), attention (its input after RoPE, and its output), and linear and activation of the MLP (3 f with
+a gate, 2 f without one; ``top_k`` times that for experts).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, TrainConfig
+from megatron_vl.estimate.layer_kinds import (
+    BlockKind,
+    LayerKind,
+    MatrixAdapter,
+    block_kinds,
+    layer_kinds,
+    merger_adapters,
+)
+from megatron_vl.estimate.parameters import bytes_per_element
+from megatron_vl.kernels.attention.tower_heads import has_kernels
+from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, key_value_copies
+from megatron_vl.spec.lora import saved_modules, trains_own_matrices
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes of the activations of one micro-batch."""
+
+    kept_bytes: float = 0.0
+    """Bytes that are kept until the backward pass of the micro-batch."""
+    transient_bytes: float = 0.0
+    """Bytes that are needed while a layer is recomputed, or while a delta rule runs backward."""
+    host_bytes: float = 0.0
+    """Bytes in host memory until the backward pass of the micro-batch."""
+
+
+@dataclass(frozen=True)
+class ActivationEstimator:
+    """Computes the bytes of the activations of one micro-batch on one rank."""
+
+    config: TrainConfig
+    """In a run with LoRA, the parts without adapters are frozen."""
+    spec: ModelSpec
+    layout: Layout
+    patch_count: int
+    """Patches of a row."""
+    loss_tokens: int = 0
+    micro_batches: int = 1
+
+    @functools.cached_property
+    def seq_len(self) -> int:
+        """Tokens of a row on one rank."""
+        return self.config.data.seq_len // self.layout.cp
+
+    @functools.cached_property
+    def bytes_per_element(self) -> int:
+        return bytes_per_element(self.config)
+
+    @functools.cached_property
+    def replicated_tower(self) -> ActivationEstimator:
+        """The estimator of a tower on every rank, which encodes an even share of the images of a step."""
+        patches_per_rank = -(-self.micro_batches * self.patch_count // self.layout.replica_ranks)
+        layout = dataclasses.replace(self.layout, tp=1)
+        return dataclasses.replace(self, layout=layout, patch_count=patches_per_rank)
+
+    def logits_bytes(self, pipeline_stage: int) -> float:
+        """Bytes of the logits that a stage computes at once, held twice; only the last stage has any."""
+        if pipeline_stage < self.layout.pp - 1:
+            return 0.0
+        logits_tokens = min(-(-self.loss_tokens // self.layout.cp), LOSS_CHUNK_TOKENS)
+        return 2.0 * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
+
+    @property
+    def _sequence_parallel_size(self) -> int:
+        """Number of ranks that share the tokens between the linears of a decoder layer."""
+        return self.layout.tp if self.config.parallel.sequence_parallel else 1
+
+    def chunk_bytes(self, pipeline_stage: int, chunk_index: int) -> ActivationBytes:
+        """The activations of one chunk of the language model for one micro-batch."""
+        layout, language_spec = self.layout, self.spec.language
+        is_first_chunk = pipeline_stage + chunk_index == 0
+        is_last_chunk = pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1
+        bytes_per_feature = self.bytes_per_element * self.seq_len
+        hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
+        chunk_layers = layout.chunk_layers(pipeline_stage, chunk_index)
+        kinds_of_layers = layer_kinds(self.spec, self.config.lora)[chunk_layers.start : chunk_layers.stop]
+
+        # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
+        # with features.
+        deepstack_levels = len(self.spec.vision.deepstack_layers)
+        boundary_bytes = (
+            hidden_bytes * (1 + deepstack_levels)
+            + (hidden_bytes * self._sequence_parallel_size if is_first_chunk else 0.0)
+            + (2 * hidden_bytes if is_last_chunk else 0.0)
+        )
+        has_linear_attention = any(kind.has_linear_attention for kind in kinds_of_layers)
+        delta_rule_bytes = self._delta_rule_bytes() if has_linear_attention else 0.0
+
+        layer_bytes = [bytes_per_feature * self._elements_by_layer_kind[kind] for kind in kinds_of_layers]
+        if self.config.recompute.language != "full":
+            return ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
+
+        # The backward pass of the MLP frees its activations before that of the delta rule begins.
+        for layer_index, kind in enumerate(kinds_of_layers):
+            if kind.has_linear_attention:
+                bytes_of_mlp = bytes_per_feature * self._mlp_elements(kind)
+                layer_bytes[layer_index] += max(0.0, delta_rule_bytes - bytes_of_mlp)
+        return self._recomputed_layers(layer_bytes, hidden_bytes, boundary_bytes)
+
+    def _recomputed_layers(
+        self, layer_bytes: list[float], input_bytes: float, other_bytes: float
+    ) -> ActivationBytes:
+        """Layers that keep their inputs, and need ``layer_bytes`` while one is recomputed.
+
+        If inputs are in host memory, those of the recomputed layer and of the next one are on the device.
+        """
+        all_inputs, largest_layer = len(layer_bytes) * input_bytes, max(layer_bytes, default=0.0)
+        if not self.config.recompute.offload_inputs:
+            return ActivationBytes(all_inputs + other_bytes, largest_layer)
+        return ActivationBytes(
+            other_bytes, largest_layer + min(2, len(layer_bytes)) * input_bytes, all_inputs
+        )
+
+    @functools.cached_property
+    def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
+        """Elements of one token in a decoder layer of each kind."""
+        kinds = set(layer_kinds(self.spec, self.config.lora))
+        return {kind: self._decoder_layer_elements(kind) for kind in kinds}
+
+    def _decoder_layer_elements(self, kind: LayerKind) -> float:
+        """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
+        language_spec = self.spec.language
+        recomputed_modules = self.config.recompute.selected_modules
+        attention_elements = (
+            self._linear_attention_elements(kind)
+            if kind.has_linear_attention
+            else self._attention_elements(kind)
+        )
+        attention_elements += self._adapter_elements(kind.adapters, "self_attention.")
+        norm_tensors = 2 if "layernorm" in recomputed_modules else 4
+        norm_elements = norm_tensors * language_spec.hidden_size / self._sequence_parallel_size
+        if "mlp" in recomputed_modules:
+            return norm_elements + attention_elements
+
+        mlp_elements = self._mlp_elements(kind) + self._adapter_elements(kind.adapters, "mlp.")
+        return norm_elements + attention_elements + mlp_elements
+
+    def _mlp_elements(self, kind: LayerKind) -> float:
+        """Elements of one token that an MLP or the experts keep."""
+        if kind.has_experts:
+            return self._expert_elements(kind)
+        kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2")
+        return kept_widths * self.spec.language.ffn_hidden_size / self.layout.tp
+
+    def _trains(self, part: str) -> bool:
+        """Whether the own matrices of a part of the model are trained."""
+        return trains_own_matrices(self.config.model, self.config.lora, part)
+
+    def _keeps_input(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, is_trained: bool) -> bool:
+        """Whether autograd keeps the input of a matrix, for the gradient of the matrix or of its adapter.
+
+        With dropout, the adapter keeps a copy instead (:meth:`_adapter_elements`).
+        """
+        return is_trained or (
+            not self.config.lora.dropout and any(adapter.matrix_name == matrix_name for adapter in adapters)
+        )
+
+    def _keeps_activation(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str) -> bool:
+        """Whether a decoder layer keeps the output of an MLP's activation, the input of ``matrix_name``."""
+        keeps_input = self._keeps_input(adapters, matrix_name, self._trains("language"))
+        return keeps_input and "activation" not in self.config.recompute.selected_modules
+
+    def _adapter_elements(
+        self, adapters: tuple[MatrixAdapter, ...], prefix: str = "", *, is_language: bool = True
+    ) -> float:
+        """Elements of one token that the adapters of matrices with this prefix keep.
+
+        They are the input of B, and what dropout leaves and its mask. Ranks that cut a matrix by rows have
+        the input of B for all tokens of the row.
+        """
+        sequence_ranks = self._sequence_parallel_size if is_language else 1
+        dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.config.lora.dropout)
+        elements = 0.0
+        for adapter in adapters:
+            if not adapter.matrix_name.startswith(prefix):
+                continue
+            if adapter.is_expert and (moe_spec := self.spec.language.moe) is not None:
+                elements += moe_spec.top_k * self.layout.etp * adapter.rank_sum / sequence_ranks
+                continue
+            input_ranks = self.layout.tp if adapter.is_row_parallel else sequence_ranks
+            elements += adapter.rank_sum / (sequence_ranks if adapter.is_row_parallel else 1)
+            elements += dropout_widths * adapter.columns / input_ranks
+        return elements
+
+    def _attention_elements(self, kind: LayerKind) -> float:
+        language_spec, tensor_parallel_size = self.spec.language, self.layout.tp
+        # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
+        query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
+        key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
+        exchanged = gate_elements = 0.0
+        # The norms of queries and keys keep the fused output.
+        norm_inputs = (query_width + 2 * key_value_width) * language_spec.qk_norm
+        if self.layout.cp > 1:
+            key_value_heads = max(1, language_spec.num_kv_heads // tensor_parallel_size)
+            key_value_width *= key_value_copies(key_value_heads, self.layout.head_ranks)
+            key_value_width *= self.layout.key_ranks
+            exchanged = query_width  # the output of attention is kept before and after the exchange
+        if language_spec.output_gate:
+            is_trained = self._trains("language")
+            keeps_output = self._keeps_input(kind.adapters, "self_attention.linear_proj", is_trained)
+            gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
+        log_sum_exp = language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
+        projected = 2 * query_width + 2 * key_value_width
+        return projected + norm_inputs + exchanged + log_sum_exp + gate_elements
+
+    def _linear_attention_elements(self, kind: LayerKind) -> float:
+        linear_attention = self.spec.language.linear_attention
+        if linear_attention is None:
+            return 0.0
+        values = linear_attention.value_heads * linear_attention.value_dim
+        projected_elements = linear_attention.conv_channels + values + 2 * linear_attention.value_heads
+        core_elements = (
+            linear_attention.conv_channels
+            + values
+            + linear_attention.value_heads * (1 + 4 / self.bytes_per_element + DELTA_CHUNK)
+        )
+        if self.layout.cp > 1:  # a state and a matrix of each value head
+            state_bytes = 4 * linear_attention.state_exchange_size
+            core_elements += state_bytes / (self.bytes_per_element * self.seq_len)
+        keeps_output = self._keeps_input(kind.adapters, "self_attention.out_proj", self._trains("language"))
+        return (
+            projected_elements
+            + values * keeps_output
+            + core_elements * ("core_attn" not in self.config.recompute.selected_modules)
+        ) / self.layout.tp
+
+    def _delta_rule_bytes(self) -> float:
+        """Bytes that exist only during the backward pass of a delta rule.
+
+        They are the states of all chunks in both directions, products that are computed again, and the states
+        and matrices that a rank receives from all ranks that share its rows.
+        """
+        linear_attention = self.spec.language.linear_attention
+        assert linear_attention is not None
+        chunk_state_elements = 2 * linear_attention.key_dim * linear_attention.value_dim / DELTA_CHUNK
+        token_elements = linear_attention.value_heads * (
+            chunk_state_elements + 2 * linear_attention.key_dim + 4 * linear_attention.value_dim
+        )
+        rank_count = self.layout.cp if self.layout.cp > 1 else 0
+        received_bytes = 4 * rank_count * linear_attention.state_exchange_size
+        return (self.bytes_per_element * self.seq_len * token_elements + received_bytes) / self.layout.tp
+
+    def _expert_elements(self, kind: LayerKind) -> float:
+        """Elements of one token in a layer of experts.
+
+        They are the router's logits, probabilities and map in float32, and the inputs of the experts, their
+        linear and their activation. A token becomes ``top_k`` rows. With an even load, a rank's experts
+        process the rows of its own tokens, times the number of ranks that share the experts' matrices.
+        """
+        hidden_size, moe_spec = self.spec.language.hidden_size, self.spec.language.moe
+        assert moe_spec is not None
+        keeps_input = self._keeps_input(kind.adapters, "mlp.experts.linear_fc1", self._trains("language"))
+        kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.experts.linear_fc2")
+        expert_elements = moe_spec.top_k * (
+            keeps_input * self.layout.etp * hidden_size + kept_widths * moe_spec.ffn_hidden_size
+        )
+        shared_expert_elements = 0.0
+        if moe_spec.shared_ffn_hidden_size:
+            kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.shared_experts.linear_fc2")
+            shared_expert_elements = kept_widths * moe_spec.shared_ffn_hidden_size + hidden_size
+        return (
+            expert_elements + shared_expert_elements + 3 * moe_spec.num_experts * 4 / self.bytes_per_element
+        ) / self._sequence_parallel_size
+
+    def vision_tower_bytes(self) -> ActivationBytes:
+        """The activations of the tower for one row's patches. The tower has no sequence parallelism."""
+        vision_spec, model_config = self.spec.vision, self.config.model
+        bytes_per_feature = self.bytes_per_element * self.patch_count
+        kinds = block_kinds(self.spec, self.config.lora)
+        bytes_by_kind = {kind: bytes_per_feature * self._vision_layer_elements(kind) for kind in set(kinds)}
+        layer_bytes = [bytes_by_kind[kind] for kind in kinds]
+
+        # Pixels are kept as float32 and twice as patches, for the gradient of the patch embedding.
+        pixel_bytes = self.patch_count * vision_spec.patch_dim * (2 + 2 * self.bytes_per_element)
+        merger_bytes = bytes_per_feature * self._merger_elements()
+        if model_config.freeze_vision:
+            return ActivationBytes(
+                0.0 if model_config.freeze_merger else merger_bytes, max(layer_bytes) + pixel_bytes
+            )
+        trains_patch_embed = self._trains("vision") or "model.visual.patch_embed" in self._whole_modules
+        kept_bytes = merger_bytes + pixel_bytes * trains_patch_embed
+        if self.config.recompute.vision == "full":
+            return self._recomputed_layers(
+                layer_bytes, bytes_per_feature * vision_spec.hidden_size, kept_bytes
+            )
+        return ActivationBytes(sum(layer_bytes) + kept_bytes)
+
+    @property
+    def _whole_modules(self) -> set[str]:
+        """The released names of the modules that are trained whole beside adapters."""
+        return set(saved_modules(self.spec, self.config.lora).values())
+
+    def _merger_elements(self) -> float:
+        """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
+        vision_spec = self.spec.vision
+        trains_merger = not self.config.lora.rank or "model.visual.merger" in self._whole_modules
+        keeps_norm_input = trains_merger or not self.config.model.freeze_vision
+        elements = 0.0
+        for adapters in merger_adapters(self.spec, self.config.lora):
+            keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
+            widths = 1 + keeps_norm_input + (1 + keeps_activation) / self.layout.tp
+            elements += vision_spec.hidden_size * widths
+            adapter_elements = self._adapter_elements(adapters, is_language=False)
+            elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
+        return elements
+
+    def decoupled_tower_bytes(self, pipeline_bytes: float, placed_patches: int) -> float:
+        """Bytes of a tower that every rank holds, for the rank's own share of a step's patches.
+
+        The tower runs while the activations of the pipeline do not exist, and may use their memory.
+
+        Args:
+            pipeline_bytes: bytes of the pipeline's activations.
+            placed_patches: number of patches whose features and gradients this stage holds.
+        """
+        kept_bytes, encode_bytes, backward_bytes = self._decoupled_parts
+        vision_spec, model_config = self.spec.vision, self.config.model
+        is_frozen = model_config.freeze_vision and model_config.freeze_merger
+        levels = 1 + len(vision_spec.deepstack_layers)
+        patch_bytes = self.bytes_per_element * levels * vision_spec.out_hidden_size / vision_spec.merge_unit
+        local_feature_bytes = patch_bytes * self.patch_count
+        # Kept activations exist during the pipeline's passes and the first pass of other images. Their own
+        # backward pass comes first and frees them.
+        return patch_bytes * placed_patches * (1 if is_frozen else 2) + max(
+            kept_bytes,
+            local_feature_bytes + backward_bytes - pipeline_bytes,
+            kept_bytes + local_feature_bytes + encode_bytes - pipeline_bytes,
+        )
+
+    @functools.cached_property
+    def _decoupled_parts(self) -> tuple[float, float, float]:
+        """Bytes of a decoupled tower that are kept, and at the peaks of its first and its second passes."""
+        model_config, patches_a_call = self.config.model, self.config.vision.patches_a_call
+        frozen_model = dataclasses.replace(model_config, freeze_vision=True, freeze_merger=True)
+        frozen_config = dataclasses.replace(self.config, model=frozen_model)
+
+        def peak(patch_count: int, config: TrainConfig) -> float:
+            patch_count = min(self.patch_count, patch_count)
+            tower = dataclasses.replace(self, config=config, patch_count=patch_count).vision_tower_bytes()
+            return tower.kept_bytes + tower.transient_bytes
+
+        encode_bytes = peak(CALLS_WITHOUT_ACTIVATIONS * patches_a_call, frozen_config)
+        if model_config.freeze_vision and model_config.freeze_merger:
+            return 0.0, encode_bytes, 0.0
+        # Mergers above frozen blocks keep the activations of all patches.
+        kept_patches = self.patch_count if model_config.freeze_vision else 0
+        kept_bytes = dataclasses.replace(self, patch_count=kept_patches).vision_tower_bytes().kept_bytes
+        return kept_bytes, encode_bytes, peak(patches_a_call, self.config)
+
+    def _vision_layer_elements(self, kind: BlockKind) -> float:
+        """Elements of one patch in a layer of the tower."""
+        vision_spec = self.spec.vision
+        # As megatron_vl.models.attention.choose_backend says for GPUs. That module takes seconds to import.
+        is_auto = self.config.model.attention == "auto"
+        takes_kernels = is_auto and self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
+        if is_auto and not kind.has_full_attention:
+            # One kernel from the fused QKV output to the attention's output.
+            attention_elements = 4.0 * vision_spec.hidden_size
+        else:
+            # Our kernels keep rotated copies and the output. Others keep v, or all of the fused output, too.
+            kept_widths = 4.0 if takes_kernels else 6.0
+            log_sum_exp = vision_spec.num_heads * 4 / self.bytes_per_element
+            attention_elements = kept_widths * vision_spec.hidden_size + log_sum_exp
+        keeps_activation = self.config.recompute.vision != "activation" and self._keeps_input(
+            kind.adapters, "mlp.linear_fc2", self._trains("vision")
+        )
+        mlp_matrices = (2 if vision_spec.gated_mlp else 1) + keeps_activation
+        return (
+            4 * vision_spec.hidden_size
+            + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / self.layout.tp
+            + self._adapter_elements(kind.adapters, is_language=False)
+        )
+
+    def row_bytes(self, includes_pixels: bool) -> float:
+        """Bytes of one row on the device.
+
+        A token takes 24 bytes in int32 buffers of the whole row, and 44 in int64 copies of this rank's
+        tokens. Each patch has uint8 planes.
+        """
+        patch_bytes = self.spec.vision.patch_dim / self.spec.vision.temporal_patch_size + 32
+        token_bytes = (24.0 * self.layout.cp + 44.0) * self.seq_len
+        return token_bytes + self.patch_count * patch_bytes * includes_pixels

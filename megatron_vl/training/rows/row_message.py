@@ -1,0 +1,174 @@
+"""The message of a row: what the owner of the loader sends to the other ranks of its replica.
+
+A row is sent as a header, which is small and goes first, and as flat buffers, in which its tensors lie one
+after another. :data:`_SENT_TENSORS` lists all tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_vl.data.packing.training_row import TrainingRow, loss_index
+from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
+from megatron_vl.training.rows.image_scatter import pin_memory
+from megatron_vl.training.rows.row_shards import RowSharding
+
+RowHeader = dict[str, Any]
+"""What the other ranks need of a row before its tensors arrive (see :func:`serialize_row`)."""
+
+BUFFER_TYPES = {"text": torch.int32, "ints": torch.int32, "planes": torch.uint8}
+"""The flat buffers in which tensors of a row are sent together. All ranks of the replica get ``text``; only
+those on the first stage get the others."""
+
+
+class _RowTensor(NamedTuple):
+    """One tensor of a row: its name in messages, the buffer that carries it, and how its owner reads it."""
+
+    name: str
+    buffer_name: str
+    read: Callable[[TrainingRow], Tensor]
+
+
+def _vision_tensor(name: str, buffer_name: str = "ints") -> _RowTensor:
+    return _RowTensor(name, buffer_name, lambda row: getattr(row.vision, name))
+
+
+def _loss_index(row: TrainingRow) -> Tensor:
+    """The tokens whose logits are computed; empty means all of them."""
+    index = loss_index(row.loss_mask)
+    return row.tokens.new_empty(0) if index is None else index
+
+
+def _segment_sources(row: TrainingRow) -> Tensor:
+    """The source of each segment, -1 for the padded tail; empty if the data set is no blend."""
+    if not row.source_indices:
+        return torch.tensor([], dtype=torch.int32)
+    padding_segments = len(row.cu_seqlens) - 1 - row.num_samples
+    return torch.tensor([*row.source_indices, *[-1] * padding_segments], dtype=torch.int32)
+
+
+_SENT_TENSORS = (
+    _RowTensor("tokens", "text", lambda row: row.tokens),
+    _RowTensor("labels", "text", lambda row: row.labels),
+    # Weights of the loss are sent as the bits of float32.
+    _RowTensor("loss_mask", "text", lambda row: row.loss_mask.float().view(torch.int32)),
+    _RowTensor("position_ids", "text", lambda row: row.position_ids),
+    _RowTensor("cu_seqlens", "text", lambda row: row.cu_seqlens),
+    _RowTensor("loss_index", "text", _loss_index),
+    _RowTensor("sources", "text", _segment_sources),
+    _vision_tensor("plane_index"),
+    _vision_tensor("position_hw"),
+    _vision_tensor("frame_hw"),
+    _RowTensor("full_cu_seqlens", "ints", lambda row: row.vision.cu_seqlens),
+    _RowTensor("window_cu_seqlens", "ints", lambda row: row.vision.cu_window_seqlens),
+    _vision_tensor("feature_index"),
+    # Only context parallelism sends features to other ranks than those that need them.
+    _RowTensor("feature_order", "ints", lambda row: row.tokens.new_empty(0)),
+    _vision_tensor("planes", "planes"),
+)
+"""All tensors of a row that are sent, in their order within each buffer. Packing and unpacking follow it."""
+_TENSOR_NAMES = {
+    buffer_name: [tensor.name for tensor in _SENT_TENSORS if tensor.buffer_name == buffer_name]
+    for buffer_name in BUFFER_TYPES
+}
+"""Names of the tensors in each buffer."""
+
+
+def serialize_row(
+    row: TrainingRow, row_sharding: RowSharding | None = None
+) -> tuple[RowHeader, dict[str, Tensor]]:
+    """The header of a row, and its tensors as flat buffers by name, in host memory (pinned with a GPU).
+
+    Args:
+        row_sharding: how the row is shared under context parallelism; None: one rank holds it whole.
+    """
+    tensors = {tensor.name: tensor.read(row) for tensor in _SENT_TENSORS}
+    parts = row_sharding.describe_parts(row, tensors) if row_sharding is not None else {}
+    flat_buffers = {}
+    for buffer_name, dtype in BUFFER_TYPES.items():
+        flat = [tensors[name].to(dtype).flatten() for name in _TENSOR_NAMES[buffer_name]]
+        # Pixels are one tensor, which is not copied.
+        flat_buffers[buffer_name] = pin_memory(torch.cat(flat) if len(flat) > 1 else flat[0])
+
+    vision_lengths: tuple[list[int], list[int]] = ([], [])
+    if row.num_patches > 0:
+        vision_lengths = (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
+    header = {
+        "shapes": {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        "loss_tokens": int(row.loss_mask.count_nonzero()),
+        "max_seqlen": int(row.max_seqlen),
+        "lengths": row.cu_seqlens.diff().tolist()[: row.num_samples],
+        "max_seqlens": (int(row.vision.max_seqlen), int(row.vision.max_window_seqlen)),
+        "vision_lengths": vision_lengths,
+        "counts": {
+            "samples": row.num_samples,
+            "images": row.num_images,
+            "patches": row.num_patches,
+            **{f"dropped/{reason}": count for reason, count in row.dropped_counts.items()},
+        },
+        "keys": row.sample_keys,
+        "source_loss_tokens": source_loss_tokens(row),
+        "dropped": [sample.as_json() for sample in row.dropped_samples],
+    }
+    return header | parts, flat_buffers
+
+
+def source_loss_tokens(row: TrainingRow) -> list[tuple[int, int]]:
+    """(source, loss tokens) of each sample; empty if the data set is no blend, or for a row of padding."""
+    if not row.source_indices or not row.sample_keys:
+        return []
+    masks = row.loss_mask.split(row.cu_seqlens.diff().tolist())[: row.num_samples]
+    return [
+        (source, int(mask.count_nonzero())) for source, mask in zip(row.source_indices, masks, strict=True)
+    ]
+
+
+def buffer_numel(header: RowHeader, buffer_name: str) -> int:
+    """Number of elements in a row's buffer."""
+    return sum(math.prod(header["shapes"][name]) for name in _TENSOR_NAMES[buffer_name])
+
+
+def unpack_tensors(header: RowHeader, flat_buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a row by name, in their shapes, as views of the buffers that this rank has."""
+    tensors: dict[str, Tensor] = {}
+    for buffer_name, flat_buffer in flat_buffers.items():
+        names = _TENSOR_NAMES[buffer_name]
+        shapes = [header["shapes"][name] for name in names]
+        parts = flat_buffer.split([math.prod(shape) for shape in shapes])
+        for name, part, shape in zip(names, parts, shapes, strict=True):
+            tensors[name] = part.view(shape)
+    return tensors
+
+
+def make_device_row(header: RowHeader, tensors: dict[str, Tensor]) -> DeviceRow:
+    """The row without its images, in the types that the model expects."""
+    return DeviceRow(
+        tokens=tensors["tokens"].long(),
+        labels=tensors["labels"].long(),
+        loss_mask=tensors["loss_mask"].contiguous().view(torch.float32),
+        num_real_tokens=sum(header["lengths"]),
+        position_ids=tensors["position_ids"].long(),
+        segments=Segments(tensors["cu_seqlens"].contiguous(), header["max_seqlen"]),
+        vision_input=None,
+        feature_index=None,
+        loss_index=tensors["loss_index"].long() if len(tensors["loss_index"]) else None,
+        segment_sources=tensors["sources"] if len(tensors["sources"]) else None,
+    )
+
+
+def make_vision_input(header: RowHeader, tensors: dict[str, Tensor]) -> VisionInput:
+    """The images of a row."""
+    max_seqlen, max_window_seqlen = header["max_seqlens"]
+    return VisionInput(
+        planes=tensors["planes"],
+        plane_index=tensors["plane_index"],
+        position_hw=tensors["position_hw"],
+        frame_hw=tensors["frame_hw"],
+        full_segments=Segments(tensors["full_cu_seqlens"], max_seqlen),
+        window_segments=Segments(tensors["window_cu_seqlens"], max_window_seqlen),
+    )

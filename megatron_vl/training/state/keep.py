@@ -1,0 +1,86 @@
+"""Keeps a run's folder: one run writes to it, and checkpoints that are not needed any more are deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.system.processes import RankProcess, own_process
+from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
+
+OWNER_FILE = ".owner.json"
+"""The file in a run's folder that names the process that writes to it."""
+
+
+def lock_run_dir(run_dir: Path) -> Any:
+    """Keeps other runs from writing to ``run_dir`` until :func:`unlock_run_dir`, or until the process ends.
+
+    Some file systems have no locks, or only those of one node. So this process also enters itself as the
+    owner of the folder. Whoever was the owner before stops at its next save.
+
+    Returns the open lock file. Raises CheckpointError if another run holds the lock, or is known to go on.
+    """
+    lock_file = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # of any other number: the file system has no locks
+        owner = read_owner(run_dir)
+        is_owned = owner is not None and owner.pid != os.getpid() and owner.is_running()
+        if is_owned or error.errno in (errno.EAGAIN, errno.EACCES):
+            lock_file.close()
+            raise CheckpointError(
+                f"another run ({owner or 'of an unknown process'}) is writing to {run_dir}; end it, or give"
+                " another checkpoint.dir"
+            ) from error
+    # In place: other nodes see the new content of a known file sooner than another file of the same name.
+    (run_dir / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(own_process())))
+    return lock_file
+
+
+def unlock_run_dir(lock_file: Any) -> None:
+    """Undoes :func:`lock_run_dir`. Closing alone would not: forked processes hold the file too."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock_file, fcntl.LOCK_UN)
+    lock_file.close()
+
+
+def read_owner(run_dir: Path) -> RankProcess | None:
+    """The process that last began to write to a run's folder; None if that is not known."""
+    try:
+        return RankProcess(**json.loads((run_dir / OWNER_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def last_good_text(run_dir: Path) -> str:
+    """Names the checkpoint from which a run continues whose last save has failed."""
+    checkpoints = saved_checkpoints(run_dir)
+    if not checkpoints:
+        return "there is no earlier checkpoint"
+    return f"the last good checkpoint is step {checkpoints[-1].step}"
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Deletes a checkpoint. A failure is only printed, because the new checkpoint is good all the same."""
+    trash = path.with_name(f"{path.name}.old.partial")
+    try:
+        remove_dir(trash)  # an earlier start could not delete it
+        os.replace(path, trash)  # a checkpoint that is only partly deleted must not look complete
+        remove_dir(trash)
+    except OSError as error:
+        print(f"NOTE: {path} is not needed any more and could not be deleted ({error})", flush=True)
+
+
+def remove_dir(path: Path) -> None:
+    """Deletes a folder if it exists. Of a link, only the link goes: what it leads to belongs to the user."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

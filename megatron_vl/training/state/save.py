@@ -1,0 +1,420 @@
+"""Saves a run.
+
+    DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology,
+                                        fields, and files with their hashes
+    DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
+    DIR/step_00000120/optimizer/        one safetensors file per rank and an index of them
+                                        (see :mod:`megatron_vl.training.state.optimizer_state`)
+    DIR/step_00000120/loader/           the position in the data set
+
+A save copies the state to host memory and returns; a thread writes it while training continues. Ranks agree
+through marker files, not collectives, so that the thread never interferes with the training's communication.
+Each rank writes a marker when its files are on disk, and rank 0 gives the folder its final name when all
+markers exist. So a checkpoint has this name only when it is complete, and a crash at any moment leaves the
+last good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
+
+from megatron_vl.config import LoraConfig
+from megatron_vl.data.source.bad_samples import add_pending_counts
+from megatron_vl.models.parameter_names import LiveTensor
+from megatron_vl.parallel import failures
+from megatron_vl.parallel.process_grid import ProcessGrid
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.lora import trained_table
+from megatron_vl.system import durable_files, progress
+from megatron_vl.system.json_files import manifest_digest, write_json
+from megatron_vl.training.out_of_memory import host_memory_message
+from megatron_vl.training.state.export_hf import HfExporter
+from megatron_vl.training.state.keep import (
+    delete_checkpoint,
+    last_good_text,
+    lock_run_dir,
+    read_owner,
+    remove_dir,
+    unlock_run_dir,
+)
+from megatron_vl.training.state.load import FORMAT_VERSION, LOADER_STATE_FILE, state_file_name
+from megatron_vl.training.state.optimizer_state import (
+    INDEX_FILE,
+    host_copy,
+    list_index_entries,
+    snapshot_optimizer,
+    write_hashed_safetensors,
+    write_slice_index,
+)
+from megatron_vl.weights.manifest import write_manifest, write_rank_file
+from megatron_vl.weights.matrix_blocks import cut_shard
+from megatron_vl.weights.model_digest import recorded_base
+from megatron_vl.weights.run_folder import (
+    CheckpointError,
+    SavedCheckpoint,
+    saved_checkpoints,
+    step_dir_path,
+)
+
+
+@dataclass
+class CheckpointSnapshot:
+    """One rank's part of a checkpoint: copies in host memory, which training does not change."""
+
+    step: int
+    dense_weights: dict[str, Tensor] | None
+    """This rank's dense tensors by canonical name; None unless it is the first rank that holds them."""
+    expert_stacks: dict[str, Tensor] | None
+    """Stacks of this rank's experts. If several ranks hold the same experts, only the first has them."""
+    optimizer_state: dict[str, Tensor]
+    loader_state: dict[str, Any] | None
+    run_metadata: dict[str, Any]
+    lora: LoraConfig
+    unlogged_counts: dict[str, int] = field(default_factory=dict)
+    """This rank's counts since the last printed step (see :func:`add_pending_counts`)."""
+
+
+def take_snapshot(
+    step: int,
+    *,
+    model_chunks: list[DistributedDataParallel],
+    live_tensors: list[LiveTensor],
+    optimizer: ChainedOptimizer,
+    spec: ModelSpec,
+    layout: Layout,
+    grid: ProcessGrid,
+    loader_state: dict[str, Any] | None,
+    run_metadata: dict[str, Any],
+    unlogged_counts: dict[str, int] | None = None,
+) -> CheckpointSnapshot:
+    """Copies this rank's state to the host. Collective if parameters are still being gathered.
+
+    Args:
+        live_tensors: the parameters to save (:attr:`Trainer.saved_tensors`).
+        loader_state: the loader's ``state_dict()`` on rank 0, which is that of all; None elsewhere.
+        run_metadata: entries for ``run.json``; those of rank 0 are written.
+        unlogged_counts: this rank's counts that ``run_metadata["bad_samples"]`` does not include yet.
+    """
+    for chunk in model_chunks:
+        # With the overlapped gather, the weights of the last update arrive only in the next forward pass.
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+    lora = model_chunks[0].module.lora
+    dense_weights = expert_stacks = None
+    if grid.is_first_dense_copy:
+        dense_weights = _copy_dense_weights(live_tensors, spec, layout, grid, lora)
+    # Experts are spread over other ranks than dense tensors, so their first copies may be on other ranks.
+    if spec.language.moe and grid.edp_rank == 0:
+        expert_stacks = _stack_experts(live_tensors)
+
+    return CheckpointSnapshot(
+        step,
+        dense_weights,
+        expert_stacks,
+        snapshot_optimizer(optimizer, live_tensors),
+        loader_state,
+        {"format": FORMAT_VERSION, "step": step, "layout": layout.as_dict(), **run_metadata},
+        lora,
+        unlogged_counts or {},
+    )
+
+
+def _copy_dense_weights(
+    live_tensors: list[LiveTensor], spec: ModelSpec, layout: Layout, grid: ProcessGrid, lora: LoraConfig
+) -> dict[str, Tensor]:
+    # Weights are stored as for a tower on the first stage, so that readers need not know the placement.
+    stored_sharding = layout.sharding._replace(is_tower_replicated=False)
+    tensor_infos, weights = trained_table(spec, lora), {}
+    for name, parameter, expert_index in live_tensors:
+        info = tensor_infos[name]
+        # A tied embedding is on two stages, and each tensor is written by one of them.
+        if expert_index is not None or layout.owning_pipeline_rank(info) != grid.pp_rank:
+            continue
+        weights[name] = host_copy(parameter)
+        if layout.sharding.is_on_every_rank(info):
+            weights[name] = cut_shard(weights[name], info, grid.tp_rank, stored_sharding).contiguous()
+    return weights
+
+
+@torch.no_grad()
+def _stack_experts(live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
+    """Copies experts to the host: canonical name -> stack [E / ep, ...] in the order of the experts."""
+    experts_by_name: dict[str, dict[int, Tensor]] = {}
+    for name, parameter, expert_index in live_tensors:
+        if expert_index is not None:
+            experts_by_name.setdefault(name, {})[expert_index] = parameter
+
+    stacks = {}
+    for name, experts in experts_by_name.items():
+        first = next(iter(experts.values()))
+        # Each expert is copied into its place, so that the device never holds the whole stack.
+        stacks[name] = torch.empty(len(experts), *first.shape, dtype=first.dtype)
+        for place, expert_index in zip(stacks[name], sorted(experts), strict=True):
+            place.copy_(experts[expert_index])
+    return stacks
+
+
+class CheckpointSaver:
+    """Writes snapshots in the background, one at a time.
+
+    Args:
+        num_latest_kept: number of latest checkpoints to keep; 0 keeps all.
+        keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
+        hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
+
+    Raises:
+        CheckpointError: another run is writing to the folder.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        spec: ModelSpec,
+        layout: Layout,
+        grid: ProcessGrid,
+        num_latest_kept: int,
+        keep_every: int = 0,
+        hf_exporter: HfExporter | None = None,
+    ) -> None:
+        self.run_dir, self.spec, self.layout, self.grid = run_dir, spec, layout, grid
+        self.num_latest_kept, self.keep_every = num_latest_kept, keep_every
+        self.hf_exporter = hf_exporter
+        self.save_error: str | None = None
+        """Why a save failed on this rank; None if none failed."""
+        self._writer_thread: threading.Thread | None = None
+        self._lock_file: Any = None
+        self._is_newest_proven = False
+        """Whether the latest step has moved the weights, so that loss and gradients were finite."""
+        self._may_have_old = grid.rank == 0
+        """Whether there may be checkpoints to delete."""
+
+        if grid.rank == 0:
+            durable_files.make_dirs(run_dir)
+            self._lock_file = lock_run_dir(run_dir)
+            # As it was written: the system's start time of a process moves when its clock is set.
+            self._owner = read_owner(run_dir)
+            for leftover in run_dir.glob("step_*.partial"):  # from a run that was killed while it saved
+                with contextlib.suppress(OSError):
+                    remove_dir(leftover)
+
+    def start_save(self, make_snapshot: Callable[[], CheckpointSnapshot], step: int) -> None:
+        """Waits for an unfinished earlier save, takes a snapshot, and starts to write it. Collective."""
+        self.wait_until_saved()
+        self._check_owner()
+        partial_dir = self._partial_dir(step)
+        if self.grid.rank == 0:
+            with contextlib.suppress(OSError):
+                remove_dir(partial_dir)
+            for name in ("weights", "optimizer", "loader", "done"):
+                (partial_dir / name).mkdir(parents=True)
+
+        try:
+            dist.barrier()  # no rank writes before rank 0 has made the folders
+            snapshot = make_snapshot()
+            self._writer_thread = threading.Thread(
+                target=self._write_snapshot, args=(snapshot,), name=f"checkpoint-{step}"
+            )
+            self._writer_thread.start()
+        except BaseException as error:
+            self._mark_failed(partial_dir, error)  # other ranks may already be writing
+            raise
+
+    def wait_until_saved(self) -> None:
+        """Waits until this rank's part (on rank 0: the whole checkpoint) is on disk.
+
+        Raises CheckpointError if the save failed.
+        """
+        if self._writer_thread is not None:
+            self._writer_thread.join()
+            self._writer_thread = None
+        if self.save_error:
+            raise CheckpointError(f"{self.save_error}; {last_good_text(self.run_dir)}")
+
+    def note_step(self, is_updated: bool) -> None:
+        """Deletes old checkpoints, in the background, once a step has shown that the newest one is good.
+
+        A step on its weights shows it. The update before a save may have spoilt them, which only the next
+        step notices: it is skipped.
+
+        Args:
+            is_updated: whether the latest step was not skipped.
+        """
+        self._is_newest_proven = is_updated
+        if is_updated and self._may_have_old and not self._is_writing():
+            self._may_have_old = False
+            self._writer_thread = threading.Thread(target=self.delete_old_checkpoints, name="old-checkpoints")
+            self._writer_thread.start()
+
+    def delete_old_checkpoints(self) -> None:
+        """On rank 0: deletes the checkpoints that need not be kept.
+
+        If the latest step was skipped, the newest one may be of no use, and none is deleted.
+        """
+        if self.grid.rank or not self._is_newest_proven or not self.num_latest_kept:
+            return
+        pending_exports = self.hf_exporter.pending_checkpoints() if self.hf_exporter is not None else set()
+        try:
+            self._check_owner()
+        except CheckpointError:
+            return  # the next save reports the other owner
+        for saved in saved_checkpoints(self.run_dir)[: -self.num_latest_kept]:
+            is_permanent = self.keep_every and saved.step % self.keep_every == 0
+            if saved.path not in pending_exports and not is_permanent:
+                delete_checkpoint(saved.path)
+
+    def close(self) -> None:
+        """Lets other runs write to the folder, unless a save that failed still goes on in this process."""
+        if self._lock_file is not None and not self._is_writing():
+            unlock_run_dir(self._lock_file)
+            self._lock_file = None
+
+    def _is_writing(self) -> bool:
+        return self._writer_thread is not None and self._writer_thread.is_alive()
+
+    def _check_owner(self) -> None:
+        """On rank 0: raises CheckpointError if another run has begun to write to the folder."""
+        if self.grid.rank == 0 and (owner := read_owner(self.run_dir)) not in (None, self._owner):
+            raise CheckpointError(
+                f"another run ({owner}) has begun to write to {self.run_dir}, so this one saves nothing more"
+                " there; give each run a checkpoint.dir of its own"
+            )
+
+    def _partial_dir(self, step: int) -> Path:
+        return step_dir_path(self.run_dir, step).with_suffix(".partial")
+
+    # --- In the thread --------------------------------------------------------------------------------------
+
+    def _write_snapshot(self, snapshot: CheckpointSnapshot) -> None:
+        """Writes this rank's part and, on rank 0, completes the checkpoint."""
+        partial_dir = self._partial_dir(snapshot.step)
+        progress.set_background_task(progress.WRITING_CHECKPOINT)
+        try:
+            marker = self._write_rank_files(partial_dir, snapshot)
+            write_json(partial_dir / "done" / f"rank_{self.grid.rank:05d}.json", marker)
+            progress.set_background_task("")
+            if self.grid.rank == 0:
+                self._commit_checkpoint(partial_dir, snapshot)
+
+        except BaseException as error:  # a thread's exception would be lost, so the loop reads save_error
+            progress.set_background_task("")
+            error_text = host_memory_message(error) or f"{type(error).__name__}: {error}"
+            try:
+                self._check_owner()
+            except CheckpointError as owner_error:  # its start has deleted the files of this save
+                error_text = str(owner_error)
+            self.save_error = f"checkpoint of step {snapshot.step} could not be written: {error_text}"
+            self._mark_failed(partial_dir, error)
+
+    def _mark_failed(self, partial_dir: Path, error: BaseException) -> None:
+        """Writes a marker for rank 0, which says that this rank cannot write its part."""
+        marker = partial_dir / "done" / f"rank_{self.grid.rank:05d}.failed"
+        # If not even an empty file can be made, rank 0 will see the missing marker when this rank stops.
+        with contextlib.suppress(OSError, MemoryError):
+            try:
+                write_json(marker, f"{type(error).__name__}: {error}")
+            except (OSError, MemoryError):  # the message does not fit on the disk, or into memory
+                marker.touch()
+
+    def _write_rank_files(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> dict[str, Any]:
+        """Writes this rank's weights, optimizer and loader state. Returns the content of its marker."""
+        grid, weights_dir, weight_entries = self.grid, partial_dir / "weights", []
+        if (dense_weights := snapshot.dense_weights) is not None:
+            weight_entries.append(
+                write_rank_file(weights_dir, dense_weights, tp=grid.tp_rank, pp=grid.pp_rank)
+            )
+        if (experts := snapshot.expert_stacks) is not None:
+            ranks = {"ep": grid.ep_rank, "etp": grid.etp_rank, "pp": grid.pp_rank}
+            weight_entries.append(write_rank_file(weights_dir, experts, **ranks))
+
+        axes = ("tp", "cp", "pp", "dp", "ep", "etp")
+        position = {axis: str(getattr(grid, f"{axis}_rank")) for axis in axes}
+        name = state_file_name(grid.rank)
+        state_path = f"optimizer/{name}"
+        files = {
+            state_path: write_hashed_safetensors(partial_dir / state_path, snapshot.optimizer_state, position)
+        }
+        if snapshot.loader_state is not None:
+            files[LOADER_STATE_FILE] = write_json(partial_dir / LOADER_STATE_FILE, snapshot.loader_state)
+        slices = list_index_entries(
+            snapshot.optimizer_state, grid.tp_rank, grid.etp_rank, grid.sharding.is_tower_replicated
+        )
+        return {
+            "weights": weight_entries,
+            "files": files,
+            "slices": {name: slices},
+            "pending": snapshot.unlogged_counts,
+        }
+
+    def _commit_checkpoint(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> None:
+        """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
+        weight_entries: list[dict[str, Any]] = []
+        files: dict[str, Any] = {}
+        slices_by_file: dict[str, Any] = {}
+        markers = self._wait_for_markers(partial_dir / "done")
+        for marker in markers:
+            weight_entries += marker["weights"]
+            files |= marker["files"]
+            slices_by_file |= marker["slices"]
+
+        weights_digest = write_manifest(
+            partial_dir / "weights",
+            self.spec,
+            dataclasses.replace(self.layout, decoupled=False, cp=1, key_ranks=1),
+            weight_entries,
+            {"step": snapshot.step, **recorded_base(snapshot.run_metadata).entry()},
+            snapshot.lora,
+        )
+        files[f"optimizer/{INDEX_FILE}"] = write_slice_index(partial_dir / "optimizer", slices_by_file)
+
+        # The digest covers the hashes of all other files, so it shows a change in any of them.
+        metadata = {**snapshot.run_metadata, "files": files, "weights": weights_digest}
+        if "bad_samples" in metadata:
+            metadata["bad_samples"] = add_pending_counts(
+                metadata["bad_samples"], [marker["pending"] for marker in markers]
+            )
+        write_json(partial_dir / "run.json", metadata | {"digest": manifest_digest(metadata)})
+        shutil.rmtree(partial_dir / "done")
+        durable_files.fsync_path(partial_dir)
+
+        self._check_owner()  # writing may have taken minutes
+        # Until here, a crash leaves a `.partial` folder, which the next start deletes.
+        final_dir = step_dir_path(self.run_dir, snapshot.step)
+        durable_files.rename_path(partial_dir, final_dir)
+        if self.hf_exporter is not None:
+            self.hf_exporter.enqueue_export(SavedCheckpoint(final_dir, snapshot.step))
+        self._may_have_old = True
+
+    def _wait_for_markers(self, marker_dir: Path) -> list[dict[str, Any]]:
+        """Waits for the markers of all ranks. Raises CheckpointError if a rank failed or ended."""
+        while True:
+            for failed in sorted(marker_dir.glob("*.failed")):
+                rank, text = int(failed.stem.split("_")[1]), failed.read_text()
+                raise CheckpointError(
+                    f"rank {rank}: {json.loads(text) if text else 'its part could not be written'}"
+                )
+            markers = sorted(marker_dir.glob("rank_*.json"))
+            if len(markers) == self.grid.world_size:
+                return [json.loads(path.read_text()) for path in markers]
+
+            # A rank that has died writes no marker any more.
+            for lost_rank in failures.lost_ranks():
+                if marker_dir / f"rank_{lost_rank:05d}.json" not in markers:
+                    raise CheckpointError(f"rank {lost_rank} ended before its part was written")
+            time.sleep(0.05)

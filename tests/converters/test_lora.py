@@ -1,0 +1,478 @@
+"""Adapters in PEFT's files: in and out in all layouts, and merged, compared with what peft does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from converters.convert import convert_adapter, export_adapter, export_weights, reshard_weights
+from converters.hf_checkpoint import long_tensor_name
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
+from megatron_vl.config import LoraConfig
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.lora import fused_adapters, stored_lora
+from megatron_vl.weights.tensor_files import WeightsError
+from megatron_vl.weights.weight_reader import WeightReader
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+
+from .helpers import read_tensors
+from .peft_models import (
+    FAMILIES,
+    MOE_FAMILIES,
+    SAVED,
+    all_targets,
+    load_peft,
+    logits,
+    merged_by_peft,
+    peft_folder,
+    peft_model,
+)
+
+
+def patterns(family: str) -> dict[str, Any]:
+    """Ranks and scales that differ within fused matrices."""
+    mlp = {"gate_up_proj": 3} if family in MOE_FAMILIES else {"language_model.layers.1.mlp.gate_proj": 2}
+    return {"rank_pattern": {"k_proj": 6, **mlp}, "alpha_pattern": {"v_proj": 5, "attn.qkv": 3.5}}
+
+
+def float_checkpoint(family: str) -> Path:
+    return tiny_checkpoint(family, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory):
+    """Maps each family to an adapter of all its matrices, written by peft once."""
+    root, folders = tmp_path_factory.mktemp("adapters"), {}
+
+    def adapter(family: str) -> Path:
+        if family not in folders:
+            hf = float_checkpoint(family)
+            folders[family] = peft_folder(root / family, hf, **all_targets(hf), **patterns(family))
+        return folders[family]
+
+    return adapter
+
+
+def released(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Stored tensors under transformers' names, and experts in its orientation."""
+    turned = family == "qwen3_vl_moe"
+    return {
+        long_tensor_name(name): tensor.transpose(1, 2) if turned and ".mlp.experts." in name else tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("mtp.")
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merge_equals_peft(tmp_path: Path, adapters, family: str) -> None:
+    """In float32, and rounded once to bfloat16; the tensors without an adapter keep their bits."""
+    hf, adapter = float_checkpoint(family), adapters(family)
+    expected = merged_by_peft(hf, adapter)
+    export_weights(adapter, hf, tmp_path / "merged", merges_adapter=True)
+    merged = released(read_tensors(tmp_path / "merged"), family)
+    base = released(read_tensors(hf), family)
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    spec = read_spec(hf)
+    matrices = {name for name in PeftFolder(adapter, spec).factors}
+    assert {name.removesuffix(".weight") for name in changed} == matrices
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_modules_keep_their_bits_through_all_layouts(tmp_path: Path, family: str) -> None:
+    """PEFT's file comes back with the same bits, and merges as peft merges it."""
+    hf = float_checkpoint(family)
+    saved = peft_model(hf, **SAVED)
+    with torch.no_grad():
+        for name, parameter in saved.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.mul_(1.25)
+    saved.save_pretrained(tmp_path / "peft")
+    convert_adapter(tmp_path / "peft", hf, tmp_path / "0")
+    for number, layout in enumerate(LAYOUTS.values()):
+        reshard_weights(tmp_path / str(number), tmp_path / str(number + 1), layout)
+    export_adapter(tmp_path / str(len(LAYOUTS)), hf, tmp_path / "out")
+
+    written, back = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("peft", "out"))
+    assert written.keys() == back.keys() and any("merger" in key for key in back)
+    assert all(torch.equal(tensor, back[key]) for key, tensor in written.items())
+    assert torch.equal(logits(load_peft(hf, tmp_path / "out")), logits(load_peft(hf, tmp_path / "peft")))
+
+    export_weights(tmp_path / "out", hf, tmp_path / "merged", merges_adapter=True)
+    expected = merged_by_peft(hf, tmp_path / "peft")
+    for name, tensor in released(read_tensors(tmp_path / "merged"), family).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merge_rounds_once(tmp_path: Path, adapters, family: str) -> None:
+    hf, adapter = tiny_checkpoint(family), adapters(family)
+    model = peft_model(hf, **all_targets(hf), **patterns(family)).float()
+    expected = model.merge_and_unload().state_dict()
+    export_weights(adapter, hf, tmp_path / "merged", merges_adapter=True)
+    for name, tensor in released(read_tensors(tmp_path / "merged"), family).items():
+        wanted = expected[name].to(tensor.dtype)
+        # Sums in another order may fall on the other side of a rounding.
+        differs = tensor != wanted
+        assert differs.float().mean() < 1e-3, name
+        torch.testing.assert_close(tensor, wanted, rtol=2**-7, atol=1e-6, msg=name)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp4": {"tp": 4},
+    "pp2": {"pp": 2},
+    "vpp2": {"tp": 2, "pp": 2, "vpp": 2},
+}
+MOE_LAYOUTS: dict[str, dict[str, Any]] = {"ep2": {"tp": 2, "ep": 2}, "ep4 etp2": {"pp": 2, "ep": 4, "etp": 2}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_factors_keep_their_bits_through_all_layouts(tmp_path: Path, adapters, family: str) -> None:
+    """PEFT -> unsplit -> TP4 -> PP2 -> ... -> PEFT: peft loads the result and computes the same."""
+    hf, adapter = float_checkpoint(family), adapters(family)
+    convert_adapter(adapter, hf, tmp_path / "0")
+    layouts = LAYOUTS | (MOE_LAYOUTS if family in MOE_FAMILIES else {})
+    for number, layout in enumerate(layouts.values()):
+        reshard_weights(tmp_path / str(number), tmp_path / str(number + 1), layout)
+    export_adapter(tmp_path / str(len(layouts)), hf, tmp_path / "out")
+
+    before, after = load_file(adapter / ADAPTER_FILE), load_file(tmp_path / "out" / ADAPTER_FILE)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert torch.equal(logits(load_peft(hf, adapter)), logits(load_peft(hf, tmp_path / "out")))
+
+
+PARTIAL: dict[str, dict[str, Any]] = {
+    "q": {"target_modules": ["q_proj"]},
+    "q and v": {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 9}, "use_rslora": True},
+    "up": {"target_modules": r".*language_model\.layers\.[02]\..*up_proj"},
+    "tower": {
+        "target_modules": r"model\.visual\.(blocks|merger).*\.(proj|qkv|linear_fc1|fc1|up_proj)",
+        "bias": "none",
+    },
+    "layers": {"target_modules": ["down_proj", "o_proj"], "layers_to_transform": [3]},
+    "all but": {"target_modules": ["o_proj", "v_proj"], "exclude_modules": r".*layers\.3\..*"},
+}
+
+
+@pytest.mark.parametrize("family", ("qwen2_5_vl", "qwen3_5"))
+@pytest.mark.parametrize("targets", PARTIAL)
+def test_parts_of_a_fused_matrix_come_back(tmp_path: Path, family: str, targets: str) -> None:
+    """Lists, regular expressions and layers: what is in the file is what counts, both ways."""
+    hf, settings = float_checkpoint(family), PARTIAL[targets]
+    if targets == "all but" and family == "qwen3_5":
+        settings = settings | {"target_modules": ["out_proj", "in_proj_a"]}
+    peft_folder(tmp_path / "adapter", hf, **settings)
+    convert_adapter(tmp_path / "adapter", hf, tmp_path / "weights", {"tp": 2})
+    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
+    model = load_peft(hf, tmp_path / "out")
+    assert torch.equal(logits(load_peft(hf, tmp_path / "adapter")), logits(model))
+    adapted = {key.replace(".default", "") for key in model.state_dict() if ".lora_" in key}
+    assert adapted == set(load_file(tmp_path / "adapter" / ADAPTER_FILE))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("stack", ("gate_up_proj", "down_proj"))
+def test_one_stack_of_experts_comes_back(tmp_path: Path, family: str, stack: str) -> None:
+    hf = float_checkpoint(family)
+    settings = {"target_modules": [], "target_parameters": [f"mlp.experts.{stack}"]}
+    peft_folder(tmp_path / "adapter", hf, **settings)
+    convert_adapter(tmp_path / "adapter", hf, tmp_path / "weights", {"ep": 2, "etp": 2})
+    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
+    assert torch.equal(logits(load_peft(hf, tmp_path / "adapter")), logits(load_peft(hf, tmp_path / "out")))
+
+
+def rewritten(source: Path, target: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
+    """A copy of an adapter with other tensors and settings."""
+    target.mkdir()
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, target / ADAPTER_FILE)
+    config = json.loads((source / ADAPTER_CONFIG_FILE).read_text()) | settings
+    (target / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
+    return target
+
+
+def swapped_sides(tensors: dict[str, Tensor], experts: int) -> dict[str, Tensor]:
+    """The factors of experts as peft 0.18 wrote them: A has the outputs, B the inputs."""
+    swapped = dict(tensors)
+    for key in tensors:
+        if ".mlp.experts." in key and ".lora_A." in key:
+            key_b = key.replace("lora_A", "lora_B")
+            factor_a, factor_b = tensors[key], tensors[key_b]
+            rank = factor_a.shape[0] // experts
+            a = factor_a.view(experts, rank, -1)
+            b = factor_b.view(-1, rank, experts)
+            swapped[key] = b.permute(2, 1, 0).reshape(experts * rank, -1)
+            swapped[key_b] = a.permute(2, 1, 0).reshape(-1, rank * experts)
+    return swapped
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_swapped_sides_of_older_peft_are_read(tmp_path: Path, adapters, family: str) -> None:
+    hf, adapter = float_checkpoint(family), adapters(family)
+    tensors = swapped_sides(load_file(adapter / ADAPTER_FILE), 8)
+    older = rewritten(adapter, tmp_path / "older", tensors, peft_version="0.18.1")
+    ours, theirs = (PeftFolder(folder, read_spec(hf)) for folder in (adapter, older))
+    assert ours.lora == theirs.lora and ours.factors.keys() == theirs.factors.keys()
+    for name, factors in ours.factors.items():
+        assert torch.equal(factors.factor_a, theirs.factors[name].factor_a), name
+        assert torch.equal(factors.factor_b, theirs.factors[name].factor_b), name
+
+
+def separate_experts(hf: Path, words: tuple[str, ...], rank: int = 2) -> dict[str, Tensor]:
+    """Random factors of each expert, as adapters of the text models have them."""
+    moe, hidden = read_spec(hf).language.moe, read_spec(hf).language.hidden_size
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for expert in range(moe.num_experts):
+        for word in words:
+            rows, columns = moe.ffn_hidden_size, hidden
+            if word == "down_proj":
+                rows, columns = columns, rows
+            name = f"base_model.model.model.language_model.layers.1.mlp.experts.{expert}.{word}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, columns, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, rank, generator=generator)
+    return tensors
+
+
+@pytest.mark.parametrize("use_rslora", (False, True))
+@pytest.mark.parametrize("words", (("gate_proj", "up_proj", "down_proj"), ("up_proj",)))
+def test_separate_experts_are_stacked(
+    tmp_path: Path, adapters, words: tuple[str, ...], use_rslora: bool
+) -> None:
+    """Each expert's own factors become those of the stack, and the merged weights are theirs."""
+    hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
+    tensors = separate_experts(hf, words)
+    settings = {"r": 2, "lora_alpha": 5, "use_rslora": use_rslora, "rank_pattern": {}, "alpha_pattern": {}}
+    folder = rewritten(adapter, tmp_path / "apart", tensors, **settings)
+    export_weights(folder, hf, tmp_path / "merged", merges_adapter=True)
+    base, merged = read_tensors(hf), read_tensors(tmp_path / "merged")
+
+    scale = 5 / 2**0.5 if use_rslora else 5 / 2
+    for word in ("gate_proj", "up_proj", "down_proj"):
+        stack = "down_proj" if word == "down_proj" else "gate_up_proj"
+        name = f"model.language_model.layers.1.mlp.experts.{stack}"
+        delta = merged[name] - base[name]
+        if word != "down_proj":
+            delta = delta.chunk(2, dim=1)[word == "up_proj"]
+        for expert, expert_delta in enumerate(delta):
+            key = f"base_model.model.model.language_model.layers.1.mlp.experts.{expert}.{word}"
+            wanted = torch.zeros_like(expert_delta)
+            if word in words:
+                wanted = scale * tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
+            torch.testing.assert_close(expert_delta, wanted, rtol=0, atol=1e-5)
+
+
+def test_names_of_older_transformers_are_read(tmp_path: Path, adapters) -> None:
+    """Before transformers 4.52, Qwen2-VL's modules were model.layers.* and visual.*."""
+    hf, adapter = float_checkpoint("qwen2_vl"), adapters("qwen2_vl")
+    tensors = {
+        key.replace("model.language_model.", "model.").replace("model.model.visual.", "model.visual."): tensor
+        for key, tensor in load_file(adapter / ADAPTER_FILE).items()
+    }
+    spec, layer = read_spec(hf), "layers.1.mlp.gate_proj"
+    expected = PeftFolder(adapter, spec).factors
+    for number, name in enumerate((f"model.{layer}", f"model.language_model.{layer}", layer)):
+        settings = {
+            "rank_pattern": {"k_proj": 6, name: 2},
+            "alpha_pattern": {"v_proj": 5, "visual.blocks.0.attn.qkv": 60, name: 60},
+        }
+        factors = PeftFolder(rewritten(adapter, tmp_path / str(number), tensors, **settings), spec).factors
+        assert factors.keys() == expected.keys()
+        wide = {name for name, matrix in factors.items() if matrix.alpha == 60}
+        assert wide == {f"model.language_model.{layer}", "model.visual.blocks.0.attn.qkv"}
+
+    # PEFT would ignore the old name of a module whose tensors have the new one.
+    settings = {"alpha_pattern": {f"model.{layer}": 60}}
+    newer = rewritten(adapter, tmp_path / "newer", load_file(adapter / ADAPTER_FILE), **settings)
+    with pytest.raises(WeightsError, match=f"alpha_pattern 'model.{layer}' matches no matrix"):
+        PeftFolder(newer, spec)
+
+
+def test_contradicting_patterns_are_refused(tmp_path: Path, adapters) -> None:
+    """PEFT takes the first one at training, but sorts them when it saves. An export has disjoint ones."""
+    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
+    spec, tensors = read_spec(hf), load_file(adapter / ADAPTER_FILE)
+    last = "language_model.layers.1.self_attn.v_proj"
+    for setting, value, other in (("alpha_pattern", 16, 1), ("rank_pattern", 4, 2)):
+        entries = {"v_proj": value, last: other} | patterns("qwen3_vl")[setting] | {"v_proj": value}
+        folder = rewritten(adapter, tmp_path / setting, tensors, **{setting: entries})
+        with pytest.raises(WeightsError, match=f"{setting} has 2 values for 'model.{last}'.*'v_proj', '"):
+            PeftFolder(folder, spec)
+    same = rewritten(adapter, tmp_path / "same", tensors, alpha_pattern={"v_proj": 16, last: 16})
+    assert PeftFolder(same, spec).factors[f"model.{last}"].alpha == 16
+
+    convert_adapter(adapter, hf, tmp_path / "weights")
+    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / ADAPTER_CONFIG_FILE).read_text())
+    for setting in ("rank_pattern", "alpha_pattern"):
+        matches = {
+            name: [entry for entry in config[setting] if re.fullmatch(rf"(.*\.)?({entry})", name)]
+            for name in PeftFolder(adapter, spec).factors
+        }
+        assert any(matches.values()) and max(map(len, matches.values())) == 1
+
+
+@pytest.mark.parametrize("layers", [0, [0], [0, 2]])
+def test_layers_to_transform_must_hold_every_factor(tmp_path: Path, adapters, layers: Any) -> None:
+    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
+    settings = {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": layers}
+    tensors = {
+        key: tensor
+        for key, tensor in load_file(adapter / ADAPTER_FILE).items()
+        if any(f".{name}." in key for name in settings["target_modules"])
+    }
+    kept = {key: tensor for key, tensor in tensors.items() if ".layers.0." in key}
+    no_patterns = {"rank_pattern": {}, "alpha_pattern": {}}
+    folder = rewritten(adapter, tmp_path / "all", tensors, **settings, **no_patterns)
+    with pytest.raises(WeightsError, match=r"layers\.1\..* has an adapter, but layers_to_transform"):
+        PeftFolder(folder, read_spec(hf))
+    folder = rewritten(adapter, tmp_path / "kept", kept, **settings, **no_patterns)
+    assert len(PeftFolder(folder, read_spec(hf)).factors) == 2
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"use_dora": True}, "use_dora"),
+    "bias": ({"bias": "all"}, "bias is 'all'"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+    "type": ({"peft_type": "LOHA"}, "peft_type"),
+    "rank": ({"r": 8}, r"require \[8, "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_settings_are_refused(tmp_path: Path, adapters, case: str) -> None:
+    settings, message = REFUSED[case]
+    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
+    folder = rewritten(adapter, tmp_path / "adapter", load_file(adapter / ADAPTER_FILE), **settings)
+    with pytest.raises(WeightsError, match=message):
+        PeftFolder(folder, read_spec(hf))
+
+
+def test_unsupported_tensors_are_refused(tmp_path: Path, adapters) -> None:
+    """What cannot be represented is named: modules without adapters here, lost factors, missing experts."""
+    spec = read_spec(float_checkpoint("qwen3_5_moe"))
+    adapter = adapters("qwen3_5_moe")
+    tensors = load_file(adapter / ADAPTER_FILE)
+    key = next(iter(tensors))
+    head = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+    experts = separate_experts(float_checkpoint("qwen3_5_moe"), ("gate_proj",), rank=4)
+    incomplete = {name: tensor for name, tensor in experts.items() if ".experts.5." not in name}
+    cases = {
+        "lm_head": tensors | head,
+        "has only one of lora_A, lora_B": {name: tensor for name, tensor in tensors.items() if name != key},
+        "is not a factor": tensors | {"base_model.model.x.lora_magnitude_vector": torch.ones(3)},
+        "only 7 of 8 experts.*gate_proj": incomplete,
+    }
+    for number, (message, changed) in enumerate(cases.items()):
+        folder = rewritten(adapter, tmp_path / str(number), changed)
+        with pytest.raises(WeightsError, match=message):
+            PeftFolder(folder, spec)
+
+
+def test_pickles_are_refused(tmp_path: Path, adapters) -> None:
+    adapter = adapters("qwen3_vl")
+    folder = rewritten(adapter, tmp_path / "adapter", {"x": torch.ones(1)})
+    (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin")
+    with pytest.raises(WeightsError, match="is a pickle.*save_pretrained"):
+        PeftFolder(folder, read_spec(float_checkpoint("qwen3_vl")))
+
+
+def test_square_experts_need_a_known_version(tmp_path: Path) -> None:
+    """If inputs and outputs are equally many, only the version says which factor has which."""
+    hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32, expert_ffn_hidden_size=64)
+    settings = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
+    adapter = peft_folder(tmp_path / "adapter", hf, **settings)
+    assert len(PeftFolder(adapter, read_spec(hf)).factors) == 4
+    tensors = load_file(adapter / ADAPTER_FILE)
+    for number, version in enumerate(("0.18.0", None)):
+        older = rewritten(adapter, tmp_path / str(number), tensors, peft_version=version)
+        with pytest.raises(WeightsError, match="square matrices"):
+            PeftFolder(older, read_spec(hf))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_is_what_peft_means_by_it(family: str) -> None:
+    """But for the gate of shared experts, which can have no adapter here."""
+    hf = float_checkpoint(family)
+    model = peft_model(hf, target_modules="all-linear").base_model.model
+    names = {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    adapters = fused_adapters(read_spec(hf), LoraConfig(rank=1, targets="all-linear")).values()
+    ours = {part.hf_name for adapter in adapters for part in adapter.parts}
+    assert ours == {name for name in names if not name.endswith(".shared_expert_gate")}
+
+
+def test_patterns_are_stored_as_a_table(tmp_path: Path, adapters) -> None:
+    """Weights of version 0.1 hold what was left out, and patterns, which are read as the same table."""
+    hf = float_checkpoint("qwen3_vl")
+    convert_adapter(adapters("qwen3_vl"), hf, tmp_path / "weights")
+    stored = WeightReader(tmp_path / "weights", takes_adapters=True)
+    settings = stored.manifest["lora"]
+    assert settings["matrices"]["model.visual.blocks.0.attn.qkv"] == [4, 3.5]
+    del settings["matrices"]
+    older = settings | {"targets": [".*"], "exclude": [], **patterns("qwen3_vl")}
+    everything = fused_adapters(stored.spec, stored.lora)
+    assert fused_adapters(stored.spec, stored_lora(stored.spec, older)) == everything
+    without = fused_adapters(stored.spec, stored_lora(stored.spec, older | {"exclude": ["vision"]}))
+    assert without == {name: each for name, each in everything.items() if each.kind != "vision"}
+
+
+def test_suffixes_match_nothing_else() -> None:
+    """In Qwen2.5-VL, gate_proj is a name of the tower as well; 0 is the end of a layer's name."""
+    spec = read_spec(float_checkpoint("qwen2_5_vl"))
+    language = [name for name in fused_names(spec, "mlp")]
+    assert len(shortest_suffixes(language, spec)) == len(language)
+    assert shortest_suffixes(fused_names(spec, "attention"), spec) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert shortest_suffixes(fused_names(spec, "merger"), spec) == ["mlp.0", "mlp.2"]
+
+
+def fused_names(spec: Any, kind: str) -> list[str]:
+    adapters = fused_adapters(spec, LoraConfig(rank=1, targets=[kind])).values()
+    return [part.hf_name for adapter in adapters for part in adapter.parts]
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def test_commands_convert_and_export_adapters(
+    tmp_path: Path, adapters, capsys: pytest.CaptureFixture
+) -> None:
+    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
+    weights = ("--checkpoint", tmp_path / "weights", "--hf", hf)
+    assert (
+        run("convert", "--hf", hf, "--adapter", adapter, "--parallel.tp", 2, "--out", tmp_path / "weights")
+        == 0
+    )
+    assert run("export", *weights, "--adapter", "--out", tmp_path / "peft") == 0
+    assert load_file(tmp_path / "peft" / ADAPTER_FILE).keys() == load_file(adapter / ADAPTER_FILE).keys()
+    assert run("export", *weights, "--adapter", "--out", tmp_path / "peft") == 1
+    assert run("export", *weights, "--adapter", "--out", tmp_path / "peft", "--force") == 0
+    assert run("export", *weights, "--merge", "--out", tmp_path / "merged") == 0
+    words = ("export", "--checkpoint", adapter, "--hf", hf, "--merge", "--out", tmp_path / "merged again")
+    assert run(*words) == 0
+    assert run("verify", tmp_path / "merged", tmp_path / "merged again") == 0
+
+    assert run("export", *weights, "--out", tmp_path / "whole") == 1
+    assert "--merge" in capsys.readouterr().err
+    assert run("export", *weights, "--merge", "--adapter", "--out", tmp_path / "both") == 2
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path, adapters) -> None:
+    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
+    convert_adapter(adapter, hf, tmp_path / "weights")
+    other = tiny_checkpoint("qwen3_vl", layers=3)
+    for convert in (export_adapter, export_weights):
+        arguments = {"merges_adapter": True} if convert is export_weights else {}
+        with pytest.raises(WeightsError, match="different models"):
+            convert(tmp_path / "weights", other, tmp_path / "out", **arguments)
+    with pytest.raises(WeightsError, match="layers.3"):
+        PeftFolder(adapter, read_spec(other))

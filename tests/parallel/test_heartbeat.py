@@ -1,0 +1,223 @@
+"""Who is at fault when nothing goes on, and when that is said: decided from lines that are made here."""
+
+from __future__ import annotations
+
+import pdb
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_vl.parallel import heartbeat
+from megatron_vl.parallel.diagnosis import Heartbeat, diagnose_dead_ranks, diagnose_hang
+from megatron_vl.parallel.heartbeat import (
+    HeartbeatMonitor,
+    ProgressClock,
+    heartbeat_interval_s,
+    is_in_debugger,
+)
+from megatron_vl.system import progress
+from megatron_vl.system.processes import RankProcess, own_process
+from megatron_vl.system.progress import (
+    FORWARD_BACKWARD,
+    LOADING_ROWS,
+    SAVING_CHECKPOINT,
+    SHARING_ROWS,
+    WRITING_CHECKPOINT,
+    RankProgress,
+)
+
+
+def sign(
+    rank: int,
+    phase: str,
+    step: int = 7,
+    *,
+    age: float = 0.0,
+    background: str = "",
+    syncing: str = "",
+    done: int = 3,
+) -> Heartbeat:
+    where = RankProgress(f"tp {rank}, pp 0, dp 0", step, phase, background, syncing, done, progress_count=1)
+    process = RankProcess("elsewhere", 1000 + rank, "another machine", 0.0)
+    return Heartbeat(rank, process, where, received_at=time.monotonic() - age)
+
+
+def signs(*given: Heartbeat) -> dict[int, Heartbeat]:
+    return {one.rank: one for one in given}
+
+
+def test_line_says_what_it_was_made_of() -> None:
+    before = sign(3, LOADING_ROWS, background=WRITING_CHECKPOINT)
+    after = Heartbeat.from_line(before.to_line())
+    assert (after.rank, after.rank_process, after.rank_progress) == (
+        3,
+        before.rank_process,
+        before.rank_progress,
+    )
+
+
+@pytest.mark.parametrize(
+    ("phases", "fields", "rank"),
+    [
+        # Rank 2 loads; its replica waits for its rows, the others are in a collective.
+        ((FORWARD_BACKWARD, SHARING_ROWS, LOADING_ROWS, FORWARD_BACKWARD), {}, 2),
+        # One is a whole step less far.
+        ((LOADING_ROWS, SAVING_CHECKPOINT, LOADING_ROWS, LOADING_ROWS), {"step": 6}, 1),
+        # All wait for a checkpoint, of which rank 3 still writes its part.
+        ((SAVING_CHECKPOINT,) * 4, {"background": WRITING_CHECKPOINT}, 3),
+        # A rank that says nothing is at fault, however far it was.
+        ((LOADING_ROWS, FORWARD_BACKWARD, LOADING_ROWS, LOADING_ROWS), {"age": 300}, 1),
+    ],
+)
+def test_rank_that_the_others_wait_for_is_named(
+    phases: Sequence[str], fields: dict[str, Any], rank: int
+) -> None:
+    """``fields`` are those of the rank at fault."""
+    heard = [sign(each, phase, **(fields if each == rank else {})) for each, phase in enumerate(phases)]
+    diagnosis = diagnose_hang(signs(*heard), 600, 8, 600)
+    assert diagnosis.rank == rank and diagnosis.position_text.startswith(f"tp {rank}, pp 0, dp 0; step ")
+    assert "failures.timeout_s (600;" in diagnosis.message
+    assert [process.pid for process in diagnosis.processes] == [1000 + rank]
+
+
+def test_if_all_are_at_the_same_place_nobody_is_blamed() -> None:
+    diagnosis = diagnose_hang(signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(4))), 600, 8, 600)
+    assert "all ranks are in the same phase" in diagnosis.message and diagnosis.processes == ()
+    assert "NCCL_DEBUG=INFO" in diagnosis.message
+
+
+def test_lost_node_is_one_message() -> None:
+    diagnosis = diagnose_dead_ranks(
+        [8, 12, 9, *range(13, 24)], signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(24)))
+    )
+    assert diagnosis.rank == 8 and len(diagnosis.silent) == 14 == len(diagnosis.processes)
+    assert "; the same holds for rank 9, 12, 13, 14, 15, 16, 17, 18 and 5 more" in diagnosis.message
+
+
+def test_rank_0_reads_at_most_so_many_lines() -> None:
+    assert heartbeat_interval_s(8, 600) == 1
+    for world in (256, 4096, 16384):
+        assert world / heartbeat_interval_s(world, 600) <= heartbeat.MAX_LINES_PER_S
+    assert heartbeat_interval_s(4096, 20) == 5, "a short limit asks for more lines"
+
+
+class Time:
+    """A clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+
+
+def test_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Time(monkeypatch)
+    clock, given = ProgressClock(60), [sign(rank, FORWARD_BACKWARD) for rank in range(3)]
+
+    def after(seconds: float) -> float:
+        moved.now += seconds
+        return clock.seconds_idle(given, 2)
+
+    after(1)
+    assert after(2) == 2 and after(2) == 4
+    given[1].rank_progress.progress_count += 1  # one rank is enough
+    assert after(2) == 0 and after(2) == 2
+    given[2].is_debugged = True
+    assert after(2) == 0 == after(2)
+    given[2].is_debugged = False
+    assert after(2) == 2
+    assert after(500) == 0, "the whole job was stopped for a while"
+    assert after(2) == 2
+
+
+def test_before_the_first_step_the_limit_is_longer_and_zero_is_none() -> None:
+    warm, cold = [[sign(rank, FORWARD_BACKWARD, done=done) for rank in range(2)] for done in (1, 0)]
+    clock = ProgressClock(600)
+    assert clock.has_timed_out(601, warm) and not clock.has_timed_out(599, warm)
+    stopped_at_once = [warm[0], cold[1]]
+    assert clock.has_timed_out(601, stopped_at_once), (
+        "it did the first step with the others, and could not say so"
+    )
+    assert clock.has_timed_out(1801, cold) and not clock.has_timed_out(1799, cold)
+    assert not ProgressClock(20).has_timed_out(299, cold), "compiling takes its minutes"
+    assert not ProgressClock(0).has_timed_out(1e9, warm)
+
+
+def test_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
+    waiting = [
+        sign(0, SAVING_CHECKPOINT),
+        sign(1, SAVING_CHECKPOINT, background=WRITING_CHECKPOINT),
+        sign(2, SAVING_CHECKPOINT, syncing="/a/b.part"),
+    ]
+    clock = ProgressClock(600)
+    assert not clock.has_timed_out(1799, waiting) and clock.has_timed_out(1801, waiting)
+    trained_meanwhile = [sign(0, FORWARD_BACKWARD), sign(2, FORWARD_BACKWARD, syncing="/a/b.part")]
+    assert clock.has_timed_out(601, trained_meanwhile), "the sync does not keep them"
+
+    diagnosis = diagnose_hang(signs(*waiting), 1801, 8, 600)
+    assert diagnosis.rank == 2 and "The disk has not confirmed /a/b.part" in diagnosis.message
+
+
+def test_only_the_very_process_is_killed() -> None:
+    """Stopped, of this machine, and not one that has got its number since."""
+    child = subprocess.Popen(["sleep", "60"])
+    child.send_signal(signal.SIGSTOP)
+    own = own_process()
+    started = psutil.Process(child.pid).create_time()
+    try:
+        RankProcess(own.host_name, child.pid, "another machine", started).kill_tree()
+        RankProcess(own.host_name, child.pid, own.machine_id, started - 100).kill_tree()
+        time.sleep(0.1)
+        assert child.poll() is None
+        this = RankProcess(own.host_name, child.pid, own.machine_id, started)
+        assert this.system_state() == "stopped"
+        this.kill_tree()
+        assert child.wait(10) == -signal.SIGKILL
+        assert this.system_state() == "gone"
+    finally:
+        child.kill()
+
+
+def test_debugger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Asked(pdb.Pdb):
+        def interaction(self, *arguments: object) -> None:
+            thread = threading.Thread(target=lambda: seen.append(is_in_debugger()))
+            thread.start()
+            thread.join()
+            self.set_continue()
+
+    assert not is_in_debugger()
+    Asked(nosigint=True).set_trace()
+    assert seen == [True] and not is_in_debugger()
+
+
+def test_what_a_rank_does_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "current_progress", RankProgress())
+    assert progress.describe_progress() == ""
+    progress.current_progress.grid_position = "tp 1, pp 0, dp 2"
+    assert progress.describe_progress() == "tp 1, pp 0, dp 2; setting up"
+    progress.enter_phase(LOADING_ROWS, 17)
+    progress.note_rows_read()
+    assert progress.describe_progress() == "tp 1, pp 0, dp 2; step 17, sharing rows"
+    progress.enter_phase(progress.RUNNING_EVALUATION)
+    progress.note_rows_read()
+    assert progress.describe_progress().endswith("step 17, evaluating")
+    progress.set_background_task(WRITING_CHECKPOINT)
+    assert progress.describe_progress().endswith("(in the background: writing its part of a checkpoint)")
+
+
+def test_line_without_the_token_is_ignored() -> None:
+    monitor = HeartbeatMonitor.__new__(HeartbeatMonitor)
+    monitor.token, monitor.heartbeats = "secret", {}
+    for line in (b"guess " + sign(1, LOADING_ROWS).to_line(), b"secret {}", b"secret [1]", b"", b"\xff\xfe"):
+        assert monitor._accept_line(line) is None
+    assert monitor.heartbeats == {}
+    assert monitor._accept_line(b"secret " + sign(1, LOADING_ROWS).to_line()) == 1
+    assert list(monitor.heartbeats) == [1]

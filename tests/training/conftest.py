@@ -1,0 +1,31 @@
+"""Small models and data sets that the tests of the trainer share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny_run import prepare
+
+
+@pytest.fixture
+def hf(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Path:
+    """The folder of a checkpoint of the test's parameter ``family``, with its parameter ``sizes``."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    return tiny_checkpoint(params.get("family", "qwen2_5_vl"), dtype=torch.float32, **params.get("sizes", {}))
+
+
+@pytest.fixture(scope="session")
+def shared_files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
+    """A tied model, its weights in a layout that no run has, and a small data set of images and text."""
+    folder = tmp_path_factory.mktemp("shared") / "files"
+    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), val_fraction=0.25)
+
+
+@pytest.fixture(scope="module")
+def prepared(shared_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shared files, and a folder for the runs of a test file."""
+    return shared_files | {"folder": tmp_path_factory.mktemp("runs")}
