@@ -120,7 +120,8 @@ class ConversionOptions:
     """Settings of a conversion."""
 
     media_root: Path | tuple[Path, ...] | None
-    """Folder of the media, or several that are searched one after the other; None: no record refers to a file."""
+    """Folder of the media, or several that are searched one after the other; None: no record refers to a
+    file."""
     out: Path
     follow_links: bool = False
     """Whether a link may lead out of its media root."""

@@ -174,7 +174,7 @@ IMPOSSIBLE = [
     ("--parallel.layers [1,3]", 1, "has 2 entries; pp 1 x vpp 1 needs 1"),
     ("--optimizer.lr -1", 1, "optimizer.lr -1.0 must be at least 0"),
     ("--optimizer.min_lr_ratio 2", 1, "between 0 and 1"),
-    ("--optimizer.warmup_steps 100", 1, "must be below steps 100"),
+    ("--steps 100 --optimizer.warmup_steps 100", 1, "must be below steps 100"),
     ("--data.max_bad_share 1.5", 1, "data.max_bad_share 1.5 must be between 0 and 1"),
     ("--stop_after 9 --steps 8 --optimizer.warmup_steps 0", 1, "stop_after 9 must not be above steps 8"),
     ("--failures.timeout_s 1e12", 1, "failures.timeout_s 1000000000000.0 must be between 0 and 604800"),

@@ -28,7 +28,7 @@ LOOK = "convert the first records (`--input <(head -200 FILE)`), and look at the
 DEMO = "the demo has 4 ranks, TP2 x PP2"
 PIXELS = "the checkpoint's image and video processors decide, as in the released evaluation"
 
-EPOCHS = "set steps; one pass over the data takes samples / (samples in a row x global_batch_size) of them"
+EPOCHS = "set epochs"
 MICRO_BATCH = "set data.seq_len and global_batch_size; a micro-batch is one row of packed samples"
 BATCH = "set global_batch_size, the rows of a step over all ranks"
 ZERO = "set parallel.distributed_optimizer (ZeRO-1), parallel.tp and parallel.pp"
@@ -159,7 +159,6 @@ REMOVED = {
     "bf16": "dtype is bfloat16 unless it is set",
     "dataset": DATA,
     "deepspeed": ZERO,
-    "epochs": EPOCHS,
     "fsdp": ZERO,
     "gradient_accumulation_steps": BATCH,
     "gradient_checkpointing": RECOMPUTE,

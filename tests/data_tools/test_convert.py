@@ -38,6 +38,10 @@ def shards(path: Path) -> dict[str, bytes]:
     return out
 
 
+def report_images(path: Path) -> int:
+    return json.loads((path / "report.json").read_text())["images"]
+
+
 def refused(path: Path) -> dict[int, str]:
     lines = [json.loads(line) for line in (path / "quarantine.jsonl").read_text().splitlines()]
     return {line["record"]: line["reason"] for line in lines}
@@ -470,14 +474,17 @@ def bomb(height: int, width: int) -> bytes:
     return bytes(data)
 
 
-def test_text_needs_no_media_root(tmp_path, capsys):
+def test_media_are_looked_for_beside_the_records(tmp_path, capsys):
+    write(tmp_path / "b.png", encoded(30, 30))
     image = asks("<image>", image="a.png")
     uri = "data:image/png;base64," + base64.b64encode(encoded(30, 30)).decode()
-    (tmp_path / "in.json").write_text(json.dumps([TEXT, image, image | {"image": uri}]))
+    (tmp_path / "in.json").write_text(
+        json.dumps([TEXT, image, image | {"image": uri}, asks("<image>", image="b.png")])
+    )
     words = ["data", "convert", "--input", str(tmp_path / "in.json"), "--workers", "1"]
     assert main([*words, "--out", str(tmp_path / "out"), "--max-quarantined", "0.5"]) == 0
-    assert refused(tmp_path / "out") == {2: "no media root"}
-    assert "give its folder as --media-root" in (tmp_path / "out/quarantine.jsonl").read_text()
+    assert refused(tmp_path / "out") == {2: "medium missing"}
+    assert report_images(tmp_path / "out") == 2
 
 
 def test_limit_of_pixels_applies_to_the_header(tmp_path):

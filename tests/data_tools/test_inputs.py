@@ -284,9 +284,3 @@ def test_damaged_files_of_a_saved_data_set_are_named(tmp_path, name, key):
         for given in (folder, index):
             with pytest.raises(InputError, match=f"{name} {said}"):
                 find_input_files([given])
-
-
-def test_tables_of_text_are_refused(tmp_path):
-    write(tmp_path / "in.csv", b"query,response\nHi,Hello\n")
-    with pytest.raises(InputError, match="tables of text are not read; write JSON lines or Parquet"):
-        find_input_files([tmp_path / "in.csv"])
