@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.system.errors import UserError
-from toolkit.bench.options import BenchOptions, resolve_bench_run
 from toolkit.cli import find_command, read_command_line
 from toolkit.common.options import CommandOptions
 from toolkit.train.options import TrainOptions
@@ -44,9 +43,7 @@ def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
     try:
         name, rest = find_command(words[1:])
         options = read_command_line(name, from_root(rest))
-        if isinstance(options, BenchOptions):
-            resolve_bench_run(options)
-        elif options.run_fields and options.fields:
+        if options.run_fields and options.fields:
             config = ["--config", str(options.config)] if getattr(options, "config", None) else []
             parse_config([*config, *options.fields])
         return name, options

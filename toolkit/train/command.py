@@ -45,15 +45,7 @@ def train(options: TrainOptions) -> int:
 
     run_args = options.fields
     if not launch_environment.is_rank:
-        num_gpus = usable_gpus()
-        run_args = prepare_run(
-            run_args,
-            _read_config(run_args),
-            is_first_node=_is_first_node(options, launch_environment),
-            has_gpu=num_gpus > 0,
-            options=options,
-        )
-        launcher_arguments = _launcher_arguments(options, launch_environment, run_args, num_gpus or 1)
+        launcher_arguments, run_args = _prepare_launch(options, launch_environment)
         if launcher_arguments is not None:
             from megatron_vl.launch import main as launch
 
@@ -91,21 +83,26 @@ def _address(host: str) -> str:
         return host
 
 
-def _launcher_arguments(
-    options: TrainOptions, launch_environment: LaunchEnvironment, run_args: list[str], num_ranks: int
-) -> list[str] | None:
-    """The launcher's options that start this node's ranks; None if this process is the only rank.
+def _prepare_launch(
+    options: TrainOptions, launch_environment: LaunchEnvironment
+) -> tuple[list[str] | None, list[str]]:
+    """Checks the run, and prepares its model and data on this node.
 
-    Args:
-        num_ranks: number of ranks of this node unless the user gives it.
+    Returns:
+        The launcher's options that start this node's ranks, None if this process is the only rank; and the
+        fields of the run as words.
     """
-    config = _read_config(run_args)
+    config = _read_config(options.fields)
     nnodes = options.nnodes or launch_environment.nnodes
-    ranks_per_node = options.nproc_per_node or num_ranks
+    ranks_per_node = options.nproc_per_node or usable_gpus() or 1
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
+    run_args = prepare_run(
+        options.fields, config, options, is_first_node=_is_first_node(options, launch_environment)
+    )
+    config = _read_config(run_args)
     check_inputs(config)
     if not config.data.is_synthetic:
         check_data_path(config.data.path)
@@ -114,8 +111,9 @@ def _launcher_arguments(
     for name, value in GPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if nnodes * ranks_per_node == 1:
-        return None
-    return ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node), *rendezvous_arguments]
+        return None, run_args
+    launcher_arguments = ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node)]
+    return [*launcher_arguments, *rendezvous_arguments], run_args
 
 
 def _read_config(run_args: list[str]) -> TrainConfig:

@@ -20,6 +20,7 @@ from megatron_vl.config.parsing import stated_fields
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import write_json
 from megatron_vl.system.plurals import pluralize
+from toolkit.common.launch import usable_gpus
 from toolkit.common.record_options import RecordOptions
 
 if TYPE_CHECKING:
@@ -44,19 +45,14 @@ class PrepareError(UserError, ValueError):
 
 
 def prepare_run(
-    run_args: list[str],
-    config: TrainConfig,
-    *,
-    is_first_node: bool,
-    has_gpu: bool,
-    options: RecordOptions,
+    run_args: list[str], config: TrainConfig, options: RecordOptions, *, is_first_node: bool
 ) -> list[str]:
     """Makes the model and the data set available on this node.
 
     Args:
         run_args: the fields of the run as words.
-        is_first_node: whether this node converts; the others wait for it.
         options: how records are read.
+        is_first_node: whether this node converts; the others wait for it.
 
     Returns:
         The words with those fields added that follow: the folders, the length of a row, the type on CPU.
@@ -65,7 +61,7 @@ def prepare_run(
         PrepareError: the model cannot be downloaded, or the conversations cannot be used.
     """
     stated, added = stated_fields(run_args), {}
-    if not has_gpu and "dtype" not in stated:
+    if "dtype" not in stated and (config.platform == "cpu" or not usable_gpus()):
         added["dtype"] = "float32"  # Megatron-core rounds bfloat16 more on CPU than transformers does
     if is_hub_name(config.model.hf):
         added["model.hf"] = download_model(config.model.hf)
@@ -90,8 +86,9 @@ def prepare_run(
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether ``model.hf`` is a name on the Hub and not a folder."""
-    return bool(HUB_NAME.fullmatch(model)) and not Path(model).exists()
+    """Whether ``model.hf`` is a name on the Hub, and no folder, also none that is missing here."""
+    owner = model.partition("/")[0]
+    return bool(HUB_NAME.fullmatch(model)) and owner != "checkpoints" and not Path(owner).exists()
 
 
 def download_model(name: str) -> str:
