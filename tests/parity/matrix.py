@@ -171,11 +171,11 @@ GENERATING = (Q25, Q3, Q35)
 PROOFS = (
     Proof(
         "Hugging Face → Megatron → Hugging Face, bit for bit, in many layouts",
-        {"tests/converters/test_round_trip.py::test_every_layout": EVERY},
+        {"tests/converters/test_round_trip.py::test_round_trip_of_every_layout": EVERY},
     ),
     Proof(
         "Folders that `transformers` saved, both naming styles",
-        {"tests/converters/test_round_trip.py::test_save_pretrained": EVERY},
+        {"tests/converters/test_round_trip.py::test_round_trip_of_save_pretrained": EVERY},
     ),
     Proof(
         "The YAML of every released size fits the model",
@@ -203,7 +203,7 @@ PROOFS = (
     ),
     Proof(
         "A conversion that was killed goes on",
-        {"tests/converters/test_restart.py::test_killed_at_any_moment": (Q25,)},
+        {"tests/converters/test_restart.py::test_killed_conversion_gives_the_same_bytes": (Q25,)},
     ),
     Proof(
         "Killed runs equal the undisturbed one, bit for bit",
