@@ -44,7 +44,7 @@ from megatron_vl.data.synthetic import draw_rows
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.lora import fused_adapters
+from megatron_vl.spec.lora import fused_lora
 from megatron_vl.system.errors import UsageError, UserError
 from toolkit.bench import report
 from toolkit.bench.options import BenchRun, parse_bench_options
@@ -254,7 +254,7 @@ def build_with_adapters(options: BenchRun, spec: ModelSpec, device: torch.device
     if dist.get_world_size() > 1:
         raise UsageError("lora is timed on one GPU here: start one process")
     target_names = []
-    for adapter in fused_adapters(spec, lora).values():
+    for adapter in fused_lora(spec, lora).values():
         if adapter.kind == "experts":
             raise UsageError("lora.targets: leave out experts, for which PEFT has no fast products")
         target_names += [part.hf_name for part in adapter.parts if part.rank]

@@ -31,7 +31,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder
 from megatron_vl.data.sample.images import decode_image, image_size
 from megatron_vl.data.source.tolerant_reader import append_crc32
-from megatron_vl.data.synthetic import PICTURE_SIZES
+from megatron_vl.data.synthetic import IMAGE_SIZES
 from megatron_vl.spec.families import read_spec
 from toolkit.common.hf_loading import load_hf_processor
 from toolkit.demo.demo_data import load_pictures
@@ -55,7 +55,7 @@ def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:
     made = []
     for _ in range(count):
         file = io.BytesIO()
-        random_crop(rng.choice(sources), rng.choice(PICTURE_SIZES), rng).save(file, "JPEG", quality=92)
+        random_crop(rng.choice(sources), rng.choice(IMAGE_SIZES), rng).save(file, "JPEG", quality=92)
         said = [" ".join(rng.choices(words, k=rng.randint(10, 60))) for _ in range(2)]
         asked = [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": said[0]}]
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said[1]}]

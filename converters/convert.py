@@ -40,7 +40,7 @@ from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
-from .lora import MergedWeights, PeftAdapters, open_adapters, peft_config, peft_tensors
+from .lora import MergedWeights, PeftAdapters, open_lora, peft_config, peft_tensors
 from .output_folder import ConversionOutput, open_output
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from .rules import ConversionRule
@@ -112,7 +112,7 @@ def reshard_weights(
 
     The arguments and errors are those of :func:`convert_weights`.
     """
-    source = WeightReader(checkpoint, takes_adapters=True)
+    source = WeightReader(checkpoint, takes_lora=True)
     command = "split" if layout else "merge"
     # A run's limits of media are not stored in its weights but in the step folder.
     media_limits = media_entry(trained_media(source.path, source.manifest))
@@ -328,7 +328,7 @@ def export_weights(
     source: WeightReader | MergedWeights
     if merges_adapter:
         hf_checkpoint = HfCheckpoint(hf)
-        lora = open_adapters(checkpoint, hf_checkpoint.spec)
+        lora = open_lora(checkpoint, hf_checkpoint.spec)
         _check_same_model(lora, hf_checkpoint)
         _check_base(lora, hf_checkpoint)
         source = MergedWeights(hf_checkpoint, lora)
@@ -342,7 +342,7 @@ def export_weights(
     _check_padding(source, hf_checkpoint, workers)
     training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
     report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), training_facts, workers, force)
-    if merges_adapter and not lora.adapter_base.digest:
+    if merges_adapter and not lora.lora_base.digest:
         report.notes.append(
             f"{checkpoint} does not record which weights its adapters were trained on; the result is right"
             f" only if they are those in {hf}"
@@ -480,7 +480,7 @@ def _check_base(lora: WeightReader | PeftAdapters, base: HfCheckpoint) -> None:
 
     PEFT folders from elsewhere, and weights saved before this was recorded, are accepted.
     """
-    recorded = lora.adapter_base
+    recorded = lora.lora_base
     if recorded.digest and (difference := recorded.difference_text(model_digest(base), base.path)):
         raise WeightsError(f"the adapters in {lora.path} {difference}")
 
@@ -509,13 +509,13 @@ def export_adapter(
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
     hf_checkpoint = HfCheckpoint(hf)
-    source = open_adapters(checkpoint, hf_checkpoint.spec)
+    source = open_lora(checkpoint, hf_checkpoint.spec)
     _check_same_model(source, hf_checkpoint)
     base_name = str(hf)
     if not may_have_other_base:
         _check_base(source, hf_checkpoint)
-    elif source.adapter_base.digest and source.adapter_base.differs_from(model_digest(hf_checkpoint)):
-        base_name = source.adapter_base.path
+    elif source.lora_base.digest and source.lora_base.differs_from(model_digest(hf_checkpoint)):
+        base_name = source.lora_base.path
     output_dir = Path(output_dir)
     stored_tensors = peft_tensors(source)
     tensor_types = {key: (tensor.dtype, tensor.shape) for key, tensor in stored_tensors.items()}
@@ -523,7 +523,7 @@ def export_adapter(
     training_facts = {
         **(export_facts or {}),
         **_known_training_facts(source, hf_checkpoint),
-        **source.adapter_base.entry(),
+        **source.lora_base.entry(),
     }
     start_time = time.monotonic()
     input_dirs, headers = [source.path, hf_checkpoint.path], {ADAPTER_FILE: header}
@@ -560,9 +560,9 @@ def convert_adapter(
         trained on other weights.
     """
     source = PeftAdapters(adapter, read_spec(hf))
-    if source.adapter_base.digest and any(Path(hf).glob("*.safetensors")):
+    if source.lora_base.digest and any(Path(hf).glob("*.safetensors")):
         _check_base(source, HfCheckpoint(hf))
     media_limits = media_entry(exported_media(source.path) or exported_media(Path(hf)))
-    origin = {"hf": Path(hf).resolve().name, **media_limits, **source.adapter_base.entry()}
+    origin = {"hf": Path(hf).resolve().name, **media_limits, **source.lora_base.entry()}
     input_dirs = [Path(adapter), Path(hf)]
     return _write_weights(source, input_dirs, out, layout, "convert", workers, force, origin)

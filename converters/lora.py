@@ -18,19 +18,19 @@ from torch import Tensor
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.lora import (
-    FusedAdapter,
-    fused_adapters,
-    is_adapter_tensor,
+    FusedLora,
+    fused_lora,
+    is_lora_tensor,
     row_runs,
     saved_modules,
     trained_table,
 )
 from megatron_vl.weights.canonical_weights import CanonicalWeights
-from megatron_vl.weights.model_digest import AdapterBase, recorded_base
+from megatron_vl.weights.model_digest import LoraBase, recorded_base
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, matrix_shape
 from megatron_vl.weights.trained_media import read_json_object
-from megatron_vl.weights.weight_reader import WeightReader, read_adapters
+from megatron_vl.weights.weight_reader import WeightReader, read_lora
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
 from .peft_folder import (
@@ -55,7 +55,7 @@ def _module_name(hf_tensor_name: object) -> str:
 
 
 def _part_views(
-    spec: ModelSpec, adapter: FusedAdapter, canonical_a: Tensor, canonical_b: Tensor
+    spec: ModelSpec, adapter: FusedLora, canonical_a: Tensor, canonical_b: Tensor
 ) -> Iterator[tuple[str, Tensor, list[tuple[slice, Tensor]]]]:
     """The parts of canonical factors, as views of them, for each released matrix with an adapter.
 
@@ -81,7 +81,7 @@ def _part_views(
 
 
 def fuse_factors(
-    spec: ModelSpec, adapter: FusedAdapter, factors: Mapping[str, MatrixFactors], dtype: torch.dtype
+    spec: ModelSpec, adapter: FusedLora, factors: Mapping[str, MatrixFactors], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The canonical factors A and B from those of the released matrices."""
     if adapter.base.num_experts:
@@ -99,7 +99,7 @@ def fuse_factors(
 
 
 def split_factors(
-    spec: ModelSpec, adapter: FusedAdapter, canonical_a: Tensor, canonical_b: Tensor
+    spec: ModelSpec, adapter: FusedLora, canonical_a: Tensor, canonical_b: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The factors of the released matrices from the canonical ones: the inverse of :func:`fuse_factors`.
 
@@ -139,15 +139,15 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
         super().__init__(path, spec)
         self.tensor_infos = trained_table(spec, self.lora)
         for tensor_name in self.tensor_infos:
-            if not is_adapter_tensor(tensor_name) and tensor_name not in self.saved_keys:
+            if not is_lora_tensor(tensor_name) and tensor_name not in self.saved_keys:
                 raise WeightsError(
                     f"{self.path / ADAPTER_FILE}: {tensor_name!r} is missing in a whole module"
                 )
-        adapters = fused_adapters(spec, self.lora).values()
+        adapters = fused_lora(spec, self.lora).values()
         self._adapter_by_factor = {name: a for a in adapters for name in (a.name_a, a.name_b)}
         self._cached_factors = lru_cache(maxsize=4)(self._fuse_adapter)
 
-    def _fuse_adapter(self, adapter: FusedAdapter) -> tuple[Tensor, Tensor]:
+    def _fuse_adapter(self, adapter: FusedLora) -> tuple[Tensor, Tensor]:
         return fuse_factors(self.spec, adapter, self.factors, self.dtype(adapter.name_a))
 
     def dtype(self, tensor_name: str) -> torch.dtype:
@@ -167,7 +167,7 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
         return matrix[region.row : region.row_end, region.col : region.col_end]
 
     @property
-    def adapter_base(self) -> AdapterBase:
+    def lora_base(self) -> LoraBase:
         """The weights that the adapter was trained on. Only folders that this project exported name them."""
         return recorded_base(read_json_object(self.path / EXPORT_FACTS_FILE))
 
@@ -179,14 +179,14 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
         }
 
 
-def open_adapters(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
+def open_lora(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
     """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
 
     Raises:
         FileNotFoundError: there is neither.
         WeightsError: it holds no LoRA weights, or a PEFT folder does not fit the model.
     """
-    return PeftAdapters(path, spec) if is_peft_folder(path) else read_adapters(path)
+    return PeftAdapters(path, spec) if is_peft_folder(path) else read_lora(path)
 
 
 def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:
@@ -215,7 +215,7 @@ def read_whole(source: CanonicalWeights, tensor_name: str) -> Tensor:
 def peft_tensors(source: CanonicalWeights) -> dict[str, Tensor]:
     """All tensors of PEFT's file, in model order; last those that were trained whole."""
     stored_tensors: dict[str, Tensor] = {}
-    adapters = fused_adapters(source.spec, source.lora).values()
+    adapters = fused_lora(source.spec, source.lora).values()
     adapted_names = {part.hf_name for adapter in adapters for part in adapter.parts if part.rank}
     for adapter in adapters:
         canonical_factors = (read_whole(source, info.name) for info in adapter.tensor_infos())
@@ -239,7 +239,7 @@ def peft_config(source: CanonicalWeights, base_name: str) -> dict[str, Any]:
         base_name: name or folder of the model that the adapter belongs to.
     """
     spec, lora = source.spec, source.lora
-    parts = [part for adapter in fused_adapters(spec, lora).values() for part in adapter.parts if part.rank]
+    parts = [part for adapter in fused_lora(spec, lora).values() for part in adapter.parts if part.rank]
     ranks = {part.hf_name: part.rank for part in parts}
     alphas = {part.hf_name: _plain_number(part.alpha) for part in parts}
     module_names = set(saved_modules(spec, lora).values())
@@ -291,7 +291,7 @@ class MergedWeights(CanonicalWeights):
         self.source = source
         self.spec, self.tensor_infos = base.spec, base.tensor_infos
         self.path = source.path
-        self.fused = fused_adapters(source.spec, source.lora)
+        self.fused = fused_lora(source.spec, source.lora)
         self.saved_modules = saved_modules(source.spec, source.lora)
         self._cached_factors = lru_cache(maxsize=16)(self._read_wide_factors)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.lora import MixedLora, fused_adapters, whole_module
+from megatron_vl.spec.lora import MixedLora, fused_lora, whole_module
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
 
 from . import make_conversion_rules
@@ -112,7 +112,7 @@ def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The matrices that can have an adapter: name in ``transformers`` 5 -> [out, in] or [E, out, in]."""
     module_shapes = _module_shapes(spec)
-    every_matrix = fused_adapters(spec, LoraConfig(rank=1, targets=[".*"])).values()
+    every_matrix = fused_lora(spec, LoraConfig(rank=1, targets=[".*"])).values()
     return {part.hf_name: module_shapes[part.hf_name] for fused in every_matrix for part in fused.parts}
 
 

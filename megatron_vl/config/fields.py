@@ -28,7 +28,7 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 ALL_LINEAR = ("language", "vision", "merger")
 """The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
-LearntOrMasked = Literal["learnt", "masked"]
+LossOn = Literal["learnt", "masked"]
 """Whether these tokens are trained on."""
 
 
@@ -227,11 +227,11 @@ class DataConfig:
     video_max_pixels: int = option(0, minimum=0)
     """Largest area of a video frame in pixels after resizing (Qwen3-VL: of all frames together). 0: the same
     as for images (Qwen3-VL: the checkpoint's video processor decides)."""
-    empty_think: LearntOrMasked = "masked"
+    empty_think: LossOn = "masked"
     """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
     without thinking. masked: none, as a request without thinking already contains the block. learnt: the
     model learns to close the block at once, so that it answers without thinking where it may think."""
-    earlier_answers: LearntOrMasked = "learnt"
+    earlier_answers: LossOn = "learnt"
     """Loss on the answers before the last question, from which the chat templates of thinking models leave
     out the thinking. learnt: they are trained on as the template writes them, without thinking. masked: only
     the answers after the last question are trained on, which look as the served model writes them."""

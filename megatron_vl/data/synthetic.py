@@ -29,7 +29,7 @@ from megatron_vl.spec.positions import GridTHW, placeholder_runs
 DISTINCT_TOKENS, MAX_DISTINCT_ROWS = 2**20, 64
 """Rows are repeated after about so many tokens, and after so many rows. A replica keeps its rows in pinned
 memory, at most 3 GB of pixels."""
-PICTURE_SIZES = (
+IMAGE_SIZES = (
     (640, 480),
     (480, 640),
     (640, 427),
@@ -169,7 +169,7 @@ def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> Tokenized
     """Draws one image with a question and its answer. Each has at most half of a row."""
     merge_size = spec.vision.spatial_merge_size
     merged_pixels = spec.vision.patch_size * merge_size
-    columns, rows = (max(1, round(n / merged_pixels)) for n in rng.choice(PICTURE_SIZES))
+    columns, rows = (max(1, round(n / merged_pixels)) for n in rng.choice(IMAGE_SIZES))
     half_row = max(1, seq_len // 2 - 2)
     while columns * rows > half_row:
         columns, rows = (columns + 1) // 2, (rows + 1) // 2

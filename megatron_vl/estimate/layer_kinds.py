@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.lora import FusedAdapter, fused_adapters, initial_bound, row_runs
+from megatron_vl.spec.lora import FusedLora, fused_lora, initial_bound, row_runs
 
 _MODULE_NAME = re.compile(r"(.*?\.(?:layers\.\d+|merger|deepstack_mergers\.\d+))\.(.*)\.weight")
 
@@ -80,7 +80,7 @@ def module_adapters(spec: ModelSpec, lora: LoraConfig, module_name: str) -> tupl
 @functools.cache
 def _adapters_by_module(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[MatrixAdapter, ...]]:
     adapters: dict[str, tuple[MatrixAdapter, ...]] = {}
-    for base_name, adapter in fused_adapters(spec, lora).items():
+    for base_name, adapter in fused_lora(spec, lora).items():
         name_match = _MODULE_NAME.fullmatch(base_name)
         assert name_match is not None, base_name
         module_name, matrix_name = name_match.groups()
@@ -89,7 +89,7 @@ def _adapters_by_module(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[Ma
     return adapters
 
 
-def _describe_adapter(spec: ModelSpec, adapter: FusedAdapter, matrix_name: str) -> MatrixAdapter:
+def _describe_adapter(spec: ModelSpec, adapter: FusedLora, matrix_name: str) -> MatrixAdapter:
     base = adapter.base
     used_elements = sum(row_count * adapter.ranks[part] for part, row_count in row_runs(spec, base))
     if base.name.startswith("vision_model.decoder.") and matrix_name == "mlp.linear_fc1":

@@ -6,7 +6,7 @@ micro-batches in flight from Megatron-core's schedule (1F1B or interleaved). The
 because Transformer Engine's cross entropy copies them. They are not counted beside a layer that is recomputed
 later. Experts are assumed to be evenly loaded. FP8 and overlapped collectives are not modelled; with either,
 the linears include the norms. The CUDA context, NCCL's buffers and memory that the allocator cannot use are
-not counted; :func:`reserve_gib` leaves room for them. ``docs/log/memory.md`` compares the formula with
+not counted; :func:`reserve_gib` leaves room for them. ``benchmarks/log/memory.md`` compares the formula with
 measurements.
 """
 
@@ -30,7 +30,7 @@ from megatron_vl.estimate.parameters import (
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.spec.lora import freeze_parts_without_lora
 
 GIB = 2**30
 WORKSPACE_GIB = 0.5
@@ -111,7 +111,7 @@ def stage_memories(
     if fullest_row is not None:
         patch_count, loss_tokens = math.ceil(fullest_row.patches), math.ceil(fullest_row.loss_tokens)
     micro_batches = config.global_batch_size // data_parallel_size
-    frozen_config = freeze_unadapted_parts(config, spec)
+    frozen_config = freeze_parts_without_lora(config, spec)
     estimator = ActivationEstimator(frozen_config, spec, layout, patch_count, loss_tokens, micro_batches)
     counts_by_stage = stage_parameters(frozen_config, spec, layout, data_parallel_size)
     return [

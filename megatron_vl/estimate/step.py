@@ -27,7 +27,7 @@ from megatron_vl.estimate.parameters import (
 from megatron_vl.estimate.rows import assumed_rows, executed_flops
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
-from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.spec.lora import freeze_parts_without_lora
 
 GPUS_PER_NODE = 8
 
@@ -153,7 +153,7 @@ class RunPrediction:
         if self.layout.decoupled:
             return 0.0
         patch_bytes = bytes_per_element(self.config) * self.rows.patches * self.spec.vision.hidden_size
-        is_frozen = freeze_unadapted_parts(self.config, self.spec).model.freeze_vision
+        is_frozen = freeze_parts_without_lora(self.config, self.spec).model.freeze_vision
         passes = 1 if is_frozen else 2 + (self.config.recompute.vision == "full")
         layer_seconds = 4 * self._exchange_seconds(patch_bytes / self.layout.cp, self.layout.tp)
         return passes * self.spec.vision.num_layers * layer_seconds

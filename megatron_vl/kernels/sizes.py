@@ -4,7 +4,7 @@ TE_HEAD_DIMS = (64, 128)
 """Head sizes for which cuDNN's packed causal attention, which Transformer Engine calls, is correct. For heads
 of 256, its gradients are wrong: ``tests.gpu.attention`` compares them on a GPU."""
 FLASH_ATTENTION_HEAD_DIMS = (64, 96, 128, 256)
-"""Head sizes for which FlashAttention-4's gradients were measured to be right (docs/log/speed.md)."""
+"""Head sizes for which FlashAttention-4's gradients were measured to be right (benchmarks/log/speed.md)."""
 DELTA_CHUNK = 64
 """Tokens that the kernels of linear attention compute together."""
 STATE_CHUNK_BYTES = 256 << 20

@@ -147,8 +147,8 @@ def choose_backend(
 ) -> str:
     """The backend of ``model.attention``: for ``auto``, the fastest one measured.
 
-    On Hopper (docs/log/speed.md), our kernels are the fastest for the vision tower, and FlashAttention-4 for
-    the language model's causal segments. Without it, the language model uses cuDNN through Transformer
+    On Hopper, our kernels are the fastest for the vision tower, and FlashAttention-4 for the language model's
+    causal segments (benchmarks/log/speed.md). Without it, the language model uses cuDNN through Transformer
     Engine, but FlashAttention-2 for heads wider than 128 (Qwen3.5), because cuDNN computes wrong gradients
     for them in packed rows, and for more keys than queries (``gathers_keys``, under context parallelism).
     """

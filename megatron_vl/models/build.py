@@ -32,7 +32,7 @@ from megatron_vl.parallel.process_groups import group_of_this_rank, nested_conte
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, attention_heads
-from megatron_vl.spec.lora import adapter_table, freeze_unadapted_parts, trained_tensors
+from megatron_vl.spec.lora import adapter_table, freeze_parts_without_lora, trained_tensors
 from megatron_vl.spec.tensors import OUTPUT_TENSOR, tensor_table
 
 
@@ -56,7 +56,7 @@ def build_chunks(
     Raises:
         RunConfigError: the platform or the model does not support a field of ``config``.
     """
-    config = freeze_unadapted_parts(config, spec)
+    config = freeze_parts_without_lora(config, spec)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     model_builder = _ModelBuilder(platform, spec, layout, config, pixel_mean, pixel_std)

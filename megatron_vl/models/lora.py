@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.lora import FusedAdapter, fused_adapters, initial_bound, row_runs
+from megatron_vl.spec.lora import FusedLora, fused_lora, initial_bound, row_runs
 from megatron_vl.spec.tensors import Sharding, TensorInfo
 from megatron_vl.weights.matrix_blocks import cut_shard
 
@@ -79,7 +79,7 @@ class LinearAdapter(nn.Module):
     """
 
     def __init__(
-        self, adapter: FusedAdapter, dropout: float, linear: Any, factor_a: _Factor, factor_b: _Factor
+        self, adapter: FusedLora, dropout: float, linear: Any, factor_a: _Factor, factor_b: _Factor
     ) -> None:
         super().__init__()
         self.lora_A = factor_a
@@ -206,7 +206,7 @@ class AdaptedModel:
     ) -> None:
         self.spec, self.lora, self.seed = spec, config.lora, config.seed
         self.sharding, self.tp_rank, self.etp_rank = sharding, tp_rank, etp_rank
-        self.adapters = fused_adapters(spec, config.lora)
+        self.adapters = fused_lora(spec, config.lora)
 
         adapter_kinds = {adapter.kind for adapter in self.adapters.values()}
         is_decoupled = config.vision.placement == "decoupled"
@@ -254,7 +254,7 @@ class AdaptedModel:
         linear.register_forward_hook(add_to_output)
 
     def _make_grouped_adapter(
-        self, adapter: FusedAdapter, linear: Any, base_tensors: list[LiveTensor]
+        self, adapter: FusedLora, linear: Any, base_tensors: list[LiveTensor]
     ) -> nn.Module:
         """The adapter of all experts of a rank, for grouped products on a GPU."""
         from megatron_vl.models.moe.lora import MIN_RANK_MULTIPLE, GroupedAdapter
@@ -271,7 +271,7 @@ class AdaptedModel:
         is_expert_parallel = not getattr(base_tensors[0].parameter, "allreduce", True)
         return GroupedAdapter(factors_a, factors_b, part.scale, is_expert_parallel)
 
-    def _initial_factors(self, adapter: FusedAdapter, base_tensor: LiveTensor) -> tuple[Tensor, Tensor]:
+    def _initial_factors(self, adapter: FusedLora, base_tensor: LiveTensor) -> tuple[Tensor, Tensor]:
         """This rank's shards of A and B before the first step, in the type of the base."""
         info_a, info_b = adapter.tensor_infos()
         dtype = base_tensor.parameter.dtype
@@ -279,7 +279,7 @@ class AdaptedModel:
         full_b = torch.zeros(info_b.shape[-2:])
         return self._cut(full_a, info_a).to(dtype), self._cut(full_b, info_b).to(dtype)
 
-    def _draw_a(self, adapter: FusedAdapter, info_a: TensorInfo, expert_index: int | None) -> Tensor:
+    def _draw_a(self, adapter: FusedLora, info_a: TensorInfo, expert_index: int | None) -> Tensor:
         """The first value of A [rank, columns], of one expert in a stack. Padded columns are zero.
 
         It depends only on the seed and the tensor's name, so that it is the same in every layout.
@@ -300,7 +300,7 @@ class AdaptedModel:
             info, sharding, shard_index = info.single_expert, Sharding(sharding.etp), self.etp_rank
         return cut_shard(factor, info, shard_index, sharding).contiguous()
 
-    def _make_b(self, adapter: FusedAdapter, initial_b: Tensor) -> _Factor:
+    def _make_b(self, adapter: FusedLora, initial_b: Tensor) -> _Factor:
         """The module of B for one released matrix or for several."""
         runs = row_runs(self.spec, adapter.base)
         if len(runs) == 1:

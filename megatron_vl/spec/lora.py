@@ -115,7 +115,7 @@ class AdapterPart:
 
 
 @dataclass(frozen=True)
-class FusedAdapter:
+class FusedLora:
     """The adapters of the released matrices that one canonical tensor consists of."""
 
     base: TensorInfo
@@ -153,13 +153,13 @@ class FusedAdapter:
         )
 
 
-def is_adapter_tensor(tensor_name: str) -> bool:
+def is_lora_tensor(tensor_name: str) -> bool:
     """Whether a canonical name is that of an adapter's factor."""
     return tensor_name.endswith((".adapter.lora_A.weight", ".adapter.lora_B.weight"))
 
 
 @functools.cache
-def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]:
+def fused_lora(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedLora]:
     """The adapters of a run by the canonical name of their base tensor, in model order. Empty without LoRA.
 
     Raises:
@@ -173,7 +173,7 @@ def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]
     else:
         targeted_names = _matching_names("lora.targets", lora.targets, _named_matrices(spec))
         matrices = dict.fromkeys(targeted_names, (lora.rank, lora.alpha))
-    adapters: dict[str, FusedAdapter] = {}
+    adapters: dict[str, FusedLora] = {}
     for base in tensor_table(spec).values():
         kind, hf_names = _released_modules(spec, base)
         if matrices.keys().isdisjoint(hf_names):
@@ -183,7 +183,7 @@ def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]
             rank, alpha = matrices.get(hf_name, (0, 0.0))
             divisor = math.sqrt(rank) if lora.use_rslora else rank
             parts.append(AdapterPart(hf_name, rank, alpha, alpha / divisor if rank else 0.0))
-        adapters[base.name] = FusedAdapter(base, kind, tuple(parts))
+        adapters[base.name] = FusedLora(base, kind, tuple(parts))
     return adapters
 
 
@@ -206,7 +206,7 @@ def stored_lora(spec: ModelSpec, settings: Mapping[str, Any]) -> LoraConfig:
 
 def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     """All factors of a run's adapters by canonical name, in model order."""
-    adapters = fused_adapters(spec, lora).values()
+    adapters = fused_lora(spec, lora).values()
     return {info.name: info for adapter in adapters for info in adapter.tensor_infos()}
 
 
@@ -233,7 +233,7 @@ def saved_modules(spec: ModelSpec, lora: LoraConfig) -> dict[str, str]:
             " copies that differ; leave them out"
         )
     saved = {name: module for name, module in module_by_tensor.items() if module in chosen_names}
-    for tensor_name in saved.keys() & fused_adapters(spec, lora).keys():
+    for tensor_name in saved.keys() & fused_lora(spec, lora).keys():
         raise RunConfigError(f"lora.modules_to_save: {saved[tensor_name]} has adapters too; exclude them")
     return saved
 
@@ -282,7 +282,7 @@ def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) 
     return frozenset(map(model_part, trained_tensors(spec, lora, model_config)))
 
 
-def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
+def freeze_parts_without_lora(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
     """The config of a run with LoRA, with ``model.freeze_*`` set for the parts that have no adapter.
 
     So all that asks which parts are trained finds the right answer. A config without LoRA stays as it is.

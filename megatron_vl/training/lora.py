@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.lora import fused_adapters, saved_modules
+from megatron_vl.spec.lora import fused_lora, saved_modules
 from megatron_vl.weights.run_folder import SavedCheckpoint
 
 
-def with_start_adapter(
+def with_start_lora(
     config: TrainConfig, spec: ModelSpec, source_checkpoint: SavedCheckpoint | None = None
 ) -> TrainConfig:
     """The config of a run with the settings of the LoRA in ``lora.adapter``, if it names one.
@@ -33,7 +33,7 @@ def with_start_adapter(
     if not adapter_dir:
         return config
 
-    from converters.lora import PeftAdapters, open_adapters
+    from converters.lora import PeftAdapters, open_lora
     from megatron_vl.weights.weight_reader import WeightReader, WeightsError
 
     weight_reader: WeightReader | PeftAdapters
@@ -41,12 +41,12 @@ def with_start_adapter(
         from megatron_vl.training.state.load import suggest_remedy
 
         with suggest_remedy(source_checkpoint.path):
-            weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
+            weight_reader = WeightReader(source_checkpoint.path / "weights", takes_lora=True)
         if not weight_reader.lora.rank:
             return config  # check_same_lora refuses it
     else:
         try:
-            weight_reader = open_adapters(adapter_dir, spec)
+            weight_reader = open_lora(adapter_dir, spec)
         except FileNotFoundError as error:
             raise RunConfigError(
                 f"lora.adapter: {error}; give a run with LoRA or a folder of adapters, or, to continue a run,"
@@ -83,12 +83,12 @@ def check_lora_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> N
     Args:
         base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
     """
-    from converters.lora import open_adapters
+    from converters.lora import open_lora
 
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return
-    base = open_adapters(adapter_dir, spec).adapter_base
+    base = open_lora(adapter_dir, spec).lora_base
     if difference := base.difference_text(base_digest, config.model.checkpoint or config.model.hf):
         raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {difference}")
 
@@ -102,7 +102,7 @@ def check_same_lora(checkpoint_path: Path, saved: LoraConfig, config: TrainConfi
             " another checkpoint.dir to begin a new run"
         )
     has_same_modules = saved_modules(spec, saved) == saved_modules(spec, config.lora)
-    if has_same_modules and fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
+    if has_same_modules and fused_lora(spec, saved) == fused_lora(spec, config.lora):
         return
 
     # These two decide no shape and no scale.

@@ -11,7 +11,7 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.lora import is_adapter_tensor
+from megatron_vl.spec.lora import is_lora_tensor
 from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
 from megatron_vl.training.state.load import load_weights
 from megatron_vl.weights.canonical_weights import CanonicalWeights
@@ -55,7 +55,7 @@ def build_model(
     check_live_tensors(spec, layout, live_tensors, config.lora)
 
     if start_weights is not None:
-        base = [tensor for tensor in live_tensors if not is_adapter_tensor(tensor.tensor_name)]
+        base = [tensor for tensor in live_tensors if not is_lora_tensor(tensor.tensor_name)]
         load_weights(start_weights, base, grid)
     if start_lora is not None:
         trained = [tensor for tensor in live_tensors if tensor.tensor_name in start_lora.tensor_infos]

@@ -22,13 +22,13 @@ from megatron_vl.estimate.memory_check import check_host_memory, check_memory, r
 from megatron_vl.estimate.split import run_layout, split_source, with_split
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.spec.lora import freeze_parts_without_lora
 from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
 from megatron_vl.training.lora import (
     check_lora_base,
     check_same_lora,
     check_same_model,
-    with_start_adapter,
+    with_start_lora,
 )
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import SavedCheckpoint, find_latest_checkpoint
@@ -65,8 +65,8 @@ def resolve_run(
     dp, spec = _check_fields(config, world_size, spec)
     source_checkpoint = find_source_checkpoint(config)
     # LoRA of an earlier run decides its own fields, and parts without LoRA are frozen.
-    config = with_start_adapter(config, spec, source_checkpoint)
-    config = freeze_unadapted_parts(config, spec)
+    config = with_start_lora(config, spec, source_checkpoint)
+    config = freeze_parts_without_lora(config, spec)
     gpu = None if config.platform == "cpu" else local_gpu()
     if machine_memory is None:
         gpu_gib = None if config.platform == "cpu" else (gpu or find_gpu()).memory_gib

@@ -38,7 +38,7 @@ from megatron_vl.training.optimizer import clip_and_update
 from megatron_vl.training.source_counts import SourceCounts
 
 NOT_FINITE, NO_LOSS_TOKENS, NO_GRADIENT = "not_finite", "no_loss_tokens", "no_gradient"
-SKIP_REASONS = {
+SKIP_TEXTS = {
     NOT_FINITE: "loss or gradient is not finite",
     NO_LOSS_TOKENS: "the step has no loss tokens",
     NO_GRADIENT: "every gradient is zero; parts of the vision tower alone need images",
@@ -56,7 +56,7 @@ class StepResult:
     loss_tokens: int
     grad_norm: float
     skip_reason: str
-    """A key of :data:`SKIP_REASONS`; empty if the weights were updated."""
+    """A key of :data:`SKIP_TEXTS`; empty if the weights were updated."""
     expert_load: Tensor | None = None
     """Number of tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
     any_rank_failed: bool = False

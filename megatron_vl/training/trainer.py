@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from converters.lora import open_adapters
+from converters.lora import open_lora
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.synthetic import SyntheticRows
@@ -53,8 +53,8 @@ from megatron_vl.training.state.load import (
 )
 from megatron_vl.training.state.resume import field_change_notes, recorded_fields
 from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
-from megatron_vl.training.step import NO_GRADIENT, SKIP_REASONS, StepResult, train_step, wrap_in_ddp
-from megatron_vl.weights.model_digest import AdapterBase
+from megatron_vl.training.step import NO_GRADIENT, SKIP_TEXTS, StepResult, train_step, wrap_in_ddp
+from megatron_vl.weights.model_digest import LoraBase
 from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, saved_checkpoints
 
 MAX_SKIPPED_STEPS = 10
@@ -115,7 +115,7 @@ class Trainer:
 
         self.step = 0
         """Number of optimizer steps done, including skipped ones."""
-        self.skipped_steps = dict.fromkeys(SKIP_REASONS, 0)
+        self.skipped_steps = dict.fromkeys(SKIP_TEXTS, 0)
         """Skipped steps of the whole run, by reason."""
         self.consecutive_skips: list[str] = []
         self.stop_requested = False
@@ -168,7 +168,7 @@ class Trainer:
         start_weights = open_start_weights(config) if config.lora.rank or not is_resumed else None
         start_lora = None
         if config.lora.adapter and not is_resumed:
-            start_lora = open_adapters(config.lora.adapter, self.spec)
+            start_lora = open_lora(config.lora.adapter, self.spec)
         chunks, self.live_tensors = build_model(
             config,
             self.spec,
@@ -277,7 +277,7 @@ class Trainer:
         metadata = read_run_metadata(source.path)
         try:
             skipped = metadata["skipped_steps"]
-            self.skipped_steps = {reason: int(skipped.get(reason, 0)) for reason in SKIP_REASONS}
+            self.skipped_steps = {reason: int(skipped.get(reason, 0)) for reason in SKIP_TEXTS}
             self.source_totals = dict(metadata["sources"])
             notes = field_change_notes(self.config, current_fields, dict(metadata["fields"]), self.step)
         except (KeyError, TypeError, ValueError) as error:
@@ -371,7 +371,7 @@ class Trainer:
             "num_workers": self.config.data.num_workers,
             "seq_len": self.config.data.seq_len,
             "skipped_steps": dict(self.skipped_steps),
-            **AdapterBase(self.resolved_run.base_digest, base_path).entry(),
+            **LoraBase(self.resolved_run.base_digest, base_path).entry(),
             "fields": self._recorded_fields(),
             "sources": self.metrics_log.source_meter.state_dict(),
             "bad_samples": bad_sample_counts,

@@ -28,7 +28,7 @@ EXPERT_TILE = 4
 """Rows and columns that are read of each expert: four pages, also of stacks that are stored transposed."""
 
 
-class AdapterBase(NamedTuple):
+class LoraBase(NamedTuple):
     """The weights that adapters were trained on. Both are empty if nothing records them."""
 
     digest: str
@@ -53,12 +53,12 @@ class AdapterBase(NamedTuple):
         )
 
 
-def recorded_base(facts: Mapping[str, Any] | None) -> AdapterBase:
-    """The base that :meth:`AdapterBase.entry` recorded."""
+def recorded_base(facts: Mapping[str, Any] | None) -> LoraBase:
+    """The base that :meth:`LoraBase.entry` recorded."""
     base = (facts or {}).get("base")
     if not isinstance(base, dict):
-        return AdapterBase("", "")
-    return AdapterBase(str(base.get("digest", "")), str(base.get("path", "")))
+        return LoraBase("", "")
+    return LoraBase(str(base.get("digest", "")), str(base.get("path", "")))
 
 
 def model_digest(source: CanonicalWeights) -> str:

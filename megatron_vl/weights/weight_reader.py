@@ -23,7 +23,7 @@ from megatron_vl.weights.manifest import (
     read_manifest_layout,
 )
 from megatron_vl.weights.matrix_blocks import gather_region, shard_blocks
-from megatron_vl.weights.model_digest import AdapterBase, recorded_base
+from megatron_vl.weights.model_digest import LoraBase, recorded_base
 from megatron_vl.weights.tensor_files import (
     DTYPE_BY_NAME,
     MatrixRegion,
@@ -68,14 +68,14 @@ def find_weights_dir(given_path: str | Path) -> Path:
     return weights_dir
 
 
-def read_adapters(path: str | Path) -> WeightReader:
+def read_lora(path: str | Path) -> WeightReader:
     """Opens the weights of adapters in any layout.
 
     Raises:
         FileNotFoundError: there are no weights.
         WeightsError: they are those of a whole model, or cannot be read.
     """
-    weight_reader = WeightReader(path, takes_adapters=True)
+    weight_reader = WeightReader(path, takes_lora=True)
     if not weight_reader.lora.rank:
         raise WeightsError(
             f"{weight_reader.path} holds a whole model and no adapters; give it as --checkpoint alone"
@@ -90,7 +90,7 @@ class WeightReader(CanonicalWeights):
     Args:
         should_verify: whether to compare each stored tensor with its SHA-256 before any part of it is first
             returned. This reads the whole stored tensor, even for a slice (1 to 2 GB/s per core).
-        takes_adapters: whether the weights may be the factors of adapters. Otherwise, they are refused.
+        takes_lora: whether the weights may be the factors of adapters. Otherwise, they are refused.
 
     Attributes:
         path: the folder of weights, found from a run or step folder.
@@ -104,7 +104,7 @@ class WeightReader(CanonicalWeights):
         WeightsError: the manifest or a file is invalid. The message names it.
     """
 
-    def __init__(self, path: str | Path, *, should_verify: bool = True, takes_adapters: bool = False) -> None:
+    def __init__(self, path: str | Path, *, should_verify: bool = True, takes_lora: bool = False) -> None:
         self.path = find_weights_dir(path)
         self.manifest = read_manifest(self.path / MANIFEST_FILE)
         try:
@@ -112,7 +112,7 @@ class WeightReader(CanonicalWeights):
             self.layout = read_manifest_layout(self.spec, self.manifest)
             self.sharding = self.layout.sharding if self.layout else UNSHARDED
             self.lora = stored_lora(self.spec, self.manifest["lora"] or {})
-            if self.lora.rank and not takes_adapters:
+            if self.lora.rank and not takes_lora:
                 raise WeightsError(
                     f"{self.path} holds LoRA adapters and no whole model; give it as --adapter (lora.adapter"
                     " of a run), and the model that it was trained on as --checkpoint (model.checkpoint), or"
@@ -233,7 +233,7 @@ class WeightReader(CanonicalWeights):
             self._reader_of(file_name).expect_scattered_reads(is_scattered)
 
     @property
-    def adapter_base(self) -> AdapterBase:
+    def lora_base(self) -> LoraBase:
         """The weights that adapters were trained on."""
         return recorded_base(self.manifest["origin"])
 

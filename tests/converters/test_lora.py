@@ -17,7 +17,7 @@ from converters.hf_checkpoint import long_tensor_name
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.lora import fused_adapters, stored_lora
+from megatron_vl.spec.lora import fused_lora, stored_lora
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.tiny import tiny_checkpoint
@@ -405,7 +405,7 @@ def test_all_linear_is_what_peft_means_by_it(family: str) -> None:
     hf = float_checkpoint(family)
     model = peft_model(hf, target_modules="all-linear").base_model.model
     names = {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
-    adapters = fused_adapters(read_spec(hf), LoraConfig(rank=1, targets="all-linear")).values()
+    adapters = fused_lora(read_spec(hf), LoraConfig(rank=1, targets="all-linear")).values()
     ours = {part.hf_name for adapter in adapters for part in adapter.parts}
     assert ours == {name for name in names if not name.endswith(".shared_expert_gate")}
 
@@ -414,14 +414,14 @@ def test_patterns_are_stored_as_a_table(tmp_path: Path, adapters) -> None:
     """Weights of version 0.1 hold what was left out, and patterns, which are read as the same table."""
     hf = float_checkpoint("qwen3_vl")
     convert_adapter(adapters("qwen3_vl"), hf, tmp_path / "weights")
-    stored = WeightReader(tmp_path / "weights", takes_adapters=True)
+    stored = WeightReader(tmp_path / "weights", takes_lora=True)
     settings = stored.manifest["lora"]
     assert settings["matrices"]["model.visual.blocks.0.attn.qkv"] == [4, 3.5]
     del settings["matrices"]
     older = settings | {"targets": [".*"], "exclude": [], **patterns("qwen3_vl")}
-    everything = fused_adapters(stored.spec, stored.lora)
-    assert fused_adapters(stored.spec, stored_lora(stored.spec, older)) == everything
-    without = fused_adapters(stored.spec, stored_lora(stored.spec, older | {"exclude": ["vision"]}))
+    everything = fused_lora(stored.spec, stored.lora)
+    assert fused_lora(stored.spec, stored_lora(stored.spec, older)) == everything
+    without = fused_lora(stored.spec, stored_lora(stored.spec, older | {"exclude": ["vision"]}))
     assert without == {name: each for name, each in everything.items() if each.kind != "vision"}
 
 
@@ -435,7 +435,7 @@ def test_suffixes_match_nothing_else() -> None:
 
 
 def fused_names(spec: Any, kind: str) -> list[str]:
-    adapters = fused_adapters(spec, LoraConfig(rank=1, targets=[kind])).values()
+    adapters = fused_lora(spec, LoraConfig(rank=1, targets=[kind])).values()
     return [part.hf_name for adapter in adapters for part in adapter.parts]
 
 

@@ -13,7 +13,7 @@ from converters.convert import convert_adapter, convert_weights, export_adapter,
 from converters.hf_checkpoint import HfCheckpoint
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.spec.tensors import tensor_table
-from megatron_vl.weights.model_digest import AdapterBase, model_digest
+from megatron_vl.weights.model_digest import LoraBase, model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.tiny import tiny_checkpoint
@@ -71,15 +71,15 @@ def test_digest_reads_the_last_rows_and_every_expert(tmp_path: Path, family: str
 
 def test_base_of_an_older_digest_is_not_compared() -> None:
     digest = model_digest(HfCheckpoint(tiny_checkpoint("qwen2_vl")))
-    assert not AdapterBase("", "").differs_from(digest)
-    assert not AdapterBase("0" * 64, "base").differs_from(digest)
-    assert AdapterBase(digest[:-1] + "x", "base").differs_from(digest)
+    assert not LoraBase("", "").differs_from(digest)
+    assert not LoraBase("0" * 64, "base").differs_from(digest)
+    assert LoraBase(digest[:-1] + "x", "base").differs_from(digest)
 
 
 def adapters_of(folder: Path, base: Path) -> Path:
     """Megatron weights of adapters that record ``base``, as a run that was trained on it saves them."""
     peft = peft_folder(folder / "peft", base, **ATTENTION)
-    facts = AdapterBase(model_digest(HfCheckpoint(base)), str(base)).entry()
+    facts = LoraBase(model_digest(HfCheckpoint(base)), str(base)).entry()
     (peft / EXPORT_FACTS_FILE).write_text(json.dumps(facts))
     convert_adapter(peft, base, folder / "adapters", {"tp": 2})
     return folder / "adapters"

@@ -19,7 +19,7 @@ from megatron_vl.estimate.search import SearchRequest, search_layouts
 from megatron_vl.estimate.split import run_layout, with_split
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.spec.lora import freeze_parts_without_lora
 from megatron_vl.system.plurals import count_text
 from tests.examples import ROOT, read_example
 from tests.support.planned import predict_run
@@ -62,7 +62,7 @@ def estimator_of(
     spec: ModelSpec, targets: list[str], patches: int = 0, *, rank: int = 16, dtype: str = "bfloat16"
 ) -> ActivationEstimator:
     config = TrainConfig(lora=LoraConfig(rank=rank, targets=targets), dtype=dtype)
-    return ActivationEstimator(freeze_unadapted_parts(config, spec), spec, make_layout(spec), patches)
+    return ActivationEstimator(freeze_parts_without_lora(config, spec), spec, make_layout(spec), patches)
 
 
 @pytest.mark.ranks

@@ -67,7 +67,7 @@ OTHER_MEMORY = {
     },
 }
 UNSTEADY = {"30B-A3B, EP2, DP4, offload 0.5", "7B, 3 + 6 layers, DP2, H100"}
-"""Runs whose timed steps differed by 15 % and more (docs/log/speed.md)."""
+"""Runs whose timed steps differed by 15 % and more (benchmarks/log/speed.md)."""
 
 
 def names_of(reasons: dict[str, set[str]]) -> set[str]:

@@ -12,7 +12,7 @@ from megatron_vl.estimate.activations import ActivationEstimator
 from megatron_vl.estimate.layer_kinds import LayerKind
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.spec.lora import freeze_parts_without_lora
 from tests.support.ranks import run_module
 
 CONFIGS = Path(__file__).resolve().parents[1] / "hf_configs"
@@ -35,7 +35,7 @@ def test_linear_attention_keeps_what_is_estimated(
     spec = read_spec(config)
     config_of_run = TrainConfig(dtype="float32", data=DataConfig(seq_len=128 * cp))
     sizes = ActivationEstimator(
-        freeze_unadapted_parts(config_of_run, spec), spec, make_layout(spec, cp=cp), 0
+        freeze_parts_without_lora(config_of_run, spec), spec, make_layout(spec, cp=cp), 0
     )
     estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import FailuresConfig, RunConfigError, TrainConfig, parse_config
-from megatron_vl.data.synthetic import PICTURE_SIZES, TEXT_LENGTHS
+from megatron_vl.data.synthetic import IMAGE_SIZES, TEXT_LENGTHS
 from megatron_vl.estimate import gpus
 from megatron_vl.estimate.gpus import find_gpu, known_gpus, peak_tflops
 from megatron_vl.estimate.memory_check import check_memory
@@ -99,18 +99,18 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_ranks_of_a_token() -> None:
-    """Counted in docs/log/experts.md: 8 of 128 experts are on 1.99, 3.63 and 5.34 ranks."""
+    """Counted in benchmarks/log/experts.md: 8 of 128 experts are on 1.99, 3.63 and 5.34 ranks."""
     for ep, expected in ((1, 1.0), (2, 1.99), (4, 3.63), (8, 5.34)):
         assert mean_ranks_per_token(128, 8, ep) == pytest.approx(expected, abs=0.01)
 
 
 def test_assumed_rows_are_those_of_bench() -> None:
-    """docs/log/speed.md: 1,149 tokens with loss of 7,974, 22,208 to 23,844 patches."""
+    """benchmarks/log/speed.md: 1,149 tokens with loss of 7,974, 22,208 to 23,844 patches."""
     rows = assumed_rows(config(""), spec_of(B7))
     assert rows.tokens == pytest.approx(7974, rel=0.01)
     assert rows.loss_tokens == pytest.approx(1149, rel=0.03)
     assert rows.patches == pytest.approx(22588, rel=0.01)
-    units = [round(width / 28) * round(height / 28) for width, height in PICTURE_SIZES]
+    units = [round(width / 28) * round(height / 28) for width, height in IMAGE_SIZES]
     document = sum(units) / len(units) + MARK_TOKENS + sum(TEXT_LENGTHS) / len(TEXT_LENGTHS)
     assert rows.tokens / (rows.loss_tokens / 75) == pytest.approx(document, rel=0.01)
     assert assumed_rows(config("--data.max_patches 8000"), spec_of(B7)).patches <= 8000
@@ -140,7 +140,7 @@ def test_the_split_is_the_same_on_every_platform_and_number_of_gpus() -> None:
         run_layout(config(f"{options} --parallel.layers auto"), spec, 2),
     }
     (layout,) = layouts
-    # The first stage also runs the tower. [8,20] was measured to be the fastest (docs/log/speed.md).
+    # The first stage also runs the tower. [8,20] was measured to be the fastest (benchmarks/log/speed.md).
     assert layout.layers_per_chunk in ((8, 20), (9, 19), (10, 18))
 
 

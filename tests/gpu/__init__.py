@@ -1,1 +1,1 @@
-"""Checks that need CUDA, Transformer Engine and NCCL. Run them by hand; their figures go into docs/log/."""
+"""Checks that need CUDA, Transformer Engine and NCCL. Run them by hand; figures go into benchmarks/log/."""

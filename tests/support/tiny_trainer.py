@@ -94,7 +94,7 @@ def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
         name.removeprefix("optimizer/"): facts for name, facts in read_run_metadata(folder)["files"].items()
     }
     state = OptimizerStateReader(folder / "optimizer", files, trainer.layout.sharding)
-    reader, found = WeightReader(folder / "weights", takes_adapters=True), {}
+    reader, found = WeightReader(folder / "weights", takes_lora=True), {}
     for name, info in reader.tensor_infos.items():
         found[name] = reader.read_shard(name).clone()
         found |= {f"{name}/{kind}": read_full_state(state, info, kind) for kind in STATE_KINDS}

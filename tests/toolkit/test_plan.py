@@ -32,8 +32,8 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
     return given.config, given.spec, given.world
 
 
-# docs/log/speed.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels;
-# patches of the fullest row.
+# benchmarks/log/speed.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had
+# kernels; patches of the fullest row.
 BEFORE = ["--model.attention", "reference"]
 PIPELINE = (
     "--parallel.tp 2 --parallel.pp 2 --parallel.layers [8,20] --parallel.sequence_parallel true "
@@ -54,7 +54,7 @@ LATER = [
     ("tower on every rank", 105.6, DECOUPLED, 28),
     ("tower on the first stage", 117.2, "--parallel.pp 2 --parallel.layers [8,20]", 28),
 ]
-"""Peak GiB of two H200, 8 rows of 8192 tokens, MLP activations recomputed (docs/log/speed.md, 2026-11-22)."""
+"""Peak GiB of two H200, 8 rows of 8192 tokens, MLP activations recomputed (log of 2026-11-22)."""
 
 
 @pytest.mark.parametrize(("measured", "options", "layers"), [m[1:] for m in LATER], ids=[m[0] for m in LATER])
@@ -91,7 +91,7 @@ FUSED = [
     ("4 layers of 30B-A3B, images", 65.0, "Qwen3-VL-30B-A3B", 1, "--global_batch_size 2", cut(4, 3), 20000),
 ]
 """With the window kernel and our SwiGLU, full attention by FlashAttention-2; from
-docs/log/speed.md, speed of packed image rows on H200."""
+benchmarks/log/speed.md, speed of packed image rows on H200."""
 
 
 @pytest.mark.parametrize(

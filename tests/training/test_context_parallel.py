@@ -33,7 +33,7 @@ from megatron_vl.models.batch import Segments
 from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
-from megatron_vl.spec.lora import freeze_unadapted_parts
+from megatron_vl.spec.lora import freeze_parts_without_lora
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
 from megatron_vl.training.rows.image_scatter import frame_plane_bounds
@@ -427,7 +427,7 @@ def test_estimate_knows_what_linear_attention_exchanges() -> None:
     spec = read_spec("tests/hf_configs/Qwen3.5-9B.json")
     config = dataclasses.replace(_config(4, 32768), dtype="bfloat16", global_batch_size=8)
     shared = predict_layout(config, spec, 8, run_layout(config, spec, 8))
-    sizes = ActivationEstimator(freeze_unadapted_parts(config, spec), spec, shared.layout, 0)
+    sizes = ActivationEstimator(freeze_parts_without_lora(config, spec), spec, shared.layout, 0)
     quarter_row = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=32768 // 4))
     alone = dataclasses.replace(sizes, config=quarter_row, layout=make_layout(spec))
     received_by_rank = sizes._delta_rule_bytes() - alone._delta_rule_bytes()
@@ -481,7 +481,7 @@ def test_estimate_knows_what_attention_keeps(hf, sizes: dict[str, Any], key_rank
         keep(attention(*inputs, packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard)))
 
     config = dataclasses.replace(_config(2, 192), dtype="float32")
-    estimator = ActivationEstimator(freeze_unadapted_parts(config, spec), spec, layout, 0)
+    estimator = ActivationEstimator(freeze_parts_without_lora(config, spec), spec, layout, 0)
     num_elements = sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept.values())
     if dist.get_rank() == 0:  # where keys are gathered, those of rank 1 depend on the documents of the row
         assert num_elements == 96 * estimator._attention_elements(LayerKind(False, False))

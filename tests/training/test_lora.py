@@ -19,7 +19,7 @@ from converters.convert import convert_adapter, convert_weights, export_adapter,
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.models.lora import add_to_output
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.lora import fused_adapters, stored_lora, trained_table
+from megatron_vl.spec.lora import fused_lora, stored_lora, trained_table
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
@@ -227,7 +227,7 @@ def test_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp
     for line in metrics(run):
         assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
 
-    weights = WeightReader(step_dir_path(run, 6), takes_adapters=True)
+    weights = WeightReader(step_dir_path(run, 6), takes_lora=True)
     assert weights.lora.rank == 4 and all(".adapter.lora_" in name for name in weights.tensor_names())
     trained = sum(math.prod(weights.tensor_infos[name].shape) for name in weights.tensor_names())
     assert f"\ntrained: {trained:,} of " in first.stdout
@@ -271,7 +271,7 @@ def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) 
             assert done.returncode == 0, done.stderr[-3000:]
 
     assert [line["loss"] for line in metrics(whole)] == [line["loss"] for line in metrics(parts)]
-    weights, resumed = (WeightReader(run, takes_adapters=True) for run in (whole, parts))
+    weights, resumed = (WeightReader(run, takes_lora=True) for run in (whole, parts))
     assert "vision_model.patch_embed.proj.weight" in weights.tensor_names()
     for name in weights.tensor_names():
         assert torch.equal(weights.read_shard(name), resumed.read_shard(name)), name
@@ -341,9 +341,9 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
     assert any(tensor.count_nonzero() for key, tensor in exported.items() if ".lora_B." in key)
 
     convert_adapter(folder, hf, tmp_path / "weights")
-    stored = WeightReader(run, takes_adapters=True)
-    converted = WeightReader(tmp_path / "weights", takes_adapters=True)
-    assert fused_adapters(stored.spec, stored.lora) == fused_adapters(stored.spec, converted.lora)
+    stored = WeightReader(run, takes_lora=True)
+    converted = WeightReader(tmp_path / "weights", takes_lora=True)
+    assert fused_lora(stored.spec, stored.lora) == fused_lora(stored.spec, converted.lora)
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), converted.read_shard(name)), name
 
@@ -351,7 +351,7 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
     start = ("--lora.adapter", str(tmp_path / "weights"), "--optimizer.lr", "0")
     done = train(prepared, begun, *start, ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
-    kept = WeightReader(begun, takes_adapters=True)
+    kept = WeightReader(begun, takes_lora=True)
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
 
@@ -374,14 +374,14 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
     words = options_of(prepared, direct, "--lora.adapter", str(moved), "--optimizer.lr", "0", steps=6)
     done = run_module("toolkit", ["train", *words, "--stop_after", "3"], 2, cwd=prepared["folder"])
     assert done.returncode == 0, done.stderr[-3000:]
-    kept = WeightReader(direct, takes_adapters=True)
+    kept = WeightReader(direct, takes_lora=True)
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
     moved.rename(folder)
     planned = make_plan(parse_command_line(PlanOptions, [*words, "--gpus", "2"], "plan"))
     for config in (planned.request.config, parse_bench_options(words).config):
         assert trained_table(stored.spec, config.lora) == trained_table(stored.spec, stored.lora)
-        assert fused_adapters(stored.spec, config.lora) == fused_adapters(stored.spec, stored.lora)
+        assert fused_lora(stored.spec, config.lora) == fused_lora(stored.spec, stored.lora)
     done = run_module("toolkit", ["train", *words], 2, cwd=prepared["folder"])
     assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr[-3000:]
 

@@ -11,7 +11,7 @@ from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfi
 from megatron_vl.data.source.location import DataPath
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.system.errors import UsageError
-from megatron_vl.training.lora import with_start_adapter
+from megatron_vl.training.lora import with_start_lora
 from megatron_vl.training.resolve import find_source_checkpoint
 from toolkit.common.options import CommandOptions, option, parse_command_line
 
@@ -112,7 +112,7 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
         raise UsageError("--even-routing is for models with experts; leave it out")
     # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.
     if config.lora.adapter:
-        config = with_start_adapter(config, spec, find_source_checkpoint(config))
+        config = with_start_lora(config, spec, find_source_checkpoint(config))
     bench_run = BenchRun(options, config, workloads, dataset, spec)
     step_count = len(workloads) * len(bench_run.schedule)
     config = dataclasses.replace(

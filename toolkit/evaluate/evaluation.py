@@ -97,7 +97,7 @@ def exported_folder(folder: Path, original: Path, output_dir: Path) -> Path:
     """The Hugging Face folder of a checkpoint; a new export of a run, of Megatron weights or of adapters."""
     if (folder / "config.json").is_file():
         return folder
-    is_adapter = is_peft_folder(folder) or bool(WeightReader(folder, takes_adapters=True).lora.rank)
+    is_adapter = is_peft_folder(folder) or bool(WeightReader(folder, takes_lora=True).lora.rank)
     export_weights(folder, original, output_dir, force=True, merges_adapter=is_adapter)
     return output_dir
 

@@ -50,7 +50,7 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
     """
     if (checkpoint / "config.json").is_file():
         return checkpoint
-    reader = WeightReader(checkpoint, takes_adapters=True)
+    reader = WeightReader(checkpoint, takes_lora=True)
     step_dir = reader.path.parent
     step = step_of_dir(step_dir)
     if step is None:

@@ -178,7 +178,7 @@ def _case_fields(
     if options.lora:
         adapter_dir = work_dir / "adapter_weights"
         convert_adapter(work_dir / "reference" / "adapter", hf_dir, adapter_dir)
-        lora_config = WeightReader(adapter_dir, takes_adapters=True).lora
+        lora_config = WeightReader(adapter_dir, takes_lora=True).lora
         case_fields["lora"] = dataclasses.asdict(lora_config) | {"adapter": str(adapter_dir)}
     return case_fields
 

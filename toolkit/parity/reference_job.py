@@ -127,7 +127,7 @@ def _run_one_pass(job: ReferenceJob, samples: list[TokenizedSample]) -> dict[str
         facts["loss"], bf16_outputs = _run_transformers(job, samples, torch.bfloat16, out / "bf16")
         for location, output in bf16_outputs.items():
             facts["activation_noise"][location] = relative_error(output, outputs[location])
-        exact, rounded = (WeightReader(out / name, takes_adapters=True) for name in ("gradients", "bf16"))
+        exact, rounded = (WeightReader(out / name, takes_lora=True) for name in ("gradients", "bf16"))
         for name in exact.tensor_names():
             facts["gradient_noise"][name] = relative_error(rounded.read_shard(name), exact.read_shard(name))
     return facts

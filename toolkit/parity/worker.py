@@ -130,7 +130,7 @@ def gradient_errors(trainer: Trainer, reference_dir: Path) -> dict[str, float]:
     tensor. The ranks of a data-parallel group have equal gradients, and the first one compares its own.
     """
     grid = trainer.grid
-    expected_reader = WeightReader(reference_dir / "gradients", takes_adapters=True)
+    expected_reader = WeightReader(reference_dir / "gradients", takes_lora=True)
     sums = ErrorSums[tuple[str, tuple[int, ...]]]()
     copy_counts: Counter[tuple[str, int | None]] = Counter()
     for live_tensor in trainer.live_tensors:

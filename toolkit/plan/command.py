@@ -18,7 +18,7 @@ from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layo
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system import host_memory
 from megatron_vl.system.errors import UsageError, UserError
-from megatron_vl.training.lora import with_start_adapter
+from megatron_vl.training.lora import with_start_lora
 from megatron_vl.training.resolve import find_source_checkpoint
 
 from .options import PlanOptions
@@ -51,7 +51,7 @@ def make_plan(options: PlanOptions) -> Plan:
     spec = read_spec(config.model.hf)
     # Adapters that are there already decide their own rank and targets, as at the start of a run.
     if config.lora.adapter:
-        config = with_start_adapter(config, spec, find_source_checkpoint(config))
+        config = with_start_lora(config, spec, find_source_checkpoint(config))
     gpu = find_gpu(options.gpu) if options.gpu else local_gpu() or find_gpu()
     request = SearchRequest(config, spec, options.gpus, gpu, _host_gib(options))
     own = None
@@ -67,9 +67,9 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def _read_config(options: PlanOptions) -> TrainConfig:
-    run_words = [*options.fields, *(["--model.hf", options.hf] if options.hf else [])]
+    run_args = [*options.fields, *(["--model.hf", options.hf] if options.hf else [])]
     try:
-        config = parse_config(run_words)
+        config = parse_config(run_args)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl plan --help explains every field") from error
     if not config.model.hf:

@@ -71,7 +71,7 @@ def export_step(export_job: ExportJob) -> None:
     from converters.convert import export_adapter, export_weights
 
     export_dir, checkpoint_dir = Path(export_job.out), Path(export_job.checkpoint)
-    reader = WeightReader(checkpoint_dir, takes_adapters=True)
+    reader = WeightReader(checkpoint_dir, takes_lora=True)
     has_adapters = bool(reader.lora.rank)
     writes_peft = has_adapters and not export_job.merges_adapter
     durable_files.make_dirs(export_dir.parent)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_vl.config import DataConfig, LearntOrMasked
+from megatron_vl.config import DataConfig, LossOn
 
 THINK_TAG = "<think>"
 THINK_OPENING = f"{THINK_TAG}\n"
@@ -36,8 +36,8 @@ EMPTY_THINK_BLOCK = "<think>\n\n</think>\n\n"
 class ThinkingRule:
     """Says which tokens have loss. The fields are those of :class:`megatron_vl.config.DataConfig`."""
 
-    empty_think: LearntOrMasked = "masked"
-    earlier_answers: LearntOrMasked = "learnt"
+    empty_think: LossOn = "masked"
+    earlier_answers: LossOn = "learnt"
 
     @classmethod
     def from_data_config(cls, data_config: DataConfig) -> ThinkingRule:

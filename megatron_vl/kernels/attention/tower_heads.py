@@ -10,6 +10,6 @@ def has_kernels(head_dim: int) -> bool:
     """Whether :mod:`megatron_vl.kernels.attention.tower_attention` supports heads of this size.
 
     ``auto`` then chooses it on CUDA in bfloat16. With RoPE and packing, FlashAttention-2 takes 1.3 to 1.5
-    times as long, also for heads of 64 (docs/log/speed.md).
+    times as long, also for heads of 64 (benchmarks/log/speed.md).
     """
     return head_dim % 8 == 0 and 16 <= head_dim <= 128

@@ -35,7 +35,7 @@ class KernelTile:
 @dataclass(frozen=True)
 class AttentionTiles:
     """The tiles of the three kernels. The defaults are the fastest measured on H100 and H200 for heads of 72
-    (docs/log/speed.md)."""
+    (benchmarks/log/speed.md)."""
 
     forward_tile: KernelTile = KernelTile(128, 64, 8, 3)
     query_tile: KernelTile = KernelTile(64, 32, 4, 3)

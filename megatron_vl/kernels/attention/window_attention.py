@@ -4,7 +4,7 @@ Qwen2.5-VL's tower attends within windows of at most 8 x 8 patches in 28 of its 
 head fits into one thread block, so forward and backward each read ``qkv`` once and write once. A program
 loads the next heads of its window while it computes one. The kernels need no rotated copies of query and
 key, no log-sum-exp and no separate pass for ``delta``. Kernels for long sequences spend most of their time on
-blocks that are mostly empty here (figures: docs/log/speed.md).
+blocks that are mostly empty here (figures: benchmarks/log/speed.md).
 
 The input is the output of Megatron-core's ``linear_qkv``: ``[P, heads * 3 * d]``, with query, key and value
 for each head. The rotation is computed in fp32 and rounded once, as in ``apply_rotary_pos_emb_vision`` of

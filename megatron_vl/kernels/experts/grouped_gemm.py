@@ -4,7 +4,7 @@ Rows are sorted by expert. Only the device knows how many rows each expert has, 
 these numbers. Weights stay separate tensors: kernels read their addresses from an int64 table
 (:class:`AddressTable`). Products take bf16 and accumulate in fp32. The kernel that computes a weight gradient
 also adds it to the expert's ``main_grad``. If a GPU holds many experts, a library that launches one product
-after another spends more time on launches than on computation (figures: docs/log/experts.md).
+after another spends more time on launches than on computation (figures: benchmarks/log/experts.md).
 
 :class:`TilePlan` cuts the rows into tiles that each belong to one expert. There are at most ``rows / tile +
 experts`` tiles. The grid has this size, and programs without a tile return at once.

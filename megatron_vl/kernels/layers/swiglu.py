@@ -2,7 +2,7 @@
 
 Megatron-core leaves SwiGLU to torch.compile, whose backward pass writes the two halves through a masked
 concatenation. On an H200, this is five times slower than memory bandwidth allows and takes 9 % of a training
-step of Qwen2.5-VL-7B (docs/log/speed.md). The arithmetic is in fp32, and results are rounded once.
+step of Qwen2.5-VL-7B (benchmarks/log/speed.md). The arithmetic is in fp32, and results are rounded once.
 """
 
 from __future__ import annotations

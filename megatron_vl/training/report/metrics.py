@@ -28,7 +28,7 @@ from megatron_vl.training.report.gather import Rank0Gather
 from megatron_vl.training.report.sinks import MetricsSink, ValidationResult, append_lines, open_metrics_sinks
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter
-from megatron_vl.training.step import SKIP_REASONS, StepResult
+from megatron_vl.training.step import SKIP_TEXTS, StepResult
 
 MAX_LIST_BYTES = 4 << 20
 """Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
@@ -291,7 +291,7 @@ class MetricsLog:
             f"busiest rank {metrics['expert_rank_load']:.2f}x" if "expert_rank_load" in metrics else "",
             source_text,
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
-            f"SKIPPED: {SKIP_REASONS[skip_reason]}" if skip_reason else "",
+            f"SKIPPED: {SKIP_TEXTS[skip_reason]}" if skip_reason else "",
         ]
         print(" | ".join(filter(None, parts)), flush=True)
 

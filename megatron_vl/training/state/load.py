@@ -168,7 +168,7 @@ def open_checkpoint_weights(checkpoint_path: Path, metadata: dict[str, Any]) -> 
         CheckpointError: they are not the weights that ``run.json`` names.
         WeightsError: they cannot be read.
     """
-    weight_reader = WeightReader(checkpoint_path / "weights", takes_adapters=True)
+    weight_reader = WeightReader(checkpoint_path / "weights", takes_lora=True)
     if weight_reader.manifest["digest"] != metadata.get("weights"):
         raise CheckpointError(
             f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'} (its"
@@ -201,7 +201,7 @@ def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
 def has_all_files(checkpoint_path: Path) -> bool:
     """Whether a step folder has all its files in their sizes. Their content is not read."""
     try:
-        WeightReader(checkpoint_path / "weights", takes_adapters=True)
+        WeightReader(checkpoint_path / "weights", takes_lora=True)
         files = read_run_metadata(checkpoint_path)["files"].items()
         return all((checkpoint_path / name).stat().st_size == record["bytes"] for name, record in files)
     except (CheckpointError, WeightsError, OSError, KeyError, TypeError):
