@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = {"Exception", "ValueError", "RuntimeError", "OSError", "KeyError", "TypeError"}
 NOT_SHOWN = {
     "PositionError": "of one sample: the loader counts it as unusable",
-    "UnusableSampleError": "of one sample: the loader goes on with the next",
     "_StateNotSaved": "the caller names what a checkpoint lacks",
     "SampleTimeoutError": "of one sample: the loader counts it as unusable",
     "StalledReadError": "of one sample: the loader counts it as unusable",

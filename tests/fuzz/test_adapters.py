@@ -35,7 +35,7 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.tensor_files import WeightsError
 from tests.converters.helpers import read_tensors
 from tests.converters.peft_models import FAMILIES, merged_by_peft, peft_model
-from tests.converters.test_adapters import float_checkpoint, released
+from tests.converters.test_lora import float_checkpoint, released
 
 SETTINGS = ("rank_pattern", "alpha_pattern")
 

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
+from megatron_vl.estimate.flops import RowSizes
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
 from megatron_vl.estimate.memory import GPU_MEMORY_PARTS
 from megatron_vl.estimate.memory_check import with_offload_fraction
@@ -124,7 +125,7 @@ def plan_as_json(found: Plan) -> dict[str, Any]:
         "measured": request.gpu.is_measured,
         "seq_len": request.config.data.seq_len,
         "global_batch_size": request.config.global_batch_size,
-        "rows": found.chosen.rows._asdict(),
+        "rows": {name: getattr(found.chosen.rows, name) for name in RowSizes.__annotations__},
         "own": None if found.own is None else _prediction_facts(found.own, request),
         "layouts": [_prediction_facts(prediction, request) for prediction in found.fitting],
     }
