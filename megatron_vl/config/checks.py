@@ -207,7 +207,7 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     _refuse_if(
         len(steps) != 2 or not 1 <= steps[0] <= steps[-1] <= (config.steps or steps[-1]),
         f"profile.steps {steps} must be the first and the last step to trace, as in [5, 7], between 1 and"
-        f" steps {config.steps}",
+        f" {f'steps {config.steps}' if config.steps else 'the last step of the run'}",
     )
     _refuse_if(
         not ranks or not set(ranks) <= set(range(world_size)),

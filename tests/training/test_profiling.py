@@ -24,9 +24,9 @@ DIR = ["--checkpoint.dir", "run"]
     [
         (["--profile.steps", "[5]", *DIR], r"profile.steps \[5\] must be the first and the last step"),
         (["--profile.steps", "[5,6,7]", *DIR], r"must be the first and the last step"),
-        (["--profile.steps", "[0,2]", *DIR], r"between 1 and steps 100"),
+        (["--profile.steps", "[0,2]", *DIR], r"between 1 and the last step"),
         (["--profile.steps", "[7,5]", *DIR], r"must be the first and the last step"),
-        (["--profile.steps", "[99,101]", *DIR], r"between 1 and steps 100"),
+        (["--profile.steps", "[99,101]", "--steps", "100", *DIR], r"between 1 and steps 100"),
         (["--profile.steps", "[5,7]"], r"profile.steps needs checkpoint.dir"),
         (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[0,4]"], r"ranks of this run, 0 to 3"),
         (["--profile.steps", "[5,7]", *DIR, "--profile.ranks", "[-1]"], r"ranks of this run, 0 to 3"),
