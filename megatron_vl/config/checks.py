@@ -134,7 +134,6 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
     _refuse_if(
         steps and config.epochs, f"steps {steps} and epochs {config.epochs} exclude each other: give one"
     )
-    _refuse_if(not steps and data.is_synthetic, f"data.path {data.path} has no end: give steps")
     # Steps that are counted from the data are checked when they are known.
     _refuse_if(
         steps and warmup_steps and warmup_steps >= steps,
@@ -237,6 +236,10 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
 def check_inputs(config: TrainConfig) -> None:
     """Raises RunConfigError for a run whose model does not exist, or lacks weights. No file is read."""
     hf_dir, lora = Path(config.model.hf), config.lora
+    _refuse_if(
+        not config.steps and config.data.is_synthetic,
+        f"data.path {config.data.path} has no end: give steps",
+    )
     _refuse_if(
         not config.model.hf, "model.hf is empty; give the Hugging Face folder that the model comes from"
     )

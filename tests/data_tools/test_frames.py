@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.formats import RecordError, read_conversation
 from data_tools.formats.frame_sequence import FrameSequence
-from data_tools.media import list_images, natural_order
+from data_tools.media import MediaRoots, list_images, natural_order
 from megatron_vl.data.sample.frame_archive import FrameArchive
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
@@ -99,7 +99,7 @@ def test_images_of_a_folder_are_in_natural_order(tmp_path):
     names = ["frame_1.png", "frame_2.JPG", "frame_10.png", "frame_10b.png", "frame_11.png", "other_3.png"]
     for name in [*names[::-1], "frame_3.txt", ".frame_4.png"]:
         write(tmp_path / "clip" / name, b"")
-    found = list_images(FrameSequence("clip"), tmp_path.resolve())
+    found = list_images(FrameSequence("clip"), MediaRoots((tmp_path.resolve(),)))
     assert [Path(path).name for path in found] == names
     in_order = ["7.jpg", "10.jpg", "a.jpg", "t0.9.jpg", "t0.10.jpg"]
     assert sorted(sorted(in_order), key=natural_order) == in_order

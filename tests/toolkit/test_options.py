@@ -94,8 +94,7 @@ SLIPS = {
     "generate --checkpoint a --thinking maybe": "argument --thinking: invalid choice: 'maybe' (choose from ",
     "convert": "the following arguments are required: --hf, --out",
     # names of other programs, and of earlier versions
-    "train --epochs 3": "there is no --epochs: set steps; ",
-    "train --num_train_epochs 3": "there is no --num_train_epochs: set steps; ",
+    "train --num_train_epochs 3": "there is no --num_train_epochs: set epochs",
     "train --learning-rate=1e-5": "there is no --learning-rate: set optimizer.lr",
     "train --output_dir runs": "there is no --output_dir: set checkpoint.dir",
     "train --per_device_train_batch_size 4": "--per_device_train_batch_size: set data.seq_len and global_",

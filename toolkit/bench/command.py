@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_vl.config import validate_config
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.split import run_layout
+from megatron_vl.system.errors import UsageError
 from toolkit.common.launch import run_group, usable_gpus
 from toolkit.common.options import to_command_line
 
@@ -22,7 +23,11 @@ def bench(options: BenchOptions) -> int:
     bench_run = resolve_bench_run(options)
     if bench_run.dataset:  # before anything heavy is imported
         check_data_path(bench_run.dataset)
-    world_size = options.nproc_per_node or usable_gpus() or 1
+    world_size = options.nproc_per_node or usable_gpus()
+    if not world_size:
+        raise UsageError(
+            "torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU"
+        )
     validate_config(bench_run.config, world_size)
     run_layout(bench_run.config, bench_run.spec, world_size)
     on_cpu = bench_run.config.platform == "cpu" or not usable_gpus(world_size)
