@@ -57,6 +57,10 @@ FACT_OPTIONS = (
 """Options that determine the output."""
 
 
+QUARANTINE_FILE = "quarantine.jsonl"
+"""In a data set's folder: the records that were refused, one a line."""
+
+
 class ConvertError(UserError, ValueError):
     """A conversion that cannot be made; the message says what to do."""
 
@@ -219,6 +223,13 @@ def _check_other_parts(options: ConversionOptions, output_facts: dict[str, Any])
             raise ConvertError(f"{path} was converted from other input or with other arguments; {advice}")
 
 
+def first_refusal(dataset_dir: Path) -> str:
+    """The first record that a conversion refused, and why."""
+    with (dataset_dir / QUARANTINE_FILE).open(encoding="utf-8") as lines:
+        entry = json.loads(next(lines))
+    return f"record {entry['record']}, {entry['reason']}: {entry['detail']}"
+
+
 def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[InputFile]:
     """The files of the inputs. Raises ConvertError if an argument cannot be used."""
     try:
@@ -264,7 +275,7 @@ def _convert_records(
     total_bytes = sum(source.path.stat().st_size for source in input_files)
     with (
         WorkerPool(options.workers) as pool,
-        (dataset_dir / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine_file,
+        (dataset_dir / QUARANTINE_FILE).open("w", encoding="utf-8") as quarantine_file,
         (dataset_dir / MEDIA_NAMES_FILE).open("w", encoding="utf-8") as names_file,
         progress(total_bytes, "bytes", "converting") as show_progress,
     ):

@@ -10,7 +10,6 @@ split empty).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tarfile
 import uuid
@@ -28,6 +27,7 @@ from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError
+from megatron_vl.system.json_files import file_sha256
 
 from .formats import Conversation
 from .media import is_embedded
@@ -316,12 +316,6 @@ def _media_rows(keyed_infos: list[tuple[str, list[MediaInfo]]]) -> list[Any]:
             row = IndexMediaMetadata(entry_key=key, metadata_type=kind.value, metadata_json=content)
             metadata_rows.append(row)
     return metadata_rows
-
-
-def file_sha256(file_path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with file_path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class IndexWriter:

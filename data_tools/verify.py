@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from megatron_vl.system.errors import UserError
+from megatron_vl.system.json_files import file_sha256
 from megatron_vl.system.progress_bar import progress
 
-from .shards import CONVERSION_FILE, METADATA_DIR, file_sha256
+from .shards import CONVERSION_FILE, METADATA_DIR
 
 
 class VerifyError(UserError, ValueError):

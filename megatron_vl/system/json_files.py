@@ -23,6 +23,12 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
+def file_sha256(file_path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with file_path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_json(file_path: Path, json_value: Any) -> dict[str, Any]:
     """Writes a JSON file atomically and flushes it to the disk. Returns its size in bytes and its hash."""
     data = json.dumps(json_value).encode()

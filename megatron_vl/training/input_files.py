@@ -8,7 +8,6 @@ content hold their hashes. Of weights in a Hugging Face folder, a sample of valu
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
 from megatron_vl.system.errors import UserError
+from megatron_vl.system.json_files import file_sha256
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import SavedCheckpoint
 
@@ -98,8 +98,7 @@ def _digests(files: Iterable[Path]) -> dict[str, str]:
     digests = {}
     for file_path in files:
         try:
-            with file_path.open("rb") as opened_file:
-                digests[str(file_path)] = hashlib.file_digest(opened_file, "sha256").hexdigest()
+            digests[str(file_path)] = file_sha256(file_path)
         except (FileNotFoundError, NotADirectoryError):  # model.hf may be a config.json
             digests[str(file_path)] = ""
     return digests

@@ -113,7 +113,7 @@ ROWS: Features = {
     "Video": has_sample("video", "video_between", "mixed"),
     "Several samples packed into a row": has_rows("packed"),
     "Rows with pictures beside rows without": has_rows("with and without pictures"),
-    "Samples without a token that bears loss": has_sample("without_loss"),
+    "Samples without loss tokens": has_sample("without_loss"),
 }
 
 TRAINING: Features = {

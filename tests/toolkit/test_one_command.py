@@ -80,6 +80,10 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
     media = [tmp_path / "raw" / "media"]
     prepared(records, model, media_root=media)
 
+    # The records are read otherwise, so the data set is another one.
+    with pytest.raises(PrepareError, match="was converted with --missing-markers refuse, not first"):
+        prepared(records, model, media_root=media, missing_markers="first")
+
     text = records.read_text()
     records.write_text(text)  # another time, the same records
     prepared(records, model, media_root=media)
@@ -92,8 +96,11 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
 
 
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    # What an earlier start left is not taken: the first node is about to replace it.
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": false}')
+
     def write() -> None:
-        (tmp_path / "data").mkdir()
         (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": true}')
 
     timer = threading.Timer(0.5, write)
@@ -104,10 +111,10 @@ def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [("a.jsonl", True), ("a.csv", True), ("b.parquet", True), ("a.json.gz", True), ("blend.yaml", False),
-     ("synthetic:images", False), ("msc://p/a.json", False), ("", False)],
+    [("a.jsonl", True), ("a.csv", True), ("a.tsv", True), ("b.parquet", True), ("a.json.gz", True),
+     ("blend.yaml", False), ("synthetic:images", False), ("msc://p/a.json", False), ("", False)],
 )  # fmt: skip
-def test_files_of_records_are_told_from_data_sets(path: str, expected: bool):
+def test_files_of_records_are_recognised(path: str, expected: bool):
     assert is_records(path) is expected
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.common.options import CommandOptions, option
+
+if TYPE_CHECKING:
+    from data_tools.convert import ConversionOptions
+
+MAX_QUARANTINED = 0.01
+"""Share of the records that may be unusable, unless the user gives another."""
 
 
 @dataclass(kw_only=True)
 class RecordOptions(CommandOptions):
     """How records are read."""
-
-    def media_roots(self, inputs: list[Path]) -> tuple[Path, ...]:
-        """The folders of the media: those given, or those of the inputs."""
-        if self.media_root:
-            return tuple(self.media_root)
-        folders = [path if path.is_dir() else path.parent for path in inputs]
-        return tuple(dict.fromkeys(folders))
 
     media_root: list[Path] | None = option(
         None, metavar="DIR", several=True, shown_default="the folder of the records", must_exist=True
@@ -32,3 +31,24 @@ class RecordOptions(CommandOptions):
     missing_markers: Literal["first", "refuse"] = option("refuse")
     """What to do with a record that lists media and has no <image> or <video> in its text: put the media
     before the first question, or refuse it."""
+
+    def conversion_options(
+        self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
+    ) -> ConversionOptions:
+        """The settings of a conversion of ``inputs`` into ``out``.
+
+        Args:
+            workers: number of processes; None: as many as the machine suits.
+        """
+        from data_tools.convert import ConversionOptions, default_workers  # it imports torch
+
+        folders = self.media_root or [path if path.is_dir() else path.parent for path in inputs]
+        return ConversionOptions(
+            media_root=tuple(dict.fromkeys(folders)),
+            out=out,
+            follow_links=self.follow_links,
+            workers=default_workers() if workers is None else workers,
+            columns=self.columns or "",
+            missing_markers=self.missing_markers,
+            **further_options,
+        )

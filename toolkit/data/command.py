@@ -36,17 +36,14 @@ def convert(command_options: DataConvertOptions) -> int:
     for path in command_options.input:  # before torch is imported
         if not path.exists() and not path.name.startswith("dataset_info.json:"):
             raise FileNotFoundError(f"--input {path} does not exist")
-    from data_tools.convert import ConversionOptions, ConvertError, convert_dataset, default_workers
+    from data_tools.convert import ConvertError, convert_dataset, first_refusal
 
-    conversion_options = ConversionOptions(
-        media_root=command_options.media_roots(command_options.input),
-        follow_links=command_options.follow_links,
-        out=command_options.out,
-        workers=command_options.workers if command_options.workers is not None else default_workers(),
+    conversion_options = command_options.conversion_options(
+        command_options.input,
+        command_options.out,
+        command_options.workers,
         val_fraction=command_options.val_fraction,
         format=command_options.format or "",
-        columns=command_options.columns or "",
-        missing_markers=command_options.missing_markers,
         duplicate_ids=command_options.duplicate_ids,
         part=command_options.part_numbers(),
     )
@@ -58,11 +55,9 @@ def convert(command_options: DataConvertOptions) -> int:
     again = f"remove {dataset_dir} and convert again"
     if not report.samples:
         # A wrong media root or format refuses all records for one reason.
-        with quarantine_path.open(encoding="utf-8") as lines:
-            first = json.loads(next(lines, "null"))
-        why = f" (record {first['record']}, {first['reason']}: {first['detail']})" if first else ""
+        why = first_refusal(dataset_dir)
         raise ConvertError(
-            f"none of {report.records} records can be used{why}; see {quarantine_path}, {again}"
+            f"none of {report.records} records can be used ({why}); see {quarantine_path}, {again}"
         )
     if command_options.val_fraction and report.samples == 1:
         raise ConvertError(

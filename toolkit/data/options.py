@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
-from toolkit.common.record_options import RecordOptions
+from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class DataConvertOptions(RecordOptions):
     """Put this share of the samples into the validation split."""
     duplicate_ids: Literal["refuse", "keep"] = option("refuse")
     """What to do with a record whose id occurred before: refuse it, or keep both."""
-    max_quarantined: float = option(0.01, metavar="F", minimum=0, maximum=1)
+    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", minimum=0, maximum=1)
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     part: str | None = option(None, metavar="I/N", shown_default="everything")
     """Convert part I (from 0) of N of the records into a data set of its own, OUT/part-I-of-N. OUT with all

@@ -25,6 +25,7 @@ from converters.peft_folder import is_peft_folder
 from megatron_vl.data.sample.thinking import has_thinking_switch
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.system.errors import UsageError, UserError
+from megatron_vl.system.json_files import file_sha256
 from megatron_vl.system.processes import kill_process_tree
 from megatron_vl.weights.tensor_files import DTYPE_BY_CODE, dtype_name
 from megatron_vl.weights.weight_reader import WeightReader
@@ -107,9 +108,7 @@ def folder_hash(hf_dir: Path) -> str:
     tensor_folder = check_hf_folder(hf_dir)
     folder_digest = hashlib.sha256()
     for name in sorted([*tensor_folder.reader_by_file, *map(str, tensor_folder.companion_files()[0])]):
-        with (hf_dir / name).open("rb") as opened_file:
-            file_digest = hashlib.file_digest(opened_file, "sha256").hexdigest()
-        folder_digest.update(f"{name} {file_digest}\n".encode())
+        folder_digest.update(f"{name} {file_sha256(hf_dir / name)}\n".encode())
     return folder_digest.hexdigest()
 
 

@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from data_tools.input_files import record_suffix
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
+from megatron_vl.estimate.gpus import query_gpus
 from megatron_vl.system.errors import UserError
-from megatron_vl.system.json_files import write_json
+from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.launch import usable_gpus
-from toolkit.common.record_options import RecordOptions
-
-if TYPE_CHECKING:
-    from data_tools.convert import DataReport
+from toolkit.common.options import option_flag
+from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A model's name on the Hub: ``Qwen/Qwen2.5-VL-7B-Instruct``."""
-RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".gz", ".zst")
 SOURCE_FILE = "source.json"
 """In the data set's folder: the files that it was converted from."""
 WAIT_S = 30
@@ -36,8 +36,6 @@ WAIT_S = 30
 ROW_TOKENS = (2048, 32768)
 """Smallest and largest row that is chosen by the sizes of samples."""
 ROW_MULTIPLE = 256
-MAX_QUARANTINED = 0.01
-"""Share of the records that may be unusable, as in ``data convert``."""
 
 
 class PrepareError(UserError, ValueError):
@@ -61,7 +59,7 @@ def prepare_run(
         PrepareError: the model cannot be downloaded, or the conversations cannot be used.
     """
     stated, added = stated_fields(run_args), {}
-    if "dtype" not in stated and (config.platform == "cpu" or not usable_gpus()):
+    if "dtype" not in stated and (config.platform == "cpu" or not _has_gpu()):
         added["dtype"] = "float32"  # Megatron-core rounds bfloat16 more on CPU than transformers does
     if is_hub_name(config.model.hf):
         added["model.hf"] = download_model(config.model.hf)
@@ -80,6 +78,12 @@ def prepare_run(
             data_config = replace(config.data, path=str(dataset_dir))
             added["data.seq_len"] = str(choose_row_length(replace(config, data=data_config)))
     return run_args + [f"--{name}={value}" for name, value in added.items()]
+
+
+def _has_gpu() -> bool:
+    """Whether torch will see a GPU. Where nvidia-smi answers, torch is not imported, which takes seconds."""
+    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return bool(not are_hidden and query_gpus()) or usable_gpus() > 0
 
 
 # --- The model ----------------------------------------------------------------------------------------------
@@ -111,16 +115,15 @@ def download_model(name: str) -> str:
         ) from error
 
 
-def say(text: str) -> None:
-    """Prints what happens before any rank prints."""
-    print(f"data: {text}", file=sys.stderr, flush=True)
-
-
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # --- The data -----------------------------------------------------------------------------------------------
+
+
+def _print_progress(text: str) -> None:
+    print(f"data: {text}", file=sys.stderr, flush=True)
 
 
 def is_records(data_path: Any) -> bool:
@@ -130,7 +133,7 @@ def is_records(data_path: Any) -> bool:
     path = Path(data_path)
     if path.is_dir():
         return (path / "state.json").is_file() and not (path / ".nv-meta").exists()
-    return path.name.endswith(RECORD_SUFFIXES)
+    return bool(record_suffix(path))
 
 
 def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) -> None:
@@ -140,49 +143,36 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
         PrepareError: the records have changed, none can be used, or more than 1 % cannot.
         ConvertError, ReadError: as :func:`data_tools.convert.convert_dataset` raises them.
     """
-    from data_tools.convert import ConversionOptions, convert_dataset, default_workers
+    from data_tools.convert import convert_dataset, first_refusal
 
     if not records_path.exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
+    reading = {"columns": options.columns, "missing_markers": options.missing_markers}
     source_path = dataset_dir / SOURCE_FILE
     if source_path.is_file():
         source = json.loads(source_path.read_text())
         if source["usable"]:
-            _check_unchanged(records_path, dataset_dir, source)
-            say(f"{dataset_dir} was converted from {records_path} before")
+            _check_unchanged(records_path, reading, dataset_dir, source)
+            _print_progress(f"{dataset_dir} was converted from {records_path} before")
             return
         shutil.rmtree(dataset_dir)  # too many of its records could not be used
     if dataset_dir.exists():
         raise PrepareError(f"{dataset_dir} was not converted from {records_path} by a run; rename it")
 
-    say(f"converting {records_path} into {dataset_dir}, once")
-    source = {"files": _file_facts(records_path), "sha256": _digest(records_path)}
-    conversion_options = ConversionOptions(
-        media_root=options.media_roots([records_path]),
-        follow_links=options.follow_links,
-        out=dataset_dir,
-        workers=default_workers(),
-        columns=options.columns or "",
-        missing_markers=options.missing_markers,
-    )
-    report = convert_dataset([records_path], conversion_options)
-    say(f"{report.samples} of {pluralize(report.records, 'record')} converted")
+    _print_progress(f"converting {records_path} into {dataset_dir}, once")
+    source = {"files": _file_facts(records_path), "sha256": _digest(records_path), **reading}
+    report = convert_dataset([records_path], options.conversion_options([records_path], dataset_dir))
+    _print_progress(f"{report.samples} of {pluralize(report.records, 'record')} converted")
     usable = report.quarantined_records <= MAX_QUARANTINED * report.records
     # This file lets runs use the data set, so it is written last.
     write_json(source_path, source | {"usable": usable})
     if not usable:
-        raise PrepareError(_unusable_text(report, dataset_dir))
-
-
-def _unusable_text(report: DataReport, dataset_dir: Path) -> str:
-    quarantine = dataset_dir / "quarantine.jsonl"
-    first = json.loads(quarantine.read_text(encoding="utf-8").splitlines()[0])
-    return (
-        f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first"
-        f" one (record {first['record']}) because of {first['reason']}: {first['detail']}. {quarantine} lists"
-        " them. Correct them and start again, or give the folder of their media with --media-root;"
-        " `megatron-vl data convert` has further options, and its folder is a data.path too"
-    )
+        raise PrepareError(
+            f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first"
+            f" one being {first_refusal(dataset_dir)}. {dataset_dir / 'quarantine.jsonl'} lists them. Correct"
+            " them and start again, or give the folder of their media with --media-root; `megatron-vl data"
+            " convert` has further options, and its folder is a data.path too"
+        )
 
 
 def _files(records_path: Path) -> list[Path]:
@@ -201,15 +191,25 @@ def _file_facts(records_path: Path) -> list[dict[str, Any]]:
 
 def _digest(records_path: Path) -> str:
     """SHA-256 of the digests of all files."""
-    digests = []
-    for path in _files(records_path):
-        with path.open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    return hashlib.sha256("".join(map(file_sha256, _files(records_path))).encode()).hexdigest()
 
 
-def _check_unchanged(records_path: Path, dataset_dir: Path, source: dict[str, Any]) -> None:
-    """Raises PrepareError if a data set was converted from other records: a run must not mix the two."""
+def _check_unchanged(
+    records_path: Path, reading: dict[str, Any], dataset_dir: Path, source: dict[str, Any]
+) -> None:
+    """Raises PrepareError if a data set was converted from other records: a run must not mix the two.
+
+    Args:
+        reading: how the records are to be read.
+        source: what :data:`SOURCE_FILE` says.
+    """
+    for name, value in reading.items():
+        earlier_value, flag = source.get(name), option_flag(name)
+        if earlier_value != value:
+            raise PrepareError(
+                f"{dataset_dir} was converted with {flag} {earlier_value}, not {value}: give that one again or"
+                f" another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+            )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return
     raise PrepareError(
@@ -221,11 +221,19 @@ def _check_unchanged(records_path: Path, dataset_dir: Path, source: dict[str, An
 def wait_for_dataset(dataset_dir: Path) -> None:
     """Waits until the first node has converted the data set, and says so every 30 s."""
     waited = 0
-    while not (dataset_dir / SOURCE_FILE).is_file():
+    while not _is_usable(dataset_dir):
         if waited % WAIT_S == 0:
-            say(f"waiting for the first node to write {dataset_dir} ({waited} s)")
+            _print_progress(f"waiting for the first node to write {dataset_dir} ({waited} s)")
         time.sleep(1)
         waited += 1
+
+
+def _is_usable(dataset_dir: Path) -> bool:
+    """Whether the first node has converted a data set; a failed one that it is about to replace is none."""
+    try:
+        return bool(json.loads((dataset_dir / SOURCE_FILE).read_text())["usable"])
+    except FileNotFoundError:
+        return False
 
 
 def choose_row_length(config: TrainConfig) -> int:
@@ -244,9 +252,10 @@ def choose_row_length(config: TrainConfig) -> int:
     any_length = replace(config.data, seq_len=sys.maxsize)
     statistics = count_statistics(open_encoder(any_length, spec, config.model.hf), config.model.hf)
     tokens, _ = statistics.sample_quantity("tokens")
+    longest = int(tokens.max(initial=0))
     least, most = ROW_TOKENS
-    row_length = min(max(-(-int(tokens.max()) // ROW_MULTIPLE) * ROW_MULTIPLE, least), most)
+    row_length = min(max(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, least), most)
     too_long = int((tokens > row_length).sum())
     note = f"; {pluralize(too_long, 'sample')} longer than that are left out" if too_long else ""
-    say(f"rows of {row_length:,} tokens; the longest sample has {tokens.max():,}{note}")
+    _print_progress(f"rows of {row_length:,} tokens; the longest sample has {longest:,}{note}")
     return row_length

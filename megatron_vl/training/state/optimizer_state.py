@@ -36,7 +36,7 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.tensors import Sharding, TensorInfo, model_part
 from megatron_vl.system import durable_files, progress
-from megatron_vl.system.json_files import write_json
+from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.offload.chunked_step import counts_steps_by_group
 from megatron_vl.training.offload.state_chunks import ChunkedParameter
@@ -218,9 +218,7 @@ def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{file_path} has {file_path.stat().st_size} bytes; {file_record['bytes']} were written"
         )
-    with file_path.open("rb") as file:
-        stored_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if stored_sha256 != file_record["sha256"]:
+    if file_sha256(file_path) != file_record["sha256"]:
         raise CheckpointError(
             f"{file_path} is damaged: its content is not what was written (SHA-256 differs)"
         )
