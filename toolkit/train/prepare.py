@@ -207,8 +207,8 @@ def _check_unchanged(
         earlier_value, flag = source.get(name), option_flag(name)
         if earlier_value != value:
             raise PrepareError(
-                f"{dataset_dir} was converted with {flag} {earlier_value}, not {value}: give that one again or"
-                f" another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+                f"{dataset_dir} was converted with {flag} {earlier_value}, not {value}: give that one again"
+                f" or another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return
