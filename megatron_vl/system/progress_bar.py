@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -14,7 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 
 @contextlib.contextmanager
-def progress(total: int, unit: str, description: str) -> Iterator[Callable[..., None]]:
+def progress(
+    total: int, unit: str, description: str, *, done: int = 0, has_lines: bool = True
+) -> Iterator[Callable[..., None]]:
     """A context with a function ``advance(amount, note="")``, which threads may call at the same time.
 
     A terminal has one line, which is removed at the end. Elsewhere, a line is printed every 10 seconds.
@@ -22,33 +27,45 @@ def progress(total: int, unit: str, description: str) -> Iterator[Callable[..., 
     Args:
         total: the whole work; 0: not known.
         unit: "bytes", or what is counted.
+        done: how much of it an earlier start has done.
+        has_lines: whether lines are printed where there is no terminal.
     """
     is_terminal = sys.stderr.isatty()
     # Without its own thread: callers fork worker processes.
     columns = (TextColumn("{task.description}", markup=False), BarColumn())
     console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not is_terminal)
-    bar.add_task(description, total=total or None)
+    options: dict[str, Any] = {"console": console, "transient": True, "disable": not is_terminal}
+    # A step may take minutes, and a validation or a save between two of them counts too.
+    bar = Progress(*columns, auto_refresh=False, speed_estimate_period=3600, **options)
+    bar.add_task(description, total=total or None, completed=done)
     task = bar.tasks[0]
     lock, last_shown = threading.Lock(), time.monotonic()
 
     def amount_text(amount: float) -> str:
         return decimal(int(amount)) if unit == "bytes" else f"{amount:,.0f} {unit}"
 
+    def rate_text(rate: float) -> str:
+        return f"{1 / rate:.1f} s each" if unit != "bytes" and 0 < rate < 1 else f"{amount_text(rate)}/s"
+
     def advance(amount: int, note: str = "") -> None:
         nonlocal last_shown
         with lock:
             bar.advance(task.id, amount)
-            if time.monotonic() - last_shown < (0.2 if is_terminal else 10.0):
+            wait_s = 0.2 if is_terminal else 10.0 if has_lines else math.inf
+            if time.monotonic() - last_shown < wait_s:
                 return
             last_shown = time.monotonic()
             total_text = f" of {amount_text(total)} ({task.percentage:.0f} %)" if total else ""
-            left_text = f", {task.time_remaining:,.0f} s left" if task.time_remaining else ""
-            line = f"{description}: {amount_text(task.completed)}{total_text}, "
-            line += f"{amount_text(task.speed or 0)}/s{left_text}{note and '; ' + note}"
+            left_text = f", {timedelta(seconds=task.time_remaining)} left" if task.time_remaining else ""
+            done_text = amount_text(task.completed)
+            if total and unit != "bytes":
+                done_text = done_text.removesuffix(f" {unit}")
+            line = f"{description}: {done_text}{total_text}, "
+            line += f"{rate_text(task.speed or 0)}{left_text}{note and '; ' + note}"
             bar.update(task.id, description=line, refresh=is_terminal)
             if not is_terminal:
                 print(line, file=sys.stderr, flush=True)
 
     with bar:
+        console.show_cursor(True)  # a killed process would leave a terminal without one
         yield advance

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import progress
 from megatron_vl.system.errors import describe_error
 from megatron_vl.training.hooks import Hook, Trainer
-from megatron_vl.training.report.sinks import ValidationResult, is_evaluated
+from megatron_vl.training.report.sinks import ValidationResult
+from megatron_vl.training.report.validations import read_validations
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.step import StepResult, reduce_losses, run_schedule
 
@@ -53,6 +55,8 @@ class Evaluate(Hook):
     ) -> None:
         self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
         self.rows: list[TrainingRow] = []
+        self.digest = ""
+        """Of the tokens of all rows, and of which of them have loss."""
         failure, cause = "", None
         if grid.owns_loader:
             try:
@@ -61,7 +65,7 @@ class Evaluate(Hook):
                 # All ranks must raise this error. Otherwise, the others would wait and report a lost peer.
                 failure, cause = describe_error(error), error
 
-        failure, self.num_rows = grid.from_loader_owner((failure, len(self.rows)))
+        failure, self.num_rows, self.digest = grid.from_loader_owner((failure, len(self.rows), self.digest))
         if failure:
             raise RunConfigError(failure) from cause
 
@@ -78,6 +82,8 @@ class Evaluate(Hook):
                 f" above; correct the data set, raise data.seq_len (now {data.seq_len}), or set eval.interval"
                 " to 0"
             )
+        row_bytes = (part.numpy().tobytes() for row in rows for part in (row.tokens, row.loss_mask))
+        self.digest = hashlib.blake2s(b"".join(row_bytes), digest_size=8).hexdigest()
         rows_per_replica = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule needs a multiple of the number of stages
             rows_per_replica = -(-rows_per_replica // grid.pp) * grid.pp
@@ -89,8 +95,15 @@ class Evaluate(Hook):
         # Later losses are compared with that of the start weights. An evaluation that a kill or a stop
         # prevented, even the last one, is made now.
         run_dir = self.config.checkpoint.dir
-        if trainer.step == 0 or (
-            run_dir and not broadcast_from_rank_0(lambda: is_evaluated(Path(run_dir), trainer.step))
+        if (
+            trainer.step == 0
+            or run_dir
+            and not broadcast_from_rank_0(
+                lambda: (
+                    (trainer.step, self.digest)
+                    in [(each.step, each.rows) for each in read_validations(Path(run_dir))]
+                )
+            )
         ):
             self._evaluate_if_due(trainer)
 
@@ -125,7 +138,8 @@ class Evaluate(Hook):
                 loss_sum += batch_loss
                 num_tokens += batch_tokens
         self.platform.synchronize()  # the time includes what still runs on the device
-        return ValidationResult(loss_sum / max(num_tokens, 1), num_tokens, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return ValidationResult(loss_sum / max(num_tokens, 1), num_tokens, seconds, self.digest)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ are two others.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from megatron_vl.system import progress
+from megatron_vl.system import progress, progress_bar
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.save import CheckpointSaver
@@ -32,6 +33,23 @@ class Hook:
 
     def end(self, trainer: Trainer, has_failed: bool) -> None:
         """After the last step of this start. If it has failed, only this rank may be here."""
+
+
+class ShowProgress(Hook):
+    """Shows on a terminal how many steps are done and how much time is left; on rank 0."""
+
+    def begin(self, trainer: Trainer) -> None:
+        self.on_end = contextlib.ExitStack()
+        bar = progress_bar.progress(
+            trainer.last_step, "steps", "training", done=trainer.step, has_lines=False
+        )
+        self.advance = self.on_end.enter_context(bar)
+
+    def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
+        self.advance(1)
+
+    def end(self, trainer: Trainer, has_failed: bool) -> None:
+        self.on_end.close()
 
 
 class SaveCheckpoints(Hook):

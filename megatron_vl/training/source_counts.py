@@ -86,7 +86,7 @@ class SourceMeter:
         if others:
             texts.append(self._source_text(f"{len(others)} others", others))
         self.recent = count_sources([], len(self.blend_sources))
-        return metrics, ", ".join(texts)
+        return metrics, " | ".join(texts)
 
     def _sum_sources(self, indices: list[int]) -> tuple[float | None, int, int]:
         """(recent mean loss, samples and loss tokens of the run) of several sources."""

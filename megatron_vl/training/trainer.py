@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +34,7 @@ from megatron_vl.system import progress
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.signals import requested_stop_signal
 from megatron_vl.training.evaluation import Evaluate
-from megatron_vl.training.hooks import Hook, SaveCheckpoints
+from megatron_vl.training.hooks import Hook, SaveCheckpoints, ShowProgress
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
@@ -40,7 +42,7 @@ from megatron_vl.training.report.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.report.profiling import Profile
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
-from megatron_vl.training.run_messages import run_summary, skipped_steps_message
+from megatron_vl.training.run_messages import end_summary, run_summary, skipped_steps_message
 from megatron_vl.training.source_counts import count_sources
 from megatron_vl.training.start_weights import open_start_weights, start_weights_path
 from megatron_vl.training.state.export_hf import HfExporter
@@ -113,7 +115,8 @@ class Trainer:
         self.hf_exporter: HfExporter | None = None
         """On rank 0, if the run exports saved steps."""
 
-        self.step = 0
+        self.start_time = time.monotonic()
+        self.step = self.first_step = 0
         """Number of optimizer steps done, including skipped ones."""
         self.skipped_steps = dict.fromkeys(SKIP_TEXTS, 0)
         """Skipped steps of the whole run, by reason."""
@@ -226,6 +229,9 @@ class Trainer:
     def _build_hooks(self) -> None:
         """Opens the run's folder, reads the rows of validation, and lists the hooks in their order."""
         config, grid = self.config, self.grid
+        # Lines that go elsewhere than the bar would break it.
+        if grid.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
+            self.hooks.append(ShowProgress())
         self.hooks.append(Profile(config, grid.rank))
         if config.checkpoint.dir:
             run_dir, saves = Path(config.checkpoint.dir), config.checkpoint
@@ -304,6 +310,7 @@ class Trainer:
         """
         self._print_summary()
         self._open_metrics_log()
+        self.first_step = self.step
         for hook in self.hooks:
             hook.begin(self)
 
@@ -451,15 +458,12 @@ class Trainer:
         print(*lines, sep="\n", flush=True)
 
     def _finish(self) -> None:
-        """Waits until all files are written, and prints which checkpoints exist. Collective."""
+        """Waits until all files of this run are written. Collective."""
         for hook in self.hooks:
             hook.end(self, has_failed=False)
         progress.enter_phase(progress.ENDING_RUN)
-        dist.barrier()  # no rank ends before rank 0 has named the checkpoint
+        dist.barrier()  # no rank ends before the others have saved
         run_dir = self.config.checkpoint.dir
-        if run_dir and self.grid.rank == 0:  # other nodes may see an older state of the folder
-            steps = [saved.step for saved in saved_checkpoints(Path(run_dir))]
-            print(f"checkpoints in {run_dir}: {steps}", flush=True)
         if self.stop_requested and self.step < self.last_step:
             hint = "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"
             log_rank_0(
@@ -494,6 +498,13 @@ class Trainer:
                 # Some checkpoints were kept only for their export.
                 if self.step == self.last_step:
                     self.checkpoint_saver.delete_old_checkpoints()
+            if self.grid.rank == 0 and self.is_at_end:
+                seconds = time.monotonic() - self.start_time
+                print(
+                    *end_summary(self.config, self.step, self.step - self.first_step, seconds),
+                    sep="\n",
+                    flush=True,
+                )
         finally:
             if self.checkpoint_saver is not None:
                 self.checkpoint_saver.close()

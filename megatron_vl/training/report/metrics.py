@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ MAX_LIST_BYTES = 4 << 20
 """Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
 MAX_BACKLOG_SAMPLES = 10_000
 """Largest number of samples that a rank keeps for the lists of later lines. Further ones are only counted."""
+LINE_CHARS = 100
+"""Largest width of a printed line, unless a single part of it is longer."""
 _LARGEST = ("data_wait_s", "memory_gib")
 """The fields of :class:`StepMetrics` that are reduced to their maximum; all others are summed."""
 
@@ -106,6 +108,7 @@ class MetricsLog:
         self.source_meter = SourceMeter(blend_sources)
         device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
         self.peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+        self.printed_memory = ""
         self.sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
     def add_step(self, step_batch: StepBatch, source_counts: SourceCounts | None = None) -> None:
@@ -270,38 +273,42 @@ class MetricsLog:
         return metrics
 
     def _print_line(self, metrics: dict[str, Any], source_text: str, skip_reason: str) -> None:
-        lr, vision_lr, merger_lr = (
-            "frozen" if metrics[f"lr/{part}"] is None else f"{metrics[f'lr/{part}']:.3e}"
-            for part in ("language", "vision", "merger")
-        )
-        speed = f"{metrics['tflops_per_rank']:.3f} TFLOP/s"
-        if metrics["mfu"] is not None:
-            speed = f"MFU {metrics['mfu']:6.1%} (vision {metrics['vision_flops_share']:.0%})"
+        seconds, memory_text = metrics["step_s"], f"{metrics['memory_gib']:.1f} GiB"
+        rates = [metrics[f"lr/{part}"] for part in ("language", "vision", "merger")]
+        speed = f"{metrics['tflops_per_rank']:.1f} TFLOP/s" if self.platform.name == "cuda" else ""
         parts = [
-            f"step {metrics['step']:>6}/{self.config.steps}",
+            self._step_text(metrics["step"]),
+            f"SKIPPED: {SKIP_TEXTS[skip_reason]}" if skip_reason else "",
             f"loss {metrics['loss']:.6f}",
-            f"grad norm {metrics['grad_norm']:.4f}",
-            f"lr {lr} (vision {vision_lr}, merger {merger_lr})",
-            f"{metrics['step_s'] * 1e3:.0f} ms",
+            f"grad {metrics['grad_norm']:.4g}",
+            # The rates of all parts follow one schedule; the start names their peaks if they differ.
+            f"lr {next(rate for rate in rates if rate is not None):.2e}",
+            f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.0f} ms",
             f"{metrics['tokens_per_s_per_rank']:.0f} tok/s/GPU",
-            speed,
-            f"{metrics['memory_gib']:.1f} GiB",
-            f"data wait {metrics['data_wait_s'] * 1e3:.0f} ms",
+            f"MFU {metrics['mfu']:.1%}" if metrics["mfu"] is not None else speed,
+            memory_text if memory_text != self.printed_memory else "",  # it is a peak, and stays the same
+            f"data wait {metrics['data_wait_s'] * 1e3:.0f} ms"
+            if metrics["data_wait_s"] > seconds / 10
+            else "",
             f"busiest expert {metrics['expert_load']:.2f}x" if "expert_load" in metrics else "",
             f"busiest rank {metrics['expert_rank_load']:.2f}x" if "expert_rank_load" in metrics else "",
-            source_text,
+            *source_text.split(" | "),
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
-            f"SKIPPED: {SKIP_TEXTS[skip_reason]}" if skip_reason else "",
         ]
-        print(" | ".join(filter(None, parts)), flush=True)
+        self.printed_memory = memory_text
+        print(wrap_parts(filter(None, parts)), flush=True)
+
+    def _step_text(self, step: int) -> str:
+        total = str(self.config.steps)
+        return f"step {step:>{len(total)}}/{total}"
 
     def log_evaluation(self, step: int, result: ValidationResult) -> None:
         """Prints and writes an evaluation. Its time does not count for the speed of steps."""
         self.exclude_seconds(result.elapsed_s)
         log_rank_0(
             self.grid,
-            f"step {step:>6}/{self.config.steps} | validation loss {result.loss:.6f} | {result.loss_tokens}"
-            f" tokens | {result.elapsed_s:.1f} s",
+            f"{self._step_text(step)} | validation loss {result.loss:.6f} | {result.loss_tokens} tokens |"
+            f" {result.elapsed_s:.1f} s",
         )
         for sink in self.sinks:
             sink.write_evaluation(step, result)
@@ -344,6 +351,18 @@ def _split_by_size(
             break
         count += 1
     return samples[:count], samples[count:]
+
+
+def wrap_parts(parts: Iterable[str]) -> str:
+    """Parts of a line with ``|`` between them. After :data:`LINE_CHARS` it goes on in an indented line."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]} | {part}" if lines[-1].strip() else lines[-1] + part
+        if len(longer) > LINE_CHARS:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
 
 
 def log_rank_0(grid: ProcessGrid, message: str) -> None:

@@ -23,11 +23,15 @@ from megatron_vl.system import durable_files
 from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import write_json
+from megatron_vl.training.report.validations import EVALUATIONS_FILE
 
-EVALUATIONS_FILE = "eval.jsonl"
-"""The file with a line for each validation, in the folder of the checkpoints."""
 STEP_LOG_FILES = ("metrics.jsonl", EVALUATIONS_FILE, "quarantine.jsonl", "samples.jsonl")
 """Files in the folder of the checkpoints whose lines begin with the step that they belong to."""
+SPEED_METRICS = (
+    *("step_s", "tokens_per_s_per_rank", "tflops_per_rank", "vision_flops_share", "mfu"),
+    *("memory_gib", "data_wait_s"),
+)
+"""The numbers of a printed line that say how fast training is, and not what it learns."""
 WANDB_RUN_FILE = "wandb.json"
 """The file with the id of the W&B run, in the folder of the checkpoints."""
 WANDB_FINISH_TIMEOUT_S = 60
@@ -42,6 +46,8 @@ class ValidationResult:
     """Mean loss over all loss tokens of the rows."""
     loss_tokens: int
     elapsed_s: float
+    rows: str = ""
+    """Digest of the rows."""
 
 
 class MetricsSink:
@@ -95,7 +101,7 @@ class JsonLinesSink(MetricsSink):
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
         numbers = {"loss": result.loss, "loss_tokens": result.loss_tokens, "seconds": result.elapsed_s}
-        append_lines(self.run_dir / EVALUATIONS_FILE, [{"step": step, **numbers}])
+        append_lines(self.run_dir / EVALUATIONS_FILE, [{"step": step, **numbers, "rows": result.rows}])
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -110,15 +116,8 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
             file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def is_evaluated(run_dir: Path, step: int) -> bool:
-    """Whether a run has evaluated the weights of a step, as far as its complete lines say."""
-    path = run_dir / EVALUATIONS_FILE
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return any(line.startswith(f'{{"step": {step},') for line in lines)
-
-
 class TensorBoardSink(MetricsSink):
-    """Events of ``log.tensorboard``."""
+    """Events of ``log.tensorboard``, in the groups ``train``, ``val`` and ``speed``."""
 
     def __init__(self, tensorboard_dir: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -127,7 +126,8 @@ class TensorBoardSink(MetricsSink):
 
     def write_step(self, metrics: Mapping[str, Any]) -> None:
         for name, value in scalar_metrics(metrics).items():
-            self.summary_writer.add_scalar(name, value, metrics["step"])
+            group = "speed" if name in SPEED_METRICS else "train"
+            self.summary_writer.add_scalar(f"{group}/{name}", value, metrics["step"])
         self.summary_writer.flush()
 
     def write_expert_load(self, step: int, loads: Mapping[int, Tensor]) -> None:
@@ -136,7 +136,7 @@ class TensorBoardSink(MetricsSink):
         self.summary_writer.add_histogram("expert_load/all", torch.cat(list(loads.values())), step)
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
-        self.summary_writer.add_scalar("validation_loss", result.loss, step)
+        self.summary_writer.add_scalar("val/loss", result.loss, step)
         self.summary_writer.flush()
 
     def close(self, has_failed: bool = False) -> None:

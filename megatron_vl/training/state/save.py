@@ -44,6 +44,7 @@ from megatron_vl.spec.lora import trained_table
 from megatron_vl.system import durable_files, progress
 from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.training.out_of_memory import host_memory_message
+from megatron_vl.training.report.validations import best_steps
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.keep import (
     delete_checkpoint,
@@ -274,8 +275,10 @@ class CheckpointSaver:
             self._check_owner()
         except CheckpointError:
             return  # the next save reports the other owner
-        for saved in saved_checkpoints(self.run_dir)[: -self.num_latest_kept]:
-            is_permanent = self.keep_every and saved.step % self.keep_every == 0
+        checkpoints = saved_checkpoints(self.run_dir)
+        best = best_steps(self.run_dir, [saved.step for saved in checkpoints])
+        for saved in checkpoints[: -self.num_latest_kept]:
+            is_permanent = saved.step in best or self.keep_every and saved.step % self.keep_every == 0
             if saved.path not in pending_exports and not is_permanent:
                 delete_checkpoint(saved.path)
 
