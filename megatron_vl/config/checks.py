@@ -152,6 +152,10 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
         f"eval.interval {config.eval.interval} needs a data set, and data.path is {data.path}; set it to 0",
     )
     _refuse_if(
+        data.is_synthetic and config.eval.answers,
+        f"eval.answers {config.eval.answers} needs a data set, and data.path is {data.path}; set it to 0",
+    )
+    _refuse_if(
         0 < data.max_pixels < data.min_pixels,
         f"data.min_pixels {data.min_pixels} must not be above data.max_pixels {data.max_pixels}",
     )
@@ -190,6 +194,10 @@ def _check_export(config: TrainConfig) -> None:
     _refuse_if(
         export_hf and not config.checkpoint.dir,
         f"checkpoint.export_hf {export_hf} needs checkpoint.dir: what is exported is a saved step",
+    )
+    _refuse_if(
+        config.eval.answers and not config.checkpoint.dir,
+        f"eval.answers {config.eval.answers} needs checkpoint.dir: the last saved step answers",
     )
     if isinstance(export_hf, int):
         _refuse_if(
@@ -258,6 +266,22 @@ def check_inputs(config: TrainConfig) -> None:
     )
 
 
+def check_weights_exist(config: TrainConfig) -> None:
+    """Raises RunConfigError if the weights that a new run starts from are not there."""
+    hf_dir, weights_path = config.model.hf, config.model.checkpoint
+    _refuse_if(
+        not weights_path and not any(Path(hf_dir).glob("*.safetensors")),
+        f"model.checkpoint is empty, and model.hf {hf_dir} holds no weights (*.safetensors); download the"
+        " whole checkpoint, give model.checkpoint a folder that `megatron-vl convert` wrote, or set it to"
+        f" {RANDOM_WEIGHTS} to train from scratch",
+    )
+    _refuse_if(
+        weights_path not in ("", RANDOM_WEIGHTS) and not Path(weights_path).exists(),
+        f"model.checkpoint {weights_path} does not exist; leave it empty to start from the weights in"
+        f" model.hf, or write it with `megatron-vl convert --hf {hf_dir} --out {weights_path}`",
+    )
+
+
 def check_outputs(config: TrainConfig) -> None:
     """Raises RunConfigError for folders that cannot be written to and exports that cannot be made."""
     check_output_dir("checkpoint.dir", config.checkpoint.dir)
@@ -301,7 +325,7 @@ def check_output_dir(field_name: str, output_path: str) -> None:
 
 def check_export_weights(config: TrainConfig) -> None:
     """Raises RunConfigError if exports, which use types of tensors, find no weights in ``model.hf``."""
-    if not config.checkpoint.export_hf:
+    if not (config.checkpoint.export_hf or config.eval.answers):
         return
     hf_dir = Path(config.model.hf)
     index_path = hf_dir / "model.safetensors.index.json"
@@ -314,9 +338,9 @@ def check_export_weights(config: TrainConfig) -> None:
     missing_files = sorted(name for name in shard_names if not (hf_dir / name).is_file())
     _refuse_if(
         missing_files,
-        f"checkpoint.export_hf takes names and types of tensors from the weights in model.hf, and {hf_dir}"
-        f" has no {', '.join(missing_files[:1])}; download the whole checkpoint, or set checkpoint.export_hf"
-        " to 0",
+        f"an export takes names and types of tensors from the weights in model.hf, and {hf_dir} has no"
+        f" {', '.join(missing_files[:1])}; download the whole checkpoint, or set checkpoint.export_hf and"
+        " eval.answers to 0",
     )
 
 

@@ -320,6 +320,11 @@ class EvalConfig:
     rows: int = option(64, minimum=1)
     """Number of rows to compute the loss on, over all ranks: the first ones of the split. They stay in host
     memory, pixels included."""
+    answers: int = option(0, minimum=0)
+    """Number of samples, the first ones of the split, that transformers answers with the exported last step
+    when the ranks that `megatron-vl train` started have ended. The command prints how many answers equal
+    their reference; white space around them does not count. The answers are written to
+    checkpoint.dir/hf/step_NNNNNNNN_answers.jsonl. 0: answer none."""
 
 
 @dataclass(frozen=True)

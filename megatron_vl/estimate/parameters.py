@@ -140,6 +140,14 @@ def optimizer_state_bytes(config: TrainConfig) -> tuple[int, int]:
     return 8 + 2 * half_weight_bytes, 8 + half_weight_bytes
 
 
+def checkpoint_bytes(config: TrainConfig, spec: ModelSpec) -> int:
+    """Bytes of a run's checkpoint: its weights, and the optimizer state of what is trained."""
+    saved_count = sum(math.prod(info.shape) for info in trained_table(spec, config.lora).values())
+    # The master weight, and two moments.
+    state_bytes = 4 + 2 * (2 if config.optimizer.moments_dtype == "bfloat16" else 4)
+    return saved_count * bytes_per_element(config) + count_parameters(config, spec)[1] * state_bytes
+
+
 def bytes_per_element(config: TrainConfig) -> int:
     """Bytes of an element of the model's weights and activations."""
     return 2 if config.dtype == "bfloat16" else 4

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_vl.system import progress
+from megatron_vl.system.errors import naming_file
 
 PARTIAL_SUFFIX = ".partial"
 """The end of a file's name until the file is complete."""
@@ -45,7 +46,7 @@ def fsync_file(file_descriptor: int, file_path: Path) -> None:
     Args:
         file_path: the name of the file in the message of a run that ends because its disk does not answer.
     """
-    with progress.waiting_for_disk(file_path):
+    with naming_file(file_path), progress.waiting_for_disk(file_path):
         _flush_in_pieces(file_descriptor, file_path)
         # The pieces are on the disk, but not yet the file's size and the addresses of its blocks.
         os.fsync(file_descriptor)
@@ -105,7 +106,7 @@ def open_new_file(final_path: Path) -> Iterator[BinaryIO]:
     """
     partial_path = final_path.with_name(final_path.name + PARTIAL_SUFFIX)
     try:
-        with partial_path.open("wb") as file:
+        with naming_file(partial_path), partial_path.open("wb") as file:
             yield file
             file.flush()
             fsync_file(file.fileno(), partial_path)

@@ -5,12 +5,13 @@ Any other error is a bug and is shown with its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 TRACEBACK_VARIABLE = "MEGATRON_VL_TRACEBACK"
 """Environment variable: if it is set, errors that a user can fix are shown with a traceback too."""
@@ -72,6 +73,17 @@ def is_machine_fault(error: BaseException) -> bool:
     return isinstance(error, MemoryError | ImportError) or bool(is_memory_text)
 
 
+@contextlib.contextmanager
+def naming_file(file_path: object) -> Iterator[None]:
+    """A context whose OSErrors name a file. Those of a write or of ``fsync`` (a full disk) name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not error.filename:
+            error.filename = str(file_path)
+        raise
+
+
 def retry_machine_faults[Result](read: Callable[[], Result], file_name: object) -> Result:
     """The result of ``read``, which is called again after an OSError that is a fault of the machine.
 
@@ -80,10 +92,9 @@ def retry_machine_faults[Result](read: Callable[[], Result], file_name: object) 
     """
     for wait_s in (*RETRY_WAITS_S, None):
         try:
-            return read()
+            with naming_file(file_name):
+                return read()
         except OSError as error:
-            if wait_s is None and not error.filename:
-                error.filename = str(file_name)
             if wait_s is None or not is_machine_fault(error):
                 raise
         time.sleep(wait_s)

@@ -31,6 +31,7 @@ from megatron_vl.training.lora import (
     with_start_lora,
 )
 from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.training.state.keep import check_free_space
 from megatron_vl.weights.run_folder import SavedCheckpoint, find_latest_checkpoint
 
 
@@ -127,6 +128,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         origin = {"planned": "by FLOPs", "saved": "as it was saved"}[resolved_run.layer_split_origin]
         layers = list(resolved_run.layout.layers_per_chunk)
         run_notes.append(f"decoder layers of the stages {layers}: {origin}")
+    if space_note := check_free_space(config, spec):
+        run_notes.append(f"NOTE: {space_note}")
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
@@ -188,7 +191,8 @@ def read_split_facts(
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
     dataset_description = dataset_description or read_description(config.data.path)
-    splits = sorted({"train", config.eval.split} if config.eval.interval else {"train"})
+    is_read = config.eval.interval or config.eval.answers
+    splits = sorted({"train", config.eval.split} if is_read else {"train"})
     facts_by_split = {split: dataset_description.split_facts(split) for split in splits}
     unsized = find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
     facts_by_split["train"] = dataclasses.replace(

@@ -6,10 +6,9 @@ so that a rank gets bit for bit what ``megatron-vl convert`` would have written.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from converters.hf_checkpoint import HfCheckpoint
-from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
+from megatron_vl.config import RANDOM_WEIGHTS, TrainConfig
+from megatron_vl.config.checks import check_weights_exist
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.lora import check_same_model
 from megatron_vl.weights.canonical_weights import CanonicalWeights
@@ -45,20 +44,9 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeight
         RunConfigError: they do not exist, or are of another model than ``model.hf``.
         WeightsError, FileNotFoundError: they cannot be read.
     """
-    hf_dir, weights_path = config.model.hf, config.model.checkpoint
-    if weights_path == RANDOM_WEIGHTS:
+    if config.model.checkpoint == RANDOM_WEIGHTS:
         return None
-    if not weights_path and not any(Path(hf_dir).glob("*.safetensors")):
-        raise RunConfigError(
-            f"model.checkpoint is empty, and model.hf {hf_dir} holds no weights (*.safetensors); download the"
-            " whole checkpoint, give model.checkpoint a folder that `megatron-vl convert` wrote, or set it to"
-            f" {RANDOM_WEIGHTS} to train from scratch"
-        )
-    if weights_path and not Path(weights_path).exists():
-        raise RunConfigError(
-            f"model.checkpoint {weights_path} does not exist; leave it empty to start from the weights in"
-            f" model.hf, or write it with `megatron-vl convert --hf {hf_dir} --out {weights_path}`"
-        )
+    check_weights_exist(config)
     start_weights = open_start_weights(config, should_verify=False)
     assert start_weights is not None
     if isinstance(start_weights, HfCheckpoint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections import Counter
@@ -20,7 +21,7 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
-from megatron_vl.system.errors import UserError
+from megatron_vl.system.errors import UserError, naming_file
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
 from megatron_vl.weights.trained_media import exported_media
 from megatron_vl.weights.weight_reader import WeightReader
@@ -139,21 +140,24 @@ def encode_prompt(encoder: SampleEncoder, options: GenerateOptions) -> Tokenized
 def answer_dataset(
     answerer: Answerer, config: TrainConfig, out_path: Path, print_line: Callable[[str], None]
 ) -> str:
-    """Answers the samples of ``data.path`` and ``eval.split``, and writes a line of JSON for each.
+    """Answers samples of ``data.path`` and ``eval.split``, and writes a line of JSON for each.
+
+    They are all of them, or the first ``eval.answers``.
 
     Returns:
         A line with the share of answers that equal their reference.
     """
     equal = answered = 0
     left_out: Counter[str] = Counter()
-    for key, sample in _encoded_samples(answerer, config, left_out):
+    samples = _encoded_samples(answerer, config, left_out)
+    for key, sample in itertools.islice(samples, config.eval.answers or None):
         prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
         begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
         reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
         answer = answerer.answer(prompt)[0].answer_text
         prompt_text = answerer.decode(prompt.token_ids)
         line = {"key": key, "prompt": prompt_text, "reference": reference, "answer": answer}
-        with out_path.open("a", encoding="utf-8") as out_file:
+        with naming_file(out_path), out_path.open("a", encoding="utf-8") as out_file:
             print(json.dumps(line, ensure_ascii=False), file=out_file)
         answered += 1
         equal += answer.strip() == reference.strip()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
-from megatron_vl.config.checks import check_inputs
+from megatron_vl.config.checks import check_inputs, check_output_dir, check_weights_exist
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.system.errors import UsageError
+from megatron_vl.system.processes import python_path_with_tools
+from megatron_vl.weights.run_folder import export_dir_path, find_latest_checkpoint
 from toolkit.common.launch import single_rank_variables, usable_gpus
 
-from .launch_environment import LaunchEnvironment, read_launch_environment
+from .launch_environment import TORCHRUN_VARIABLES, LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
-from .prepare import prepare_run
+from .prepare import is_hub_name, is_records, prepare_run
 
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
@@ -35,8 +40,9 @@ def train(options: TrainOptions) -> int:
     Raises:
         UsageError: the options do not fit together, or no run is given.
     """
-    launch_environment = read_launch_environment(os.environ)
+    launch_environment, environment = read_launch_environment(os.environ), dict(os.environ)
     if options.dry_run:
+        _check_files(_read_config(options.fields))
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
@@ -50,7 +56,10 @@ def train(options: TrainOptions) -> int:
             from megatron_vl.launch import main as launch
 
             sys.stdout.flush()
-            return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
+            exit_code = launch([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
+            if exit_code == 0 and _is_first_node(options, launch_environment):
+                _answer_samples(run_args, environment)
+            return exit_code
 
     # From here on, this process is a rank: torchrun or Slurm started it as one, or it is the only one.
     if launch_environment.rank_variables and options.nproc_per_node:
@@ -63,7 +72,34 @@ def train(options: TrainOptions) -> int:
 
     is_rank = launch_environment.is_rank
     os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
-    return main(run_args)
+    exit_code = main(run_args)
+    if exit_code == 0 and os.environ["RANK"] == "0":
+        _answer_samples(run_args, environment)
+    return exit_code
+
+
+def _answer_samples(run_args: list[str], environment: Mapping[str, str]) -> None:
+    """Lets the last step of a run that is done answer ``eval.answers`` samples, unless it has.
+
+    The program that does it takes the place of this process, which frees the memory of a rank.
+    """
+    config = _read_config(run_args)
+    run_dir = Path(config.checkpoint.dir)
+    saved = find_latest_checkpoint(run_dir) if config.eval.answers else None
+    if saved is None:
+        return
+    steps = json.loads((saved.path / "run.json").read_text())["fields"]["steps"]
+    out_path = export_dir_path(run_dir, saved.step).with_name(f"{saved.path.name}_answers.jsonl")
+    num_answered = len(out_path.read_text().splitlines()) if out_path.exists() else 0
+    # A signal may have stopped the run.
+    if saved.step < min(steps, config.stop_after or steps) or num_answered == config.eval.answers:
+        return
+    out_path.unlink(missing_ok=True)
+    words = ["-P", "-m", "toolkit", "generate", "--checkpoint", str(run_dir), "--out", str(out_path)]
+    variables = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
+    variables["PYTHONPATH"] = python_path_with_tools()
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *words, *run_args], variables)
 
 
 def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment) -> bool:
@@ -93,6 +129,7 @@ def _prepare_launch(
         fields of the run as words.
     """
     config = _read_config(options.fields)
+    _check_files(config)
     nnodes = options.nnodes or launch_environment.nnodes
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
@@ -102,10 +139,7 @@ def _prepare_launch(
     run_args = prepare_run(
         options.fields, config, options, is_first_node=_is_first_node(options, launch_environment)
     )
-    config = _read_config(run_args)
-    check_inputs(config)
-    if not config.data.is_synthetic:
-        check_data_path(config.data.path)
+    check_inputs(_read_config(run_args))
 
     # The ranks inherit this environment.
     for name, value in GPU_ENVIRONMENT.items():
@@ -114,6 +148,22 @@ def _prepare_launch(
         return None, run_args
     launcher_arguments = ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node)]
     return [*launcher_arguments, *rendezvous_arguments], run_args
+
+
+def _check_files(config: TrainConfig) -> None:
+    """Refuses what can be seen from the names of files, before torch is imported or data are converted."""
+    if is_records(config.data.path):
+        if not Path(config.data.path).exists():
+            raise RunConfigError(f"data.path {config.data.path} does not exist")
+    elif not config.data.is_synthetic:
+        check_data_path(config.data.path)
+    check_output_dir("checkpoint.dir", config.checkpoint.dir)
+    if is_hub_name(config.model.hf):
+        return
+    check_inputs(config)
+    is_resumed = config.checkpoint.dir and any(Path(config.checkpoint.dir).glob("step_*"))
+    if not config.data.is_synthetic and not is_resumed:
+        check_weights_exist(config)
 
 
 def _read_config(run_args: list[str]) -> TrainConfig:

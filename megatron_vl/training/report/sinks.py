@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_vl.config import TrainConfig
 from megatron_vl.system import durable_files
 from megatron_vl.system.durable_files import drop_incomplete_line
-from megatron_vl.system.errors import UserError
+from megatron_vl.system.errors import UserError, naming_file
 from megatron_vl.system.json_files import write_json
 from megatron_vl.training.report.validations import EVALUATIONS_FILE
 
@@ -107,7 +107,7 @@ class JsonLinesSink(MetricsSink):
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Appends lines of JSON, which has no NaN and no infinity: such numbers of a record become null."""
     # A file name that is no UTF-8 has surrogates in Python; written like this, they are JSON's own escapes.
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+    with naming_file(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         for record in records:
             values = {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value

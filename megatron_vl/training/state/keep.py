@@ -12,6 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.estimate.parameters import checkpoint_bytes
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
 
@@ -65,6 +68,30 @@ def last_good_text(run_dir: Path) -> str:
     if not checkpoints:
         return "there is no earlier checkpoint"
     return f"the last good checkpoint is step {checkpoints[-1].step}"
+
+
+def check_free_space(config: TrainConfig, spec: ModelSpec) -> str:
+    """Compares the free space of ``checkpoint.dir`` with checkpoints. Returns a note if it will not last.
+
+    Raises:
+        RunConfigError: there is no room for one checkpoint.
+    """
+    if not config.checkpoint.dir:
+        return ""
+    run_dir, num_kept = Path(config.checkpoint.dir), config.checkpoint.keep
+    existing_dir = next(part for part in (run_dir, *run_dir.absolute().parents) if part.exists())
+    free_bytes, size = shutil.disk_usage(existing_dir).free, checkpoint_bytes(config, spec)
+    room_text = (
+        f"checkpoint.dir {run_dir}: a checkpoint takes {size / 1e9:.2f} GB, and the disk has"
+        f" {free_bytes / 1e9:.2f} GB free"
+    )
+    if free_bytes < size:
+        raise RunConfigError(f"{room_text}; make room, or give a checkpoint.dir on another disk")
+    # Old ones are deleted once the next one is written.
+    num_more = num_kept + 1 - len(saved_checkpoints(run_dir)) if config.checkpoint.interval else 1
+    if num_kept and free_bytes < num_more * size:
+        return f"{room_text}, but {num_more} more are kept at a time (checkpoint.keep {num_kept})"
+    return ""
 
 
 def delete_checkpoint(path: Path) -> None:

@@ -322,7 +322,9 @@ class CheckpointSaver:
                 self._check_owner()
             except CheckpointError as owner_error:  # its start has deleted the files of this save
                 error_text = str(owner_error)
-            self.save_error = f"checkpoint of step {snapshot.step} could not be written: {error_text}"
+            self.save_error = (
+                f"checkpoint of step {snapshot.step} could not be written to {self.run_dir}: {error_text}"
+            )
             self._mark_failed(partial_dir, error)
 
     def _mark_failed(self, partial_dir: Path, error: BaseException) -> None:
