@@ -40,6 +40,7 @@ from megatron_vl.system.processes import kill_process_tree, list_children
 from megatron_vl.system.signals import (
     STOP_SIGNALS,
     handle_stop_signals,
+    hide_native_warnings,
     note_stop_request,
     set_signal_handler,
     survive_closed_outputs,
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     _launcher_pid = os.getpid()
     argv = list(sys.argv[1:] if argv is None else argv)
     should_fork = argv[:1] == ["--fork"]
+    hide_native_warnings()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError

@@ -19,7 +19,7 @@ from megatron_vl.config import TrainConfig, parse_or_exit
 from megatron_vl.parallel import failures
 from megatron_vl.system import host_memory
 from megatron_vl.system.errors import exit_code_of_error
-from megatron_vl.system.signals import handle_stop_signals, survive_closed_outputs
+from megatron_vl.system.signals import handle_stop_signals, hide_native_warnings, survive_closed_outputs
 
 if TYPE_CHECKING:
     from megatron_vl.spec.families import ModelSpec
@@ -38,6 +38,7 @@ def run_rank(work: Callable[[], None]) -> int:
     :mod:`megatron_vl.parallel.failures`).
     """
     survive_closed_outputs()
+    hide_native_warnings()
     handle_stop_signals()
     faulthandler.enable()  # a crash in native code then prints the Python stack
     try:

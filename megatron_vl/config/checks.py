@@ -355,8 +355,8 @@ def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
         remarks.append("checkpoint.dir is empty: no checkpoint of this run is saved")
     elif not config.checkpoint.interval:
         remarks.append(
-            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}), so a"
-            " run that fails earlier loses everything. Set an interval, for instance"
+            "checkpoint.interval is 0: the only checkpoint is that of the last step"
+            f"{f' ({config.steps})' if config.steps else ''}, so a run that fails earlier loses everything. Set an interval, for instance"
             " --checkpoint.interval 500"
         )
     if not (lora.rank or lora.adapter) and lora != LoraConfig():

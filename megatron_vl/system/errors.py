@@ -40,6 +40,13 @@ _RECORD_ERRNOS = {
     *(errno.EINVAL, errno.EILSEQ),  # a name that the file system cannot hold, or a damaged offset
 }
 """What the system says about a path or a position that a record or an index names."""
+_DISK_REMEDIES = {
+    errno.ENOSPC: "make room on its disk, or give a folder on another one",
+    errno.EDQUOT: "delete files of yours there, or give a folder elsewhere",
+    errno.EROFS: "give a folder that can be written to",
+    errno.EACCES: "give a folder that belongs to you, or ask for access",
+}
+"""What to do about errors of the disk, whose message says only what is wrong."""
 RETRY_WAITS_S = (0.1, 0.5, 2.0)
 """Seconds before each further attempt after a fault of the machine."""
 HOST_MEMORY_PATTERN = re.compile(
@@ -118,6 +125,8 @@ def follows_lost_rank(error: BaseException) -> bool:
 def describe_error(error: BaseException) -> str:
     """The text to show for an error: its message, and for a bug its traceback and how to report it."""
     message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in _DISK_REMEDIES and error.filename:
+        message = f"{error.filename}: {error.strerror}; {_DISK_REMEDIES[error.errno]}"
     if is_user_fixable(error) and not os.environ.get(TRACEBACK_VARIABLE):
         return message
 

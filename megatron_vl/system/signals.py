@@ -110,6 +110,14 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))
 
 
+def hide_native_warnings() -> None:
+    """Hides warnings of torch's C++ unless the user has set their level. Call it before torch is imported.
+
+    If the launcher is killed, each of its connections would print 15 frames before the message of the run.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def survive_closed_outputs() -> None:
     """Lets this process and its forks continue if nobody can read their output any more.
 

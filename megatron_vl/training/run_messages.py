@@ -41,7 +41,7 @@ def run_summary(resolved_run: ResolvedRun, platform: Platform, optimizer: Chaine
     if trained := trained_text(*count_parameters(config, spec)):
         lines.append(trained)
     rates = peak_learning_rates(config)
-    if len(set(rates.values())) > 1:
+    if len(set(rates.values()) - {None}) > 1:
         texts = [f"{part} {'frozen' if rate is None else f'{rate:g}'}" for part, rate in rates.items()]
         lines.append(f"peak learning rates: {', '.join(texts)}")
     coefficient, reason = aux_loss(spec, config.model)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig, TrainConfig
@@ -93,6 +94,7 @@ class Answerer:
     def __init__(
         self, hf_dir: Path, data_config: DataConfig, limits: tuple[int, int], dtype: torch.dtype | None = None
     ) -> None:
+        logging.disable_progress_bar()  # of transformers' loading, which takes a log ten lines
         self.hf_dir, self.limits = hf_dir, limits
         self.encoder = SampleEncoder(hf_dir, data_config)
         self.pixel_norm = read_pixel_norm(hf_dir)

@@ -24,7 +24,7 @@ def generate(options: GenerateOptions) -> int:
     if options.out is not None:
         if not config.data.path or config.data.is_synthetic:
             raise UsageError("--out needs --data.path, the data set whose samples are answered")
-        print(answers.answer_dataset(answerer, config, options.out, print_line))
+        print(f"{answers.answer_dataset(answerer, config, options.out, print_line)} ({options.out})")
         return 0
 
     answer, shortcoming = answerer.answer(answers.encode_prompt(answerer.encoder, options))

@@ -14,6 +14,7 @@ from megatron_vl.config.checks import check_inputs, check_output_dir, check_weig
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.processes import python_path_with_tools
+from megatron_vl.system.signals import hide_native_warnings
 from megatron_vl.weights.run_folder import export_dir_path, find_latest_checkpoint
 from toolkit.common.launch import single_rank_variables, usable_gpus
 
@@ -41,6 +42,7 @@ def train(options: TrainOptions) -> int:
         UsageError: the options do not fit together, or no run is given.
     """
     launch_environment, environment = read_launch_environment(os.environ), dict(os.environ)
+    hide_native_warnings()
     if options.dry_run:
         _check_files(_read_config(options.fields))
         from .dry_run import show_dry_run

@@ -42,6 +42,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.system import durable_files, progress
+from megatron_vl.system.errors import describe_error
 from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.training.report.validations import best_steps
@@ -170,6 +171,11 @@ def _stack_experts(live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
         for place, expert_index in zip(stacks[name], sorted(experts), strict=True):
             place.copy_(experts[expert_index])
     return stacks
+
+
+def short_text(error: BaseException) -> str:
+    """What an error says, without a traceback."""
+    return describe_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 class CheckpointSaver:
@@ -317,7 +323,7 @@ class CheckpointSaver:
 
         except BaseException as error:  # a thread's exception would be lost, so the loop reads save_error
             progress.set_background_task("")
-            error_text = host_memory_message(error) or f"{type(error).__name__}: {error}"
+            error_text = host_memory_message(error) or short_text(error)
             try:
                 self._check_owner()
             except CheckpointError as owner_error:  # its start has deleted the files of this save
@@ -333,7 +339,7 @@ class CheckpointSaver:
         # If not even an empty file can be made, rank 0 will see the missing marker when this rank stops.
         with contextlib.suppress(OSError, MemoryError):
             try:
-                write_json(marker, f"{type(error).__name__}: {error}")
+                write_json(marker, short_text(error))
             except (OSError, MemoryError):  # the message does not fit on the disk, or into memory
                 marker.touch()
 
