@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from megatron.energon.errors import FatalSampleError
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row, padding_token
@@ -211,14 +212,20 @@ class RowEncoder:
         return self.source_names[sample.source_index] if self.source_names else ""
 
     def _log_bad_sample(self, sample: RawSample, reason: str, detail: str) -> None:
-        """Logs the first ten samples of a reason, each once, however often the data set is repeated."""
+        """Logs the first samples of a reason, each once, however often the data set is repeated.
+
+        They are at most ten, whatever the number of the loader's processes.
+        """
         logged = self.logged_samples.setdefault(reason, set())
+        worker = get_worker_info()
+        limit = max(1, MAX_LOGGED_PER_REASON // worker.num_workers) if worker else MAX_LOGGED_PER_REASON
         dataset_name = self._dataset_name(sample)
         name = (dataset_name, sample.shard_name, sample.key)
-        if len(logged) == MAX_LOGGED_PER_REASON or name in logged:
+        if len(logged) == limit or name in logged:
             return
         logged.add(name)
-        note = " (further ones are counted, not logged)" if len(logged) == MAX_LOGGED_PER_REASON else ""
+        process_text = f" by loader process {worker.id}" if worker else ""
+        note = f" (further ones are counted, not logged{process_text})" if len(logged) == limit else ""
         dataset_note = f" of {dataset_name}" if dataset_name else ""
         log.warning("sample %s%s: %s: %s%s", sample.key, dataset_note, reason, detail, note)
 

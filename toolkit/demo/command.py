@@ -40,7 +40,13 @@ def demo(options: DemoOptions) -> int:
     import torch
 
     from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
-    from toolkit.demo.demo_data import conversation_texts, write_raw_data
+    from toolkit.demo.demo_data import (
+        ANSWER_BY_PICTURE,
+        FILE_NAMES,
+        PICTURE_QUESTION,
+        conversation_texts,
+        write_raw_data,
+    )
 
     start_time = time.perf_counter()
     folder, steps = options.dir, options.steps
@@ -89,7 +95,11 @@ def demo(options: DemoOptions) -> int:
     answers = f"--data.path {d}/dataset --eval.split train --out {d}/answers.jsonl"
     run(f"generate --checkpoint {d}/hf_trained {answers} {VIDEO_WORDS}")
     checks += check_answers(folder / "answers.jsonl")
-    return write_report(folder, checks, time.perf_counter() - start_time)
+    exit_code = write_report(folder, checks, time.perf_counter() - start_time)
+    print(f"the trained model answers; the right answer is {ANSWER_BY_PICTURE['chelsea']!r}:")
+    image = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
+    run(f"generate --checkpoint {d}/hf_trained {image} --prompt {shlex.quote(PICTURE_QUESTION)}")
+    return exit_code
 
 
 def start(command: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
