@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import sys
 
 import pytest
@@ -38,6 +39,37 @@ def test_share_rate_and_time_left_are_shown(monkeypatch, is_terminal):
         assert "/s" in line and "records" in line
     else:
         assert "converting: 4.0 MB of 4.0 MB (100 %)" in said and "\n\n" not in said
+
+
+def test_bar_of_a_run_shows_slow_steps_and_the_time_left(monkeypatch):
+    """A step takes three minutes, and the run has done 90 of 100 before this start."""
+    stream = Stream(is_terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    clock = itertools.count(0, 90)
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("rich.console.monotonic", lambda: float(next(clock)))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with progress_bar.progress(100, "steps", "training", done=90, has_lines=False) as advance:
+        for _ in range(4):
+            advance(1)
+        print("step 94/100 | loss 1.0", file=sys.stderr)
+    said = stream.getvalue()
+    last = said[said.rindex("training: 94 of 100 steps (94 %), ") :]
+    assert re.match(r".*, \d+\.0 s each, \d:\d\d:\d\d left ", last), last
+    assert "\r\x1b[2Kstep 94/100 | loss 1.0\n" in said, "the bar makes room for a line"
+    assert said.rindex("\x1b[?25h") > said.index("\x1b[?25l"), "the cursor is not left hidden"
+    assert said.index("\x1b[?25h") < said.index("training: 91"), "not even by a kill"
+
+
+def test_run_prints_its_own_lines_elsewhere(monkeypatch):
+    stream = Stream(is_terminal=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    clock = itertools.count(0, 90)
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
+    with progress_bar.progress(100, "steps", "training", has_lines=False) as advance:
+        advance(1)
+    assert stream.getvalue() == ""
 
 
 def test_short_work_and_an_unknown_total_print_nothing(capsys):

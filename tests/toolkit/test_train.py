@@ -3,6 +3,7 @@ of two ranks."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def inputs(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "data" / ".nv-meta").mkdir(parents=True)
     (folder / "config.json").write_bytes((CONFIGS / "Qwen2.5-VL-7B-Instruct.json").read_bytes())
+    (folder / "model.safetensors").touch()
     return ["--model.hf", str(folder), "--data.path", str(folder / "data")]
 
 
@@ -107,6 +109,45 @@ def test_train_starts_the_ranks_of_one_node(started, inputs):
     assert main(["train", "--nproc-per-node", "4", *inputs, *layout]) == 7
     group = ["--nnodes", "1", "--nproc-per-node", "4", "--standalone"]
     assert started == [[*group, "-m", "megatron_vl.train", *inputs, *layout, "--dtype=float32"]]
+
+
+SLIPS = """
+import json, sys
+from toolkit.cli import main
+for words in json.loads(sys.argv[1]):
+    assert main(["train", *words]), words
+    print("torch" in sys.modules, "pyarrow" in sys.modules)
+"""
+
+
+def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
+    """Importing it takes four seconds, and converting the data may take hours."""
+    records = tmp_path / "records.json"
+    records.write_text("[]")
+    weightless = tmp_path / "weightless"
+    weightless.mkdir()
+    (weightless / "config.json").write_text("{}")
+    model, data = inputs[:2], ["--data.path", str(records)]
+    problems = {
+        "/none.json does not exist": [*model, "--data.path", str(tmp_path / "none.json")],
+        "--data.seqlen is unknown; did you mean --data.seq_len": [*inputs, "--data.seqlen", "9"],
+        "expected a number, got abc": [*inputs, "--optimizer.lr", "abc"],
+        "nothf holds no config.json": ["--model.hf", str(tmp_path / "nothf"), *data],
+        "weightless holds no weights": ["--model.hf", str(weightless), *data],
+        "random does not exist": [*inputs, "--model.checkpoint", str(tmp_path / "random")],
+        "records.json is a file": [*model, *data, "--checkpoint.dir", str(records / "run")],
+        "3 ranks do not divide the world size 4": [*inputs, "--nproc-per-node", "4", "--parallel.tp", "3"],
+        "none does not exist; give a folder": [*model, "--dry-run", "--data.path", str(tmp_path / "none")],
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SLIPS, json.dumps(list(problems.values()))],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == ["False False"] * len(problems), done.stdout + done.stderr
+    for said, problem in zip(done.stderr.splitlines(), problems, strict=True):
+        assert problem in said
 
 
 def test_missing_inputs_are_refused_before_anything_starts(started, inputs, capsys, tmp_path):

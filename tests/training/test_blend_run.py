@@ -71,7 +71,7 @@ def test_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], 
     assert "birds is left out; its position and counts are kept" in went_on
     assert "ships continues: weight 1 (25.0%) becomes weight 2 (66.7%)" in went_on
     assert "has changed" not in back, "the checkpoint of step 2 has the first blend"
-    assert "step      3" in back, back
+    assert "step 3" in back, back
 
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 3]
     one, two, three, four, again = lines

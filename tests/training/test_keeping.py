@@ -85,7 +85,7 @@ def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Pa
     (run / "quarantine.jsonl").write_text('{"step": 3, "ke')
 
     first, second = trainings(prepared, start, start)
-    assert "nothing to do" in first and "step      4/4 | validation loss" in first
+    assert "nothing to do" in first and "step 4/4 | validation loss" in first
     assert "nothing to do" in second and "validation loss" not in second
     kept = {name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in names}
     assert [line["step"] for line in kept["eval.jsonl"]] == [0, 2, 4]
@@ -107,7 +107,7 @@ def test_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], tm
     assert [line["step"] for line in metrics(run, "eval.jsonl")] == [0, 2]
 
     [said] = trainings(prepared, start)
-    assert f"resumed at step 2 from {run}\n" in said and "step      2/4 | validation loss" not in said
+    assert f"resumed at step 2 from {run}\n" in said and "step 2/4 | validation loss" not in said
     abandoned = run / "abandoned" / "after_step_00000002"
     for name in ("step_00000004", "hf/step_00000004"):
         was, files = abandoned / name, [path for path in (run / name).rglob("*") if path.is_file()]

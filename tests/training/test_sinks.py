@@ -38,7 +38,8 @@ HAS_WANDB = _found is not None and _found.origin is not None
 needs_wandb = pytest.mark.skipif(not HAS_WANDB, reason="the extra wandb is not installed")
 
 NUMBERS: dict[str, Any] = {"step": 7, "loss": 1.5, "updated": True, "mfu": None, "lr/vision": 1e-5}
-EVALUATION = ValidationResult(loss=2.5, loss_tokens=20, elapsed_s=0.5)
+NUMBERS["memory_gib"] = 3.5
+EVALUATION = ValidationResult(loss=2.5, loss_tokens=20, elapsed_s=0.5, rows="a1")
 
 
 def fill(sink: MetricsSink) -> None:
@@ -124,7 +125,7 @@ def test_json_lines_hold_every_number(tmp_path: Path) -> None:
     fill(JsonLinesSink(tmp_path))
     assert metrics(tmp_path) == [NUMBERS]
     (line,) = metrics(tmp_path, "eval.jsonl")
-    assert line == {"step": 7, "loss": 2.5, "loss_tokens": 20, "seconds": 0.5}
+    assert line == {"step": 7, "loss": 2.5, "loss_tokens": 20, "seconds": 0.5, "rows": "a1"}
 
 
 def test_json_lines_are_json_where_a_number_is_not_finite(tmp_path: Path) -> None:
@@ -147,8 +148,8 @@ def test_tensorboard_holds_what_can_be_drawn(tmp_path: Path) -> None:
     events.Reload()
     values = {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
     load = {"expert_load/layer_00": 1.5, "expert_load/layer_02": 1.0}
-    drawn = {"loss": 1.5, "updated": 1, "lr/vision": pytest.approx(1e-5), "validation_loss": 2.5}
-    assert values == drawn | load
+    drawn = {"train/loss": 1.5, "train/updated": 1, "train/lr/vision": pytest.approx(1e-5)}
+    assert values == drawn | load | {"speed/memory_gib": 3.5, "val/loss": 2.5}
 
 
 # --- Weights & Biases ---------------------------------------------------------------------------------------

@@ -105,11 +105,11 @@ def test_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
     meter.add(counts_of([1, 0, 0], [30, 0, 0], [40.0, 0.0, 0.0]))
     numbers, words = meter.take_line()
     assert numbers["source/s0/loss"] == 1.5 and numbers["source/s1/loss"] == 0.5
-    assert words == "s0 1.5000 (3, 40), s1 0.5000 (1, 5), s2 - (0, 0)"
+    assert words == "s0 1.5000 (3, 40) | s1 0.5000 (1, 5) | s2 - (0, 0)"
 
     meter.add(counts_of([1000, 0, 0], [2000, 0, 0], [500.0, 0.0, 0.0]))
     numbers, words = meter.take_line()
-    assert words == "s0 0.2500 (1.0k, 2.0k), s1 - (1, 5), s2 - (0, 0)"
+    assert words == "s0 0.2500 (1.0k, 2.0k) | s1 - (1, 5) | s2 - (0, 0)"
     assert numbers == {
         "source/s0/loss": 0.25,
         "source/s0/samples_seen": 1003,
@@ -130,7 +130,7 @@ def test_line_of_two_hundred_sources_is_short_and_has_all_numbers():
     meter.add(counts_of([1] * 200, [2] * 200, [1.0] * 200))
     numbers, words = meter.take_line()
     assert words == (
-        "s196 0.5000 (1, 2), s197 0.5000 (1, 2), s198 0.5000 (1, 2), s199 0.5000 (1, 2),"
+        "s196 0.5000 (1, 2) | s197 0.5000 (1, 2) | s198 0.5000 (1, 2) | s199 0.5000 (1, 2) |"
         " 196 others 0.5000 (196, 392)"
     )
     assert len(numbers) == 3 * 200

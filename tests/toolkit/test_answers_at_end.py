@@ -1,0 +1,90 @@
+"""``eval.answers``: the last step of a run that is done answers samples of the split, in place of the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.config.checks import check_export_weights
+from tests.support.tiny_run import environment, prepare
+from toolkit.train import command
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_run_scores_itself_when_its_ranks_have_ended(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """One rank, and two that the launcher starts: the same samples, each once; white space does not count."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    prepared = prepare(tmp_path / "files", hf, samples=12, val_fraction=0.5)
+    words = ["--model.hf", str(hf), "--data.path", str(prepared["data"]), "--data.seq_len", "128"]
+    words += ["--dtype", "float32", "--steps", "1", "--global_batch_size", "2", "--eval.answers", "2"]
+    keys = []
+    for ranks in (1, 2):
+        run = tmp_path / f"run{ranks}"
+        done = subprocess.run(
+            [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", str(ranks), *words]
+            + ["--checkpoint.dir", str(run)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        out = run / "hf" / "step_00000001_answers.jsonl"
+        assert lines[-1] == f"0 of 2 answers (0.0%) equal their reference ({out})"
+        assert lines.index(f"checkpoints in {run}: [1]") < len(lines) - 1, "the ranks have ended"
+        answers = [json.loads(line) for line in out.read_text().splitlines()]
+        assert all(each.keys() == {"key", "prompt", "reference", "answer"} for each in answers)
+        keys.append([each["key"] for each in answers])
+        assert (run / "hf" / "step_00000001" / "config.json").is_file()
+    assert keys[0] == keys[1] and len(set(keys[0])) == 2
+
+
+def test_only_a_run_that_is_done_is_scored_and_only_once(tmp_path: Path, monkeypatch: Any) -> None:
+    class Replaced(Exception):
+        """This process would be another program now."""
+
+    def execve(program: str, words: list[str], variables: dict[str, str]) -> None:
+        raise Replaced(words, variables)
+
+    monkeypatch.setattr(os, "execve", execve)
+    run, step_dir = tmp_path / "run", tmp_path / "run" / "step_00000004"
+    words = ["--checkpoint.dir", str(run), "--eval.answers", "3"]
+    command._answer_samples(words, {})  # nothing is saved
+    step_dir.mkdir(parents=True)
+    (step_dir / "run.json").write_text(json.dumps({"fields": {"steps": 9}}))
+    command._answer_samples(words, {})  # a signal has stopped it after step 4 of 9
+    with pytest.raises(Replaced):
+        command._answer_samples([*words, "--stop_after", "4"], {})
+
+    (step_dir / "run.json").write_text(json.dumps({"fields": {"steps": 4}}))
+    command._answer_samples(words[:2], {})
+    answers = run / "hf" / "step_00000004_answers.jsonl"
+    answers.parent.mkdir()
+    answers.write_text("{}\n{}\n")
+    with pytest.raises(Replaced) as replaced:  # a kill has left two of three answers
+        command._answer_samples(words, {"RANK": "0", "HOME": "/root"})
+    called, variables = replaced.value.args
+    assert called[-len(words) - 5 :] == ["generate", "--checkpoint", str(run), "--out", str(answers), *words]
+    assert "RANK" not in variables and variables["HOME"] == "/root" and not answers.exists()
+    answers.write_text("{}\n{}\n{}\n")
+    command._answer_samples(words, {})
+
+
+def test_what_answers_need_is_said_before_a_start(tmp_path: Path) -> None:
+    answers = ["--steps", "2", "--eval.answers", "3"]
+    with pytest.raises(RunConfigError, match=r"eval.answers 3 needs checkpoint.dir: the last saved step"):
+        validate_config(parse_config([*answers, "--data.path", "data"]), 1)
+    with pytest.raises(RunConfigError, match=r"eval.answers 3 needs a data set, and data.path is synthetic"):
+        validate_config(parse_config([*answers, "--data.path", "synthetic:text"]), 1)
+    config = parse_config([*answers, "--model.hf", str(tmp_path)])
+    with pytest.raises(RunConfigError, match=r"an export takes names .* has no model.safetensors"):
+        check_export_weights(config)
