@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.trainer import Trainer, TrainingStopped
 from tests.support.ranks import Ended, run_apart, run_function
-from tests.support.tiny_run import options_of
+from tests.support.tiny_run import environment, options_of
 
 PROGRAM = "megatron_vl.train: "
 SECONDS = 20
