@@ -85,8 +85,8 @@ def test_what_a_user_can_fix(error, fixable, code):
         # It may not say who wanted the file.
         (OSError(5, "broken", "a"), "[Errno 5] broken: 'a'\n(MEGATRON_VL_TRACEBACK=1 shows where)\n"),
         (
-            OSError(28, "No space left on device", "runs/a/weights"),
-            "runs/a/weights: No space left on device; make room on its disk, or give a folder on another one\n"
+            OSError(28, "No space left on device", "runs/a"),
+            "runs/a: No space left on device; make room on its disk, or give a folder on another one\n"
             "(MEGATRON_VL_TRACEBACK=1 shows where)\n",
         ),
         (KeyError("rows"), ""),

@@ -30,8 +30,8 @@ from megatron_vl.system import progress
 from megatron_vl.system.errors import describe_error
 from megatron_vl.training.hooks import Hook, Trainer
 from megatron_vl.training.report.sinks import ValidationResult
-from megatron_vl.training.report.validations import read_validations
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
+from megatron_vl.training.state.validations import read_validations
 from megatron_vl.training.step import StepResult, reduce_losses, run_schedule
 
 

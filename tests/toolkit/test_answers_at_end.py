@@ -1,4 +1,4 @@
-"""``eval.answers``: the last step of a run that is done answers samples of the split, in place of the launcher."""
+"""``eval.answers``: the last step of a run that is done answers samples of the split."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ import pytest
 from megatron_vl.config import CheckpointConfig, LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.estimate.parameters import checkpoint_bytes
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.report.validations import EVALUATIONS_FILE, best_steps, read_validations
 from megatron_vl.training.run_messages import end_summary
 from megatron_vl.training.state.keep import check_free_space
 from megatron_vl.training.state.save import CheckpointSaver
+from megatron_vl.training.state.validations import EVALUATIONS_FILE, best_steps, read_validations
 from tests.support.tiny_run import options_of, trainings
 from toolkit.cli import main
 
@@ -71,7 +71,8 @@ def test_run_that_went_back_forgets_what_it_left(tmp_path: Path) -> None:
     save_steps(tmp_path, 20, 30, 40)
     evaluated(tmp_path, (20, 2.0, "a"), (30, 0.1, "a"), (40, 0.2, "a"), (30, 1.9, "a"), (40, 3.0, "a"))
     (tmp_path / EVALUATIONS_FILE).open("a").write('{"step": 50, "lo')  # torn by a kill
-    assert [(each.step, each.loss) for each in read_validations(tmp_path)] == [(20, 2.0), (30, 1.9), (40, 3.0)]
+    left = [(each.step, each.loss) for each in read_validations(tmp_path)]
+    assert left == [(20, 2.0), (30, 1.9), (40, 3.0)]
     assert clean(tmp_path, keep=1) == [30, 40]
     assert read_validations(tmp_path / "none") == []
 

@@ -67,7 +67,7 @@ def test_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], 
     [back] = trainings(prepared, start(first, 3))
     lines += metrics(run)[2:]
     assert "source birds: weight 3, 20 samples, 75.0% of the samples expected" in begun
-    assert "| birds " in begun and ", ships " in begun
+    assert " birds " in begun and "| ships " in begun
     assert "birds is left out; its position and counts are kept" in went_on
     assert "ships continues: weight 1 (25.0%) becomes weight 2 (66.7%)" in went_on
     assert "has changed" not in back, "the checkpoint of step 2 has the first blend"

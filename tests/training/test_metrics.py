@@ -120,7 +120,8 @@ def test_step_fits_in_100_characters_and_has_one_rate(steps: int, capsys: pytest
 
     frozen = {**rates, "lr/language": None, "lr/vision": 2e-6, "memory_gib": 111.04, "mfu": None}
     experts = {"expert_load": 3.44, "expert_rank_load": 1.2, "data_wait_s": 1.5, "step_s": 12.34}
-    log._print_line(numbers | frozen | experts, "charts 0.8 (1.2k, 45.1k) | holidays 1.4 (403, 9.7k)", NOT_FINITE)
+    sources = "charts 0.8 (1.2k, 45.1k) | holidays 1.4 (403, 9.7k)"
+    log._print_line(numbers | frozen | experts, sources, NOT_FINITE)
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 100 and "GiB" not in said, "its peak is printed when it grows"
     for part in ("SKIPPED: ", "lr 2.00e-06", "12.3 s", "530.0 TFLOP/s", "data wait 1500 ms", "rank 1.20x"):

@@ -155,7 +155,7 @@ def _prepare_launch(
 def _check_files(config: TrainConfig) -> None:
     """Refuses what can be seen from the names of files, before torch is imported or data are converted."""
     if is_records(config.data.path):
-        if not Path(config.data.path).exists():
+        if not Path(str(config.data.path)).exists():
             raise RunConfigError(f"data.path {config.data.path} does not exist")
     elif not config.data.is_synthetic:
         check_data_path(config.data.path)

@@ -45,7 +45,6 @@ from megatron_vl.system import durable_files, progress
 from megatron_vl.system.errors import describe_error
 from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.training.out_of_memory import host_memory_message
-from megatron_vl.training.report.validations import best_steps
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.keep import (
     delete_checkpoint,
@@ -64,6 +63,7 @@ from megatron_vl.training.state.optimizer_state import (
     write_hashed_safetensors,
     write_slice_index,
 )
+from megatron_vl.training.state.validations import best_steps
 from megatron_vl.weights.manifest import write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.model_digest import recorded_base
