@@ -45,7 +45,9 @@ def progress(
         return decimal(int(amount)) if unit == "bytes" else f"{amount:,.0f} {unit}"
 
     def rate_text(rate: float) -> str:
-        return f"{1 / rate:.1f} s each" if unit != "bytes" and 0 < rate < 1 else f"{amount_text(rate)}/s"
+        if unit == "bytes" or rate >= 10:
+            return f"{amount_text(rate)}/s"
+        return f"{1 / rate:.1f} s each" if 0 < rate < 1 else f"{rate:.1f} {unit}/s"
 
     def advance(amount: int, note: str = "") -> None:
         nonlocal last_shown
