@@ -204,7 +204,9 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
     except (OSError, sqlite3.Error) as error:  # Energon's index is a database
         is_taken = isinstance(error, FileExistsError) and not error.errno  # a message of open_partial_folder
         advice = "" if is_taken else ". Fix this and start again with the same arguments"
-        raise ConvertError(f"{error}{advice}") from error
+        # A write to a full disk names no file.
+        folder_text = "" if is_taken or getattr(error, "filename", None) else f"{options.dataset_dir}: "
+        raise ConvertError(f"{folder_text}{error}{advice}") from error
     return report
 
 
