@@ -6,14 +6,16 @@ if ! command -v megatron-vl > /dev/null; then
   exit 127
 fi
 
-# config_of qwen2_5_vl_7b prints examples/qwen2_5_vl_7b.yaml; the path of your own YAML is printed unchanged.
+# config_of qwen2_5_vl_7b prints examples/qwen2_5_vl_7b.yaml, config_of pretrain/NAME that of the folder; the path of
+# your own YAML is printed unchanged.
 config_of() {
   local here config
   here=$(dirname "${BASH_SOURCE[0]}")
   config=$1
+  [ -f "$config" ] || config=$here/${1%.yaml}.yaml
   [ -f "$config" ] || config=$here/$(basename "$1" .yaml).yaml
   if [ ! -f "$config" ]; then
-    echo "${0##*/}: $1 is neither a YAML nor one of: $(cd "$here" && echo *.yaml | sed 's/\.yaml//g')" >&2
+    echo "${0##*/}: $1 is neither a YAML nor one of: $(cd "$here" && echo *.yaml pretrain/*.yaml | sed 's/\.yaml//g')" >&2
     exit 2
   fi
   echo "$config"

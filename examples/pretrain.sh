@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Trains a model. Run it on every node of the training: pretrain.sh qwen2_5_vl_7b [--section.field value ...]
+# A stage of pretraining (docs/stages.md): pretrain.sh pretrain/qwen3_vl_8b_1_merger
 #
 #   GPUS         processes on this node (default: one per GPU; required on a node without GPUs)
 #   NNODES       number of nodes (default 1; the YAML's first line says how many GPUs it needs)

@@ -22,6 +22,7 @@ from tests.commands import logical_lines, megatron_vl_command, words_of
 from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
 from toolkit.weights.options import SplitOptions
 
+STAGES = sorted((ROOT / "examples" / "pretrain").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 STARTED = ["convert_then_split.sh", "pretrain.sh", "evaluate.sh", "slurm.sh"]
 WITHOUT_EXAMPLES = {"Qwen3.6-27B", "Qwen3.6-35B-A3B"}
@@ -72,6 +73,31 @@ def test_stated_numbers_are_the_estimate_of_plan(example):
     else:
         assert example.tokens_per_second == pytest.approx(predicted.tokens_per_second, abs=51)
         assert example.mfu == pytest.approx(predicted.mfu, abs=0.0051)
+
+
+@pytest.mark.parametrize("path", STAGES, ids=lambda path: path.stem)
+def test_stages_of_pretraining_state_the_estimate_of_plan(path):
+    stage = read_example(path)
+    layout = run_layout(stage.config, stage.spec, stage.world)
+    predicted = predict_layout(stage.config, stage.spec, stage.world, layout)
+    assert predicted.fits_memory and stage.gib == round(predicted.peak_gib)
+    assert stage.tokens_per_second == pytest.approx(predicted.tokens_per_second, abs=51)
+    assert stage.mfu == pytest.approx(predicted.mfu, abs=0.0051)
+    assert stage.hours == pytest.approx(1e9 / stage.tokens_per_second / 3600, abs=0.06)
+
+
+def test_stages_of_pretraining_follow_each_other():
+    """Each starts from the run of the one before, with other data, the last with longer rows."""
+    runs = {path.stem: read_example(path).config for path in STAGES}
+    for model in ("qwen2_5_vl_3b", "qwen3_vl_8b"):
+        merger, whole, long = (runs[f"{model}_{stage}"] for stage in ("1_merger", "2_all", "3_long"))
+        assert merger.model.freeze_vision and merger.model.freeze_language and not merger.model.freeze_merger
+        assert not any((whole.model.freeze_vision, whole.model.freeze_language, whole.model.freeze_merger))
+        assert not merger.model.checkpoint
+        assert [whole.model.checkpoint, long.model.checkpoint] == [merger.checkpoint.dir, whole.checkpoint.dir]
+        assert len({run.checkpoint.dir for run in (merger, whole, long)}) == 3
+        assert merger.data.path != whole.data.path != long.data.path
+        assert merger.data.seq_len == whole.data.seq_len < long.data.seq_len
 
 
 # --- The tables of docs/families ----------------------------------------------------------------------------
@@ -155,6 +181,8 @@ def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_pa
     words = ["--parallel.tp", "3", "--parallel.pp", "2"]
     done = run("pretrain.sh", "qwen2_vl_7b", *words, folder=tmp_path, GPUS="2")
     assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
+    stage = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words, folder=tmp_path, GPUS="2")
+    assert stage.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in stage.stderr
     # The name as it was once a folder, and more nodes without a meeting point.
     missing = run("pretrain.sh", "examples/qwen2_vl_7b", folder=tmp_path, GPUS="4", NNODES="2")
     assert missing.returncode == 2 and "--master-addr" in missing.stderr
