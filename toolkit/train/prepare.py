@@ -147,7 +147,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
 
     if not records_path.exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
-    reading = {"columns": options.columns, "missing_markers": options.missing_markers}
+    reading = {name: getattr(options, name) for name in ("columns", "missing_markers", "caption_prompt")}
     source_path = dataset_dir / SOURCE_FILE
     if source_path.is_file():
         source = json.loads(source_path.read_text())
