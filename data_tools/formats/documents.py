@@ -36,12 +36,8 @@ def _document(parts: list[dict[str, Any]], field_name: str) -> list[Message]:
     if not any(part["type"] == "text" and part["text"].strip() for part in parts):
         raise RecordError("no text", "the document has no text to train on", field_name)
     content = join_text_parts(parts)
-    return [
-        {
-            "role": "document",
-            "content": [{"type": "text", "text": content}] if isinstance(content, str) else content,
-        }
-    ]
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"role": "document", "content": content}]
 
 
 def _read_text(record: dict[str, Any], reader: RecordReader) -> list[Message]:
@@ -52,10 +48,9 @@ def _read_text(record: dict[str, Any], reader: RecordReader) -> list[Message]:
     text = checked_text(record[field_name] or "", field_name)
     # Texts of the web have <image> and <video> as HTML, or as words.
     reader.markers_are_text |= not any(reader.listed_counts.values())
-    parts = reader.text_parts(text)
-    if not reader.markers_are_text and not MEDIA_MARKER.search(text):
-        parts = [*reader.all_listed_media(), *parts]
-    return _document(parts, field_name)
+    if not reader.markers_are_text and MEDIA_MARKER.search(text):
+        return _document(reader.text_parts(text), field_name)
+    return _document([*reader.all_listed_media(), {"type": "text", "text": text}], field_name)
 
 
 def _listed(record: dict[str, Any], field_name: str) -> list[Any]:
@@ -67,7 +62,8 @@ def _listed(record: dict[str, Any], field_name: str) -> list[Any]:
 
 
 def _read_interleaved(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    texts, parts = _listed(record, "texts"), []
+    texts = _listed(record, "texts")
+    parts: list[dict[str, Any]] = []
     media = {kind: _listed(record, f"{kind}s") for kind in ("image", "video")}
     for kind, listed in media.items():
         if listed and len(listed) != len(texts):
@@ -76,9 +72,8 @@ def _read_interleaved(record: dict[str, Any], reader: RecordReader) -> list[Mess
             )
             raise RecordError("bad document", detail, f"{kind}s")
     for i, text in enumerate(texts):
-        places = [
-            (kind, listed[i]) for kind, listed in media.items() if listed and listed[i] not in EMPTY_VALUES
-        ]
+        listed_here = [(kind, listed[i]) for kind, listed in media.items() if listed]
+        places = [(kind, medium) for kind, medium in listed_here if medium not in EMPTY_VALUES]
         if len(places) + (text not in EMPTY_VALUES) > 1:
             detail = f"place {i} has a text and a medium, or two media; give each a place of its own"
             raise RecordError("bad document", detail, f"texts[{i}]")
@@ -124,15 +119,6 @@ def _sentence_index(info: Any, location: str, num_sentences: int) -> int:
 
 FORMATS = (
     RecordFormat(
-        "document",
-        "text",
-        "text or caption, perhaps with image",
-        lambda record: any(key in record for key in TEXT_FIELDS),
-        _read_text,
-        read_fields=TEXT_FIELDS,
-        is_document=True,
-    ),
-    RecordFormat(
         "interleaved",
         "texts",
         "texts and images with nulls",
@@ -148,6 +134,15 @@ FORMATS = (
         lambda record: isinstance(record.get("text_list"), list),
         _read_mmc4,
         read_fields=("image_info",),
+        is_document=True,
+    ),
+    RecordFormat(
+        "document",
+        "text",
+        "text or caption, perhaps with image",
+        lambda record: any(key in record for key in TEXT_FIELDS),
+        _read_text,
+        read_fields=TEXT_FIELDS,
         is_document=True,
     ),
 )

@@ -42,6 +42,12 @@ FORMS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
         [text("See "), IMAGE, text("here")],
         ["a.png"],
     ),
+    (
+        "document",
+        {"images": ["a.png"], "text": "Of <image> tags", "markers": "text"},
+        [IMAGE, text("Of <image> tags")],
+        ["a.png"],
+    ),
     ("document", {"text": "x", "label": True, "bbox": [1]}, [text("x")], []),
     (
         "interleaved",
@@ -52,6 +58,7 @@ FORMS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
         [text("One"), IMAGE, text("two\n\nThree"), IMAGE],
         ["a.png", "b.png"],
     ),
+    ("interleaved", {"text": None, "texts": ["One"]}, [text("One")], []),
     ("interleaved", {"texts": ["One ", "two", "\nthree"], "images": None}, [text("One two\nthree")], []),
     (
         "interleaved",
@@ -152,12 +159,8 @@ def test_caption_prompt_makes_a_conversation_of_a_caption_alone():
         {"role": "assistant", "content": "A thing.", "loss_weight": 0.5},
     ]
     assert asked.media_references == [("image", "a.png")] and not asked.document
-    for record in (
-        {"text": "no image"},
-        {"images": ["a.png"], "text": "See <image> here"},
-        FORMS[6][1],
-        FORMS[9][1],
-    ):
+    others = [record for name, record, *_ in FORMS if name != "document"]
+    for record in ({"text": "no image"}, {"images": ["a.png"], "text": "See <image> here"}, *others):
         assert read_conversation(record, caption_prompt="What is it?").document
 
 
