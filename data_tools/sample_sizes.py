@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_bytes, refusal_of_error
 from megatron_vl.data.sample.chat import ChatError
+from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -37,9 +38,11 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.sample_sizes import (
+    DOCUMENTS_FILE,
     MEDIUM_DTYPE,
     SAMPLE_DTYPE,
     SHARDS_FILE,
+    TEXT_BEFORE_FILE,
     MediumFields,
     compute_tokenization_id,
     has_stored_sizes,
@@ -196,15 +199,18 @@ def _measure_shards(
     _current_tasks[:] = tasks.values()
     shards: dict[str, dict[str, Any]] = {}
     sample_arrays, media_arrays = [np.zeros(0, SAMPLE_DTYPE)], [np.zeros(0, MEDIUM_DTYPE)]
+    flag_arrays, text_arrays = [np.zeros(0, np.bool_)], [np.zeros(0, np.uint32)]
     media_count = 0
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
-            for name, (samples, media, facts) in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
-                samples["media_end"] += media_count  # counted on from shard to shard
-                media_count += len(media)
-                sample_arrays.append(samples)
-                media_arrays.append(media)
-                shards[name] = facts
+            for name, sizes in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
+                sizes.samples["media_end"] += media_count  # counted on from shard to shard
+                media_count += len(sizes.media)
+                sample_arrays.append(sizes.samples)
+                media_arrays.append(sizes.media)
+                flag_arrays.append(sizes.document_flags)
+                text_arrays.append(sizes.text_before)
+                shards[name] = sizes.facts
                 show_progress(1)
     finally:
         for split_reader in _split_readers.values():
@@ -213,6 +219,10 @@ def _measure_shards(
         _current_tasks.clear()
     np.save(partial_dir / "samples.npy", np.concatenate(sample_arrays))
     np.save(partial_dir / "media.npy", np.concatenate(media_arrays))
+    document_flags = np.concatenate(flag_arrays)
+    if document_flags.any():
+        np.save(partial_dir / DOCUMENTS_FILE, document_flags)
+        np.save(partial_dir / TEXT_BEFORE_FILE, np.concatenate(text_arrays))
     (partial_dir / SHARDS_FILE).write_text(json.dumps({"content": dataset.content_id, "shards": shards}))
 
 
@@ -228,28 +238,56 @@ def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[Any]:
         yield from process_pool.map(_measure_shard, range(num_tasks))
 
 
-def _measure_shard(task_number: int) -> tuple[NDArray[np.void], NDArray[np.void], dict[str, Any]]:
-    """The samples and media of a shard, and its facts. ``media_end`` counts from its first medium."""
+class _ShardSizes(NamedTuple):
+    samples: NDArray[np.void]
+    """``media_end`` counts from the first medium of the shard."""
+    media: NDArray[np.void]
+    document_flags: NDArray[np.bool_]
+    text_before: NDArray[np.uint32]
+    facts: dict[str, Any]
+
+
+class MeasuredSample(NamedTuple):
+    """A sample's sizes. If it cannot be used, all but the reason is 0 or empty."""
+
+    text_tokens: int = 0
+    """Number of tokens of its text."""
+    assistant_turns: int = 0
+    media: NDArray[np.void] = np.zeros(0, MEDIUM_DTYPE)
+    unusable_reason: str = ""
+    is_document: bool = False
+    text_before: NDArray[np.uint32] = np.zeros(0, np.uint32)
+    """uint32 [media]: number of tokens of a document's text before each medium."""
+
+
+def _measure_shard(task_number: int) -> _ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
         split_reader = _split_readers[task.source.split] = SampleReader(task.source)
 
-    sample_rows = []
-    media_arrays = [np.zeros(0, MEDIUM_DTYPE)]
+    sample_rows, document_flags = [], []
+    media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
     unusable_reasons: Counter[str] = Counter()
     media_count = all_turns = 0
     for sample_index in task.sample_indices:
-        sample = _read_sample(split_reader, sample_index)
-        text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(task.encoder, sample)
-        all_turns += assistant_turns
-        if unusable_reason:
-            unusable_reasons[unusable_reason] += 1
-        media_arrays.append(sample_media)
-        media_count += len(sample_media)
-        sample_rows.append((text_tokens, media_count))
+        sample = measure_sample(task.encoder, _read_sample(split_reader, sample_index))
+        all_turns += sample.assistant_turns
+        if sample.unusable_reason:
+            unusable_reasons[sample.unusable_reason] += 1
+        media_arrays.append(sample.media)
+        text_arrays.append(sample.text_before)
+        media_count += len(sample.media)
+        sample_rows.append((sample.text_tokens, media_count))
+        document_flags.append(sample.is_document)
     facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
-    return np.array(sample_rows, SAMPLE_DTYPE), np.concatenate(media_arrays), facts
+    return _ShardSizes(
+        np.array(sample_rows, SAMPLE_DTYPE),
+        np.concatenate(media_arrays),
+        np.array(document_flags, np.bool_),
+        np.concatenate(text_arrays),
+        facts,
+    )
 
 
 def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | None:
@@ -266,28 +304,29 @@ def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | N
     return sample
 
 
-def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
+def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSample:
     """Measures a sample without decoding its media.
 
     Args:
         sample: None: the data set's description excludes it.
 
-    Returns:
-        The number of tokens of its text, the number of the assistant's turns, its media as
-        :data:`MEDIUM_DTYPE`, and why it cannot be used. If there is such a reason, all else is 0 or empty.
-
     Raises:
         SizesWriteError: files or memory fail, which says nothing about the sample.
     """
-    no_media = np.zeros(0, MEDIUM_DTYPE)
     if sample is None:
-        return 0, 0, no_media, ""
+        return MeasuredSample()
     chat_encoder = encoder.chat_encoder
     try:
         record = json.loads(checked_json_bytes(sample))
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
-        token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
+        text_before = np.zeros(len(media), np.uint32)
+        if "document" in record:
+            token_ids, _, spans = encode_document(chat_encoder, record["document"], grids)
+            media_tokens = np.array([end - start for start, end in spans], np.int64)
+            text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
+        else:
+            token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
@@ -295,9 +334,10 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
                 f"sample {sample.key}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
-        return 0, 0, no_media, refusal_of_error(error).reason
+        return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
     text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids))
-    return text_tokens, sum(message.get("role") == "assistant" for message in record["messages"]), media, ""
+    turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
+    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before)
 
 
 def _medium_row(item: dict[str, Any]) -> MediumFields:
