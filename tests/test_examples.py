@@ -45,7 +45,7 @@ def test_yaml_fits_the_released_model(example):
     assert example.name.startswith(spec.family.removesuffix("_moe"))
     assert validate_config(config, example.world) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
-    assert config.model.checkpoint and config.data.path and config.checkpoint.dir
+    assert not config.model.checkpoint and config.data.path and config.checkpoint.dir
 
 
 def test_split_takes_the_layout_of_the_yaml(example):
