@@ -1,6 +1,7 @@
 """Writes the demo's conversations as ShareGPT JSON, with image and video files.
 
-The images are photographs of scikit-image or, if it is not installed, drawings. The video is a file of this package.
+The images are photographs of scikit-image or, if it is not installed, drawings. The video is a file of
+this package, because encoders write other bytes on other machines.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ DEMO_CONVERSATIONS: list[tuple[str, dict[str, Any], str]] = [
 """Id, media in the order of the text, and turns. The first five differ in their image and answer alone."""
 
 VIDEO_FILE = Path(__file__).parent.parent / "resources" / "camera_pan.mp4"
-"""Three seconds of a pan over a photograph, 8 frames a second. Encoders write other bytes on other machines."""
+"""Three seconds of a pan over a photograph, 8 frames a second (H.264)."""
 
 
 def write_raw_data(raw_dir: Path) -> Path:
