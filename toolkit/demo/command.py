@@ -37,7 +37,7 @@ Check = tuple[str, str, bool]  # what was checked, what was measured, whether it
 
 def demo(options: DemoOptions) -> int:
     """Empties the folder and runs every command in it. Returns exit code 1 if a check fails."""
-    from toolkit.demo.demo_data import write_raw_data
+    from toolkit.demo.demo_data import ANSWER_BY_PICTURE, FILE_NAMES, PICTURE_QUESTION, write_raw_data
 
     start_time = time.perf_counter()
     folder, steps = options.dir, options.steps
@@ -85,7 +85,11 @@ def demo(options: DemoOptions) -> int:
     answers = f"--data.path {d}/dataset --eval.split train --out {d}/answers.jsonl"
     run(f"generate --checkpoint {d}/hf_trained {answers} {VIDEO_WORDS}")
     checks += check_answers(folder / "answers.jsonl")
-    return write_report(folder, checks, time.perf_counter() - start_time)
+    exit_code = write_report(folder, checks, time.perf_counter() - start_time)
+    print(f"Ask it yourself. Its answer was taught as: {ANSWER_BY_PICTURE['chelsea']}")
+    picture = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
+    run(f"generate --checkpoint {d}/hf_trained {picture} --prompt {shlex.quote(PICTURE_QUESTION)}")
+    return exit_code
 
 
 def write_demo_checkpoint(hf_dir: Path) -> None:
