@@ -3,6 +3,7 @@ and working scripts."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from megatron_vl.estimate.step import predict_layout
 from megatron_vl.spec.families import FAMILIES
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.commands import logical_lines, megatron_vl_command, words_of
+from tests.commands import logical_lines, megatron_vl_command, trainer_config, words_of
 from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
 from toolkit.weights.options import SplitOptions
 
@@ -107,6 +108,44 @@ def test_family_pages_say_what_the_yaml_says(example):
     assert named == {name: size for name, size in sizes.items() if size > 1}
     split = re.search(r"layers (\d+(?: \+ \d+)+)", layout)
     assert not split or [int(number) for number in split[1].split(" + ")] == p.layers
+
+
+# --- The notebook -------------------------------------------------------------------------------------------
+
+
+def code_cells() -> list[str]:
+    """The code of its cells, with continued lines joined."""
+    notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [re.sub(r"\\\n\s*", "", cell) for cell in cells]
+
+
+def run_shell(line: re.Match[str]) -> str:
+    """A ``!command`` as IPython runs it, except that it may not fail."""
+    return f"__import__('subprocess').run({line[1]!r}, shell=True, check=True)"
+
+
+def test_notebook_has_valid_commands_and_no_outputs():
+    text = (ROOT / "examples" / "first_run.ipynb").read_text()
+    commands = [line for cell in code_cells() for line in cell.splitlines() if line.startswith("!")]
+    assert [line.split()[1] for line in commands] == ["train", "export", "generate"]
+    training = trainer_config(commands[0][1:])
+    assert training is not None
+    validate_config(training[0], 1)
+    for line in commands[1:]:
+        megatron_vl_command(line[1:])
+    assert [cell["outputs"] for cell in json.loads(text)["cells"] if "outputs" in cell] == [[]] * 4
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_notebook_runs_and_ends_with_the_right_answer(tmp_path):
+    (tmp_path / "cells.py").write_text(re.sub(r"^!(.*)$", run_shell, "\n\n".join(code_cells()), flags=re.M))
+    env = environment(MPLBACKEND="Agg", PYTHONPATH=ROOT)
+    command = [sys.executable, "cells.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == "A tabby cat that looks straight at you."
 
 
 # --- The scripts --------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
