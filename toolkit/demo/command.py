@@ -86,9 +86,9 @@ def demo(options: DemoOptions) -> int:
     run(f"generate --checkpoint {d}/hf_trained {answers} {VIDEO_WORDS}")
     checks += check_answers(folder / "answers.jsonl")
     exit_code = write_report(folder, checks, time.perf_counter() - start_time)
-    print(f"Ask it yourself. Its answer was taught as: {ANSWER_BY_PICTURE['chelsea']}")
-    picture = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
-    run(f"generate --checkpoint {d}/hf_trained {picture} --prompt {shlex.quote(PICTURE_QUESTION)}")
+    print(f"the trained model answers; the right answer is {ANSWER_BY_PICTURE['chelsea']!r}:")
+    image = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
+    run(f"generate --checkpoint {d}/hf_trained {image} --prompt {shlex.quote(PICTURE_QUESTION)}")
     return exit_code
 
 
