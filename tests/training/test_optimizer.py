@@ -85,6 +85,8 @@ def test_schedule_whose_parts_do_not_fit_is_refused() -> None:
     ):
         with pytest.raises(RunConfigError, match=stated):
             validate_config(TrainConfig(steps=10, optimizer=OptimizerConfig(**fields)), 1)
+    # A pass over the data has steps that are counted, and checked, later.
+    validate_config(TrainConfig(optimizer=OptimizerConfig(schedule="wsd", warmup_steps=8, decay_steps=3)), 1)
     fitting = {"schedule": "wsd", "warmup_steps": 7, "decay_steps": 3}
     validate_config(TrainConfig(steps=10, optimizer=OptimizerConfig(**fitting)), 1)
 
