@@ -21,7 +21,7 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
-from megatron_vl.system.json_files import write_json
+from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import file_entry, rank_file_name, write_manifest
@@ -374,8 +374,7 @@ def _write_hf_folder(
             copied_path = conversion_output.path / relative_path
             copied_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
-        if training_facts:
-            write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
+        _write_export_facts(conversion_output.path, training_facts)
 
     report = _make_report(output_dir, conversion_output, write_seconds)
     report.cast = _count_casts(source, hf_checkpoint)
@@ -435,6 +434,11 @@ def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint)
     elif isinstance(trained_source, PeftAdapters):
         media_limits = exported_media(trained_source.path)
     return media_entry(media_limits or exported_media(hf_checkpoint.path))
+
+
+def _write_export_facts(export_dir: Path, facts: dict[str, Any]) -> None:
+    if facts:
+        write_json(export_dir / EXPORT_FACTS_FILE, facts | {"digest": manifest_digest(facts)})
 
 
 def _check_same_model(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> None:
@@ -532,8 +536,7 @@ def export_adapter(
             output.writer_by_file[ADAPTER_FILE].write_tensor(key, [tensor])
         output.commit_files()
         write_json(output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
-        if training_facts:
-            write_json(output.path / EXPORT_FACTS_FILE, training_facts)
+        _write_export_facts(output.path, training_facts)
 
     return _make_report(output_dir, output, time.monotonic() - start_time)
 

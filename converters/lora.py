@@ -27,9 +27,8 @@ from megatron_vl.spec.lora import (
 )
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.model_digest import LoraBase, recorded_base
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, matrix_shape
-from megatron_vl.weights.trained_media import read_json_object
+from megatron_vl.weights.trained_media import read_export_facts
 from megatron_vl.weights.weight_reader import WeightReader, read_lora
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
@@ -169,7 +168,7 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
     @property
     def lora_base(self) -> LoraBase:
         """The weights that the adapter was trained on. Only folders that this project exported name them."""
-        return recorded_base(read_json_object(self.path / EXPORT_FACTS_FILE))
+        return recorded_base(read_export_facts(self.path))
 
     def fingerprint(self) -> dict[str, str]:
         """The settings, and the weights' header, size and modification time."""

@@ -144,9 +144,9 @@ def shortest_suffixes(module_names: Iterable[str], spec: ModelSpec) -> list[str]
 
 
 def _name_suffixes(module_name: str) -> list[str]:
-    """``proj``, ``attn.proj``, ... up to the whole name."""
+    """``proj``, ``attn.proj``, ``blocks.0.attn.proj`` ... to the whole name; none begins with a number."""
     words = module_name.split(".")
-    return [".".join(words[start:]) for start in reversed(range(len(words)))]
+    return [".".join(words[start:]) for start in reversed(range(len(words))) if not words[start].isdigit()]
 
 
 # --- Reading ------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
 #   HF      Hugging Face folder (default: model.hf of the YAML)
 #   FULL    unsplit Megatron weights (default: checkpoints/NAME-full), which are converted unless they exist; those that
 #           exist must be the weights of HF
-#   SHARDS  weights in the layout of the YAML (default: its model.checkpoint)
+#   SHARDS  weights in the layout of the YAML (default: checkpoints/NAME-shards). A run starts from them with
+#           --model.checkpoint; without it, from the Hugging Face folder.
 set -euo pipefail
 if [ -z "${1:-}" ]; then
   echo "usage: convert_then_split.sh NAME|RUN.yaml" >&2
@@ -16,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 config=$(config_of "$1")
 HF=${HF:-$(field "$config" model.hf)}
 FULL=${FULL:-checkpoints/$(basename "$config" .yaml)-full}
-SHARDS=${SHARDS:-$(field "$config" model.checkpoint)}
+SHARDS=${SHARDS:-checkpoints/$(basename "$config" .yaml)-shards}
 
 if [ -e "$FULL" ]; then
   echo "$FULL exists: it is compared with $HF, and then split"

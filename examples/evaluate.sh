@@ -3,7 +3,8 @@
 # scores, and scores the trained checkpoint if there is one. It needs the eval extra.
 #   evaluate.sh qwen2_5_vl_7b [options of `megatron-vl evaluate`]
 #
-#   HF, SHARDS, RUN  folders (default: model.hf, model.checkpoint and checkpoint.dir of the YAML)
+#   HF, RUN          folders (default: model.hf and checkpoint.dir of the YAML)
+#   SHARDS           weights that convert_then_split.sh wrote (default: checkpoints/NAME-shards)
 #   DATA             data set of VLMEvalKit, or your own table (default MMBench_DEV_EN_V11)
 #   OUT              folder of the exports and the report (default: evaluation/NAME)
 set -euo pipefail
@@ -15,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 config=$(config_of "$1")
 shift
 HF=${HF:-$(field "$config" model.hf)}
-SHARDS=${SHARDS:-$(field "$config" model.checkpoint)}
+SHARDS=${SHARDS:-checkpoints/$(basename "$config" .yaml)-shards}
 RUN=${RUN:-$(field "$config" checkpoint.dir)}
 DATA=${DATA:-MMBench_DEV_EN_V11}
 OUT=${OUT:-evaluation/$(basename "$config" .yaml)}

@@ -23,6 +23,10 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
 def test_image_installs_the_pinned_stack(name: str):
+    assert "has not been" in (ROOT / name).read_text()
+    assert re.search(
+        r"`Dockerfile`.*`Dockerfile.cpu`.*neither was built", (ROOT / "docs/quickstart-gpu.md").read_text()
+    )
     found = instructions(name)
     assert found[0][0] == "FROM" and {word for word, _ in found} <= INSTRUCTIONS
     base = found[0][1]

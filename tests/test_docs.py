@@ -25,6 +25,7 @@ import pytest
 
 from megatron_vl.config import field_types, parse_config, validate_config
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
+from toolkit.demo.command import write_demo_checkpoint
 from toolkit.demo.demo_data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +105,8 @@ def test_commands_are_valid(document, line):
         assert run.is_file() or words[1] == "RUN.yaml"
         if program.endswith("pretrain.sh") and run.is_file():
             parse_config(["--config", str(run), *words[2:]])
+    elif program == "hf":
+        assert words[1] == "download" and words[-2] == "--local-dir"
     elif program in ("pip", "pre-commit", "source", "python") or words[1:3] == ["-m", "pytest"]:
         for word in words[1:]:
             assert not word.startswith(("tests/", "constraints")) or (ROOT / word).exists()
@@ -115,11 +118,15 @@ def test_commands_are_valid(document, line):
         )
 
 
+LOSS = re.compile(r"^step +\d+/\d+ \| loss ([\d.]+)", re.MULTILINE)
+
+
 @pytest.mark.parametrize("document", checked_documents())
 def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
+    write_demo_checkpoint(tmp_path / "checkpoints" / "tiny")
     write_raw_data(tmp_path / "data")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
@@ -129,6 +136,11 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     if "megatron-vl verify" in script:
         assert "identical" in done.stdout
+    if document == ROOT / "README.md":
+        lora = (ROOT / "docs" / "lora.md").read_text().partition("The losses of its four steps are")[2]
+        printed = LOSS.findall(document.read_text()) + re.findall(r"\d\.\d{4}", lora)[:4]
+        shown = list(map(float, LOSS.findall(done.stdout)))
+        assert len(shown) == 8 and list(map(float, printed)) == pytest.approx(shown, rel=0, abs=1e-4)
 
 
 def test_marks_of_checked_blocks_are_recognized():

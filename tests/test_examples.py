@@ -3,6 +3,7 @@ and working scripts."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import validate_config
+from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.estimate.step import predict_layout
 from megatron_vl.spec.families import FAMILIES
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.commands import logical_lines, megatron_vl_command, words_of
+from tests.commands import logical_lines, megatron_vl_command, trainer_config, words_of
 from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
 from toolkit.weights.options import SplitOptions
 
@@ -46,7 +48,7 @@ def test_yaml_fits_the_released_model(example):
     assert example.name.startswith(spec.family.removesuffix("_moe"))
     assert validate_config(config, example.world) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
-    assert config.model.checkpoint and config.data.path and config.checkpoint.dir
+    assert not config.model.checkpoint and config.data.path and config.checkpoint.dir
 
 
 def test_split_takes_the_layout_of_the_yaml(example):
@@ -63,8 +65,8 @@ def test_split_takes_the_layout_of_the_yaml(example):
 def test_stated_numbers_are_the_estimate_of_plan(example):
     """tests/estimate compares the estimate with what was measured and with counts by hand."""
     layout = run_layout(example.config, example.spec, example.world)
-    predicted = predict_layout(example.config, example.spec, example.world, layout)
-    assert example.gpu == "H200 (141 GB)" and predicted.fits_memory
+    predicted = predict_layout(example.config, example.spec, example.world, layout, find_gpu(example.gpu))
+    assert example.gpu in ("H200 (141 GB)", "RTX 4090 (24 GB)") and predicted.fits_memory
     assert example.gib == round(predicted.peak_gib)
     assert example.hours == pytest.approx(1e9 / example.tokens_per_second / 3600, abs=0.06)
     if example.measured_per_gpu:
@@ -94,10 +96,19 @@ def test_stages_of_pretraining_follow_each_other():
         assert merger.model.freeze_vision and merger.model.freeze_language and not merger.model.freeze_merger
         assert not any((whole.model.freeze_vision, whole.model.freeze_language, whole.model.freeze_merger))
         assert not merger.model.checkpoint
-        assert [whole.model.checkpoint, long.model.checkpoint] == [merger.checkpoint.dir, whole.checkpoint.dir]
+        assert whole.model.checkpoint == merger.checkpoint.dir and long.model.checkpoint == whole.checkpoint.dir
         assert len({run.checkpoint.dir for run in (merger, whole, long)}) == 3
         assert merger.data.path != whole.data.path != long.data.path
         assert merger.data.seq_len == whole.data.seq_len < long.data.seq_len
+
+
+def test_lora_of_the_3b_leaves_room_on_a_card_of_24_gb():
+    """A quarter of the card, which the driver, CUDA and a longer row than estimated may take."""
+    [path] = [path for path in EXAMPLES if path.stem == "qwen2_5_vl_3b_lora_24gb"]
+    example = read_example(path)
+    assert example.config.lora.rank and "3B" in example.config.model.hf
+    assert example.gib <= 0.75 * find_gpu(example.gpu).memory_gib
+    assert f"examples/{path.name}" in (ROOT / "docs" / "which-gpu.md").read_text()
 
 
 # --- The tables of docs/families ----------------------------------------------------------------------------
@@ -113,7 +124,7 @@ def family_rows() -> dict[str, list[str]]:
 
 def test_family_pages_say_what_the_yaml_says(example):
     gpus, layout, memory, speed, hours = family_rows()[example.name]
-    assert gpus == f"{example.world} {example.gpu.split()[0]}" and memory == f"{example.gib} GiB"
+    assert gpus == f"{example.world} {example.gpu.partition(' (')[0]}" and memory == f"{example.gib} GiB"
     assert speed.split(", ")[0] == f"{example.tokens_per_second:,}" and hours == f"{example.hours:.1f}"
     assert ("measured" in speed) == bool(example.measured_per_gpu)
 
@@ -123,6 +134,44 @@ def test_family_pages_say_what_the_yaml_says(example):
     assert named == {name: size for name, size in sizes.items() if size > 1}
     split = re.search(r"layers (\d+(?: \+ \d+)+)", layout)
     assert not split or [int(number) for number in split[1].split(" + ")] == p.layers
+
+
+# --- The notebook -------------------------------------------------------------------------------------------
+
+
+def code_cells() -> list[str]:
+    """The code of its cells, with continued lines joined."""
+    notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [re.sub(r"\\\n\s*", "", cell) for cell in cells]
+
+
+def run_shell(line: re.Match[str]) -> str:
+    """A ``!command`` as IPython runs it, except that it may not fail."""
+    return f"__import__('subprocess').run({line[1]!r}, shell=True, check=True)"
+
+
+def test_notebook_has_valid_commands_and_no_outputs():
+    text = (ROOT / "examples" / "first_run.ipynb").read_text()
+    commands = [line for cell in code_cells() for line in cell.splitlines() if line.startswith("!")]
+    assert [line.split()[1] for line in commands] == ["train", "export", "generate"]
+    training = trainer_config(commands[0][1:])
+    assert training is not None
+    validate_config(training[0], 1)
+    for line in commands[1:]:
+        megatron_vl_command(line[1:])
+    assert [cell["outputs"] for cell in json.loads(text)["cells"] if "outputs" in cell] == [[]] * 4
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_notebook_runs_and_ends_with_the_right_answer(tmp_path):
+    (tmp_path / "cells.py").write_text(re.sub(r"^!(.*)$", run_shell, "\n\n".join(code_cells()), flags=re.M))
+    env = environment(MPLBACKEND="Agg", PYTHONPATH=ROOT)
+    command = [sys.executable, "cells.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == "A tabby cat that looks straight at you."
 
 
 # --- The scripts --------------------------------------------------------------------------------------------

@@ -139,6 +139,16 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
         steps and warmup_steps and warmup_steps >= steps,
         f"optimizer.warmup_steps {warmup_steps} must be below steps {steps}",
     )
+    schedule, decay_steps = config.optimizer.schedule, config.optimizer.decay_steps
+    _refuse_if(
+        decay_steps and schedule != "wsd",
+        f"optimizer.decay_steps {decay_steps} needs optimizer.schedule wsd; {schedule} has no such steps",
+    )
+    _refuse_if(
+        steps and decay_steps and config.warmup_steps + decay_steps > steps,
+        f"optimizer.decay_steps {decay_steps} and {config.warmup_steps} steps of warm-up are more than steps"
+        f" {steps}",
+    )
     _refuse_if(
         steps and (config.stop_after or 0) > steps,
         f"stop_after {config.stop_after} must not be above steps {steps}; raise steps to go on",

@@ -266,9 +266,12 @@ class OptimizerConfig:
     merger_lr: float | None = option(None, minimum=0)
     """Peak learning rate of the merger. Empty: lr. 0: its weights do not change."""
     min_lr_ratio: float = option(0.1, minimum=0, maximum=1)
-    """Final learning rate as a fraction of the peak (cosine)."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    """Final learning rate as a fraction of the peak (all schedules but constant)."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up. wsd (warm-up, stable, decay): constant, then linear to the
+    end."""
+    decay_steps: int | None = option(None, minimum=1)
+    """Last steps of the run, in which wsd decays. Empty: a tenth of the run's steps."""
     warmup_steps: int | None = option(None, minimum=0)
     """Steps of linear warm-up: of n steps, the first has 1/n of the rate, and the last the whole. Empty: 3 %
     of the run's steps."""
@@ -424,6 +427,11 @@ class TrainConfig:
     """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the random initial weights."""
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps of wsd's decay of a run whose ``steps`` are known."""
+        return self.optimizer.decay_steps or max(1, self.steps // 10)
 
     @property
     def warmup_steps(self) -> int:

@@ -219,18 +219,21 @@ class _ModelBuilder:
             gathers_keys=gathers_keys,
         )
         backend = choose()
-        if backend != "flash_attn":
+        if self.platform.name == "cpu":
             return backend
 
         query_heads, key_value_heads = attention_heads(self.spec, self.layout)
-        is_right = flash_attention_is_right(query_heads // key_value_heads, head_dim, gathers_keys)
+        has_flash = backend == "flash_attn"
+        is_right = has_flash and flash_attention_is_right(
+            query_heads // key_value_heads, head_dim, gathers_keys
+        )
         # Ranks may have other GPUs, and all must compute with one backend.
         right_everywhere = torch.tensor(int(is_right), device=self.platform.device)
         dist.all_reduce(right_everywhere, dist.ReduceOp.MIN)
         if right_everywhere:
             return backend
         backend = choose(tries_flash_attention=False)
-        if dist.get_rank() == 0:
+        if has_flash and dist.get_rank() == 0:
             print(
                 f"NOTE: on a GPU of this run, FlashAttention-4 computes wrong gradients for heads of"
                 f" {head_dim}; the language model takes {backend} instead",

@@ -163,6 +163,10 @@ def vision_config(
     )
 
 
+FP8_CAPABILITY = (9, 0)
+"""Hopper. FP8 of Ada (8.9) was never tried."""
+
+
 def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
     fp8_recipe = config.fp8.recipe
     if fp8_recipe == "none":
@@ -170,6 +174,11 @@ def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
     if not platform.has_transformer_engine or config.dtype != "bfloat16":
         raise RunConfigError(
             f"fp8.recipe {fp8_recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none"
+        )
+    if platform.capability < FP8_CAPABILITY:
+        raise RunConfigError(
+            f"fp8.recipe {fp8_recipe} needs Hopper (compute capability 9.0) or later, and this GPU has"
+            f" {platform.capability[0]}.{platform.capability[1]}; set fp8.recipe to none"
         )
     return {"fp8": "hybrid", "fp8_recipe": fp8_recipe}
 

@@ -13,6 +13,9 @@ import torch
 from megatron_vl.core_fixes.core_version import check_core_version
 from megatron_vl.system.errors import UserError
 
+OLDEST_CAPABILITY = (8, 0)
+"""Ampere. Volta (7.0) and Turing (7.5) have no bfloat16 in Tensor Cores, and no fused attention."""
+
 
 class PlatformError(UserError, RuntimeError):
     """This machine or process cannot run on the requested platform."""
@@ -28,6 +31,8 @@ class Platform:
     """torch.distributed backend: ``nccl`` or ``gloo``."""
     has_transformer_engine: bool
     """Whether modules come from Transformer Engine."""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability of this process's GPU: (9, 0) is Hopper. (0, 0) on CPU."""
 
     @property
     def device(self) -> torch.device:
@@ -72,8 +77,8 @@ def get_platform(platform_name: str = "auto") -> Platform:
 
     Raises:
         CoreVersionError: this version of Megatron-core was never tested with this toolkit.
-        PlatformError: there is no GPU for ``cuda``, Transformer Engine cannot be imported on CUDA, or an
-            earlier call chose another platform.
+        PlatformError: there is no GPU for ``cuda``, it is too old, Transformer Engine cannot be imported on
+            CUDA, or an earlier call chose another platform.
     """
     global _process_platform
     if _process_platform is None:
@@ -99,10 +104,16 @@ def _make_platform(platform_name: str) -> Platform:
         raise PlatformError(f"platform {platform_name!r} is unknown; valid: auto, cuda, cpu")
     if not torch.cuda.is_available():
         raise PlatformError("platform cuda was requested, but torch sees no GPU; use platform: cpu")
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_CAPABILITY:
+        raise PlatformError(
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]};"
+            " Transformer Engine and bfloat16 need 8.0 (Ampere) or later. Use another GPU, or platform: cpu"
+        )
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
         raise PlatformError(
             f"Transformer Engine cannot be imported ({error}); install it with: pip install -e .[gpu]"
         ) from error
-    return Platform("cuda", "nccl", True)
+    return Platform("cuda", "nccl", True, capability)

@@ -117,19 +117,21 @@ def _chained_core_optimizer(
 def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
     """The rate at the zero-based ``step`` of a part of the model whose highest rate is ``peak_rate``.
 
-    After a linear warm-up, it is constant, or follows a cosine to ``min_lr_ratio`` of the peak. The first
-    step of a warm-up of n steps has the rate ``peak_rate / n``, and the n-th has ``peak_rate``. The last step
-    of the run has almost the final rate. The rate depends on the step alone, so a resumed run needs no state
-    of the schedule.
+    After a linear warm-up, it is constant, or falls to ``min_lr_ratio`` of the peak: along a cosine, along a
+    line, or along a line over the last ``decay_steps`` alone (wsd). The first step of a warm-up of n steps
+    has the rate ``peak_rate / n``, and the n-th has ``peak_rate``. The last step of the run has almost the
+    final rate. The rate depends on the step alone, so a resumed run needs no state of the schedule.
     """
-    schedule, warmup_steps = config.optimizer.schedule, config.warmup_steps
+    schedule, warmup_steps, steps = config.optimizer.schedule, config.warmup_steps, config.steps
     if step < warmup_steps:
         return peak_rate * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak_rate
     final_rate = peak_rate * config.optimizer.min_lr_ratio
-    decay_progress = (step - warmup_steps) / max(1, config.steps - warmup_steps)
-    return final_rate + (peak_rate - final_rate) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, decay_progress)))
+    first_step = max(warmup_steps, steps - config.decay_steps) if schedule == "wsd" else warmup_steps
+    progress = min(1.0, max(0, step - first_step) / max(1, steps - first_step))
+    share_left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
+    return final_rate + (peak_rate - final_rate) * share_left
 
 
 def peak_learning_rates(config: TrainConfig) -> PartLearningRates:

@@ -43,7 +43,27 @@ def trained_media(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, f
 
 def exported_media(hf_dir: Path) -> dict[str, float]:
     """The limits that an exported folder names; empty if it names none, as a released one."""
-    return _media_of(read_json_object(hf_dir / EXPORT_FACTS_FILE))
+    return _media_of(read_export_facts(hf_dir))
+
+
+def read_export_facts(export_dir: Path) -> dict[str, Any]:
+    """What ``megatron_vl.json`` of an exported folder says; empty if there is none, as in a released one.
+
+    Raises WeightsError if it is damaged: other weights would pass for those of the training.
+    """
+    facts_path = export_dir / EXPORT_FACTS_FILE
+    if not facts_path.exists():
+        return {}
+    try:
+        facts = json.loads(facts_path.read_bytes())
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or facts.get("digest", digest := manifest_digest(facts)) != digest:
+        raise WeightsError(
+            f"{facts_path} is damaged or was changed after it was written, so the weights and the limits of"
+            " pixels and frames of the training are not known; export the folder again"
+        )
+    return facts
 
 
 def media_entry(media_limits: dict[str, float]) -> dict[str, Any]:

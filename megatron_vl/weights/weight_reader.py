@@ -114,9 +114,9 @@ class WeightReader(CanonicalWeights):
             self.lora = stored_lora(self.spec, self.manifest["lora"] or {})
             if self.lora.rank and not takes_lora:
                 raise WeightsError(
-                    f"{self.path} holds LoRA adapters and no whole model; give it as --adapter (lora.adapter"
-                    " of a run), and the model that it was trained on as --checkpoint (model.checkpoint), or"
-                    " write a whole model with `megatron-vl export --merge`"
+                    f"{self.path} holds LoRA adapters and no whole model; `megatron-vl export` writes them"
+                    " for PEFT (--adapter) or merged into a whole model (--merge), and a run starts from"
+                    " them with lora.adapter"
                 )
             self.tensor_infos = trained_table(self.spec, self.lora)
             self._file_by_shard = self._locate_shards()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,33 @@ def test_adapters_meet_only_the_weights_that_they_were_trained_on(tmp_path: Path
         for file in (tmp_path / "whole").iterdir():
             file.unlink()
         (tmp_path / "whole").rmdir()
+
+
+def test_damaged_record_of_the_base_is_refused_by_name(tmp_path: Path, capsys) -> None:
+    """Not read as a folder from elsewhere, which may be merged into any weights of its shape."""
+    original, tuned = tiny_checkpoint("qwen2_vl"), tiny_checkpoint("qwen2_vl", seed=5)
+    out = tmp_path / "out"
+    export_adapter(adapters_of(tmp_path, tuned), tuned, out)
+    good = (out / EXPORT_FACTS_FILE).read_text()
+    digest = model_digest(HfCheckpoint(tuned))
+    words = ("export", "--merge", "--checkpoint", out, "--out", tmp_path / "whole")
+    for damaged in ("", good[:-9], "[]", good.replace("base", "bass"), good.replace(digest, digest[:-1])):
+        (out / EXPORT_FACTS_FILE).write_text(damaged)
+        assert run(*words, "--hf", original) == 1
+        assert f"{out / EXPORT_FACTS_FILE} is damaged" in capsys.readouterr().err
+    (out / EXPORT_FACTS_FILE).write_text(good)
+    assert run(*words, "--hf", tuned) == 0
+
+
+def test_run_with_adapters_is_exported_as_what_its_message_names(tmp_path: Path, capsys) -> None:
+    """`export` has neither --adapter PATH nor lora.adapter: the message names its own two options."""
+    hf = tiny_checkpoint("qwen2_vl")
+    words = ("export", "--checkpoint", adapters_of(tmp_path, hf), "--hf", hf, "--out")
+    assert run(*words, tmp_path / "none") == 1
+    named = re.findall(r"\((--\w+)\)", capsys.readouterr().err)
+    assert named == ["--adapter", "--merge"]
+    for option in named:
+        assert run(*words, tmp_path / option, option) == 0
 
 
 def test_adapters_from_elsewhere_are_accepted_with_a_note(tmp_path: Path, capsys) -> None:

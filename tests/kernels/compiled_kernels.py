@@ -1,9 +1,10 @@
-"""Compiles the Triton kernels that multiply matrices for Hopper, without a GPU, and prints what ptxas says.
+"""Compiles the Triton kernels that multiply matrices, without a GPU: for Hopper, or a compute capability.
 
-    python -m tests.kernels.compiled_kernels
+    python -m tests.kernels.compiled_kernels [89]
 
 Every launch is compiled instead of run. The output is JSON: for each kernel and its tile, the numbers of
-ptxas's warnings about performance. C7510 to C7515 say that matrix products wait for each other.
+ptxas's warnings about performance on Hopper. C7510 to C7515 say that matrix products wait for each other.
+With a capability, it is the shared memory of a block in bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_vl.kernels.attention import tower_attention, window_attention
 from megatron_vl.kernels.experts import grouped_gemm
-from megatron_vl.kernels.linear_attention import gated_delta_rule_triton
+from megatron_vl.kernels.linear_attention import delta_rule_chunks, gated_delta_rule_triton
+from megatron_vl.kernels.where_kernels_run import LARGE_SHARED_MEMORY
 
-HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes that a block of these compute capabilities may have (CUDA C++ Programming Guide, technical
+specifications)."""
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 COMPILER_OPTIONS = ("num_warps", "num_stages")
 
@@ -48,8 +52,8 @@ def type_of(value: Any) -> str:
     raise TypeError(type(value))
 
 
-def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any]) -> str:
-    """The PTX of a launch for Hopper."""
+def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any], capability: int) -> Any:
+    """A launch, compiled for a compute capability."""
     options = {name: named.pop(name) for name in COMPILER_OPTIONS if name in named}
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
     signature, constants, attributes = {}, {}, {}
@@ -63,7 +67,7 @@ def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any])
             attributes[index,] = [["tt.divisibility", 16]]
 
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def warnings_of_ptxas(ptx: str) -> list[str]:
@@ -76,7 +80,7 @@ def warnings_of_ptxas(ptx: str) -> list[str]:
     return re.findall(r"\((C75\d+)\)", output)
 
 
-def launch_all() -> None:
+def launch_all(largest_window: int) -> None:
     """Launches every kernel with products, in the shapes of released models."""
     patches, cu_seqlens = 1024, torch.tensor([0, 500, 1024], dtype=torch.int32)
     for head_dim in (64, 72, 80):
@@ -84,7 +88,7 @@ def launch_all() -> None:
         angles = torch.zeros(patches, head_dim // 2)
         tower_attention.tower_attention(qkv, angles, angles, cu_seqlens, head_dim).sum().backward()
 
-    for longest_window in (64, 100):
+    for longest_window in {64, min(100, largest_window)}:
         output = window_attention.window_attention(qkv, angles, angles, cu_seqlens, longest_window, head_dim)
         output.sum().backward()
 
@@ -103,16 +107,24 @@ def launch_all() -> None:
 
 
 def main() -> None:
-    ptx_of_launches: dict[str, str] = {}
+    launches: dict[str, Any] = {}
+    capability = int(sys.argv[1]) if sys.argv[1:] else 90
 
     def compile_instead(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
         shape = {name: value for name, value in named.items() if isinstance(value, int)}
-        ptx_of_launches[f"{kernel.__name__} {shape}"] = compile_launch(kernel, arguments, named)
+        launches[f"{kernel.__name__} {shape}"] = compile_launch(kernel, arguments, named, capability)
 
     JITFunction.run = compile_instead
-    launch_all()
+    is_large = SHARED_MEMORY[capability] >= LARGE_SHARED_MEMORY
+    for module in (window_attention, delta_rule_chunks):
+        module.has_large_shared_memory = lambda device: is_large
+    launch_all(128 if is_large else 64)
 
-    with_products = {name: ptx for name, ptx in ptx_of_launches.items() if "wgmma" in ptx}
+    if sys.argv[1:]:
+        json.dump({name: launch.metadata.shared for name, launch in launches.items()}, sys.stdout)
+        return
+    with_products = {name: launch.asm["ptx"] for name, launch in launches.items()}
+    with_products = {name: ptx for name, ptx in with_products.items() if "wgmma" in ptx}
     json.dump({name: warnings_of_ptxas(ptx) for name, ptx in with_products.items()}, sys.stdout)
 
 

@@ -13,7 +13,9 @@ import torch
 
 import megatron_vl
 from megatron_vl.kernels.layers.biased_activation import SIGMOID_COEFFICIENTS
+from megatron_vl.kernels.linear_attention import delta_rule_chunks
 from megatron_vl.models.fused_layers import ACTIVATIONS
+from tests.kernels.compiled_kernels import SHARED_MEMORY
 from tests.models.programs import steps_with_fused_layers
 from tests.support.ranks import call, run_module
 
@@ -40,6 +42,37 @@ def test_products_do_not_wait_for_each_other_on_hopper() -> None:
     warnings = json.loads(done.stdout)
     assert len(warnings) == 25
     assert not any(warnings.values()), warnings
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(
+            each,
+            marks=pytest.mark.xfail(
+                each == 100, reason="Triton 3.6.0 fails on _key_gradients_kernel", strict=True
+            ),
+        )
+        for each in sorted(SHARED_MEMORY)
+    ],
+)
+def test_kernels_have_room_on_every_gpu(capability: int) -> None:
+    """A launch that takes more shared memory than a block may have fails, and on no GPU of the CI."""
+    done = run_module("tests.kernels.compiled_kernels", [str(capability)])
+    assert done.returncode == 0, done.stderr
+    shared = json.loads(done.stdout)
+    assert len(shared) > 25 and max(shared.values()) > 64 << 10
+    assert {name: size for name, size in shared.items() if size > SHARED_MEMORY[capability]} == {}
+
+
+@pytest.mark.parametrize(("is_large", "stages"), [(True, 3), (False, 2)])
+def test_scans_load_less_ahead_where_shared_memory_is_small(monkeypatch, is_large: bool, stages: int) -> None:
+    """Three stages take 105 KiB; RTX 3090, 4090, 5090, A10, L4 and L40S have 99."""
+    monkeypatch.setattr(delta_rule_chunks, "has_large_shared_memory", lambda device: is_large)
+    value = torch.zeros(4, 32, 128)
+    options = delta_rule_chunks.choose_scan_options(delta_rule_chunks.DELTA_RULE_CONFIG, value)
+    assert options["STAGES"] == stages
 
 
 def test_the_kernel_has_the_coefficients_of_every_activation() -> None:

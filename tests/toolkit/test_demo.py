@@ -50,6 +50,8 @@ def test_demo_passes(tmp_path):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "here" / "report.json").read_text())
     assert report["passed"] and len(report["checks"]) == 9
+    question, answer = done.stdout.strip().splitlines()[-2:]
+    assert question.endswith("--prompt 'What is in this picture?'") and answer == ANSWER_BY_PICTURE["chelsea"]
 
 
 @pytest.mark.ranks

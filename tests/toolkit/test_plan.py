@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.estimate.gpus import known_gpus
+from megatron_vl.estimate.gpus import find_gpu, known_gpus
 from megatron_vl.estimate.memory import in_flight_states, peak_stage_gib
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
@@ -188,8 +188,8 @@ def test_example_states_what_is_estimated_today(path):
     given = read_example(path)
     peak = peak_stage_gib(estimate_stage_memory(given.config, given.spec, given.world))
     assert given.gib == round(peak) and given.gpu in {gpu.label for gpu in known_gpus().values()}
-    assert predict_run(given.config, given.spec, given.world).fits_memory
-    speed = predict_run(given.config, given.spec, given.world)
+    speed = predict_run(given.config, given.spec, given.world, find_gpu(given.gpu))
+    assert speed.fits_memory
     if given.mfu:
         assert given.tokens_per_second == pytest.approx(speed.tokens_per_second, rel=0.01)
         assert given.mfu == pytest.approx(speed.mfu, abs=0.006)
@@ -214,6 +214,8 @@ def test_example_builds_under_its_layout(path):
     """Each stage has exactly the table's tensors for it, in the shape of their shards, and
     the estimated weights."""
     config, spec, world = example(path)
+    if config.lora.rank:
+        return  # tests/estimate/test_lora.py compares adapters with what is built
     p = config.parallel
     decoupled = config.vision.placement == "decoupled"
     layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp, decoupled)

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
-from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
-from megatron_vl.config import ModelConfig, OptimizerConfig, TrainConfig
+from megatron_vl.config import ModelConfig, OptimizerConfig, RunConfigError, TrainConfig, validate_config
 from megatron_vl.spec.tensors import model_part
 from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates
@@ -31,12 +36,69 @@ def test_cosine_reaches_peak_and_final_rate() -> None:
     assert rates[100] == pytest.approx(0.1) and rates[55] == pytest.approx((1.0 + 0.1) / 2)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def rates_of(steps: int, **fields: Any) -> list[float]:
+    config = TrainConfig(steps=steps, optimizer=OptimizerConfig(**fields))
+    return [scheduled_rate(config, step, 1.0) for step in range(steps + 1)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "fields", "expected"),
+    [
+        # Worked out by hand. The last rate is that after the run, the final one.
+        (4, {"schedule": "linear", "warmup_steps": 0}, [1, 0.775, 0.55, 0.325, 0.1]),
+        (6, {"schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        (6, {"schedule": "wsd", "warmup_steps": 2, "decay_steps": 2}, [0.5, 1, 1, 1, 1, 0.55, 0.1]),
+        (4, {"schedule": "wsd", "warmup_steps": 2, "decay_steps": 2}, [0.5, 1, 1, 0.55, 0.1]),
+        (20, {"schedule": "wsd", "min_lr_ratio": 0}, [1] * 19 + [0.5, 0]),  # a tenth decays, none warms up
+        (1, {"schedule": "linear"}, [1, 0.1]),
+        (1, {"schedule": "wsd"}, [1, 0.1]),
+        (2, {"schedule": "wsd", "warmup_steps": 1}, [1, 1, 0.1]),
+        (3, {"schedule": "linear", "warmup_steps": 2}, [0.5, 1, 1, 0.1]),
+    ],
+)
+def test_linear_and_wsd_have_the_rates_that_hand_computes(
+    steps: int, fields: dict[str, Any], expected: list[float]
+) -> None:
+    assert rates_of(steps, **fields) == pytest.approx(expected)
+
+
+def test_linear_and_wsd_equal_those_of_megatron_core() -> None:
+    """Core counts steps from 1 and starts its warm-up at zero; a step later, the curves are equal."""
+    for schedule, style in (("linear", "linear"), ("wsd", "WSD")):
+        wsd = {"decay_steps": 30} if schedule == "wsd" else {}
+        fields = {"schedule": schedule, "warmup_steps": 10, "min_lr_ratio": 0.2, **wsd}
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        core = OptimizerParamScheduler(
+            optimizer, 0.0, 1.0, 0.2, 10, 100, style, 0.0, 0.0, 1, "constant",
+            wsd_decay_steps=30, lr_wsd_decay_style="linear",
+        )  # fmt: skip
+        core.step(10)
+        for rate in rates_of(100, **fields)[10:]:
+            assert rate == pytest.approx(core.get_lr(optimizer.param_groups[0]))
+            core.step(1)
+
+
+def test_schedule_whose_parts_do_not_fit_is_refused() -> None:
+    for fields, stated in (
+        ({"schedule": "wsd", "warmup_steps": 8, "decay_steps": 3}, "decay_steps 3 and 8 steps of warm-up"),
+        ({"schedule": "cosine", "decay_steps": 3}, "decay_steps 3 needs optimizer.schedule wsd"),
+    ):
+        with pytest.raises(RunConfigError, match=stated):
+            validate_config(TrainConfig(steps=10, optimizer=OptimizerConfig(**fields)), 1)
+    # A pass over the data has steps that are counted, and checked, later.
+    validate_config(TrainConfig(optimizer=OptimizerConfig(schedule="wsd", warmup_steps=8, decay_steps=3)), 1)
+    fitting = {"schedule": "wsd", "warmup_steps": 7, "decay_steps": 3}
+    validate_config(TrainConfig(steps=10, optimizer=OptimizerConfig(**fitting)), 1)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_schedule_equals_that_of_transformers_after_warm_up(schedule: str) -> None:
     """transformers decays to zero and starts its warm-up at zero; apart from that the curves are equal."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     if schedule == "cosine":
         reference = get_cosine_schedule_with_warmup(optimizer, 10, 100)
+    elif schedule == "linear":
+        reference = get_linear_schedule_with_warmup(optimizer, 10, 100)
     else:
         reference = get_constant_schedule_with_warmup(optimizer, 10)
     fields: dict[str, Any] = {"warmup_steps": 10, "min_lr_ratio": 0.0, "schedule": schedule}

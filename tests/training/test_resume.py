@@ -90,6 +90,23 @@ def test_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_c
         assert "without effect" in last_note, "a rate was computed"
 
 
+def test_resumed_run_names_another_decay_and_its_rate(tiny_checkpoint) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl")
+    _, saved = recorded(hf, "--steps", "8")
+    decay = ["--optimizer.schedule", "wsd", "--optimizer.decay_steps"]
+    config, fields = recorded(hf, "--steps", "8", *decay, "2")
+    assert field_change_notes(config, fields, saved, 7) == [
+        "fields have changed since the checkpoint: optimizer.schedule was 'cosine', is 'wsd'",
+        "the learning rate goes on at 5.000e-04, and was to be 3.806e-05",
+    ]
+    assert field_change_notes(config, fields, fields, 7) == []
+    longer, after = recorded(hf, "--steps", "8", *decay, "4")
+    assert field_change_notes(longer, after, fields, 5) == [
+        "fields have changed since the checkpoint: optimizer.decay_steps was 2, is 4",
+        "the learning rate goes on at 7.500e-04, and was to be 1.000e-03",
+    ]
+
+
 def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -> None:
     def notes_text(family: str, old: str, new: str) -> str:
         hf = tiny_checkpoint(family)

@@ -37,23 +37,13 @@ Check = tuple[str, str, bool]  # what was checked, what was measured, whether it
 
 def demo(options: DemoOptions) -> int:
     """Empties the folder and runs every command in it. Returns exit code 1 if a check fails."""
-    import torch
-
-    from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
-    from toolkit.demo.demo_data import (
-        ANSWER_BY_PICTURE,
-        FILE_NAMES,
-        PICTURE_QUESTION,
-        conversation_texts,
-        write_raw_data,
-    )
+    from toolkit.demo.demo_data import ANSWER_BY_PICTURE, FILE_NAMES, PICTURE_QUESTION, write_raw_data
 
     start_time = time.perf_counter()
     folder, steps = options.dir, options.steps
     save_step = steps // 3
     clear_folder(folder)
-    texts = conversation_texts()
-    write_tiny_checkpoint(folder / "hf", "qwen2_5_vl", texts=texts, dtype=torch.float32, **TINY_SIZES)
+    write_demo_checkpoint(folder / "hf")
     samples = json.loads(write_raw_data(folder / "raw").read_text())
 
     d = shlex.quote(str(folder))
@@ -100,6 +90,17 @@ def demo(options: DemoOptions) -> int:
     image = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
     run(f"generate --checkpoint {d}/hf_trained {image} --prompt {shlex.quote(PICTURE_QUESTION)}")
     return exit_code
+
+
+def write_demo_checkpoint(hf_dir: Path) -> None:
+    """Writes the small model that the demo trains, with random weights that are always the same."""
+    import torch
+
+    from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
+    from toolkit.demo.demo_data import conversation_texts
+
+    texts = conversation_texts()
+    write_tiny_checkpoint(hf_dir, "qwen2_5_vl", texts=texts, dtype=torch.float32, **TINY_SIZES)
 
 
 def start(command: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:

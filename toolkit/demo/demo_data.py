@@ -1,14 +1,15 @@
 """Writes the demo's conversations as ShareGPT JSON, with image and video files.
 
-The images are photographs of scikit-image or, if it is not installed, drawings.
+The images are photographs of scikit-image or, if it is not installed, drawings. The video is a file of
+this package, because encoders write other bytes on other machines.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ DEMO_CONVERSATIONS: list[tuple[str, dict[str, Any], str]] = [
 ]
 """Id, media in the order of the text, and turns. The first five differ in their image and answer alone."""
 
+VIDEO_FILE = Path(__file__).parent.parent / "resources" / "camera_pan.mp4"
+"""Three seconds of a pan over a photograph, 8 frames a second (H.264)."""
+
 
 def write_raw_data(raw_dir: Path) -> Path:
     """Writes ``media/*`` and ``conversations.json`` (ShareGPT style), whose path it returns."""
@@ -67,7 +71,7 @@ def write_raw_data(raw_dir: Path) -> Path:
         image = Image.fromarray(load_picture())
         image.thumbnail((256, 256))
         image.save(media_dir / FILE_NAMES[name], quality=92)  # PNG ignores it
-    _write_video(media_dir / "camera_pan.mp4", pictures["coffee"]())
+    shutil.copyfile(VIDEO_FILE, media_dir / VIDEO_FILE.name)
 
     samples = []
     for name, media, turns in DEMO_CONVERSATIONS:
@@ -106,19 +110,3 @@ def _draw(name: str) -> NDArray[np.uint8]:
         box = (left, top, left + generator.randrange(40, 300), top + generator.randrange(40, 300))
         ImageDraw.Draw(image).ellipse(box, tuple(generator.choices(range(256), k=3)))
     return np.asarray(image)
-
-
-def _write_video(video_path: Path, picture: NDArray[np.uint8]) -> None:
-    """Writes a three-second pan over a photograph, 8 frames per second, as H.264 in MP4."""
-    import av
-
-    num_frames, height, width = 24, 112, 168
-    top = (picture.shape[0] - height) // 2
-    with av.open(str(video_path), "w") as container:
-        stream = container.add_stream("libx264", rate=Fraction(8))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for i in range(num_frames):
-            left = (picture.shape[1] - width) * i // (num_frames - 1)
-            crop = np.ascontiguousarray(picture[top : top + height, left : left + width])
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(crop, format="rgb24")))
-        container.mux(stream.encode())

@@ -23,8 +23,8 @@ from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.system.errors import UserError, naming_file
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, export_dir_path, step_of_dir
-from megatron_vl.weights.trained_media import exported_media
+from megatron_vl.weights.run_folder import export_dir_path, step_of_dir
+from megatron_vl.weights.trained_media import exported_media, read_export_facts
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import follow_video_positions, greedy_settings, load_hf_model
 from toolkit.common.sample_encoder import SampleEncoder
@@ -66,9 +66,7 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
     export_dir = export_dir_path(step_dir.parent, step)
     if reader.lora.rank:  # the run's own export of adapters is PEFT's files
         export_dir = export_dir.with_name(f"{export_dir.name}_merged")
-    facts_path = export_dir / EXPORT_FACTS_FILE
-    facts = json.loads(facts_path.read_text()) if facts_path.is_file() else {}
-    if facts.get("weights") != reader.manifest["digest"]:
+    if read_export_facts(export_dir).get("weights") != reader.manifest["digest"]:
         print_line(f"exporting step {step} to {export_dir}")
         facts, merges = {"step": step}, bool(reader.lora.rank)
         export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), 0, facts, merges))

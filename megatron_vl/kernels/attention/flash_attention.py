@@ -24,7 +24,7 @@ def has_flash_attention() -> bool:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def packed_causal_attention(

@@ -14,19 +14,16 @@ transformers.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
+
 HEADS_OF_PROGRAM = 4
 """Heads that a program computes, one after the other: it keeps the angles and loads ahead."""
-LARGE_SHARED_MEMORY = 160 << 10
-"""Bytes of shared memory for a block that A100 (163 KiB), Hopper and data-center Blackwell (227 KiB) have and
-other GPUs (99 KiB) do not. Loading ahead takes 136 KiB on A100, 200 on Hopper and 208 on Blackwell. Windows
-of more than 64 patches take 128 to 192."""
 MAX_WINDOW_PATCHES = 128
 """Largest number of patches in a window that the kernels support. A tile of scores is its square."""
 
@@ -195,16 +192,9 @@ class _WindowAttention(torch.autograd.Function):
         return dqkv, None, None, None, None, None
 
 
-def _has_large_shared_memory(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
-    return properties.shared_memory_per_block_optin >= LARGE_SHARED_MEMORY
-
-
 def supports_windows(max_seqlen: int, device: torch.device) -> bool:
     """Whether the kernels can compute windows of ``max_seqlen`` patches on ``device``."""
-    return max_seqlen <= 64 or max_seqlen <= MAX_WINDOW_PATCHES and _has_large_shared_memory(device)
+    return max_seqlen <= 64 or max_seqlen <= MAX_WINDOW_PATCHES and has_large_shared_memory(device)
 
 
 def _launch_kernel(
@@ -217,14 +207,15 @@ def _launch_kernel(
     num_warps: int,
     num_stages: int,
 ) -> None:
-    """Launches a kernel. Windows of more than 64 patches and heads of more than 128 leave no shared memory to
-    load ahead."""
+    """Launches a kernel. Windows of more than 64 patches (128 to 192 KiB) and heads of more than 128 leave no
+    shared memory to load ahead, which takes 136 KiB on A100, 200 on Hopper and 208 on Blackwell.
+    """
     half_dim = head_dim // 2
     block_patches = max(16, triton.next_power_of_2(max_seqlen))
     num_windows = kernel_tensors[3].numel() - 1
     has_small_tiles = block_patches <= 64
     program_heads = math.gcd(num_heads, HEADS_OF_PROGRAM) if has_small_tiles else 1
-    loads_ahead = has_small_tiles and head_dim <= 128 and _has_large_shared_memory(kernel_tensors[0].device)
+    loads_ahead = has_small_tiles and head_dim <= 128 and has_large_shared_memory(kernel_tensors[0].device)
     kernel[(num_windows, num_heads // program_heads)](
         *kernel_tensors,
         head_dim**-0.5,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
+
 CHUNK_TOKENS = 64
 BASE_BLOCK = 16
 """Size of the diagonal blocks that are inverted row by row."""
@@ -160,5 +162,7 @@ def read_kernel_sizes(q: Tensor, v: Tensor) -> dict[str, int]:
 
 def choose_scan_options(config: DeltaRuleConfig, v: Tensor) -> dict[str, int]:
     # With more heads, two programs share a multiprocessor, and a third stage would leave too little memory.
-    stages = config.scan_stages if v.shape[1] <= 32 else min(config.scan_stages, 2)
+    # It takes 105 KiB of shared memory.
+    has_room = v.shape[1] <= 32 and has_large_shared_memory(v.device)
+    stages = config.scan_stages if has_room else min(config.scan_stages, 2)
     return {"COLUMNS": min(config.scan_columns, v.shape[2]), "STAGES": stages, "num_warps": config.scan_warps}

@@ -56,6 +56,7 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
         "optimizer.vision_lr": part_rates["vision"] is not None,
         "optimizer.merger_lr": part_rates["merger"] is not None,
         "optimizer.min_lr_ratio": config.optimizer.schedule != "constant",
+        "optimizer.decay_steps": config.optimizer.schedule == "wsd",
     }
     return {name: value for name, value in fields.items() if is_used.get(name, True)}
 
@@ -100,7 +101,7 @@ def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: 
     It is the rate of the first part of the model that is trained: language, vision or merger.
     """
     schedule_fields = {}
-    for name in ("min_lr_ratio", "schedule", "warmup_steps"):
+    for name in ("min_lr_ratio", "schedule", "warmup_steps", "decay_steps"):
         current_value = getattr(config.optimizer, name)
         schedule_fields[name] = saved_fields.get(f"optimizer.{name}", current_value)
     saved_config = dataclasses.replace(
