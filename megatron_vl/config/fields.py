@@ -227,6 +227,9 @@ class DataConfig:
     video_max_pixels: int = option(0, minimum=0)
     """Largest area of a video frame in pixels after resizing (Qwen3-VL: of all frames together). 0: the same
     as for images (Qwen3-VL: the checkpoint's video processor decides)."""
+    chat_template: str = ""
+    """File with another chat template (Jinja) than that of model.hf. The run's exports hold it.
+    qwen2_vl_tools: the template of Qwen2-VL and Qwen2.5-VL with tools, which theirs leaves out."""
     empty_think: LossOn = "masked"
     """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
     without thinking. masked: none, as a request without thinking already contains the block. learnt: the

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
+from megatron_vl.data.sample.chat_template import chat_template_path
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256
@@ -61,7 +62,10 @@ def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint |
 def read_loader_digests(config: TrainConfig, description: Description) -> dict[str, str]:
     """Digests of what only ranks that own a loader read: tokenizer, chat template, and the description of
     the data set."""
-    return _digests([*(Path(config.model.hf) / name for name in TOKENIZER_FILES), *_data_files(description)])
+    files = [Path(config.model.hf) / name for name in TOKENIZER_FILES]
+    if config.data.chat_template:
+        files.append(chat_template_path(config.data.chat_template))
+    return _digests([*files, *_data_files(description)])
 
 
 def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:

@@ -189,6 +189,14 @@ def read_chat_template(hf_dir: str | Path, *, is_required: bool = True) -> str:
     return first_template
 
 
+def write_chat_template(hf_path: Path, template: str) -> None:
+    """Makes ``template`` the only chat template of a folder, for every reader: also where others stand."""
+    for name in (*_PROCESSOR_TEMPLATES, "tokenizer_config.json"):
+        if (hf_path / name).is_file() and "chat_template" in (config := _read_object(hf_path / name)):
+            (hf_path / name).write_text(json.dumps(config | {"chat_template": template}, indent=2) + "\n")
+    (hf_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
 def chat_template_note(hf_dir: str | Path) -> str:
     """A note if the tokenizer's template is another one than the processor's; otherwise empty."""
     templates = _chat_templates(Path(hf_dir))
