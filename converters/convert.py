@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.families.hf_folder import write_chat_template
+from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE, write_chat_template
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
@@ -375,10 +375,7 @@ def _write_hf_folder(
             copied_path = conversion_output.path / relative_path
             copied_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
-        if chat_template := training_facts.pop(TEMPLATE_KEY, ""):
-            write_chat_template(conversion_output.path, chat_template)
-        if training_facts:
-            write_json(conversion_output.path / EXPORT_FACTS_FILE, training_facts)
+        _write_training_facts(conversion_output.path, training_facts)
 
     report = _make_report(output_dir, conversion_output, write_seconds)
     report.cast = _count_casts(source, hf_checkpoint)
@@ -430,7 +427,7 @@ def _count_casts(
 
 
 def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
-    """The limits of media in training: those of the weights, else of the folder. And a given chat template."""
+    """Limits of media and given chat template: those of the weights, else those of the folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
     facts: dict[str, Any] = {}
     if isinstance(trained_source, WeightReader):
@@ -438,6 +435,15 @@ def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint)
     elif isinstance(trained_source, PeftAdapters):
         facts = exported_facts(trained_source.path)
     return exported_facts(hf_checkpoint.path) | facts
+
+
+def _write_training_facts(output_dir: Path, training_facts: dict[str, Any]) -> None:
+    """Writes ``megatron_vl.json``, and a given chat template into the file that its entry names."""
+    if chat_template := training_facts.get(TEMPLATE_KEY):
+        write_chat_template(output_dir, chat_template)
+        training_facts = training_facts | {TEMPLATE_KEY: CHAT_TEMPLATE_FILE}
+    if training_facts:
+        write_json(output_dir / EXPORT_FACTS_FILE, training_facts)
 
 
 def _check_same_model(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> None:
@@ -535,10 +541,7 @@ def export_adapter(
             output.writer_by_file[ADAPTER_FILE].write_tensor(key, [tensor])
         output.commit_files()
         write_json(output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
-        if chat_template := training_facts.get(TEMPLATE_KEY):
-            write_chat_template(output.path, chat_template)
-        if training_facts:
-            write_json(output.path / EXPORT_FACTS_FILE, training_facts)
+        _write_training_facts(output.path, training_facts)
 
     return _make_report(output_dir, output, time.monotonic() - start_time)
 

@@ -32,8 +32,8 @@ PROCESSOR_PREFIX = "processor."
 RESUME_EARLIER_ADVICE = "go back to an earlier checkpoint with `megatron-vl checkpoint rollback`"
 ADVICE_BY_FIELD = {
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
-    "chat_template": "give the chat template that the run began with (data.chat_template; the text is in run.json"
-    " of the checkpoint, among the fields)",
+    "chat_template": "give the chat template that the run began with (that of data.chat_template stands in"
+    " run.json, among the fields)",
     "tokenizer": "give the tokenizer that the run began with",
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
     "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",

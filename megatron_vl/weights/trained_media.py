@@ -1,8 +1,8 @@
-"""Reads what else than weights an export takes from training: limits of pixels and frames, and a chat template.
+"""Reads the limits of pixels and frames, and the given chat template, with which a model was trained.
 
 A run's checkpoint names them among the fields in ``run.json``. Weights that were split, merged or converted
 from it name them in their manifest, and an exported folder in ``megatron_vl.json``. Of a run with
-``data.chat_template``, they have the text of the template too; an exported model has it in its own files.
+``data.chat_template``, they have the text of the template too; the entry of a folder names its file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import WeightsError
@@ -52,7 +53,10 @@ def exported_media(hf_dir: Path) -> dict[str, float]:
 
 def exported_facts(exported_dir: Path) -> dict[str, Any]:
     """The entries of an exported folder of a model or of adapters."""
-    return _known_facts(read_json_object(exported_dir / EXPORT_FACTS_FILE))
+    facts = _known_facts(read_json_object(exported_dir / EXPORT_FACTS_FILE))
+    if facts.pop(TEMPLATE_KEY, "") and (template_path := exported_dir / CHAT_TEMPLATE_FILE).is_file():
+        facts[TEMPLATE_KEY] = template_path.read_text(encoding="utf-8")
+    return facts
 
 
 def _known_facts(facts: Any) -> dict[str, Any]:

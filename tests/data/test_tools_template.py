@@ -68,7 +68,7 @@ more
 </tool_response><|im_end|>
 <|im_start|>assistant
 STOP<|im_end|>
-"""
+"""  # noqa: E501
 ZOOM = {"type": "function", "function": {"name": "zoom", "description": "Zooms.", "parameters": {}}}
 
 

@@ -1,4 +1,4 @@
-"""The chat template of a run: that of the checkpoint's folder, or the one that ``data.chat_template`` names."""
+"""The chat template of a run: the checkpoint's, or the one that ``data.chat_template`` names."""
 
 from __future__ import annotations
 
