@@ -412,8 +412,9 @@ class TrainConfig:
     global_batch_size: int = option(8, minimum=1)
     """Rows in one optimizer step, over all data-parallel ranks. Each is a micro-batch, so that gradients are
     accumulated over global_batch_size / dp of them."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of computation. With bfloat16, master weights and gradients are float32."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of computation. With bfloat16, master weights and gradients are float32. auto: bfloat16 on GPUs,
+    float32 on CPU, where Megatron-core rounds bfloat16 more than transformers does."""
     platform: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)

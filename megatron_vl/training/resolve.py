@@ -71,6 +71,9 @@ def resolve_run(
     if machine_memory is None:
         gpu_gib = None if config.platform == "cpu" else (gpu or find_gpu()).memory_gib
         machine_memory = MachineMemory(gpu_gib, math.inf)
+    if config.dtype == "auto":
+        on_cpu = machine_memory.gpu_gib is None
+        config = dataclasses.replace(config, dtype="float32" if on_cpu else "bfloat16")
 
     # A resumed run keeps the split with which its checkpoint was saved.
     saved_layout = _saved_layout(config, spec, source_checkpoint)

@@ -14,10 +14,18 @@ import pytest
 
 from megatron_vl.config import TrainConfig, parse_config
 from tests.data.media import encoded
+from tests.data_tools.test_formats import WITH_TOOLS
 from toolkit.cli import main
 from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
-from toolkit.train.prepare import PrepareError, convert_once, is_hub_name, is_records, prepare_run
+from toolkit.train.prepare import (
+    PrepareError,
+    convert_once,
+    is_hub_name,
+    is_records,
+    prepare_run,
+    with_run_dir,
+)
 
 
 def questions(folder: Path, count: int = 6, image: str = "dot.png") -> Path:
@@ -34,10 +42,13 @@ def questions(folder: Path, count: int = 6, image: str = "dot.png") -> Path:
 
 
 def prepared(records: Path, model: Path, *words: str, **options: object) -> TrainConfig:
-    words = (f"--model.hf={model}", f"--data.path={records}", *words)
-    config = parse_config(words)
-    run_args = prepare_run(list(words), config, TrainOptions(fields=[], **options), is_first_node=True)
-    return parse_config(run_args)
+    run_args = [f"--model.hf={model}", f"--data.path={records}", *words]
+    run_args = with_run_dir(run_args, parse_config(run_args))
+    options = TrainOptions(fields=[], **options)
+    config = parse_config(run_args)
+    added = prepare_run(run_args, config, options, is_first_node=True)
+    assert prepare_run(run_args, config, options, is_first_node=False) == added  # another node finds all
+    return parse_config(added)
 
 
 @pytest.mark.ranks
@@ -65,9 +76,9 @@ def test_preparation_chooses_what_the_user_leaves_out(
     records, model = questions(tmp_path / "raw", image="media/dot.png"), tiny_checkpoint("qwen2_5_vl")
     config = prepared(records, model)
     assert config.checkpoint.dir == "runs/conversations" and config.data.path == "runs/conversations/data"
-    assert config.data.seq_len == prepare.ROW_TOKENS[0] and config.dtype == "float32"
-    stated = prepared(records, model, "--data.seq_len=512", "--dtype=bfloat16", "--checkpoint.dir=runs/mine")
-    assert (stated.data.seq_len, stated.dtype, stated.checkpoint.dir) == (512, "bfloat16", "runs/mine")
+    assert config.data.seq_len == prepare.ROW_TOKENS[0]
+    stated = prepared(records, model, "--data.seq_len=512", "--checkpoint.dir=runs/mine")
+    assert (stated.data.seq_len, stated.checkpoint.dir) == (512, "runs/mine")
 
 
 def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
@@ -95,6 +106,17 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
         convert_once(records, Path("runs/conversations/data"), TrainOptions(fields=[]))
 
 
+def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_writes_them(
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("tools.json").write_text(json.dumps([WITH_TOOLS["openai"]] * 3))
+    with pytest.raises(PrepareError, match="no sample.*3 not written by the chat template.*qwen2_vl_tools"):
+        prepared(Path("tools.json"), tiny_checkpoint("qwen2_vl"))
+    config = prepared(Path("tools.json"), tiny_checkpoint("qwen2_vl"), "--data.chat_template=qwen2_vl_tools")
+    assert config.data.seq_len == prepare.ROW_TOKENS[0]
+
+
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # What an earlier start left is not taken: the first node is about to replace it.
     (tmp_path / "data").mkdir()
@@ -102,10 +124,11 @@ def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.Capture
 
     def write() -> None:
         (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": true}')
+        prepare.note_row_length(tmp_path / "data", 512)
 
     timer = threading.Timer(0.5, write)
     timer.start()
-    prepare.wait_for_dataset(tmp_path / "data")
+    prepare.wait_for_dataset(tmp_path / "data", ["usable", "seq_len"])
     assert "waiting for the first node" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from toolkit.common.launch import single_rank_variables, usable_gpus
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
-from .prepare import prepare_run
+from .prepare import prepare_run, with_run_dir
 
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
@@ -92,7 +92,8 @@ def _prepare_launch(
         The launcher's options that start this node's ranks, None if this process is the only rank; and the
         fields of the run as words.
     """
-    config = _read_config(options.fields)
+    run_args = with_run_dir(options.fields, _read_config(options.fields))
+    config = _read_config(run_args)
     nnodes = options.nnodes or launch_environment.nnodes
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
@@ -100,7 +101,7 @@ def _prepare_launch(
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
     run_args = prepare_run(
-        options.fields, config, options, is_first_node=_is_first_node(options, launch_environment)
+        run_args, config, options, is_first_node=_is_first_node(options, launch_environment)
     )
     config = _read_config(run_args)
     check_inputs(config)
