@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.config import TrainConfig, parse_config, validate_config
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
 from toolkit.cli import main
@@ -79,6 +79,8 @@ def test_preparation_chooses_what_the_user_leaves_out(
     assert config.data.seq_len == prepare.ROW_TOKENS[0]
     stated = prepared(records, model, "--data.seq_len=512", "--checkpoint.dir=runs/mine")
     assert (stated.data.seq_len, stated.checkpoint.dir) == (512, "runs/mine")
+    words = [f"--data.path={records}", "--checkpoint.export_hf=last"]  # of a run in the default folder
+    validate_config(parse_config(with_run_dir(words, parse_config(words))), 1)
 
 
 def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
@@ -141,9 +143,10 @@ def test_files_of_records_are_recognised(path: str, expected: bool):
     assert is_records(path) is expected
 
 
-def test_folders_saved_by_datasets_are_records(tmp_path: Path):
+def test_folders_of_records_are_no_data_sets(tmp_path: Path):
+    assert not is_records(str(tmp_path))
     (tmp_path / "state.json").write_text("{}")
-    assert is_records(str(tmp_path))
+    assert is_records(str(tmp_path)) and is_records(f"{tmp_path}/dataset_info.json:a,b")
     (tmp_path / ".nv-meta").mkdir()
     assert not is_records(str(tmp_path))
 

@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_tools.input_files import record_suffix
+from data_tools.input_files import INDEX_FILE, find_input_files, record_suffix
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
+from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
@@ -125,13 +126,13 @@ def _print_progress(text: str) -> None:
 
 
 def is_records(data_path: Any) -> bool:
-    """Whether ``data.path`` is a file of records, or a folder that ``datasets`` saved, and no data set."""
+    """Whether ``data.path`` is a file or folder of records or LLaMA-Factory's index, and no data set."""
     if not isinstance(data_path, str) or "://" in data_path:
         return False
     path = Path(data_path)
     if path.is_dir():
-        return (path / "state.json").is_file() and not (path / ".nv-meta").exists()
-    return bool(record_suffix(path))
+        return not (path / METADATA_DIR).exists() and any(map(record_suffix, path.iterdir()))
+    return path.name.startswith(f"{INDEX_FILE}:") or bool(record_suffix(path))
 
 
 def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) -> None:
@@ -143,7 +144,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     """
     from data_tools.convert import convert_dataset, first_refusal
 
-    if not records_path.exists():
+    if not records_path.with_name(records_path.name.partition(":")[0]).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
     reading = {"columns": options.columns, "missing_markers": options.missing_markers}
     if source := _read_source(dataset_dir):
@@ -172,9 +173,10 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
 
 
 def _files(records_path: Path) -> list[Path]:
-    if records_path.is_file():
-        return [records_path]
-    return sorted(path for path in records_path.rglob("*") if path.is_file())
+    """The files of records, and the index that names them."""
+    index_path = records_path.with_name(INDEX_FILE)
+    is_index = records_path.name.partition(":")[0] == INDEX_FILE
+    return [*([index_path] if is_index else []), *(file.path for file in find_input_files([records_path]))]
 
 
 def _file_facts(records_path: Path) -> list[dict[str, Any]]:
