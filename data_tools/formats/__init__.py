@@ -73,8 +73,8 @@ def read_conversation(
             detail += "; if it is a pack of conversations, write each as a record of its own"
         raise RecordError("not an object", detail)
     refuse_listed_audio(record, "")
-    record_format = FORMATS[format_name] if format_name else detect_format(record)
     _refuse_unsupervised_fields(record)
+    record_format = FORMATS[format_name] if format_name else detect_format(record)
     reader = RecordReader(record, record_format)
     messages = record_format.read_messages(record, reader)
     # Media are known to belong to their markers only after all turns are read.
@@ -124,13 +124,16 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
     raise RecordError(
         "no conversation",
         "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output'; "
-        f"it has {shorten_value(sorted(record))}",
+        f"it has {shorten_value(sorted(record))}; --columns names other columns",
     )
 
 
 def _refuse_unsupervised_fields(record: dict[str, Any]) -> None:
     for key, field_meaning in UNSUPERVISED_FIELDS.items():
-        if record.get(key) not in EMPTY_VALUES:
+        value = record.get(key)
+        # Tables have all columns in every row: {"ref": [], "bbox": []} where there are no boxes.
+        parts = value.values() if isinstance(value, dict) else [value]
+        if any(part not in EMPTY_VALUES for part in parts):
             raise RecordError("not supervised text", f"{key!r} holds {field_meaning}", key)
     if isinstance(record.get("label"), bool):
         detail = "a 'label' of true or false judges the answer (KTO)"

@@ -146,7 +146,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
 
     if not records_path.with_name(records_path.name.partition(":")[0]).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
-    reading = {"columns": options.columns, "missing_markers": options.missing_markers}
+    reading = {name: getattr(options, name) for name in ("columns", "missing_markers", "duplicate_ids")}
     if source := _read_source(dataset_dir):
         if source["usable"]:
             _check_unchanged(records_path, reading, dataset_dir, source)
@@ -202,7 +202,7 @@ def _check_unchanged(
         source: what :data:`SOURCE_FILE` says.
     """
     for name, value in reading.items():
-        earlier_value, flag = source.get(name), option_flag(name)
+        earlier_value, flag = source.get(name, value), option_flag(name)
         if earlier_value != value:
             raise PrepareError(
                 f"{dataset_dir} was converted with {flag} {earlier_value}, not {value}: give that one again"
