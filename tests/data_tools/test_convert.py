@@ -653,7 +653,7 @@ def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
     assert run(tmp_path, [{}, {}]) == 1
     error = capsys.readouterr().err
     assert "none of 2 records can be used (record 1, no conversation: " in error
-    assert "quarantine.jsonl, correct the records and convert again" in error
+    assert "quarantine.jsonl, correct them and convert again" in error
     # A data set without a sample gives way, one with samples does not.
     assert run(tmp_path, [{"query": "a", "response": "b"}]) == 0
     assert run(tmp_path, [{}]) == 1 and "out exists; remove it" in capsys.readouterr().err

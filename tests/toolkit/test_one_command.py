@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import TrainConfig, parse_config, validate_config
+from megatron_vl.data.source.sample_sizes import SizesError
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
 from toolkit.cli import main
@@ -109,14 +111,22 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
 
 
 def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_writes_them(
-    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
+    model = tiny_checkpoint("qwen2_vl")
+    dry_run = ["train", "--dry-run", "--model.hf", str(model), "--data.path", "tools.json"]
     Path("tools.json").write_text(json.dumps([WITH_TOOLS["openai"]] * 3))
-    with pytest.raises(PrepareError, match="no sample.*3 not written by the chat template.*qwen2_vl_tools"):
-        prepared(Path("tools.json"), tiny_checkpoint("qwen2_vl"))
-    config = prepared(Path("tools.json"), tiny_checkpoint("qwen2_vl"), "--data.chat_template=qwen2_vl_tools")
-    assert config.data.seq_len == prepare.ROW_TOKENS[0]
+    with pytest.raises(SizesError, match="no sample.*3 not written by the chat template.*qwen2_vl_tools"):
+        prepared(Path("tools.json"), model)
+    assert main(["data", "show", "--data", "runs/tools/data", "--processor", str(model)]) == 1
+    assert "no sample of runs/tools/data can be used" in capsys.readouterr().err
+    shutil.rmtree("runs")
+    assert main(dry_run) == 1 and "start without --dry-run" in capsys.readouterr().err
+
+    template = "--data.chat_template=qwen2_vl_tools"
+    assert prepared(Path("tools.json"), model, template).data.seq_len == prepare.ROW_TOKENS[0]
+    assert main([*dry_run, template]) == 0 and "8 rows, 16,384 tokens" in capsys.readouterr().out
 
 
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

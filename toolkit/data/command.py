@@ -55,7 +55,7 @@ def convert(command_options: DataConvertOptions) -> int:
         # A wrong media root or format refuses all records for one reason.
         why = first_refusal(dataset_dir)
         raise ConvertError(
-            f"none of {report.records} records can be used ({why}); see {quarantine_path}, correct the records and"
+            f"none of {report.records} records can be used ({why}); see {quarantine_path}, correct them and"
             " convert again"
         )
     if command_options.val_fraction and report.samples == 1:

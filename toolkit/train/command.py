@@ -14,7 +14,7 @@ from toolkit.common.launch import single_rank_variables, usable_gpus
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
-from .prepare import prepare_run, with_run_dir
+from .prepare import as_converted, prepare_run, with_run_dir
 
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
@@ -40,7 +40,8 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes)
+        run_args = with_run_dir(options.fields, _read_config(options.fields))
+        show_dry_run(as_converted(run_args, _read_config(run_args)), options.nproc_per_node, nnodes)
         return 0
 
     run_args = options.fields

@@ -78,6 +78,26 @@ def prepare_run(
     return run_args + [f"--{name}={value}" for name, value in added.items()]
 
 
+def as_converted(run_args: list[str], config: TrainConfig) -> TrainConfig:
+    """A run from records as its first start left it; for ``--dry-run``, which converts nothing.
+
+    Raises:
+        PrepareError: there was no such start.
+    """
+    if not is_records(config.data.path):
+        return config
+    dataset_dir = Path(config.checkpoint.dir) / "data"
+    source = {"seq_len": config.data.seq_len, **_read_source(dataset_dir)}
+    if not source.get("usable"):
+        raise PrepareError(
+            f"data.path {config.data.path} holds records, which the first start converts into {dataset_dir}:"
+            " start without --dry-run, or give a data set that `megatron-vl data convert` wrote"
+        )
+    stated = "data.seq_len" in stated_fields(run_args)
+    row_length = config.data.seq_len if stated else source["seq_len"]
+    return replace(config, data=replace(config.data, path=str(dataset_dir), seq_len=row_length))
+
+
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
     """The words of a run, with the default ``checkpoint.dir`` of one that begins with records."""
     if config.checkpoint.dir or not is_records(config.data.path):
@@ -252,26 +272,19 @@ def choose_row_length(config: TrainConfig) -> int:
     Writes the sizes of samples if they are missing.
 
     Raises:
-        PrepareError: no sample can be used.
+        SizesError: no sample can be used.
     """
     from data_tools.convert import default_workers
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import open_encoder
     from data_tools.statistics import count_statistics
-    from megatron_vl.data.source.bad_samples import BadSampleMeter
     from megatron_vl.spec.families import read_spec
 
     spec = read_spec(config.model.hf)
     index_datasets(config.data, spec, config.model.hf, default_workers())
     any_length = replace(config.data, seq_len=sys.maxsize)
     statistics = count_statistics(open_encoder(any_length, spec, config.model.hf), config.model.hf)
-    if not statistics.num_usable:
-        refusals = BadSampleMeter(1.0)
-        refusals.add_counts(0, statistics.left_out_reasons())
-        raise PrepareError(
-            f"no sample of {config.data.path} can be used ({refusals.counts_by_reason()})."
-            f" {refusals.advice_text()}"
-        )
+    statistics.check_usable()
     tokens, _ = statistics.sample_quantity("tokens")
     longest = int(tokens.max(initial=0))
     least, most = ROW_TOKENS
