@@ -32,9 +32,6 @@ class RecordOptions(CommandOptions):
     """What to do with a record that lists media and has no <image> or <video> in its text: put the media
     before the first question, or refuse it."""
 
-    duplicate_ids: Literal["refuse", "keep"] = option("refuse")
-    """What to do with a record whose id occurred before: refuse it, or keep both."""
-
     def conversion_options(
         self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
     ) -> ConversionOptions:
@@ -53,6 +50,5 @@ class RecordOptions(CommandOptions):
             workers=default_workers() if workers is None else workers,
             columns=self.columns or "",
             missing_markers=self.missing_markers,
-            duplicate_ids=self.duplicate_ids,
             **further_options,
         )

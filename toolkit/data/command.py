@@ -44,6 +44,7 @@ def convert(command_options: DataConvertOptions) -> int:
         command_options.workers,
         val_fraction=command_options.val_fraction,
         format=command_options.format or "",
+        duplicate_ids=command_options.duplicate_ids,
         part=command_options.part_numbers(),
     )
     report = convert_dataset(command_options.input, conversion_options)

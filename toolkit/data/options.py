@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
@@ -33,6 +33,8 @@ class DataConvertOptions(RecordOptions):
     """Processes."""
     val_fraction: float = option(0.0, metavar="F", shown_default="0")
     """Put this share of the samples into the validation split."""
+    duplicate_ids: Literal["refuse", "keep"] = option("refuse")
+    """What to do with a record whose id occurred before: refuse it, or keep both."""
     max_quarantined: float = option(MAX_QUARANTINED, metavar="F", minimum=0, maximum=1)
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     part: str | None = option(None, metavar="I/N", shown_default="everything")

@@ -166,7 +166,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
 
     if not records_path.with_name(records_path.name.partition(":")[0]).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
-    reading = {name: getattr(options, name) for name in ("columns", "missing_markers", "duplicate_ids")}
+    reading = {name: getattr(options, name) for name in ("columns", "missing_markers")}
     if source := _read_source(dataset_dir):
         if source["usable"]:
             _check_unchanged(records_path, reading, dataset_dir, source)
