@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
-from megatron_vl.data.sample.chat_template import chat_template_path
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, Description
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256
@@ -63,8 +62,8 @@ def read_loader_digests(config: TrainConfig, description: Description) -> dict[s
     """Digests of what only ranks that own a loader read: tokenizer, chat template, and the description of
     the data set."""
     files = [Path(config.model.hf) / name for name in TOKENIZER_FILES]
-    if config.data.chat_template:
-        files.append(chat_template_path(config.data.chat_template))
+    if config.data.chat_template:  # the name of one that comes with this program is no file, on any node
+        files.append(Path(config.data.chat_template))
     return _digests([*files, *_data_files(description)])
 
 
