@@ -164,9 +164,9 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     """
     from data_tools.convert import convert_dataset, first_refusal
 
-    if not records_path.with_name(records_path.name.partition(":")[0]).exists():
+    if not _without_names(records_path).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
-    reading = {name: getattr(options, name) for name in ("columns", "missing_markers")}
+    reading = {"columns": options.columns, "missing_markers": options.missing_markers}
     if source := _read_source(dataset_dir):
         if source["usable"]:
             _check_unchanged(records_path, reading, dataset_dir, source)
@@ -194,9 +194,15 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
 
 def _files(records_path: Path) -> list[Path]:
     """The files of records, and the index that names them."""
-    index_path = records_path.with_name(INDEX_FILE)
-    is_index = records_path.name.partition(":")[0] == INDEX_FILE
-    return [*([index_path] if is_index else []), *(file.path for file in find_input_files([records_path]))]
+    path = _without_names(records_path)
+    index_files = [path] if path.name == INDEX_FILE else []
+    return index_files + [file.path for file in find_input_files([records_path])]
+
+
+def _without_names(records_path: Path) -> Path:
+    """The path without the data sets that ``dataset_info.json:NAME,NAME`` chooses."""
+    file_name = records_path.name.partition(":")[0]
+    return records_path.with_name(file_name) if file_name == INDEX_FILE else records_path
 
 
 def _file_facts(records_path: Path) -> list[dict[str, Any]]:
@@ -222,7 +228,7 @@ def _check_unchanged(
         source: what :data:`SOURCE_FILE` says.
     """
     for name, value in reading.items():
-        earlier_value, flag = source.get(name, value), option_flag(name)
+        earlier_value, flag = source.get(name), option_flag(name)
         if earlier_value != value:
             raise PrepareError(
                 f"{dataset_dir} was converted with {flag} {earlier_value}, not {value}: give that one again"

@@ -303,12 +303,8 @@ class ChatEncoder:
         elif has_reasoning and "reasoning_content" not in self.chat_template:
             missing_feature = "reasoning_content"
         if missing_feature:
-            owner = (
-                f"chat template {self.given_template}"
-                if self.given_template
-                else "checkpoint's chat template"
-            )
-            advice = ""
+            given, advice = self.given_template, ""
+            owner = f"chat template {given}" if given else "checkpoint's chat template"
             if missing_feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
                 advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"
             raise ChatTemplateError(f"the {owner} does not write {missing_feature}{advice}")
