@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE, write_chat_template
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
@@ -35,7 +36,7 @@ from megatron_vl.weights.tensor_files import (
     make_safetensors_header,
     read_safetensors_header,
 )
-from megatron_vl.weights.trained_media import exported_media, media_entry, trained_media
+from megatron_vl.weights.trained_media import TEMPLATE_KEY, exported_facts, trained_facts
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
@@ -92,7 +93,7 @@ def convert_weights(
     source = HfCheckpoint(hf)
     # A tied output layer is not stored in Megatron weights, so a different one would be lost.
     source.check_tied_output()
-    origin = {"hf": Path(hf).resolve().name, **media_entry(exported_media(Path(hf)))}
+    origin = {"hf": Path(hf).resolve().name, **exported_facts(Path(hf))}
     report = _write_weights(source, [Path(hf)], out, layout, "convert", workers, force, origin)
     report.carried = len(source.carried_names)
     if rounding_note := source.rounded_decays():
@@ -114,9 +115,8 @@ def reshard_weights(
     """
     source = WeightReader(checkpoint, takes_lora=True)
     command = "split" if layout else "merge"
-    # A run's limits of media are not stored in its weights but in the step folder.
-    media_limits = media_entry(trained_media(source.path, source.manifest))
-    origin = {**(source.manifest.get("origin") or {}), **media_limits}
+    # A run's facts are not stored in its weights but in the step folder.
+    origin = {**(source.manifest.get("origin") or {}), **trained_facts(source.path, source.manifest)}
     return _write_weights(source, [source.path], out, layout, command, workers, force, origin)
 
 
@@ -307,7 +307,8 @@ def export_weights(
     Files, names, order and types of tensors are those of the original, so the export of untrained weights
     equals the original byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are
     copied from the original. Values of another type, such as the weights of a float32 run, are rounded to the
-    original's type and counted in the report. All other files are copied unchanged.
+    original's type and counted in the report. All other files are copied unchanged, apart from the chat
+    template of a run with ``data.chat_template``, which takes the place of the original's.
 
     ``megatron_vl.json`` next to the weights names the limits of pixels and frames under which they were
     trained, if they are known: those of the weights, otherwise those of ``hf``.
@@ -374,7 +375,7 @@ def _write_hf_folder(
             copied_path = conversion_output.path / relative_path
             copied_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
-        _write_export_facts(conversion_output.path, training_facts)
+        _write_training_facts(conversion_output.path, training_facts)
 
     report = _make_report(output_dir, conversion_output, write_seconds)
     report.cast = _count_casts(source, hf_checkpoint)
@@ -426,19 +427,24 @@ def _count_casts(
 
 
 def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
-    """The limits of media in training: those of the weights, else of the folder."""
+    """Limits of media and given chat template: those of the weights, else those of the folder."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
-    media_limits: dict[str, float] = {}
+    facts: dict[str, Any] = {}
     if isinstance(trained_source, WeightReader):
-        media_limits = trained_media(trained_source.path, trained_source.manifest)
+        facts = trained_facts(trained_source.path, trained_source.manifest)
     elif isinstance(trained_source, PeftAdapters):
-        media_limits = exported_media(trained_source.path)
-    return media_entry(media_limits or exported_media(hf_checkpoint.path))
+        facts = exported_facts(trained_source.path)
+    return exported_facts(hf_checkpoint.path) | facts
 
 
-def _write_export_facts(export_dir: Path, facts: dict[str, Any]) -> None:
-    if facts:
-        write_json(export_dir / EXPORT_FACTS_FILE, facts | {"digest": manifest_digest(facts)})
+def _write_training_facts(output_dir: Path, training_facts: dict[str, Any]) -> None:
+    """Writes ``megatron_vl.json``, and a given chat template into the file that its entry names."""
+    if chat_template := training_facts.get(TEMPLATE_KEY):
+        write_chat_template(output_dir, chat_template)
+        training_facts = training_facts | {TEMPLATE_KEY: CHAT_TEMPLATE_FILE}
+    if training_facts:
+        facts = training_facts | {"digest": manifest_digest(training_facts)}
+        write_json(output_dir / EXPORT_FACTS_FILE, facts)
 
 
 def _check_same_model(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> None:
@@ -536,7 +542,7 @@ def export_adapter(
             output.writer_by_file[ADAPTER_FILE].write_tensor(key, [tensor])
         output.commit_files()
         write_json(output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
-        _write_export_facts(output.path, training_facts)
+        _write_training_facts(output.path, training_facts)
 
     return _make_report(output_dir, output, time.monotonic() - start_time)
 
@@ -565,7 +571,7 @@ def convert_adapter(
     source = PeftAdapters(adapter, read_spec(hf))
     if source.lora_base.digest and any(Path(hf).glob("*.safetensors")):
         _check_base(source, HfCheckpoint(hf))
-    media_limits = media_entry(exported_media(source.path) or exported_media(Path(hf)))
-    origin = {"hf": Path(hf).resolve().name, **media_limits, **source.lora_base.entry()}
+    facts = exported_facts(Path(hf)) | exported_facts(source.path)
+    origin = {"hf": Path(hf).resolve().name, **facts, **source.lora_base.entry()}
     input_dirs = [Path(adapter), Path(hf)]
     return _write_weights(source, input_dirs, out, layout, "convert", workers, force, origin)

@@ -20,7 +20,7 @@ MEGATRON_FILE_PATTERN = re.compile(
 )
 HF_FILE_PATTERN = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json"
-    rf"|{re.escape(EXPORT_FACTS_FILE)}"
+    rf"|chat_template\.jinja|{re.escape(EXPORT_FACTS_FILE)}"
 )
 """Names of the files that a conversion (above) or an export writes. ``--force`` removes no other files."""
 

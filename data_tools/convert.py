@@ -189,7 +189,7 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
         output_facts = options.output_facts(input_files)
         if options.part[1] > 1:
             _check_other_parts(options, output_facts)
-        with open_partial_folder(options.dataset_dir) as partial_dir:
+        with open_partial_folder(options.dataset_dir, _check_is_empty, lambda _: True) as partial_dir:
             report, shard_records = _convert_records(input_files, options, partial_dir)
             if options.output_facts(input_files)["inputs"] != output_facts["inputs"]:
                 raise ConvertError(
@@ -210,6 +210,16 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
         folder_text = "" if is_taken or getattr(error, "filename", None) else f"{options.dataset_dir}: "
         raise ConvertError(f"{folder_text}{error}{advice}") from error
     return report
+
+
+def _check_is_empty(dataset_dir: Path) -> None:
+    """Raises FileExistsError unless a folder is a data set without a sample, which the next one replaces."""
+    try:
+        is_empty = json.loads((dataset_dir / "report.json").read_text())["samples"] == 0
+    except (OSError, ValueError, KeyError, TypeError):
+        is_empty = False
+    if not is_empty:
+        raise FileExistsError(f"--out {dataset_dir} exists; remove it, or give another --out")
 
 
 def _check_other_parts(options: ConversionOptions, output_facts: dict[str, Any]) -> None:
@@ -268,6 +278,8 @@ def _convert_records(
     report = DataReport()
     seen_ids = RecordIds()
     bytes_read = bytes_shown = 0
+    bytes_by_batch: deque[int] = deque()
+    """How many bytes had been read at the end of each batch that is not stored yet."""
     spool_dir = dataset_dir / "spool"
     spool_dir.mkdir()
 
@@ -275,8 +287,12 @@ def _convert_records(
         nonlocal bytes_read
         bytes_read += num_bytes
 
-    batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
-    tasks = ((batch, options, spool_dir / str(number)) for number, batch in enumerate(batches))
+    def batch_tasks() -> Iterator[tuple[Any, ...]]:
+        batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
+        for number, batch in enumerate(batches):
+            bytes_by_batch.append(bytes_read)
+            yield batch, options, spool_dir / str(number)
+
     total_bytes = sum(source.path.stat().st_size for source in input_files)
     with (
         WorkerPool(options.workers) as pool,
@@ -292,7 +308,7 @@ def _convert_records(
             options.bytes_per_shard,
             max_pending=2 * options.workers,
         )
-        for spool_path, outcomes in pool.results_in_order(_store_batch, tasks):
+        for spool_path, outcomes in pool.results_in_order(_store_batch, batch_tasks()):
             with spool_path.open("rb") as spool_file:
                 for outcome in outcomes:
                     if isinstance(outcome, StoredSample) and options.duplicate_ids == "refuse":
@@ -308,10 +324,11 @@ def _convert_records(
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
             spool_path.unlink()
             num_refused = report.records - sum(shard_writer.num_samples.values())
+            bytes_stored = bytes_by_batch.popleft()
             show_progress(
-                bytes_read - bytes_shown, f"{report.records:,} records, {num_refused:,} quarantined"
+                bytes_stored - bytes_shown, f"{report.records:,} records, {num_refused:,} quarantined"
             )
-            bytes_shown = bytes_read
+            bytes_shown = bytes_stored
         shards = shard_writer.finish()
     spool_dir.rmdir()
     report.train, report.val = shard_writer.num_samples["train"], shard_writer.num_samples["val"]

@@ -219,7 +219,6 @@ class _ArrayText:
 
     def read_chunk(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         data = self.content_file.read(chunk_bytes)
-        self.on_bytes(len(data))
         self.is_at_end = len(data) < chunk_bytes
         try:
             self.text = self.text[self.position :] + self.decode_utf8(data, self.is_at_end)
@@ -258,6 +257,7 @@ class _ArrayText:
                 if end_position < len(self.text) or self.is_at_end:
                     num_brackets = self.text.count("[", self.position, end_position)
                     num_brackets += self.text.count("{", self.position, end_position)
+                    self.on_bytes(len(self.text[self.position : end_position].encode()))
                     self.position = end_position
                     self.num_records = record_number
                     return refused_record or _check_nesting(json_value, num_brackets)

@@ -23,7 +23,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.packing.fill_row import choose_row_samples
 from megatron_vl.data.row_encoder import RowEncoder
-from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES
+from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
 from megatron_vl.data.source.sample_sizes import (
     SampleSizeCounter,
@@ -117,6 +117,16 @@ class DatasetStatistics:
             "left_out": dict(+left_out_tokens),
         }
 
+    def check_usable(self) -> None:
+        """Raises SizesError if no sample can be used."""
+        if not self.num_usable:
+            refusals = BadSampleMeter(1.0)
+            refusals.add_counts(0, self.left_out_reasons())
+            raise SizesError(
+                f"no sample of {self.data_config.path} can be used ({refusals.counts_by_reason()})."
+                f" {refusals.advice_text()}"
+            )
+
     def sample_quantity(self, quantity_name: str) -> tuple[IntegerArray, NDArray[np.float64]]:
         """One of :data:`SAMPLE_QUANTITIES` of the usable samples.
 
@@ -136,10 +146,7 @@ class DatasetStatistics:
         Raises:
             SizesError: no sample can be used.
         """
-        if not self.num_usable:
-            raise SizesError(
-                f"{self.data_config.path}: no sample can be used: {dict(self.left_out_reasons())}"
-            )
+        self.check_usable()
         rows = [np.array(row).sum(0) for row in _pack_rows(self.sources, self.data_config)]
         tokens, patches, samples = np.array(rows, np.float64).T
         return {"fill": tokens / self.data_config.seq_len, "samples": samples, "patches": patches}

@@ -178,7 +178,7 @@ def letters(text: str) -> str:
         "### `data.seq_len`\n\nWhole number, default: `4096`",
         "### `data.pack`\n\n`true` or `false`, default: `true`",
         "### `optimizer.vision_lr`\n\nNumber, default: empty",
-        "### `dtype`\n\nOne of `bfloat16`, `float32`, default: `bfloat16`",
+        "### `dtype`\n\nOne of `auto`, `bfloat16`, `float32`, default: `auto`",
     ],
 )
 def test_reference_has_types_and_defaults(field: str) -> None:

@@ -96,7 +96,9 @@ def test_stages_of_pretraining_follow_each_other():
         assert merger.model.freeze_vision and merger.model.freeze_language and not merger.model.freeze_merger
         assert not any((whole.model.freeze_vision, whole.model.freeze_language, whole.model.freeze_merger))
         assert not merger.model.checkpoint
-        assert whole.model.checkpoint == merger.checkpoint.dir and long.model.checkpoint == whole.checkpoint.dir
+        assert (
+            whole.model.checkpoint == merger.checkpoint.dir and long.model.checkpoint == whole.checkpoint.dir
+        )
         assert len({run.checkpoint.dir for run in (merger, whole, long)}) == 3
         assert merger.data.path != whole.data.path != long.data.path
         assert merger.data.seq_len == whole.data.seq_len < long.data.seq_len

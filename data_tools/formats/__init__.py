@@ -78,7 +78,11 @@ def read_conversation(
             detail += "; if it is a pack of conversations, write each as a record of its own"
         raise RecordError("not an object", detail)
     refuse_listed_audio(record, "")
-    record_format = FORMATS[format_name] if format_name else detect_format(record)
+    try:
+        record_format = FORMATS[format_name] if format_name else detect_format(record)
+    except RecordError:
+        _refuse_unsupervised_fields(record)  # which says more
+        raise
     if not record_format.is_document:  # whose text is trained on, whatever stands beside it
         _refuse_unsupervised_fields(record)
     reader = RecordReader(record, record_format)
@@ -153,13 +157,16 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
         "no conversation",
         "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output', nor 'text', "
         "'caption', 'texts' or 'text_list'; "
-        f"it has {shorten_value(sorted(record))}",
+        f"it has {shorten_value(sorted(record))}; --columns names other columns",
     )
 
 
 def _refuse_unsupervised_fields(record: dict[str, Any]) -> None:
     for key, field_meaning in UNSUPERVISED_FIELDS.items():
-        if record.get(key) not in EMPTY_VALUES:
+        value = record.get(key)
+        # Tables have all columns in every row: {"ref": [], "bbox": []} where there are no boxes.
+        parts = value.values() if isinstance(value, dict) else [value]
+        if any(part not in EMPTY_VALUES for part in parts):
             raise RecordError("not supervised text", f"{key!r} holds {field_meaning}", key)
     if isinstance(record.get("label"), bool):
         detail = "a 'label' of true or false judges the answer (KTO)"

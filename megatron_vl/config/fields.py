@@ -231,6 +231,9 @@ class DataConfig:
     video_max_pixels: int = option(0, minimum=0)
     """Largest area of a video frame in pixels after resizing (Qwen3-VL: of all frames together). 0: the same
     as for images (Qwen3-VL: the checkpoint's video processor decides)."""
+    chat_template: str = ""
+    """File with another chat template (Jinja) than that of model.hf. The run's exports hold it.
+    qwen2_vl_tools: the template of Qwen2-VL and Qwen2.5-VL with tools, which theirs leaves out."""
     empty_think: LossOn = "masked"
     """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
     without thinking. masked: none, as a request without thinking already contains the block. learnt: the
@@ -421,8 +424,9 @@ class TrainConfig:
     global_batch_size: int = option(8, minimum=1)
     """Rows in one optimizer step, over all data-parallel ranks. Each is a micro-batch, so that gradients are
     accumulated over global_batch_size / dp of them."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of computation. With bfloat16, master weights and gradients are float32."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of computation. With bfloat16, master weights and gradients are float32. auto: bfloat16 on GPUs,
+    float32 on CPU, where Megatron-core rounds bfloat16 more than transformers does."""
     platform: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)

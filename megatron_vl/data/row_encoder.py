@@ -128,7 +128,9 @@ class RowEncoder:
 
     def __init__(self, data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         self.data_config, self.spec = data_config, spec
-        self.chat_encoder = ChatEncoder(hf_dir, spec, ThinkingRule.from_data_config(data_config))
+        self.chat_encoder = ChatEncoder(
+            hf_dir, spec, ThinkingRule.from_data_config(data_config), data_config.chat_template
+        )
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
         self.source_names: tuple[str, ...] = ()

@@ -32,7 +32,8 @@ PROCESSOR_PREFIX = "processor."
 RESUME_EARLIER_ADVICE = "go back to an earlier checkpoint with `megatron-vl checkpoint rollback`"
 ADVICE_BY_FIELD = {
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
-    "chat_template": "give the chat template that the run began with",
+    "chat_template": "give the chat template that the run began with (that of data.chat_template stands in"
+    " run.json, among the fields)",
     "tokenizer": "give the tokenizer that the run began with",
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
     "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
@@ -99,6 +100,9 @@ class RowLoader:
     def row_settings(self) -> dict[str, Any]:
         """The fields of ``data`` that determine the rows, with the values that hold for the model."""
         settings = self._identity | dict(zip(PIXEL_FIELDS, self._identity["pixels"], strict=True))
+        # The text, because the file that a run was given may change or move.
+        chat_encoder = self._planning_context.row_encoder.chat_encoder
+        settings["chat_template"] = chat_encoder.chat_template if chat_encoder.given_template else ""
         names = (field.name for field in dataclasses.fields(DataConfig))
         return {name: settings[name] for name in names if name in settings}
 

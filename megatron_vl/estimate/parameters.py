@@ -134,7 +134,7 @@ def optimizer_state_bytes(config: TrainConfig) -> tuple[int, int]:
     of a master weight, because the model's weight is the upper one. State is in chunks in host memory, and
     everywhere if moments are bf16.
     """
-    half_weight_bytes = 2 if config.dtype == "bfloat16" else 0
+    half_weight_bytes = 2 if config.dtype != "float32" else 0
     if config.optimizer.moments_dtype == "bfloat16":
         return 4 + half_weight_bytes, 4 + half_weight_bytes
     return 8 + 2 * half_weight_bytes, 8 + half_weight_bytes
@@ -150,7 +150,7 @@ def checkpoint_bytes(config: TrainConfig, spec: ModelSpec) -> int:
 
 def bytes_per_element(config: TrainConfig) -> int:
     """Bytes of an element of the model's weights and activations."""
-    return 2 if config.dtype == "bfloat16" else 4
+    return 2 if config.dtype != "float32" else 4
 
 
 def offloaded_fraction(config: TrainConfig) -> float:

@@ -61,7 +61,10 @@ def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint |
 def read_loader_digests(config: TrainConfig, description: Description) -> dict[str, str]:
     """Digests of what only ranks that own a loader read: tokenizer, chat template, and the description of
     the data set."""
-    return _digests([*(Path(config.model.hf) / name for name in TOKENIZER_FILES), *_data_files(description)])
+    files = [Path(config.model.hf) / name for name in TOKENIZER_FILES]
+    if config.data.chat_template:  # the name of one that comes with this program is no file, on any node
+        files.append(Path(config.data.chat_template))
+    return _digests([*files, *_data_files(description)])
 
 
 def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:

@@ -94,6 +94,7 @@ def _start_indexing(
         path,
         "--model.hf",
         str(hf_dir),
+        f"--data.chat_template={data_config.chat_template}",
     ]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM.format(parent=os.getpid()), *run_args],

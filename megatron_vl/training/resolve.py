@@ -72,6 +72,9 @@ def resolve_run(
     if machine_memory is None:
         gpu_gib = None if config.platform == "cpu" else (gpu or find_gpu()).memory_gib
         machine_memory = MachineMemory(gpu_gib, math.inf)
+    if config.dtype == "auto":
+        on_cpu = machine_memory.gpu_gib is None
+        config = dataclasses.replace(config, dtype="float32" if on_cpu else "bfloat16")
 
     # A resumed run keeps the split with which its checkpoint was saved.
     saved_layout = _saved_layout(config, spec, source_checkpoint)
@@ -138,7 +141,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         from megatron_vl.data.sample.chat import ChatEncoder
 
         # Raises if tokenizer or chat template are missing, or do not fit the model.
-        if serving_note := ChatEncoder(config.model.hf, spec).serving_note:
+        chat_encoder = ChatEncoder(config.model.hf, spec, None, config.data.chat_template)
+        if serving_note := chat_encoder.serving_note:
             run_notes.append(f"NOTE: {serving_note}")
 
     start_weights = None

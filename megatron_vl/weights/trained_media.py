@@ -1,7 +1,8 @@
-"""Reads the limits of pixels and frames under which a model was trained.
+"""Reads the limits of pixels and frames, and the given chat template, with which a model was trained.
 
 A run's checkpoint names them among the fields in ``run.json``. Weights that were split, merged or converted
-from it name them in their manifest, and an exported Hugging Face folder in ``megatron_vl.json``.
+from it name them in their manifest, and an exported folder in ``megatron_vl.json``. Of a run with
+``data.chat_template``, they have the text of the template too; the entry of a folder names its file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import WeightsError
@@ -18,10 +20,11 @@ from megatron_vl.weights.tensor_files import WeightsError
 MEDIA_KEY = "media"
 MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "video_max_frames")
 """Fields of ``data``. Areas are in pixels, and the values are those that held for the model."""
+TEMPLATE_KEY = "chat_template"
 
 
-def trained_media(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, float]:
-    """The limits of a folder of weights by field of ``data``; empty if they are not known.
+def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a folder of weights, as far as they are known.
 
     Raises WeightsError if the ``run.json`` of their checkpoint is damaged: without it, images would silently
     be resized in another way than in training.
@@ -37,21 +40,31 @@ def trained_media(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, f
             )
         run_fields = run_facts.get("fields")
         if isinstance(run_fields, dict) and "data.max_pixels" in run_fields:
-            return {name: run_fields[f"data.{name}"] for name in MEDIA_FIELDS if f"data.{name}" in run_fields}
-    return _media_of(manifest.get("origin"))
+            values = {name.removeprefix("data."): value for name, value in run_fields.items()}
+            return _known_facts({MEDIA_KEY: values, TEMPLATE_KEY: values.get(TEMPLATE_KEY)})
+    return _known_facts(manifest.get("origin"))
 
 
 def exported_media(hf_dir: Path) -> dict[str, float]:
     """The limits that an exported folder names; empty if it names none, as a released one."""
-    return _media_of(read_export_facts(hf_dir))
+    media_limits: dict[str, float] = exported_facts(hf_dir).get(MEDIA_KEY, {})
+    return media_limits
 
 
-def read_export_facts(export_dir: Path) -> dict[str, Any]:
+def exported_facts(exported_dir: Path) -> dict[str, Any]:
+    """The entries of an exported folder of a model or of adapters."""
+    facts = _known_facts(read_export_facts(exported_dir))
+    if facts.pop(TEMPLATE_KEY, "") and (template_path := exported_dir / CHAT_TEMPLATE_FILE).is_file():
+        facts[TEMPLATE_KEY] = template_path.read_text(encoding="utf-8")
+    return facts
+
+
+def read_export_facts(exported_dir: Path) -> dict[str, Any]:
     """What ``megatron_vl.json`` of an exported folder says; empty if there is none, as in a released one.
 
     Raises WeightsError if it is damaged: other weights would pass for those of the training.
     """
-    facts_path = export_dir / EXPORT_FACTS_FILE
+    facts_path = exported_dir / EXPORT_FACTS_FILE
     if not facts_path.exists():
         return {}
     try:
@@ -66,14 +79,14 @@ def read_export_facts(export_dir: Path) -> dict[str, Any]:
     return facts
 
 
-def media_entry(media_limits: dict[str, float]) -> dict[str, Any]:
-    """The entry for ``megatron_vl.json``, or for a manifest's origin; empty if no limits are known."""
-    return {MEDIA_KEY: media_limits} if media_limits else {}
-
-
-def _media_of(facts: Any) -> dict[str, float]:
-    limits = facts.get(MEDIA_KEY) if isinstance(facts, dict) else None
-    return {k: limits[k] for k in MEDIA_FIELDS if k in limits} if isinstance(limits, dict) else {}
+def _known_facts(facts: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    limits, template = map(facts.get, (MEDIA_KEY, TEMPLATE_KEY)) if isinstance(facts, dict) else (None, None)
+    if isinstance(limits, dict) and (given := {k: limits[k] for k in MEDIA_FIELDS if k in limits}):
+        known[MEDIA_KEY] = given
+    if isinstance(template, str) and template:
+        known[TEMPLATE_KEY] = template
+    return known
 
 
 def read_json_object(json_path: Path) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from converters.hf_checkpoint import long_tensor_name
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.lora import fused_lora, stored_lora
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.run_json import write_run_json
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
@@ -466,6 +468,20 @@ def test_commands_convert_and_export_adapters(
     assert run("export", *weights, "--out", tmp_path / "whole") == 1
     assert "--merge" in capsys.readouterr().err
     assert run("export", *weights, "--merge", "--adapter", "--out", tmp_path / "both") == 2
+
+
+def test_adapters_keep_the_chat_template_that_they_were_trained_with(tmp_path: Path, adapters) -> None:
+    """In PEFT's folder, and from there into a merged model and into weights."""
+    hf, step = float_checkpoint("qwen2_vl"), tmp_path / "step_00000001"
+    convert_adapter(adapters("qwen2_vl"), hf, step / "weights")
+    write_run_json(step, {"fields": {"data.max_pixels": 1, "data.chat_template": "{{ messages }}"}})
+    export_adapter(step, hf, tmp_path / "peft")
+    export_weights(tmp_path / "peft", hf, tmp_path / "merged", merges_adapter=True)
+    convert_adapter(tmp_path / "peft", hf, tmp_path / "weights")
+    export_weights(tmp_path / "weights", hf, tmp_path / "again", merges_adapter=True)
+    assert (tmp_path / "peft" / "chat_template.jinja").read_text() == "{{ messages }}"
+    for folder in ("merged", "again"):
+        assert read_chat_template(tmp_path / folder) == "{{ messages }}" != read_chat_template(hf)
 
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path, adapters) -> None:

@@ -147,7 +147,7 @@ def test_frame_archive_names_unusable_images():
     for name, bad, said in (
         ("cut.jpg", whole[: len(whole) // 2], "cut.jpg: not a readable image"),
         ("none.jpg", b"", "none.jpg: not a readable image"),
-        ("wide.png", encoded(70, 112), "wide.png has 70 x 112 pixels, one.jpg 70 x 100"),
+        ("wide.png", encoded(70, 112), r"wide.png has 112 x 70 pixels \(width x height\), one.jpg 100 x 70"),
     ):
         with pytest.raises(PixelError, match=said):
             probe_video(pack_frames([("one.jpg", whole), (name, bad)], info()))

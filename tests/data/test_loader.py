@@ -21,6 +21,7 @@ from transformers.video_utils import VideoMetadata
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.packing.fill_row import pack_first_fit
+from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_template
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError
@@ -255,6 +256,18 @@ def test_resume_rejects_another_rule_for_thinking(dataset, tmp_path, field, othe
     state = without_thinking.state_dict()
     assert field not in state["identity"] and field not in without_thinking.row_settings
     loader(dataset, "qwen3_5").load_state_dict(state)
+
+
+def test_resume_rejects_another_chat_template(dataset, tmp_path):
+    plain, tools = loader(dataset), loader(dataset, chat_template=TOOLS_TEMPLATE)
+    assert not plain.row_settings["chat_template"]
+    assert tools.row_settings["chat_template"] == read_run_template("", TOOLS_TEMPLATE)
+    for resumed, state in ((plain, tools.state_dict()), (tools, plain.state_dict())):
+        with pytest.raises(LoaderStateError, match="chat_template = .* give the chat template .*run.json"):
+            resumed.load_state_dict(state)
+    moved = tmp_path / "moved.jinja"
+    moved.write_text(tools.row_settings["chat_template"])
+    loader(dataset, chat_template=str(moved)).load_state_dict(tools.state_dict())
 
 
 def test_row_settings_are_those_of_the_model(dataset):

@@ -150,7 +150,9 @@ def test_video_that_changes_its_size_is_refused():
         data = clip("mpegts", height=first[0], width=first[1]) + clip(
             "mpegts", height=second[0], width=second[1]
         )
-        with pytest.raises(PixelError, match=rf"frame 12 has {second[0]} x {second[1]} pixels.*one size"):
+        with pytest.raises(
+            PixelError, match=rf"frame 12 has {second[1]} x {second[0]} pixels .width x height..*one size"
+        ):
             probe_video(data)
 
 

@@ -653,7 +653,10 @@ def test_command_fails_when_nothing_could_be_written(tmp_path, capsys):
     assert run(tmp_path, [{}, {}]) == 1
     error = capsys.readouterr().err
     assert "none of 2 records can be used (record 1, no conversation: " in error
-    assert f"remove {tmp_path / 'out'} and convert again" in error
+    assert "quarantine.jsonl, correct them and convert again" in error
+    # A data set without a sample gives way, one with samples does not.
+    assert run(tmp_path, [{"query": "a", "response": "b"}]) == 0
+    assert run(tmp_path, [{}]) == 1 and "out exists; remove it" in capsys.readouterr().err
     assert run(tmp_path, [{}, {}]) == 1
     assert f"--out {tmp_path / 'out'} exists; remove it" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out")

@@ -199,7 +199,7 @@ def test_unusable_frames_are_named(media, tmp_path):
     assert {line["field"] for line in lines[:-1]} == {"messages[0].content[0].video"}
     assert lines[-1]["field"] == "messages[0].content[0].image"
     details = [line["detail"] for line in lines]
-    assert "wide.png has 70 x 128 pixels, frame_1.png 70 x 100" in details[0]
+    assert "wide.png has 128 x 70 pixels (width x height), frame_1.png 100 x 70" in details[0]
     assert "cut.jpg" in details[1] and "none.jpg" in details[2]
     assert report.samples == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.estimate.flops import RowSizes
 from megatron_vl.estimate.gpus import Gpu
@@ -32,6 +34,8 @@ def predict_run(
 
 def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> ResolvedRun:
     """A run as ``resolve_run`` decides it; its weights and data need not exist."""
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype="bfloat16")
     layout = run_layout(config, spec, world_size)
     origin = split_source(config, None)
     dp = validate_config(config, world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,12 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.config import TrainConfig, parse_config, validate_config
+from megatron_vl.data.source.sample_sizes import SizesError
 from tests.data.media import encoded
+from tests.data_tools.test_formats import WITH_TOOLS
 from toolkit.cli import main
 from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
-from toolkit.train.prepare import PrepareError, convert_once, is_hub_name, is_records, prepare_run
+from toolkit.train.prepare import (
+    PrepareError,
+    convert_once,
+    is_hub_name,
+    is_records,
+    prepare_run,
+    with_run_dir,
+)
 
 
 def questions(folder: Path, count: int = 6, image: str = "dot.png") -> Path:
@@ -34,10 +44,13 @@ def questions(folder: Path, count: int = 6, image: str = "dot.png") -> Path:
 
 
 def prepared(records: Path, model: Path, *words: str, **options: object) -> TrainConfig:
-    words = (f"--model.hf={model}", f"--data.path={records}", *words)
-    config = parse_config(words)
-    run_args = prepare_run(list(words), config, TrainOptions(fields=[], **options), is_first_node=True)
-    return parse_config(run_args)
+    run_args = [f"--model.hf={model}", f"--data.path={records}", *words]
+    run_args = with_run_dir(run_args, parse_config(run_args))
+    options = TrainOptions(fields=[], **options)
+    config = parse_config(run_args)
+    added = prepare_run(run_args, config, options, is_first_node=True)
+    assert prepare_run(run_args, config, options, is_first_node=False) == added  # another node finds all
+    return parse_config(added)
 
 
 @pytest.mark.ranks
@@ -65,9 +78,11 @@ def test_preparation_chooses_what_the_user_leaves_out(
     records, model = questions(tmp_path / "raw", image="media/dot.png"), tiny_checkpoint("qwen2_5_vl")
     config = prepared(records, model)
     assert config.checkpoint.dir == "runs/conversations" and config.data.path == "runs/conversations/data"
-    assert config.data.seq_len == prepare.ROW_TOKENS[0] and config.dtype == "float32"
-    stated = prepared(records, model, "--data.seq_len=512", "--dtype=bfloat16", "--checkpoint.dir=runs/mine")
-    assert (stated.data.seq_len, stated.dtype, stated.checkpoint.dir) == (512, "bfloat16", "runs/mine")
+    assert config.data.seq_len == prepare.ROW_TOKENS[0]
+    stated = prepared(records, model, "--data.seq_len=512", "--checkpoint.dir=runs/mine")
+    assert (stated.data.seq_len, stated.checkpoint.dir) == (512, "runs/mine")
+    words = [f"--data.path={records}", "--checkpoint.export_hf=last"]  # of a run in the default folder
+    validate_config(parse_config(with_run_dir(words, parse_config(words))), 1)
 
 
 def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
@@ -95,6 +110,25 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
         convert_once(records, Path("runs/conversations/data"), TrainOptions(fields=[]))
 
 
+def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_writes_them(
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_checkpoint("qwen2_vl")
+    dry_run = ["train", "--dry-run", "--model.hf", str(model), "--data.path", "tools.json"]
+    Path("tools.json").write_text(json.dumps([WITH_TOOLS["openai"]] * 3))
+    with pytest.raises(SizesError, match="no sample.*3 not written by the chat template.*qwen2_vl_tools"):
+        prepared(Path("tools.json"), model)
+    assert main(["data", "show", "--data", "runs/tools/data", "--processor", str(model)]) == 1
+    assert "no sample of runs/tools/data can be used" in capsys.readouterr().err
+    shutil.rmtree("runs")
+    assert main(dry_run) == 1 and "start without --dry-run" in capsys.readouterr().err
+
+    template = "--data.chat_template=qwen2_vl_tools"
+    assert prepared(Path("tools.json"), model, template).data.seq_len == prepare.ROW_TOKENS[0]
+    assert main([*dry_run, template]) == 0 and "8 rows, 16,384 tokens" in capsys.readouterr().out
+
+
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # What an earlier start left is not taken: the first node is about to replace it.
     (tmp_path / "data").mkdir()
@@ -102,10 +136,11 @@ def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.Capture
 
     def write() -> None:
         (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": true}')
+        prepare.note_row_length(tmp_path / "data", 512)
 
     timer = threading.Timer(0.5, write)
     timer.start()
-    prepare.wait_for_dataset(tmp_path / "data")
+    prepare.wait_for_dataset(tmp_path / "data", ["usable", "seq_len"])
     assert "waiting for the first node" in capsys.readouterr().err
 
 
@@ -118,9 +153,10 @@ def test_files_of_records_are_recognised(path: str, expected: bool):
     assert is_records(path) is expected
 
 
-def test_folders_saved_by_datasets_are_records(tmp_path: Path):
+def test_folders_of_records_are_no_data_sets(tmp_path: Path):
+    assert not is_records(str(tmp_path))
     (tmp_path / "state.json").write_text("{}")
-    assert is_records(str(tmp_path))
+    assert is_records(str(tmp_path)) and is_records(f"{tmp_path}/dataset_info.json:a,b")
     (tmp_path / ".nv-meta").mkdir()
     assert not is_records(str(tmp_path))
 

@@ -108,7 +108,7 @@ def test_train_starts_the_ranks_of_one_node(started, inputs):
     layout = ["--parallel.tp", "2", "--steps", "3"]
     assert main(["train", "--nproc-per-node", "4", *inputs, *layout]) == 7
     group = ["--nnodes", "1", "--nproc-per-node", "4", "--standalone"]
-    assert started == [[*group, "-m", "megatron_vl.train", *inputs, *layout, "--dtype=float32"]]
+    assert started == [[*group, "-m", "megatron_vl.train", *inputs, *layout]]
 
 
 SLIPS = """

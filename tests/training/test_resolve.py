@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from megatron_vl.config.checks import config_remarks
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.lora import with_stored_lora
-from megatron_vl.training.resolve import resolve_run
+from megatron_vl.training.resolve import MachineMemory, resolve_run
 from tests.support.tiny_run import environment
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
@@ -63,6 +64,25 @@ def test_file_in_a_folders_place_is_reported_with_the_field(
     (tmp_path / "file").write_text("")
     with pytest.raises(RunConfigError, match=rf"^{field} .*file{below}: .*file is a file; give a folder"):
         resolve_run(parse_config([*fields, f"--{field}", f"{tmp_path / 'file'}{below}"]), 1)
+
+
+def test_type_of_computation_follows_the_machine(tiny_checkpoint: Any) -> None:
+    """However the ranks were started: the launcher is not asked."""
+    words = [
+        "--model.hf",
+        str(tiny_checkpoint("qwen2_5_vl")),
+        "--data.path",
+        "synthetic:text",
+        "--steps",
+        "1",
+    ]
+
+    def resolved_type(gpu_gib: float | None, *more: str) -> str:
+        return resolve_run(parse_config([*words, *more]), 1, MachineMemory(gpu_gib, math.inf)).config.dtype
+
+    assert (resolved_type(None), resolved_type(80.0)) == ("float32", "bfloat16")
+    assert resolved_type(None, "--dtype", "bfloat16") == "bfloat16"
+    assert resolved_type(80.0, "--dtype", "float32") == "float32"
 
 
 READ_ONLY = """

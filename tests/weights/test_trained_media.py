@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoProcessor, AutoTokenizer
 
 from converters.convert import convert_weights, export_weights, reshard_weights
+from megatron_vl.data.sample.chat import PROBE_TURNS, ChatEncoder
+from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_template
 from megatron_vl.data.sample.pixel_settings import media_limits_note
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.tensor_files import WeightsError
@@ -76,6 +81,34 @@ def test_the_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) 
     convert_weights(hf, tmp_path / "released")
     export_weights(tmp_path / "released", hf, tmp_path / "back", force=True)
     assert not (tmp_path / "back" / EXPORT_FACTS_FILE).exists()
+
+
+def test_a_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tmp_path: Path) -> None:
+    """Also of weights that were split and merged, and of an export that was converted and exported again."""
+    template = read_run_template(hf, TOOLS_TEMPLATE)
+    edit(hf / "tokenizer_config.json", chat_template="that of a text model")  # as the released Qwen2.5-VL
+    write_run_json(step, {"fields": RUN_FIELDS | {"data.chat_template": template}})
+    reshard_weights(step, tmp_path / "split", {"tp": 2, "pp": 1})
+    reshard_weights(tmp_path / "split", tmp_path / "merged")
+    export_weights(tmp_path / "merged", hf, tmp_path / "out")
+    convert_weights(tmp_path / "out", tmp_path / "again")
+    export_weights(tmp_path / "again", hf, tmp_path / "back")
+    turns = [{"role": "user", "content": "?"}, PROBE_TURNS[1]]
+    expected = ChatEncoder(hf, read_spec(hf), chat_template=TOOLS_TEMPLATE).render_conversation(turns)
+    assert '<tool_call>\n{"name": "look_up_the_weather", "arguments": {"city": "Oslo"}}' in expected
+    for folder in (tmp_path / "out", tmp_path / "back"):
+        for serving_class in (AutoTokenizer, AutoProcessor):
+            assert (
+                serving_class.from_pretrained(folder).apply_chat_template(turns, tokenize=False) == expected
+            )
+        assert read_chat_template(folder) == template and not chat_template_note(folder)
+        assert json.loads((folder / "chat_template.json").read_text())["chat_template"] == template
+        assert exported_media(folder) == TRAINED
+
+    # The template of an earlier export does not stay in its folder.
+    convert_weights(hf, tmp_path / "released")
+    export_weights(tmp_path / "released", hf, tmp_path / "back", force=True)
+    assert read_chat_template(tmp_path / "back") == read_chat_template(hf) != template
 
 
 @pytest.mark.parametrize("damage", ["edited", "cut"])

@@ -37,7 +37,12 @@ class SampleEncoder:
         self.spec = read_spec(hf_dir)
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.data_config = data_config or DataConfig()
-        self.chat_encoder = ChatEncoder(hf_dir, self.spec, ThinkingRule.from_data_config(self.data_config))
+        self.chat_encoder = ChatEncoder(
+            hf_dir,
+            self.spec,
+            ThinkingRule.from_data_config(self.data_config),
+            self.data_config.chat_template,
+        )
 
     def encode_sample(
         self, messages: Sequence[dict[str, Any]], media_items: list[MediaItem]

@@ -52,12 +52,12 @@ def convert(command_options: DataConvertOptions) -> int:
     quarantine_path = dataset_dir / "quarantine.jsonl"
     _print_summary(report, dataset_dir, quarantine_path)
 
-    again = f"remove {dataset_dir} and convert again"
     if not report.samples:
         # A wrong media root or format refuses all records for one reason.
         why = first_refusal(dataset_dir)
         raise ConvertError(
-            f"none of {report.records} records can be used ({why}); see {quarantine_path}, {again}"
+            f"none of {report.records} records can be used ({why}); see {quarantine_path}, correct them and"
+            " convert again"
         )
     if command_options.val_fraction and report.samples == 1:
         raise ConvertError(
@@ -68,7 +68,8 @@ def convert(command_options: DataConvertOptions) -> int:
             f"megatron-vl data: {report.quarantined_records} of {report.records} records "
             f"({report.quarantined_records / report.records:.2%}) were quarantined, more than "
             f"--max-quarantined {command_options.max_quarantined:g} allows; {dataset_dir} is complete without"
-            f" them. Correct what {quarantine_path} names, {again}, or allow more",
+            f" them. Correct what {quarantine_path} names, remove {dataset_dir} and convert again, or allow"
+            " more",
             file=sys.stderr,
         )
         return TOO_MANY_QUARANTINED

@@ -46,6 +46,7 @@ def count_splits(prepared: PreparedDataset) -> SplitStatistics:
 def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[str, Any]:
     """What a split holds, as JSON values. Sums are those of usable samples. A sample of a mixture counts
     in the distributions as often as training draws it."""
+    counted.check_usable()
     sources = {}
     for each in counted.sources:
         sources[each.source.name] = {

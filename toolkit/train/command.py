@@ -20,7 +20,7 @@ from toolkit.common.launch import single_rank_variables, usable_gpus
 
 from .launch_environment import TORCHRUN_VARIABLES, LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
-from .prepare import is_hub_name, is_records, prepare_run
+from .prepare import as_converted, is_hub_name, is_records, prepare_run, records_file, with_run_dir
 
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
@@ -44,11 +44,12 @@ def train(options: TrainOptions) -> int:
     launch_environment, environment = read_launch_environment(os.environ), dict(os.environ)
     hide_native_warnings()
     if options.dry_run:
-        _check_files(_read_config(options.fields))
+        run_args = with_run_dir(options.fields, _read_config(options.fields))
+        _check_files(_read_config(run_args))
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes)
+        show_dry_run(as_converted(run_args, _read_config(run_args)), options.nproc_per_node, nnodes)
         return 0
 
     run_args = options.fields
@@ -130,7 +131,8 @@ def _prepare_launch(
         The launcher's options that start this node's ranks, None if this process is the only rank; and the
         fields of the run as words.
     """
-    config = _read_config(options.fields)
+    run_args = with_run_dir(options.fields, _read_config(options.fields))
+    config = _read_config(run_args)
     _check_files(config)
     nnodes = options.nnodes or launch_environment.nnodes
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
@@ -139,7 +141,7 @@ def _prepare_launch(
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
     run_args = prepare_run(
-        options.fields, config, options, is_first_node=_is_first_node(options, launch_environment)
+        run_args, config, options, is_first_node=_is_first_node(options, launch_environment)
     )
     check_inputs(_read_config(run_args))
 
@@ -155,7 +157,7 @@ def _prepare_launch(
 def _check_files(config: TrainConfig) -> None:
     """Refuses what can be seen from the names of files, before torch is imported or data are converted."""
     if is_records(config.data.path):
-        if not Path(str(config.data.path)).exists():
+        if not records_file(Path(str(config.data.path))).exists():
             raise RunConfigError(f"data.path {config.data.path} does not exist")
     elif not config.data.is_synthetic:
         check_data_path(config.data.path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -16,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_tools.input_files import record_suffix
+from data_tools.input_files import INDEX_FILE, find_input_files, record_suffix
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
-from megatron_vl.estimate.gpus import query_gpus
+from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
-from toolkit.common.launch import usable_gpus
 from toolkit.common.options import option_flag
 from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
 
@@ -48,42 +46,63 @@ def prepare_run(
     """Makes the model and the data set available on this node.
 
     Args:
-        run_args: the fields of the run as words.
+        run_args: the fields of the run as words, after :func:`with_run_dir`.
         options: how records are read.
         is_first_node: whether this node converts; the others wait for it.
 
     Returns:
-        The words with those fields added that follow: the folders, the length of a row, the type on CPU.
+        The words with those fields added that follow: the folders, and the length of a row.
 
     Raises:
         PrepareError: the model cannot be downloaded, or the conversations cannot be used.
     """
-    stated, added = stated_fields(run_args), {}
-    if "dtype" not in stated and (config.platform == "cpu" or not _has_gpu()):
-        added["dtype"] = "float32"  # Megatron-core rounds bfloat16 more on CPU than transformers does
+    added = {}
     if is_hub_name(config.model.hf):
         added["model.hf"] = download_model(config.model.hf)
         config = replace(config, model=replace(config.model, hf=added["model.hf"]))
 
     if is_records(config.data.path):
         records_path = Path(str(config.data.path))
-        run_dir = Path(config.checkpoint.dir or Path("runs") / records_path.name.split(".")[0])
-        dataset_dir = run_dir / "data"
+        dataset_dir = Path(config.checkpoint.dir) / "data"
+        added["data.path"] = str(dataset_dir)
+        needed = ["usable"] if "data.seq_len" in stated_fields(run_args) else ["usable", "seq_len"]
         if is_first_node:
             convert_once(records_path, dataset_dir, options)
+            if "seq_len" in needed:
+                data_config = replace(config.data, path=str(dataset_dir))
+                note_row_length(dataset_dir, choose_row_length(replace(config, data=data_config)))
         else:
-            wait_for_dataset(dataset_dir)
-        added |= {"data.path": str(dataset_dir), "checkpoint.dir": str(run_dir)}
-        if "data.seq_len" not in stated:
-            data_config = replace(config.data, path=str(dataset_dir))
-            added["data.seq_len"] = str(choose_row_length(replace(config, data=data_config)))
+            wait_for_dataset(dataset_dir, needed)
+        if "seq_len" in needed:
+            added["data.seq_len"] = _read_source(dataset_dir)["seq_len"]
     return run_args + [f"--{name}={value}" for name, value in added.items()]
 
 
-def _has_gpu() -> bool:
-    """Whether torch will see a GPU. Where nvidia-smi answers, torch is not imported, which takes seconds."""
-    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return bool(not are_hidden and query_gpus()) or usable_gpus() > 0
+def as_converted(run_args: list[str], config: TrainConfig) -> TrainConfig:
+    """A run from records as its first start left it; for ``--dry-run``, which converts nothing.
+
+    Raises:
+        PrepareError: there was no such start.
+    """
+    if not is_records(config.data.path):
+        return config
+    dataset_dir = Path(config.checkpoint.dir) / "data"
+    source = {"seq_len": config.data.seq_len, **_read_source(dataset_dir)}
+    if not source.get("usable"):
+        raise PrepareError(
+            f"data.path {config.data.path} holds records, which the first start converts into {dataset_dir}:"
+            " start without --dry-run, or give a data set that `megatron-vl data convert` wrote"
+        )
+    stated = "data.seq_len" in stated_fields(run_args)
+    row_length = config.data.seq_len if stated else source["seq_len"]
+    return replace(config, data=replace(config.data, path=str(dataset_dir), seq_len=row_length))
+
+
+def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
+    """The words of a run, with the default ``checkpoint.dir`` of one that begins with records."""
+    if config.checkpoint.dir or not is_records(config.data.path):
+        return run_args
+    return [*run_args, f"--checkpoint.dir={Path('runs') / Path(str(config.data.path)).name.split('.')[0]}"]
 
 
 # --- The model ----------------------------------------------------------------------------------------------
@@ -127,13 +146,13 @@ def _print_progress(text: str) -> None:
 
 
 def is_records(data_path: Any) -> bool:
-    """Whether ``data.path`` is a file of records, or a folder that ``datasets`` saved, and no data set."""
+    """Whether ``data.path`` is a file or folder of records or LLaMA-Factory's index, and no data set."""
     if not isinstance(data_path, str) or "://" in data_path:
         return False
     path = Path(data_path)
     if path.is_dir():
-        return (path / "state.json").is_file() and not (path / ".nv-meta").exists()
-    return bool(record_suffix(path))
+        return not (path / METADATA_DIR).exists() and any(map(record_suffix, path.iterdir()))
+    return path.name.startswith(f"{INDEX_FILE}:") or bool(record_suffix(path))
 
 
 def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) -> None:
@@ -145,12 +164,10 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     """
     from data_tools.convert import convert_dataset, first_refusal
 
-    if not records_path.exists():
+    if not records_file(records_path).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
     reading = {name: getattr(options, name) for name in ("columns", "missing_markers", "caption_prompt")}
-    source_path = dataset_dir / SOURCE_FILE
-    if source_path.is_file():
-        source = json.loads(source_path.read_text())
+    if source := _read_source(dataset_dir):
         if source["usable"]:
             _check_unchanged(records_path, reading, dataset_dir, source)
             _print_progress(f"{dataset_dir} was converted from {records_path} before")
@@ -165,7 +182,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     _print_progress(f"{report.samples} of {pluralize(report.records, 'record')} converted")
     usable = report.quarantined_records <= MAX_QUARANTINED * report.records
     # This file lets runs use the data set, so it is written last.
-    write_json(source_path, source | {"usable": usable})
+    write_json(dataset_dir / SOURCE_FILE, source | {"usable": usable})
     if not usable:
         raise PrepareError(
             f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first"
@@ -176,9 +193,16 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
 
 
 def _files(records_path: Path) -> list[Path]:
-    if records_path.is_file():
-        return [records_path]
-    return sorted(path for path in records_path.rglob("*") if path.is_file())
+    """The files of records, and the index that names them."""
+    path = records_file(records_path)
+    index_files = [path] if path.name == INDEX_FILE else []
+    return index_files + [file.path for file in find_input_files([records_path])]
+
+
+def records_file(records_path: Path) -> Path:
+    """The path without the data sets that ``dataset_info.json:NAME,NAME`` chooses."""
+    file_name = records_path.name.partition(":")[0]
+    return records_path.with_name(file_name) if file_name == INDEX_FILE else records_path
 
 
 def _file_facts(records_path: Path) -> list[dict[str, Any]]:
@@ -218,28 +242,43 @@ def _check_unchanged(
     )
 
 
-def wait_for_dataset(dataset_dir: Path) -> None:
-    """Waits until the first node has converted the data set, and says so every 30 s."""
+def _read_source(dataset_dir: Path) -> dict[str, Any]:
+    """What :data:`SOURCE_FILE` says; empty if it does not exist."""
+    try:
+        source: dict[str, Any] = json.loads((dataset_dir / SOURCE_FILE).read_text())
+    except FileNotFoundError:
+        return {}
+    return source
+
+
+def note_row_length(dataset_dir: Path, row_length: int) -> None:
+    """Writes the length of a row where other nodes read it. If it changes, they may still read the earlier
+    one: ranks take that of the first node."""
+    source = _read_source(dataset_dir)
+    if source.get("seq_len") != row_length:
+        write_json(dataset_dir / SOURCE_FILE, source | {"seq_len": row_length})
+
+
+def wait_for_dataset(dataset_dir: Path, needed: list[str]) -> None:
+    """Waits until the first node has written these entries of :data:`SOURCE_FILE`, and says so every 30 s.
+
+    A data set of which too much is unusable does not count: the first node is about to replace it.
+    """
     waited = 0
-    while not _is_usable(dataset_dir):
+    while not all(map(_read_source(dataset_dir).get, needed)):
         if waited % WAIT_S == 0:
             _print_progress(f"waiting for the first node to write {dataset_dir} ({waited} s)")
         time.sleep(1)
         waited += 1
 
 
-def _is_usable(dataset_dir: Path) -> bool:
-    """Whether the first node has converted a data set; a failed one that it is about to replace is none."""
-    try:
-        return bool(json.loads((dataset_dir / SOURCE_FILE).read_text())["usable"])
-    except FileNotFoundError:
-        return False
-
-
 def choose_row_length(config: TrainConfig) -> int:
     """Number of tokens of a row that holds every sample, within :data:`ROW_TOKENS`.
 
     Writes the sizes of samples if they are missing.
+
+    Raises:
+        SizesError: no sample can be used.
     """
     from data_tools.convert import default_workers
     from data_tools.sample_sizes import index_datasets
@@ -251,6 +290,7 @@ def choose_row_length(config: TrainConfig) -> int:
     index_datasets(config.data, spec, config.model.hf, default_workers())
     any_length = replace(config.data, seq_len=sys.maxsize)
     statistics = count_statistics(open_encoder(any_length, spec, config.model.hf), config.model.hf)
+    statistics.check_usable()
     tokens, _ = statistics.sample_quantity("tokens")
     longest = int(tokens.max(initial=0))
     least, most = ROW_TOKENS

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.sample.answer_places import AnswerPlace, find_answers
+from megatron_vl.data.sample.chat_template import TOOLS_FAMILIES, TOOLS_TEMPLATE, read_run_template
 from megatron_vl.data.sample.conversation_checks import (
     ChatError,
     check_control_tokens,
@@ -43,7 +44,6 @@ from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 from megatron_vl.system.errors import is_machine_fault
 
@@ -80,15 +80,20 @@ class ChatEncoder:
         hf_dir: folder with the tokenizer and the chat template.
         spec: the model (its placeholder tokens and merge size).
         thinking_rule: what is trained on, for chat templates that write thinking.
+        chat_template: file or name of another template than the folder's (``data.chat_template``).
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
         ChatError: the tokenizer does not know the model's placeholder tokens, or has tokens without a row in
-            the embedding.
+            the embedding; or ``chat_template`` cannot be used.
     """
 
     def __init__(
-        self, hf_dir: str | Path, spec: ModelSpec, thinking_rule: ThinkingRule | None = None
+        self,
+        hf_dir: str | Path,
+        spec: ModelSpec,
+        thinking_rule: ThinkingRule | None = None,
+        chat_template: str = "",
     ) -> None:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()
@@ -100,7 +105,8 @@ class ChatEncoder:
         added_tokens = self._fast_tokenizer.get_added_tokens_decoder()
         self._space_eating_ids = [token_id for token_id, token in added_tokens.items() if token.rstrip]
         """Added tokens that take the white space after them, as their ``rstrip`` says."""
-        self.chat_template = read_chat_template(hf_dir)
+        self.given_template = chat_template
+        self.chat_template = read_run_template(hf_dir, chat_template)
         self.template_writes_thinking = template_has_thinking(self.chat_template)
 
         placeholder_ids = (spec.image_token_id, spec.video_token_id)
@@ -124,6 +130,8 @@ class ChatEncoder:
         self.pad_token_id: int | None = (
             pad_token if pad_token is not None and pad_token < spec.language.vocab_size else None
         )
+        if chat_template:
+            self._check_given_template()
 
     def tokenizer_digest(self) -> str:
         """Identifies what turns text into tokens: :func:`compute_tokenizer_digest` of the tokenizer."""
@@ -277,6 +285,16 @@ class ChatEncoder:
 
     # --- Checks ---------------------------------------------------------------------------------------------
 
+    def _check_given_template(self) -> None:
+        """Raises ChatError if the answers of a plain conversation cannot be found with the run's template."""
+        plain_turns = [PROBE_TURNS[0], PROBE_TURNS[-1]]
+        try:
+            _, loss_mask = self.encode(2 * plain_turns, [])
+        except ChatError as error:
+            raise ChatError(f"data.chat_template {self.given_template}: {error}") from error
+        if not loss_mask.any():
+            raise ChatError(f"data.chat_template {self.given_template} writes no answer that is trained on")
+
     def _checked_messages(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
@@ -301,7 +319,11 @@ class ChatEncoder:
         elif has_reasoning and "reasoning_content" not in self.chat_template:
             missing_feature = "reasoning_content"
         if missing_feature:
-            raise ChatTemplateError(f"the checkpoint's chat template does not write {missing_feature}")
+            given, advice = self.given_template, ""
+            owner = f"chat template {given}" if given else "checkpoint's chat template"
+            if missing_feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
+                advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"
+            raise ChatTemplateError(f"the {owner} does not write {missing_feature}{advice}")
 
     @cached_property
     def _writes_tools(self) -> bool:

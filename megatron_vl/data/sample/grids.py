@@ -69,12 +69,17 @@ def resized_image_size(
     return _fit_area(height, width, factor, (min_pixels, max_pixels))
 
 
+def pixels_text(height: int, width: int) -> str:
+    """A size in a message."""
+    return f"{width} x {height} pixels (width x height)"
+
+
 def _check_shape(height: int, width: int) -> None:
     if min(height, width) < 1:
-        raise PixelError(f"an image of {height} x {width} pixels is empty")
+        raise PixelError(f"an image of {pixels_text(height, width)} is empty")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise PixelError(
-            f"an image of {height} x {width} pixels is more than {MAX_ASPECT_RATIO} times as long as wide"
+            f"an image of {pixels_text(height, width)} is more than {MAX_ASPECT_RATIO} times as long as wide"
         )
 
 

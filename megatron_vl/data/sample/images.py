@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_vl.data.sample.deadline import SampleTimeoutError
 from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import pixels_text
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import is_machine_fault
@@ -134,7 +135,7 @@ def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
             raise ImageTooLargeError(f"more than the {max_pixels} pixels allowed: {error}") from error
     if opened_image.width * opened_image.height > max_pixels:
         raise ImageTooLargeError(
-            f"{opened_image.height} x {opened_image.width} pixels, more than the {max_pixels} that are"
+            f"{pixels_text(opened_image.height, opened_image.width)}, more than the {max_pixels} that are"
             " allowed"
         )
     return opened_image

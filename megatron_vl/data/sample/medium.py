@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.frame_archive import PixelError, is_frame_archive
-from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO, VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO, VideoInfo, image_grid, pixels_text, video_grid
 from megatron_vl.data.sample.images import (
     DEFAULT_MAX_PIXELS,
     ImageTooLargeError,
@@ -120,8 +120,8 @@ def inspect_medium(
     if max(media_info.height, media_info.width) > MAX_ASPECT_RATIO * min(media_info.height, media_info.width):
         raise UnusableError(
             f"{media_kind} too narrow",
-            f"{shown_reference}: {media_info.height} x "
-            f"{media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
+            f"{shown_reference}: {pixels_text(media_info.height, media_info.width)} is more than"
+            f" {MAX_ASPECT_RATIO} to 1",
         )
 
     return media_info

@@ -43,7 +43,8 @@ def _read_eos_tokens(config_path: Path) -> list[int]:
 def serving_notes(chat_encoder: ChatEncoder) -> list[str]:
     """Notes on what a server of the encoder's folder would do otherwise than training."""
     hf_dir = chat_encoder.hf_dir
-    notes = [note] if (note := chat_template_note(hf_dir)) else []
+    # An export replaces all templates of the folder by the one that the run was given.
+    notes = [] if chat_encoder.given_template else list(filter(None, [chat_template_note(hf_dir)]))
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
     try:
         token_ids, loss_mask = chat_encoder.encode(turns, [])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.frame_archive import PixelError
-from megatron_vl.data.sample.grids import VideoInfo
+from megatron_vl.data.sample.grids import VideoInfo, pixels_text
 
 SEEK_DISTANCE = 60
 """If two chosen frames are further apart than this number of frames, it is faster to list the packets."""
@@ -179,8 +179,8 @@ def _decode_track(video_container: Any, track: Any, open_container: Callable[[],
             frame_size = frame_size[::-1] if _frame_turn(video_frame)[0] else frame_size
             if frames.times and frame_size != frames.size:
                 raise PixelError(
-                    f"frame {len(frames.times)} has {frame_size[0]} x {frame_size[1]} pixels, those before it"
-                    f" {frames.size[0]} x {frames.size[1]}; the frames of a video must have one size"
+                    f"frame {len(frames.times)} has {pixels_text(*frame_size)}, those before it"
+                    f" {frames.size[1]} x {frames.size[0]}; the frames of a video must have one size"
                 )
             frames.size = frame_size
             frames.times.append(video_frame.pts)

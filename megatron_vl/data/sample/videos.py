@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.frame_archive import FrameArchive, PixelError, is_frame_archive, is_frame_rate
-from megatron_vl.data.sample.grids import VideoInfo, frame_indices
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, pixels_text
 from megatron_vl.data.sample.images import (
     DEFAULT_MAX_PIXELS,
     ImageTooLargeError,
@@ -57,8 +57,8 @@ def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise PixelError(
-                f"{archive.image_name(i)} has {shape[0]} x {shape[1]} pixels, {archive.image_name(0)}"
-                f" {height} x {width}; the frames of a video must have one size"
+                f"{archive.image_name(i)} has {pixels_text(*shape)}, {archive.image_name(0)}"
+                f" {width} x {height}; the frames of a video must have one size"
             )
     info = archive.archive_info
     return VideoInfo(len(archive), info.fps, height, width, info.sampling, info.assumed_fps)
@@ -168,8 +168,8 @@ def _open_video(video_bytes: bytes, max_pixels: int) -> Any:
         if codec_context.width * codec_context.height > max_pixels:
             video_container.close()
             raise ImageTooLargeError(
-                f"frames of {codec_context.height} x {codec_context.width} pixels, more than the {max_pixels}"
-                " that are allowed"
+                f"frames of {pixels_text(codec_context.height, codec_context.width)}, more than the"
+                f" {max_pixels} that are allowed"
             )
         codec_context.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
 

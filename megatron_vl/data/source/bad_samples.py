@@ -13,8 +13,9 @@ TOO_LONG = "longer than seq_len"
 TOO_MANY_PATCHES = "more than max_patches"
 NOT_IN_CHAT_TEMPLATE = "not written by the chat template"
 TEMPLATE_ADVICE = (
-    "converting again does not help where the checkpoint's chat template cannot write tools, calls or"
-    " reasoning: take such records out, or use a family whose template writes them"
+    "converting again does not help where the chat template cannot write tools, calls or reasoning: take such"
+    " records out, or give a template that writes them (data.chat_template; qwen2_vl_tools writes tools for"
+    " Qwen2-VL and Qwen2.5-VL)"
 )
 LIMIT_BY_REASON = {TOO_LONG: ("tokens", "data.seq_len"), TOO_MANY_PATCHES: ("patches", "data.max_patches")}
 """Unit and field of the limit that a sample of such a reason exceeds."""

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.chat_template import read_run_template
 from megatron_vl.data.sample.documents import cut_document
 from megatron_vl.data.sample.frame_archive import PixelError, Sampling
 from megatron_vl.data.sample.grids import VideoInfo, image_grid, video_grid
@@ -44,7 +45,6 @@ from megatron_vl.data.source.dataset_description import (
 )
 from megatron_vl.data.source.location import Location, location_is_file, read_text_file
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import UserError
 
@@ -75,7 +75,7 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
     It is a hash of files. No tokenizer is built.
     """
     hf_path = Path(hf_dir)
-    hasher = hashlib.sha256(read_chat_template(hf_path).encode())
+    hasher = hashlib.sha256(read_run_template(hf_path, data_config.chat_template).encode())
     tokenizer_files = [hf_path / "tokenizer.json"]
     if not tokenizer_files[0].is_file():
         tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
@@ -139,9 +139,11 @@ def missing_sizes_advice(
     if not datasets_lacking_sizes:
         return ""
 
+    given_template = data_config.chat_template
+    template_words = f" --data.chat_template {given_template}" if given_template else ""
     return (
         f"{datasets_lacking_sizes[0].path} has no sizes for this tokenizer and chat template: run"
-        f" `megatron-vl data index --data {data_config.path} --processor {hf_dir}`"
+        f" `megatron-vl data index --data {data_config.path} --processor {hf_dir}{template_words}`"
     )
 
 

@@ -14,6 +14,7 @@ from megatron_vl.spec.families.base import ConfigError
 
 WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _READ_SUFFIXES = (".json", ".jinja", ".txt", ".safetensors")
@@ -140,7 +141,7 @@ def _refuse_quantised_tensors(hf_path: Path) -> None:
 
 def _chat_templates(hf_path: Path) -> dict[str, Any]:
     """File -> its chat template, in the order in which transformers looks for them."""
-    jinja_path = hf_path / "chat_template.jinja"
+    jinja_path = hf_path / CHAT_TEMPLATE_FILE
     templates: dict[str, Any] = {jinja_path.name: jinja_path.read_text()} if jinja_path.is_file() else {}
     for name in (*_PROCESSOR_TEMPLATES, "tokenizer_config.json"):
         if (hf_path / name).is_file():
@@ -187,6 +188,14 @@ def read_chat_template(hf_dir: str | Path, *, is_required: bool = True) -> str:
                 " model is not to be trained and served with"
             )
     return first_template
+
+
+def write_chat_template(hf_path: Path, template: str) -> None:
+    """Makes ``template`` the only chat template of a folder, for every reader: also where others stand."""
+    for name in (*_PROCESSOR_TEMPLATES, "tokenizer_config.json"):
+        if (hf_path / name).is_file() and "chat_template" in (config := _read_object(hf_path / name)):
+            (hf_path / name).write_text(json.dumps(config | {"chat_template": template}, indent=2) + "\n")
+    (hf_path / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
 def chat_template_note(hf_dir: str | Path) -> str:

@@ -74,7 +74,8 @@ def field_change_notes(
     effective_changes: list[str] = []
     changes_without_effect: list[str] = []
     for name, value in current_fields.items():
-        if saved_fields.get(name, value) == value:
+        # Of the chat template, its digest is named.
+        if saved_fields.get(name, value) == value or name == "data.chat_template":
             continue
         # Weights come from the checkpoint, and only dropout draws further random numbers.
         has_effect = name not in ("model.checkpoint", "lora.adapter")
