@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_vl.config import DataConfig, LoraConfig, RecomputeConfig
+from megatron_vl.data.packing import training_row
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.kernels.attention import tower_attention
 from megatron_vl.kernels.layers import biased_activation as activation_kernels
@@ -20,9 +21,8 @@ from megatron_vl.training.step import reduce_losses, run_schedule, token_loss
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
 
-SHORT_SEQ_LEN = 136
-"""For interpreted norms, each row of which takes milliseconds. It is longer than LOSS_INDEX_MULTIPLE, so that
-only chosen tokens have logits, as in rows of :data:`SEQ_LEN`."""
+SHORT_SEQ_LEN = 48
+"""For interpreted kernels, each row of which takes milliseconds."""
 
 
 def padding_under_training(hf: str) -> list[list[float]]:
@@ -139,8 +139,9 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
     from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
+    training_row.LOSS_INDEX_MULTIPLE = 16  # only chosen tokens have logits, as in longer rows
     trainer = tiny_trainer(hf)
-    row = _row(trainer, "image", seq_len=SHORT_SEQ_LEN)
+    row = _row(trainer, "short_text", "without_loss", seq_len=SHORT_SEQ_LEN)
     local_modules = layer_specs._layer_modules
 
     def run_steps(recompute: RecomputeConfig, num_steps: int) -> list[float]:
