@@ -13,14 +13,11 @@ from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_co
 from megatron_vl.estimate.activations import ActivationEstimator
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory import StageMemory, stage_memories
-from megatron_vl.estimate.memory_check import least_offload_fraction
-from megatron_vl.estimate.parameters import count_parameters, replica_bytes, stage_parameters
-from megatron_vl.estimate.search import SearchRequest, search_layouts
+from megatron_vl.estimate.parameters import count_parameters, stage_parameters
 from megatron_vl.estimate.split import run_layout, with_split
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.lora import freeze_parts_without_lora
-from megatron_vl.system.plurals import count_text
 from tests.examples import ROOT, read_example
 from tests.support.planned import predict_run
 from tests.support.ranks import call
@@ -91,14 +88,6 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     assert full.weights == 2 * (everything - trained) and full.gradients == 2 * full.weights
 
 
-def test_replica_bytes_are_those_of_the_stages() -> None:
-    spec, config = spec_of(A35), config_of("--lora.rank 8 --lora.targets [experts] --parallel.ep 4")
-    layout = make_layout(spec, 1, 1, 1, None, 4, 1)
-    memory = stage_memories(config, spec, layout, 4)[0]
-    whole = memory.weights + memory.gradients + memory.optimizer
-    assert replica_bytes(config, spec, layout, 4) == pytest.approx(whole)
-
-
 def test_tower_without_adapters_keeps_nothing() -> None:
     """Neither does a part of the language model: only what adapters or other operators read is kept."""
     attention_alone = "--lora.rank 16 --lora.targets [attention]"
@@ -131,34 +120,6 @@ def test_autograd_keeps_what_is_estimated_of_a_frozen_tower(tiny_checkpoint, tmp
         assert estimator.vision_tower_bytes().kept_bytes == pytest.approx(kept_bytes)
 
 
-def test_dropout_keeps_a_copy_of_each_input() -> None:
-    """The four matrices of a layer of 7B read 3584 + 3584 + 3584 + 18944 numbers, each with a byte of a mask.
-    The activation itself is then not kept; what the others read is kept anyway."""
-    plain, dropped = (memory_of(B7, f"--lora.rank 16 --lora.dropout {share}") for share in (0, 0.1))
-    widths = 3 * 3584 + 18944
-    expected = 28 * 4096 * (2 * widths + widths - 2 * 18944)
-    assert dropped.activations - plain.activations == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", [B9, A35])
-def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> None:
-    targets = ["out_proj", "o_proj"], ["in_proj_z", "k_proj"]
-    estimators = [estimator_of(spec_of(name), names) for names in targets]
-    with_output, without = (sorted(each._elements_by_layer_kind.values()) for each in estimators)
-    # Both kinds of layers: the output of the norm or of the gate, 4096 numbers of a token.
-    assert [more - less for more, less in zip(with_output, without, strict=True)] == [4096.0, 4096.0]
-
-
-def test_frozen_experts_keep_no_input() -> None:
-    """Of a token and its 8 experts: neither their input, 2048 numbers, nor their activation, 512."""
-    both, down, shared = (
-        min(estimator_of(spec_of(A35), ["q_proj", "in_proj_z", name])._elements_by_layer_kind.values())
-        for name in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj")
-    )
-    assert both - down == 8 * (2048 + 16)
-    assert down - shared == 8 * (512 + 16) - (512 + 16)
-
-
 def test_adapters_of_some_layers_count_in_their_stages() -> None:
     spec = spec_of(B7)
     config = config_of(
@@ -169,32 +130,6 @@ def test_adapters_of_some_layers_count_in_their_stages() -> None:
     assert first.gradients > 0 and second.gradients == second.optimizer == 0
     times = predict_run(with_split(config, layout), spec, 2).stage_seconds
     assert times[0] > times[1]
-
-
-def test_frozen_matrices_take_less_time() -> None:
-    spec = spec_of(B7)
-    full, language, everything = (
-        predict_run(config_of(f"--global_batch_size 8 {options}"), spec, 1)
-        for options in ("", "--lora.rank 16", "--lora.rank 16 --lora.targets [language,vision,merger]")
-    )
-    assert language.step_seconds < everything.step_seconds < 0.85 * full.step_seconds
-    assert language.mfu == pytest.approx(full.mfu, rel=0.1)
-
-
-def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
-    spec = spec_of(B7)
-    full, adapters = (config_of(f"--lora.rank {rank} --global_batch_size 8") for rank in (0, 16))
-    assert least_offload_fraction(full, spec, make_layout(spec), 1, 139.8) != 0.0
-    assert least_offload_fraction(adapters, spec, make_layout(spec), 1, 79.1) == 0.0
-    found = search_layouts(SearchRequest(adapters, spec, 1, find_gpu("H100")))[0]
-    assert found.config.recompute.language == "none" and found.peak_gib > 0
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(1_711_104, "1.71 M"), (8_292_166_656, "8.29 B"), (999_950, "1 M"), (37, "37")]
-)
-def test_a_number_of_parameters_is_readable(count: int, text: str) -> None:
-    assert count_text(count) == text
 
 
 TABLE_LINE = re.compile(
@@ -213,12 +148,6 @@ def test_page_states_what_is_estimated_today(line: str) -> None:
     prediction = predict_run(config, example.spec, int(gpus), gpu)
     assert int(gib) == round(prediction.peak_gib) and prediction.fits_memory
     assert prediction.tokens_per_second == pytest.approx(int(speed.replace(",", "")), rel=0.01)
-
-
-def test_page_has_runs_of_every_size_that_it_promises() -> None:
-    names = {match[1] for match in map(TABLE_LINE.match, PAGE.read_text().splitlines()) if match}
-    sizes = {"qwen2_5_vl_7b", "qwen3_5_9b", "qwen3_vl_30b_a3b", "qwen3_5_35b_a3b", "qwen2_5_vl_72b"}
-    assert names == sizes
 
 
 @pytest.mark.parametrize(
