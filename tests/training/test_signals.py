@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megatron_vl import launch
 from megatron_vl.system.processes import list_children
@@ -168,20 +166,6 @@ def takes_signals(pid: int) -> bool:
     """Whether a process handles SIGUSR1."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool(int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1)
-
-
-def test_signal_that_comes_after_the_ranks_changes_nothing(monkeypatch):
-    """Before them, it ends the launcher."""
-    monkeypatch.setattr(launch, "_launcher_pid", os.getpid())
-    monkeypatch.setattr(launch, "_received_signals", [])
-    monkeypatch.setattr(launch, "_ranks_seen", threading.Event())
-    with pytest.raises(SignalException):
-        launch._ask_ranks_to_stop(signal.SIGTERM, None)
-    launch._ranks_seen.set()
-    launch._ask_ranks_to_stop(signal.SIGTERM, None)
-    launch._ask_ranks_to_stop(signal.SIGINT, None)
-    with pytest.raises(SignalException):
-        launch._ask_ranks_to_stop(signal.SIGINT, None)
 
 
 def in_fork(program: Callable[[], object]) -> int:

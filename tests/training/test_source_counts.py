@@ -19,7 +19,7 @@ from megatron_vl.training.rows.row_message import (
     source_loss_tokens,
     unpack_tensors,
 )
-from megatron_vl.training.source_counts import SourceCounts, SourceMeter, abbreviate_count, count_sources
+from megatron_vl.training.source_counts import SourceCounts, SourceMeter, count_sources
 from megatron_vl.training.step import _loss_by_source, reduce_losses, run_schedule, token_loss
 from megatron_vl.training.trainer import Trainer
 from tests.data.helpers import spec_of
@@ -125,17 +125,6 @@ def test_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
     assert scalar_metrics(numbers)["source/s0/loss"] == 0.25
 
 
-def test_line_of_two_hundred_sources_is_short_and_has_all_numbers():
-    meter = meter_of(*range(1, 201))
-    meter.add(counts_of([1] * 200, [2] * 200, [1.0] * 200))
-    numbers, words = meter.take_line()
-    assert words == (
-        "s196 0.5000 (1, 2), s197 0.5000 (1, 2), s198 0.5000 (1, 2), s199 0.5000 (1, 2),"
-        " 196 others 0.5000 (196, 392)"
-    )
-    assert len(numbers) == 3 * 200
-
-
 def test_counts_go_on_after_a_resume_and_stay_for_sources_that_left():
     meter = meter_of(3, 1)
     meter.add(counts_of([2, 1], [10, 5], [0.0, 0.0]))
@@ -148,14 +137,6 @@ def test_counts_go_on_after_a_resume_and_stay_for_sources_that_left():
     seen = {counts["name"]: (counts["samples"], counts["loss_tokens"]) for counts in again.totals.values()}
     assert seen == {"s0": (2, 10), "ships": (2, 6), "s2": (4, 4)}
     assert state == meter.state_dict(), "a state that was given away does not change"
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1.0k"), (34_512, "34.5k"), (999_499, "999.5k"), (6_700_000, "6.7M")],
-)
-def test_counts_are_abbreviated(number, text):
-    assert abbreviate_count(number) == text
 
 
 KINDS = [["image", "text"], ["two_images", "short_text"], ["text", "short_text"], ["short_text"]]
