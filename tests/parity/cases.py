@@ -43,7 +43,6 @@ ACTIVATION = {"language": "selective", "language_modules": ["activation"], "visi
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
 THREE = [MIXED_ROWS] * 3
 SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
-SEVERAL_TEXT_LAST = [TEXT_LAST, TEXT_LAST, MIXED_ROWS]
 NO_LOSS = [WITHOUT_LOSS] * 3
 TP2_SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 SMALL_BUCKETS: dict[str, Any] = {"overlap": True, "bucket_size": 10_000}
