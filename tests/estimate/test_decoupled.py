@@ -11,12 +11,16 @@ import pytest
 from megatron_vl.config import (
     DataConfig,
     Fp8Config,
+    LoraConfig,
+    ModelConfig,
     ParallelConfig,
+    RecomputeConfig,
     RunConfigError,
     TrainConfig,
     VisionConfig,
     validate_config,
 )
+from megatron_vl.estimate.flops import repeated_flops, row_sizes, tower_forward_flops
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import model_part, tensor_table
 from tests.support.planned import estimate_stage_memory
@@ -39,6 +43,14 @@ def test_every_stage_holds_the_whole_tower() -> None:
     # float32 weights and two moments, spread over all eight ranks; before, over the two of a place
     assert after[1].optimizer - before[1].optimizer == pytest.approx(12 * tower / 8)
     assert after[0].weights > before[0].weights
+
+
+def test_flops_count_the_second_forward_pass_of_a_decoupled_tower() -> None:
+    sizes, plain = row_sizes([300], [64, 128], [64, 64, 64], 0), RecomputeConfig()
+    again = repeated_flops(SPEC, ModelConfig(), LoraConfig(), plain, sizes, is_decoupled=True)
+    assert again.tower == sum(tower_forward_flops(SPEC.vision, sizes)) and again.language == 0
+    frozen = ModelConfig(freeze_vision=True)  # all activations of the merger are kept
+    assert repeated_flops(SPEC, frozen, LoraConfig(), plain, sizes, is_decoupled=True).total == 0
 
 
 def test_fp8_of_the_tower_is_refused_by_name() -> None:

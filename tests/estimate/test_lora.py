@@ -13,7 +13,7 @@ from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_co
 from megatron_vl.estimate.activations import ActivationEstimator
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory import StageMemory, stage_memories
-from megatron_vl.estimate.parameters import count_parameters, stage_parameters
+from megatron_vl.estimate.parameters import count_parameters, replica_bytes, stage_parameters
 from megatron_vl.estimate.split import run_layout, with_split
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
@@ -88,6 +88,14 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     assert full.weights == 2 * (everything - trained) and full.gradients == 2 * full.weights
 
 
+def test_replica_bytes_are_those_of_the_stages() -> None:
+    spec, config = spec_of(A35), config_of("--lora.rank 8 --lora.targets [experts] --parallel.ep 4")
+    layout = make_layout(spec, 1, 1, 1, None, 4, 1)
+    memory = stage_memories(config, spec, layout, 4)[0]
+    whole = memory.weights + memory.gradients + memory.optimizer
+    assert replica_bytes(config, spec, layout, 4) == pytest.approx(whole)
+
+
 def test_tower_without_adapters_keeps_nothing() -> None:
     """Neither does a part of the language model: only what adapters or other operators read is kept."""
     attention_alone = "--lora.rank 16 --lora.targets [attention]"
@@ -118,6 +126,34 @@ def test_autograd_keeps_what_is_estimated_of_a_frozen_tower(tiny_checkpoint, tmp
     for names, kept_bytes in zip(targets, kept, strict=True):
         estimator = estimator_of(spec, names, 1, rank=4, dtype="float32")
         assert estimator.vision_tower_bytes().kept_bytes == pytest.approx(kept_bytes)
+
+
+def test_dropout_keeps_a_copy_of_each_input() -> None:
+    """The four matrices of a layer of 7B read 3584 + 3584 + 3584 + 18944 numbers, each with a byte of a mask.
+    The activation itself is then not kept; what the others read is kept anyway."""
+    plain, dropped = (memory_of(B7, f"--lora.rank 16 --lora.dropout {share}") for share in (0, 0.1))
+    widths = 3 * 3584 + 18944
+    expected = 28 * 4096 * (2 * widths + widths - 2 * 18944)
+    assert dropped.activations - plain.activations == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [B9, A35])
+def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> None:
+    targets = ["out_proj", "o_proj"], ["in_proj_z", "k_proj"]
+    estimators = [estimator_of(spec_of(name), names) for names in targets]
+    with_output, without = (sorted(each._elements_by_layer_kind.values()) for each in estimators)
+    # Both kinds of layers: the output of the norm or of the gate, 4096 numbers of a token.
+    assert [more - less for more, less in zip(with_output, without, strict=True)] == [4096.0, 4096.0]
+
+
+def test_frozen_experts_keep_no_input() -> None:
+    """Of a token and its 8 experts: neither their input, 2048 numbers, nor their activation, 512."""
+    both, down, shared = (
+        min(estimator_of(spec_of(A35), ["q_proj", "in_proj_z", name])._elements_by_layer_kind.values())
+        for name in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj")
+    )
+    assert both - down == 8 * (2048 + 16)
+    assert down - shared == 8 * (512 + 16) - (512 + 16)
 
 
 def test_adapters_of_some_layers_count_in_their_stages() -> None:

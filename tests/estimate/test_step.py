@@ -14,7 +14,7 @@ from megatron_vl.estimate.gpus import find_gpu, peak_tflops
 from megatron_vl.estimate.memory_check import check_memory
 from megatron_vl.estimate.rows import MARK_TOKENS, assumed_rows
 from megatron_vl.estimate.split import balance_layers, run_layout
-from megatron_vl.estimate.step import RunPrediction
+from megatron_vl.estimate.step import RunPrediction, mean_ranks_per_token
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.support.planned import predict_run
@@ -77,6 +77,12 @@ def test_offloaded_state_costs_what_no_pass_hides() -> None:
     hidden = without.stage_seconds[0] / 3
     extra = with_state.step_seconds - without.step_seconds
     assert extra == pytest.approx(copies - hidden) and extra > 0.5
+
+
+def test_ranks_of_a_token() -> None:
+    """Counted in benchmarks/log/experts.md: 8 of 128 experts are on 1.99, 3.63 and 5.34 ranks."""
+    for ep, expected in ((1, 1.0), (2, 1.99), (4, 3.63), (8, 5.34)):
+        assert mean_ranks_per_token(128, 8, ep) == pytest.approx(expected, abs=0.01)
 
 
 def test_assumed_rows_are_those_of_bench() -> None:

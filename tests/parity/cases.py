@@ -40,7 +40,7 @@ FULL = {"language": "full", "vision": "full"}
 SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
-TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
+TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS]
 THREE = [MIXED_ROWS] * 3
 SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
 NO_LOSS = [WITHOUT_LOSS] * 3
