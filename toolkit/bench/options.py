@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
+from megatron_vl.data.source.location import DataPath
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.system.errors import UsageError
 from megatron_vl.training.lora import with_start_lora
@@ -89,7 +90,7 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     if not config.model.hf:
         raise UsageError("--model.hf is missing; give a Hugging Face folder or a config.json")
     data = config.data
-    paths = {kind: f"synthetic:{kind}" for kind in RANDOM_WORKLOADS}
+    paths: dict[str, DataPath] = {kind: f"synthetic:{kind}" for kind in RANDOM_WORKLOADS}
     if data.path:
         name = str(data.path).removeprefix("synthetic:") if data.is_synthetic else "data"
         paths = {name: data.path}
