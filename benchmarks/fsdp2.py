@@ -432,7 +432,7 @@ def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[st
     config = dataclasses.replace(run.config, model=ModelConfig(), recompute=full)  # nothing is frozen here
     rows = [
         hf_row(samples, run.spec, config.data.seq_len)
-        for samples in draw_rows(run.data_config(workload), run.spec)
+        for samples in draw_rows(run.workloads[workload], run.spec)
     ]
 
     def step_rows(step: int) -> list[HfRow]:

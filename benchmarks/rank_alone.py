@@ -83,9 +83,8 @@ def main(argv: list[str]) -> None:
         )
         trainer.run()
     for workload, speed in measure.figures["workloads"].items():
-        memory_gib = {name: size for name, size in speed["memory"].items() if "by_rank" not in name}
         step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
-        print(f"{workload}: {step_text}, measured {memory_gib}", flush=True)
+        print(f"{workload}: {step_text}, measured {speed['memory']}", flush=True)
 
 
 if __name__ == "__main__":

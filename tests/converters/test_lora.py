@@ -115,7 +115,7 @@ def test_whole_modules_keep_their_bits_through_all_layouts(tmp_path: Path, famil
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_moe"])
 def test_merge_rounds_once(tmp_path: Path, adapters, family: str) -> None:
     hf, adapter = tiny_checkpoint(family), adapters(family)
     model = peft_model(hf, **all_targets(hf), **patterns(family)).float()

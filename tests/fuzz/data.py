@@ -21,11 +21,9 @@ import resource
 import shutil
 import tarfile
 import tempfile
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,24 +44,6 @@ from tests.tiny import tiny_checkpoint
 
 FORK = multiprocessing.get_context("fork")
 KINDS = "png webp jpeg jpeg420 progressive grey rgba palette cmyk exif grey16 bilevel".split()
-
-
-@dataclass
-class Outcome:
-    """The results of one part of the fuzzing."""
-
-    count: int
-    used: int
-    reasons: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    peak_gib: float = 0.0
-
-    def __str__(self) -> str:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in self.reasons.most_common())
-        return (
-            f"{self.count} in {self.seconds:.0f} s, {self.peak_gib:.2f} GiB at most: {self.used} used; "
-            f"{reasons}"
-        )
 
 
 # --- Mutations ----------------------------------------------------------------------------------------------
@@ -116,8 +96,11 @@ def line_of(i: int, base: list[Any], media: Path, draw: random.Random) -> bytes:
     return draw.choice(BYTE_CHANGES)(line, draw)
 
 
-def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
-    """``count`` mutated records through ``convert``; the data set is ``folder/out``."""
+def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Counter[str]:
+    """``count`` mutated records through ``convert``; the data set is ``folder/out``.
+
+    Returns how many were used, and how many were refused for each reason.
+    """
     draw = random.Random(seed)
     media = folder / "media"
     (media / "fuzz").mkdir(parents=True)
@@ -128,7 +111,6 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
     options = ConversionOptions(
         media, folder / "out", workers=workers, samples_per_shard=max(10, count // 100)
     )
-    start = time.monotonic()
     report = _guarded(lambda: convert_dataset([source], options), 60 + count * 0.2)
     listed = [json.loads(line) for line in (folder / "out/quarantine.jsonl").read_text().splitlines()]
 
@@ -144,7 +126,8 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
     }
 
     assert sorted([*used, *(line["record"] for line in listed)]) == lines
-    return _outcome(Outcome(len(lines), report.samples, Counter(line["reason"] for line in listed)), start)
+    _used_little_memory()
+    return Counter([line["reason"] for line in listed], used=report.samples)
 
 
 # --- Loader -------------------------------------------------------------------------------------------------
@@ -204,7 +187,7 @@ def _damage(shard: Path, draw: random.Random) -> None:
     target.write_bytes(draw.choice([flipped, cut, numbers, noise])(target.read_bytes(), draw))
 
 
-def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
+def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Counter[str]:
     """Sends at least ``count`` mutated samples of the data set ``out`` through the loader,
     in whole rounds."""
     draw = random.Random(seed)
@@ -214,10 +197,10 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
     shards = sorted(out.glob("*.tar"))
     pristine = {shard: (_samples(shard), shard.read_bytes()) for shard in shards}
     num_samples = sum(len(samples) for samples, _ in pristine.values())
-    total = Outcome(0, 0)
-    start = time.monotonic()
+    outcomes: Counter[str] = Counter()
+    total = 0
 
-    while total.count < count:
+    while total < count:
         places: dict[str, str] = {}
         for shard, (samples, _) in pristine.items():
             _rewrite(shard, [(key, _mutated(members, draw)) for key, members in samples])
@@ -228,11 +211,11 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Outcome:
         dropped = {places.get(key, key): reason for key, reason in dropped.items()}
         missing = set(places.values()) - used.keys() - dropped.keys()
         assert not missing, f"neither in a row nor counted: {sorted(missing)[:5]}"
-        total.count += len(places)
-        total.used += len(used)
-        total.reasons.update(dropped.values())
+        total += len(places)
+        outcomes.update(dropped.values(), used=len(used))
 
-    return _outcome(total, start)
+    _used_little_memory()
+    return outcomes
 
 
 # --- Storage ------------------------------------------------------------------------------------------------
@@ -262,7 +245,7 @@ def _rewritten(file: Path, draw: random.Random, ways: list[Callable[[bytes, rand
     file.write_bytes(data)
 
 
-def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
+def fuzz_storage(count: int, seed: int, out: Path) -> Counter[str]:
     """Damages at least ``count`` shards, all but one, of copies of the data set ``out`` and reads them.
 
     What the loader still uses must be what it made of the intact data set. Damage is counted by kind.
@@ -272,11 +255,11 @@ def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
     shards = sorted(shard.name for shard in out.glob("*.tar"))
     total_samples = sum(len(_samples(out / shard)) for shard in shards)
     intact = _guarded(lambda: _read_all(out, total_samples, pack=False), 120 + total_samples)[0]
-    total = Outcome(0, 0)
-    start = time.monotonic()
+    outcomes: Counter[str] = Counter()
+    total = 0
 
-    while total.count < count:
-        copy = out.parent / f"damaged_{total.count}"
+    while total < count:
+        copy = out.parent / f"damaged_{total}"
         shutil.copytree(out, copy, copy_function=os.link)
         # One pipe at most: each makes the loader wait for its limit.
         kinds = draw.choices(list(STORAGE)[:-1], k=len(shards))
@@ -294,12 +277,12 @@ def fuzz_storage(count: int, seed: int, out: Path) -> Outcome:
         assert not changed, f"changed without a word: {changed[:5]}"
         lost = total_samples - len(found.keys() | dropped.keys()) - unlisted
         assert lost <= 0, f"{lost} samples are neither in a row nor counted"
-        total.count += len(shards) - 1
-        total.used += len(found)
-        total.reasons.update(filter(None, kinds))
+        total += len(shards) - 1
+        outcomes.update(filter(None, kinds), used=len(found))
         shutil.rmtree(copy)
 
-    return _outcome(total, start)
+    _used_little_memory()
+    return outcomes
 
 
 @patch.object(tolerant_reader, "SAMPLE_TIMEOUT_S", 2.0)
@@ -362,29 +345,18 @@ def _guarded(work: Callable[[], Any], seconds: float) -> Any:
         process.join(10)
 
 
-def _outcome(outcome: Outcome, start: float) -> Outcome:
-    outcome.seconds = time.monotonic() - start
-    outcome.peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    assert outcome.peak_gib < 4, f"{outcome.peak_gib:.1f} GiB of memory for small pictures"
-    return outcome
+def _used_little_memory() -> None:
+    peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    assert peak_gib < 4, f"{peak_gib:.1f} GiB of memory for small pictures"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--count",
-        type=int,
-        default=5000,
-        help="mutated records, mutated samples, and ten times the damaged shards (default: 5000)",
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=5000, help="records, samples, ten times the shards")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="processes of the data tool (default: 2)")
     args = parser.parse_args()
-
     with tempfile.TemporaryDirectory() as folder:
-        print("data tool:", fuzz_tool(args.count, args.seed, Path(folder), args.workers), flush=True)
+        print("data tool:", fuzz_tool(args.count, args.seed, Path(folder), 2), flush=True)
         # Before the loader's part, which writes into the shards.
         print("storage:", fuzz_storage(args.count // 10, args.seed, Path(folder) / "out"), flush=True)
         print("loader:", fuzz_loader(args.count, args.seed, Path(folder) / "out"), flush=True)

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.full
 
 def test_mutated_records_and_samples(tmp_path):
     tool = fuzz_tool(300, seed=7, folder=tmp_path, workers=2)
-    assert tool.used > 30 and len(tool.reasons) > 8
+    assert tool["used"] > 30 and len(tool) > 9
     storage = fuzz_storage(12, seed=7, out=tmp_path / "out")
-    assert storage.used > 0 and len(storage.reasons) > 3
+    assert storage["used"] > 0 and len(storage) > 4
     loader = fuzz_loader(100, seed=7, out=tmp_path / "out")
-    assert loader.used > 10 and len(loader.reasons) > 3
+    assert loader["used"] > 10 and len(loader) > 4

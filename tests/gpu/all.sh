@@ -19,8 +19,6 @@ timeout 400 python3 -m tests.gpu.parity --ranks "$ranks" --out "$out" > "$out/pa
 echo "== parity on $ranks: exit $?"
 grep -E "^ok|^FAILED" "$out/parity.log"
 grep -E "Error" "$out/parity.log" | sort | uniq -c | head -5
-timeout 100 python3 -m tests.gpu.source_losses 2> "$out/source_losses.log"
-echo "== losses by source: exit $?"
 timeout 300 python3 -m tests.gpu.commands --ranks $((ranks < 4 ? ranks : 4)) --out "$out" 2> "$out/commands.log"
 echo "== commands: exit $?"
 sp="--parallel.sequence_parallel true"

@@ -151,20 +151,6 @@ def test_a_row_may_be_cut_anywhere_if_its_state_is_handed_on() -> None:
     assert (lost - whole[cut:]).norm() > 0.05 * whole[cut:].norm()
 
 
-def test_what_a_part_of_a_sequence_does_to_its_state_is_affine() -> None:
-    """So ranks compute their maps at the same time, and products of these give every rank its first state."""
-    q, k, v, g, beta = (t.detach()[:100] for t in inputs(torch.float64, "mixed"))
-    segments = torch.zeros(100, dtype=torch.int32)
-    _, local_state = gated_delta_rule(q, k, v, g, beta, segments)
-    unit = torch.eye(16, dtype=v.dtype).expand(v.shape[1], -1, -1)
-    no_values = torch.zeros(100, v.shape[1], 16, dtype=v.dtype)
-    _, transition = gated_delta_rule(q, k, no_values, g, beta, segments, initial_state=unit)
-
-    before = torch.randn(v.shape[1], 16, 12, generator=torch.Generator().manual_seed(2), dtype=v.dtype)
-    _, after = gated_delta_rule(q, k, v, g, beta, segments, initial_state=before)
-    assert torch.allclose(after, transition @ before + local_state, rtol=0, atol=1e-12)
-
-
 def test_an_initial_state_reaches_only_the_first_sequence() -> None:
     given, segments = [t.detach() for t in inputs(torch.float32, "slow")], numbers()
     state = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(2), requires_grad=True)

@@ -107,7 +107,9 @@ def test_kernels_for_all_rows(ranks: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("environment", [{}, INTERPRETED], ids=["torch", "kernels"])
+@pytest.mark.parametrize(
+    "environment", [{}, pytest.param(INTERPRETED, marks=pytest.mark.full)], ids=["torch", "kernels"]
+)
 def test_a_sequence_changes_no_bit_of_the_others(environment: dict[str, str]) -> None:
     bits = call(changed_bits, 4, environment=environment, kind="float32")
     assert bits == {"others changed": 0, "itself not changed": 0}

@@ -22,6 +22,16 @@ from tests.support.ranks import call, run_module
 pytestmark = pytest.mark.ranks
 
 
+TWO_LAYERS = {
+    "layers": 2,
+    "vision_layers": 2,
+    "full_attention_layers": (1,),
+    "deepstack_layers": (0, 1),
+    "full_attention_layers_of": 2,
+}
+"""Interpreted kernels take most of the time; these layers have one of each kind."""
+
+
 def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
     done = run_module("tests.kernels.triton_checks", arguments, environment=variables)
     assert done.returncode == 0, done.stderr
@@ -103,7 +113,7 @@ def test_kernels_on_a_gpu() -> None:
 def test_fused_layers_train_as_plain_ones(tiny_checkpoint, family: str) -> None:
     """Two steps in fp32, one with recompute: norms of both kinds and zero-centred ones, all activations of
     towers, DeepStack, experts, linear attention."""
-    hf = str(tiny_checkpoint(family))
+    hf = str(tiny_checkpoint(family, **TWO_LAYERS))
     results = call(steps_with_fused_layers, environment={"TRITON_INTERPRET": "1"}, hf=hf)
     assert results["fused"] == pytest.approx(results["plain"], rel=1e-5)
     assert results["recomputed"] == results["recomputed activations"] == results["fused"][:2]

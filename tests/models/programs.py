@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_vl.config import DataConfig, LoraConfig, RecomputeConfig
+from megatron_vl.data.packing import training_row
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.kernels.attention import tower_attention
 from megatron_vl.kernels.layers import biased_activation as activation_kernels
@@ -20,9 +21,8 @@ from megatron_vl.training.step import reduce_losses, run_schedule, token_loss
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.random_samples import make_sample
 
-SHORT_SEQ_LEN = 136
-"""For interpreted norms, each row of which takes milliseconds. It is longer than LOSS_INDEX_MULTIPLE, so that
-only chosen tokens have logits, as in rows of :data:`SEQ_LEN`."""
+SHORT_SEQ_LEN = 48
+"""For interpreted kernels, each row of which takes milliseconds."""
 
 
 def padding_under_training(hf: str) -> list[list[float]]:
@@ -139,8 +139,9 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
     from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
+    training_row.LOSS_INDEX_MULTIPLE = 16  # only chosen tokens have logits, as in longer rows
     trainer = tiny_trainer(hf)
-    row = _row(trainer, "image", seq_len=SHORT_SEQ_LEN)
+    row = _row(trainer, "short_text", "without_loss", seq_len=SHORT_SEQ_LEN)
     local_modules = layer_specs._layer_modules
 
     def run_steps(recompute: RecomputeConfig, num_steps: int) -> list[float]:
@@ -263,59 +264,3 @@ def devices_of_random_weights() -> dict[str, str]:
         pg_collection=SimpleNamespace(tp=one_rank, cp=one_rank),
     )
     return {name: made.get_parameter(name).device.type for name in ("conv1d.weight", "A_log")}
-
-
-def linear_attention_errors(recompute: bool) -> dict[str, float]:
-    """Relative errors (L2) of a layer of linear attention whose ranks share a row, beside one rank's layer.
-
-    Args:
-        recompute: whether the ranks recompute the layer's inside during the backward pass.
-    """
-    from types import SimpleNamespace
-
-    import torch.distributed as dist
-
-    from megatron_vl.kernels.linear_attention.shard_exchange import shard_route
-    from megatron_vl.models.attention import PackedRow
-    from megatron_vl.models.batch import RowShard, Segments
-    from megatron_vl.parallel.process_grid import init_distributed
-    from megatron_vl.platform import get_platform
-    from tests.estimate.saved_by_linear_attention import layer
-
-    init_distributed(get_platform("cpu"))
-    group, bounds = dist.group.WORLD, [0, 70, 73, 233, 320]
-    assert group is not None
-    torch.manual_seed(0)
-    made = layer(key_heads=1, value_heads=2, width=16)
-    made.in_proj = made.out_proj = lambda x: (x, None)
-    projected = torch.randn(bounds[-1], 1, sum(made.sections))
-    dout = torch.randn(bounds[-1], 1, 2 * 16)
-    segments = Segments(torch.tensor(bounds, dtype=torch.int32), 160)
-
-    def results(tokens: slice, shard: RowShard | None) -> dict[str, torch.Tensor]:
-        made.zero_grad()
-        inputs = projected[tokens].clone().requires_grad_()
-        out, _ = made(inputs, packed_seq_params=PackedRow(full_segments=segments, shard=shard))
-        out.backward(dout[tokens])
-        assert inputs.grad is not None
-        gradients = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
-        return {"out": out.detach(), "input": inputs.grad, **gradients}
-
-    made.recompute_mixing, made.cp_group = False, SimpleNamespace(size=lambda: 1)
-    whole = results(slice(None), None)
-
-    made.recompute_mixing, made.cp_group = recompute, group
-    route = shard_route(bounds, group.size(), group.rank())
-    start, stop = route.rank * route.length, (route.rank + 1) * route.length
-    inside = torch.tensor([start, *(bound for bound in bounds if start < bound < stop), stop]) - start
-    ours = results(slice(start, stop), RowShard(Segments(inside.int(), route.length), route))
-    errors = {}
-    for name, part in ours.items():
-        if name in ("out", "input"):
-            parts = [torch.empty_like(part) for _ in range(group.size())]
-            dist.all_gather(parts, part.contiguous())
-            part = torch.cat(parts)
-        else:
-            dist.all_reduce(part)
-        errors[name] = float((part - whole[name]).norm() / whole[name].norm())
-    return errors

@@ -21,7 +21,6 @@ from megatron_vl.parallel.heartbeat import (
     heartbeat_interval_s,
     is_in_debugger,
 )
-from megatron_vl.system import progress
 from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.system.progress import (
     FORWARD_BACKWARD,
@@ -196,21 +195,6 @@ def test_debugger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_in_debugger()
     Asked(nosigint=True).set_trace()
     assert seen == [True] and not is_in_debugger()
-
-
-def test_what_a_rank_does_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "current_progress", RankProgress())
-    assert progress.describe_progress() == ""
-    progress.current_progress.grid_position = "tp 1, pp 0, dp 2"
-    assert progress.describe_progress() == "tp 1, pp 0, dp 2; setting up"
-    progress.enter_phase(LOADING_ROWS, 17)
-    progress.note_rows_read()
-    assert progress.describe_progress() == "tp 1, pp 0, dp 2; step 17, sharing rows"
-    progress.enter_phase(progress.RUNNING_EVALUATION)
-    progress.note_rows_read()
-    assert progress.describe_progress().endswith("step 17, evaluating")
-    progress.set_background_task(WRITING_CHECKPOINT)
-    assert progress.describe_progress().endswith("(in the background: writing its part of a checkpoint)")
 
 
 def test_line_without_the_token_is_ignored() -> None:

@@ -1,6 +1,8 @@
 """Runs the parity worker and compares, case by case, the order in which ranks enter collectives.
 
-    python -m tests.parity.collective_orders CASES.json OUT.json
+    python -m tests.parity.collective_orders CASES.json OUT.json REFERENCES
+
+REFERENCES is a folder in which groups of other sizes find what one has computed with ``transformers``.
 
 Two ranks must enter the collectives of all groups that both belong to in one order. On GPUs, each group has a
 stream of its own: ranks that start two collectives in different orders can wait for each other, even if each
@@ -13,13 +15,14 @@ import itertools
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_vl.platform import Platform
-from toolkit.parity import worker
+from toolkit.parity import reference_job, worker
 from toolkit.parity.case import ParityCase
 
 COLLECTIVES = (
@@ -109,8 +112,11 @@ def main(argv: list[str]) -> int:
             "order": first_difference(entries_by_rank),
         }
 
+    references = Path(argv[2])
+    references.mkdir(exist_ok=True)
+    reference_job._references_root = lambda: references
     worker.run_case = run_and_compare
-    return worker.main(argv)
+    return worker.main(argv[:2])
 
 
 if __name__ == "__main__":

@@ -155,110 +155,71 @@ def proving(feature: Callable[[Entry], bool], family: str) -> list[Entry]:
 # --- What other tests prove ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Proof:
-    """A feature outside the parity table, and the tests that prove it."""
-
-    feature: str
-    tests: dict[str, tuple[str, ...]]
-    """Maps ``file::test`` to the families whose models it uses."""
-
-
 EVERY = (Q2, Q25, Q3, MOE, Q35, MOE35)
 DENSE = (Q2, Q25, Q3)
 GENERATING = (Q25, Q3, Q35)
 
-PROOFS = (
-    Proof(
-        "Hugging Face → Megatron → Hugging Face, bit for bit, in many layouts",
-        {"tests/converters/test_round_trip.py::test_round_trip_of_every_layout": EVERY},
-    ),
-    Proof(
-        "Folders that `transformers` saved, both naming styles",
-        {"tests/converters/test_round_trip.py::test_round_trip_of_save_pretrained": EVERY},
-    ),
-    Proof(
-        "The YAML of every released size fits the model",
-        {"tests/test_examples.py::test_yaml_fits_the_released_model": EVERY},
-    ),
-    Proof(
-        "Rows as the checkpoint's own processor makes them",
-        {"tests/data/test_loader.py::test_rows_equal_the_hf_processor": (*DENSE, Q35)},
-    ),
-    Proof(
-        "M-RoPE positions",
-        {"tests/data/test_assemble.py::test_mrope_positions_equal_get_rope_index": (*DENSE, Q35)},
-    ),
-    Proof(
-        "Positions or text at videos as released, worked out by hand",
-        {
-            "tests/spec/test_video_positions.py::test_positions_are_those_worked_out_by_hand": (Q2, Q25),
-            "tests/data/test_chat.py::test_video_prompt_written_by_hand": (Q3,),
-            "tests/data/test_qwen3_5_prompts.py::test_tokens_and_positions_worked_out_by_hand": (Q35,),
-        },
-    ),
-    Proof(
-        "A resumed run equals the undisturbed one, bit for bit",
-        {"tests/training/test_run.py::test_resumed_run_equals_the_undisturbed_one": (Q25,)},
-    ),
-    Proof(
-        "A conversion that was killed goes on",
-        {"tests/converters/test_restart.py::test_killed_conversion_gives_the_same_bytes": (Q25,)},
-    ),
-    Proof(
-        "Killed runs equal the undisturbed one, bit for bit",
-        {"tests/fuzz/test_kills.py::test_killed_run_equals_the_undisturbed_one": (Q25,)},
-    ),
-    Proof(
-        "A run goes on in another layout",
-        {
-            "tests/training/test_run.py::test_another_layout_goes_on_where_the_run_stopped": (Q25,),
-            "tests/training/test_run_experts.py::test_another_layout_goes_on_where_the_run_stopped": (MOE,),
-        },
-    ),
-    Proof(
-        "The export of a trained checkpoint",
-        {
-            "tests/training/test_export_hf.py::test_run_exports_chosen_steps_and_trains_the_same": (Q25,),
-            "tests/training/test_run_experts.py::test_exported_checkpoint_has_the_trained_experts": (MOE,),
-        },
-    ),
-    Proof(
-        "Validation loss and answers in a training",
-        {"tests/training/test_run.py::test_validation_is_that_of_transformers_in_every_layout": (Q25,)},
-    ),
-    Proof(
-        BALANCING,
-        {"tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers": (MOE,)},
-    ),
-    Proof(
-        THINKING,
-        {
-            "tests/data/test_thinking.py::test_thinking_prompt_written_by_hand": (Q35, MOE35),
-            "tests/data/test_thinking.py::test_generated_answer_is_what_follows_the_thinking": (Q35, MOE35),
-        },
-    ),
-    Proof(
-        "`generate` answers as `transformers` does",
-        {
-            "tests/toolkit/test_generate.py"
-            "::test_generate_equals_transformers_with_its_own_processor": GENERATING
-        },
-    ),
-    Proof(
-        "`evaluate` gives the model what its own processor makes of a video",
-        {
-            "tests/toolkit/test_evaluate_sets.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
-                *DENSE,
-                Q35,
-            )
-        },
-    ),
-    Proof(
-        "FLOPs of a training step as torch counts them",
-        {"tests/estimate/test_flops.py::test_training_step_equals_counted": EVERY},
-    ),
-)
+PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Hugging Face → Megatron → Hugging Face, bit for bit, in many layouts": {
+        "tests/converters/test_round_trip.py::test_round_trip_of_every_layout": EVERY
+    },
+    "Folders that `transformers` saved, both naming styles": {
+        "tests/converters/test_round_trip.py::test_round_trip_of_save_pretrained": EVERY
+    },
+    "The YAML of every released size fits the model": {
+        "tests/test_examples.py::test_yaml_fits_the_released_model": EVERY
+    },
+    "Rows as the checkpoint's own processor makes them": {
+        "tests/data/test_loader.py::test_rows_equal_the_hf_processor": (*DENSE, Q35)
+    },
+    "M-RoPE positions": {
+        "tests/data/test_assemble.py::test_mrope_positions_equal_get_rope_index": (*DENSE, Q35)
+    },
+    "Positions or text at videos as released, worked out by hand": {
+        "tests/spec/test_video_positions.py::test_positions_are_those_worked_out_by_hand": (Q2, Q25),
+        "tests/data/test_chat.py::test_video_prompt_written_by_hand": (Q3,),
+        "tests/data/test_qwen3_5_prompts.py::test_tokens_and_positions_worked_out_by_hand": (Q35,),
+    },
+    "A resumed run equals the undisturbed one, bit for bit": {
+        "tests/training/test_run.py::test_resumed_run_equals_the_undisturbed_one": (Q25,)
+    },
+    "A conversion that was killed goes on": {
+        "tests/converters/test_restart.py::test_killed_conversion_gives_the_same_bytes": (Q25,)
+    },
+    "Killed runs equal the undisturbed one, bit for bit": {
+        "tests/fuzz/test_kills.py::test_killed_run_equals_the_undisturbed_one": (Q25,)
+    },
+    "A run goes on in another layout": {
+        "tests/training/test_run.py::test_another_layout_goes_on_where_the_run_stopped": (Q25,),
+        "tests/training/test_run_experts.py::test_another_layout_goes_on_where_the_run_stopped": (MOE,),
+    },
+    "The export of a trained checkpoint": {
+        "tests/training/test_export_hf.py::test_run_exports_chosen_steps_and_trains_the_same": (Q25,),
+        "tests/training/test_run_experts.py::test_exported_checkpoint_has_the_trained_experts": (MOE,),
+    },
+    "Validation loss and answers in a training": {
+        "tests/training/test_run.py::test_validation_is_that_of_transformers_in_every_layout": (Q25,)
+    },
+    BALANCING: {
+        "tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers": (MOE,)
+    },
+    THINKING: {
+        "tests/data/test_thinking.py::test_thinking_prompt_written_by_hand": (Q35, MOE35),
+        "tests/data/test_thinking.py::test_generated_answer_is_what_follows_the_thinking": (Q35, MOE35),
+    },
+    "`generate` answers as `transformers` does": {
+        "tests/toolkit/test_generate.py::test_generate_equals_transformers_with_its_own_processor": GENERATING
+    },
+    "`evaluate` gives the model what its own processor makes of a video": {
+        "tests/toolkit/test_evaluate_sets.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
+            *DENSE,
+            Q35,
+        )
+    },
+    "FLOPs of a training step as torch counts them": {
+        "tests/estimate/test_flops.py::test_training_step_equals_counted": EVERY
+    },
+}
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------
@@ -287,9 +248,9 @@ def markdown() -> str:
         ]
         parts += [f"## {title}\n", _table(["", *FAMILIES.values()], rows)]
 
-    rows = [[proof.feature, *(_mark(proof, family) for family in FAMILIES)] for proof in PROOFS]
+    rows = [[feature, *(_mark(feature, family) for family in FAMILIES)] for feature in PROOFS]
     parts += ["## Other proofs\n", _table(["", *FAMILIES.values()], rows)]
-    rows = [[proof.feature, "<br>".join(f"`{test}`" for test in proof.tests)] for proof in PROOFS]
+    rows = [[feature, "<br>".join(f"`{test}`" for test in tests)] for feature, tests in PROOFS.items()]
     parts += ["The tests:\n", _table(["", "Test"], rows)]
 
     parts += ["## The cases\n", "One case for each number above.\n"]
@@ -308,9 +269,9 @@ def _count(name: str, feature: Callable[[Entry], bool], family: str) -> str:
     return str(len(proving(feature, family)) or "–") if _possible(name, family) else ""
 
 
-def _mark(proof: Proof, family: str) -> str:
-    is_proven = any(family in families for families in proof.tests.values())
-    return ("✓" if is_proven else "–") if _possible(proof.feature, family) else ""
+def _mark(feature: str, family: str) -> str:
+    is_proven = any(family in families for families in PROOFS[feature].values())
+    return ("✓" if is_proven else "–") if _possible(feature, family) else ""
 
 
 def _cases(family: str) -> list[list[str]]:

@@ -84,7 +84,8 @@ def run_cases(cases: list[ParityCase], ranks: int, folder: Path) -> dict[str, An
     folder.mkdir()
     given, out = folder / "cases.json", folder / "results.json"
     write_cases(cases, given)
-    done = run_module("tests.parity.collective_orders", [given, out], ranks, timeout_s=1800)
+    words = [given, out, folder.parent / "references"]
+    done = run_module("tests.parity.collective_orders", words, ranks, timeout_s=1800)
     results = json.loads(out.read_text()) if out.exists() else {}
     return results | {"log": done.stdout[-4000:] + done.stderr[-20000:]}
 

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,11 @@ from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.estimate.flops import needed_flops, repeated_flops, row_sizes
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
+from tests.support import ranks
 from tests.support.ranks import call, python_path, run_module
 from tests.support.tiny_run import prepare
 from tests.toolkit.programs import busiest_experts
-from toolkit.bench import step_parts
+from toolkit.bench import command, step_parts
 from toolkit.cli import main
 
 SEQ_LEN = 500
@@ -29,24 +29,25 @@ WARM_UP, TIMED, ROWS, RANKS = 2, 1, 2, 2
 
 @pytest.fixture(scope="module")
 def figures(tiny_checkpoint, tmp_path_factory) -> dict:
-    """A pipeline of two stages: seeded rows and a data set, started as a user does."""
-    hf = tiny_checkpoint("qwen2_5_vl")
-    data = prepare(tmp_path_factory.mktemp("bench"), hf)["data"]
-    layout = "--parallel.pp 2 --recompute.vision full --log.peak_tflops 0.5 --data.num_workers 1"
-    random_rows = bench_figures(hf, layout)
-    random_rows["workloads"] |= bench_figures(hf, layout, "--data.path", str(data))["workloads"]
-    return random_rows
-
-
-def bench_figures(hf: Path, options: str, *words: str) -> dict:
-    """What `megatron-vl bench` prints on CPU processes with these options, given as text or as words."""
+    """A pipeline of two stages: seeded rows, started as a user does, and a data set with a tower on every
+    rank."""
+    folder, hf = tmp_path_factory.mktemp("bench"), tiny_checkpoint("qwen2_5_vl")
+    data = prepare(folder, hf)["data"]
     shape = f"--timed {TIMED} --dtype float32 --data.seq_len {SEQ_LEN} --global_batch_size {ROWS}"
-    command = f"-m toolkit bench --nproc-per-node {RANKS} --json {options} {shape}".split()
-    line = [sys.executable, *command, "--model.hf", str(hf), *words]
+    layout = "--parallel.pp 2 --recompute.vision full --log.peak_tflops 0.5 --data.num_workers 1"
+    words = [*f"bench --nproc-per-node {RANKS} {layout} {shape}".split(), "--model.hf", str(hf), "--out"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    line = [sys.executable, "-m", "toolkit", *words, str(folder / "random.json")]
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    assert "  images:\n" in done.stdout and "stage 1: " in done.stdout
+    of_data = ["--data.path", str(data), "--vision.placement", "decoupled"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "run_group", ranks.run_group)
+        assert main([*words, str(folder / "data.json"), *of_data]) == 0
+    found, of_data = (json.loads((folder / f"{name}.json").read_text()) for name in ("random", "data"))
+    found["workloads"] |= of_data["workloads"]
+    return found
 
 
 @pytest.mark.ranks
@@ -82,35 +83,27 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["mfu_vision"] * seconds * RANKS * 0.5e12 == pytest.approx(sum(row.tower for row in model))
         assert w["mfu"] == pytest.approx(w["mfu_vision"] + w["mfu_language"])
         assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(total(all_tokens) / total(model))
-        assert w["work"]["loss_tokens_per_row"] == sum(int(row.loss_mask.sum()) for row in timed) / len(timed)
+        assert w["work"]["loss_tokens"] == sum(int(row.loss_mask.sum()) for row in timed)
         assert w["hfu"] / w["mfu"] == pytest.approx(total(model + again) / total(model))
 
     images, text = figures["workloads"]["images"], figures["workloads"]["text"]
-    assert figures["image_over_text"] == pytest.approx(images["mfu"] / text["mfu"])
     assert images["hfu"] > images["mfu"] and text["hfu"] == text["mfu"]
 
 
 @pytest.mark.ranks
 def test_parts_are_where_the_layout_puts_them(figures) -> None:
-    for name in ("images", "data"):
-        first, last = figures["workloads"][name]["parts_by_stage"]
-        assert all(first[f"vision {way}"] > 0 == last[f"vision {way}"] for way in ("forward", "backward"))
-        assert all(stage[f"language {way}"] > 0 for stage in (first, last) for way in ("forward", "backward"))
-        assert all(stage["optimizer"] > 0 and stage["gradient finalisation"] > 0 for stage in (first, last))
-        # The whole tower is on the first stage, and the last one waits for it; loosely, since others may use
-        # the cores too.
-        assert last["idle"] > 0.1 * first["vision forward"]
-    assert 0 < figures["workloads"]["images"]["pipeline_idle_share"] < 1
-    assert figures["workloads"]["data"]["work"]["images"] > 0
-
-
-@pytest.mark.ranks
-def test_parts_of_a_tower_on_every_rank(tiny_checkpoint) -> None:
-    options = "--data.path synthetic:images --parallel.pp 2 --vision.placement decoupled"
-    workloads = bench_figures(tiny_checkpoint("qwen2_5_vl"), options)["workloads"]
-    for stage in workloads["images"]["parts_by_stage"]:
+    first, last = figures["workloads"]["images"]["parts_by_stage"]
+    assert all(first[f"vision {way}"] > 0 == last[f"vision {way}"] for way in ("forward", "backward"))
+    # The whole tower is on the first stage, and the last one waits for it; loosely, since others may use the
+    # cores too.
+    assert last["idle"] > 0.1 * first["vision forward"]
+    for stage in figures["workloads"]["data"]["parts_by_stage"]:
         assert all(stage[f"vision {part}"] > 0 for part in ("forward", "recompute", "backward", "exchange"))
-        assert stage["gradient finalisation"] > 0
+    for name in ("images", "data"):
+        for stage in figures["workloads"][name]["parts_by_stage"]:
+            assert all(stage[f"language {way}"] > 0 for way in ("forward", "backward"))
+            assert stage["optimizer"] > 0 and stage["gradient finalisation"] > 0
+    assert figures["workloads"]["data"]["work"]["images"] > 0
 
 
 @pytest.mark.ranks
@@ -131,35 +124,24 @@ def test_even_routing_chooses_experts_evenly(tiny_checkpoint) -> None:
 
 
 def test_parts_add_up_to_the_step() -> None:
-    spans = Counter({"step": 10.0, "feed": 2.0, "vision forward": 1.0, "optimizer": 0.25})
+    spans = Counter({"step": 10.0, "data": 2.0, "vision forward": 1.0, "optimizer": 0.25})
     spans += Counter({"chunk forward": 3.0, "chunk backward": 4.0})
-    parts = step_parts.split_into_parts(spans, data_wait=1.5)
-    split = dict(zip(step_parts.STEP_PARTS, parts, strict=True))
-    assert sum(parts) == spans["step"]
-    found = [split[name] for name in ("data wait", "feed", "language forward", "idle")]
-    assert found == [1.5, 0.5, 2.0, 0.75]
+    parts = step_parts.split_into_parts(spans)
+    assert parts.total() == spans["step"]
+    assert [parts[name] for name in ("data", "language forward", "idle")] == [2.0, 2.0, 0.75]
 
 
-def test_straggling_compares_ranks_of_one_stage() -> None:
-    """Each step waits for its slowest rank, a different one each time; stages differ by design."""
-
-    def rank(*compute: float) -> list[list[float]]:
-        return [[c if name == "language forward" else 0.0 for name in step_parts.STEP_PARTS] for c in compute]
-
-    parts = [rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)]
-    figures = step_parts.summarize_parts(parts, [0, 0, 1, 1])
-    assert figures["slowest_over_mean"] == pytest.approx(1.5)
-    assert [stage["language forward"] for stage in figures["parts_by_stage"]] == [2, 10]
-
-
-def test_each_part_has_the_flops_per_second_of_its_own_time() -> None:
-    """The time of a tower and of experts inside a chunk is not the decoder's."""
-    spans = Counter(
-        {"chunk forward": 4.0, "chunk backward": 6.0, "vision forward": 1.0, "vision backward": 2.0}
-    )
-    spans += Counter({"experts forward": 1.0, "experts backward": 1.0, "output forward": 1.0})
+def test_parts_are_those_of_their_stage_and_time() -> None:
+    """Mean seconds of a step on each stage. The time of a tower and of experts inside a chunk is not the
+    decoder's."""
+    spans = Counter({"chunk forward": 2.0, "chunk backward": 3.0, "vision forward": 0.5})
+    spans += Counter({"vision backward": 1.0, "output forward": 0.5})
+    spans += Counter({"experts forward": 0.5, "experts backward": 0.5})
     work = Counter({"tower flops": 6e12, "decoder flops": 8e12, "experts flops": 1e12})
-    assert step_parts.tflops_by_part(spans, work) == {"tower": 2.0, "decoder": 2.0, "experts": 0.5}
+    figures = step_parts.summarize_parts([(spans, 0), (spans, 0), (Counter(step=4.0), 1)], 2, work)
+    assert [stage["language forward"] for stage in figures["parts_by_stage"]] == [0.75, 0]
+    assert [stage["idle"] for stage in figures["parts_by_stage"]] == [-2.5, 2.0]
+    assert figures["tflops_by_part"] == {"tower": 2.0, "decoder": 2.0, "experts": 0.5}
 
 
 @pytest.mark.parametrize(

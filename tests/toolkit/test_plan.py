@@ -170,18 +170,6 @@ def test_optimizer_state_is_spread_without_loss():
         )
 
 
-def test_fewer_experts_and_less_recompute_change_what_they_should():
-    spec = mixture()
-    base = ["--global_batch_size", "16", "--parallel.ep", "8"]
-    plain, full = (
-        estimate_stage_memory(parse_config([*base, *more]), spec, 8)[0]
-        for more in ([], ["--recompute.language", "full"])
-    )
-    assert full.activations < 0.3 * plain.activations and full.weights == plain.weights
-    frozen = estimate_stage_memory(parse_config([*base, "--model.freeze_language", "true"]), spec, 8)[0]
-    assert frozen.gradients < 0.1 * plain.gradients and frozen.weights == plain.weights
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_states_what_is_estimated_today(path):
     """tests/test_examples.py checks the numbers by hand; here, a changed estimate must reach the YAML."""

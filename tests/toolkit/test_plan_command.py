@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from converters.convert import convert_adapter
-from megatron_vl.config import OptimizerConfig, TrainConfig, parse_config
+from megatron_vl.config import parse_config
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.spec.families import read_spec
 from tests.converters.peft_models import peft_folder
@@ -22,7 +21,6 @@ from toolkit.cli import main
 from toolkit.common.options import parse_command_line
 from toolkit.plan.command import make_plan
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.print_plan import run_options
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 B7 = ["--hf", str(CONFIGS / "Qwen2.5-VL-7B-Instruct.json"), "--gpu", "H200"]
@@ -91,20 +89,6 @@ def test_adapters_of_an_earlier_run_are_planned_with_their_own_rank(capsys, tmp_
         told = f"lora.adapter: {tmp_path / 'gone'} holds no weights"
         message = capsys.readouterr().err
         assert told in message and "give a run with LoRA or a folder of adapters" in message
-
-
-def test_printed_options_are_only_those_that_differ() -> None:
-    options = [*B7[:2], "--gpu", "A100", "--gpus", "1"]
-    best = make_plan(parse_command_line(PlanOptions, options, "plan")).chosen
-
-    def printed(**fields: Any) -> str:
-        return run_options(dataclasses.replace(best, config=TrainConfig(**fields)))
-
-    assert printed() == "the run as it is"
-    assert printed(global_batch_size=64) == "--global_batch_size 64"
-    changed = OptimizerConfig(lr=3e-5, moments_dtype="bfloat16")
-    shown = "--optimizer.moments_dtype bfloat16 --global_batch_size 64"
-    assert printed(optimizer=changed, global_batch_size=64) == shown
 
 
 def test_given_layout_comes_first(capsys) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR
 from tests.support import ranks
 from tests.support.tiny_run import metrics, options_of, prepare, train
 
@@ -65,16 +63,3 @@ def test_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(
     losses = {line["step"]: line["loss"] for line in metrics(whole)}
     for line in metrics(run):  # sums of other parts
         assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
-
-
-def test_first_start_writes_the_sizes_of_the_samples(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The losses are those of a run whose data set has them."""
-    bare = shutil.copytree(prepared["data"], tmp_path / "bare")
-    shutil.rmtree(bare / METADATA_DIR / SIZES_DIR)
-    given = [*OPTIONS, "--data.num_workers", "0", "--data.path", str(bare)]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    done = train(prepared, run, *given, ranks=2, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"the sizes of the samples of {bare} are not known" in done.stdout
-    assert train(prepared, whole, *OPTIONS, "--data.num_workers", "0", ranks=2, steps=3).returncode == 0
-    assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(whole)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -210,13 +209,6 @@ def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd, m
     exporter.enqueue_export(steps.save(8))  # the last one needs no room for another
     wait(exporter)
     assert names(steps.run / "hf") == ["step_00000008"]
-
-
-def test_exporter_without_work_ends_at_once(steps: Steps) -> None:
-    exporter = steps.exporter(4, 8)
-    wait(exporter)
-    exporter.stop_exports()
-    assert not [thread for thread in threading.enumerate() if thread.name == "export-hf"]
 
 
 # --- Within a training -------------------------------------------------------------------------------------

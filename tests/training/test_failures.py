@@ -231,22 +231,6 @@ def test_rank_may_come_late_to_the_orderly_end(all_seen_timeout_s: float) -> Non
     assert "megatron_vl.train" not in done.stderr
 
 
-def test_writer_that_is_just_being_started_is_waited_for() -> None:
-    """``threading.enumerate`` lists a thread before it runs, and ``join`` raises until it does. A rank whose
-    failing thread ended with that error never ended."""
-    written = threading.Event()
-    writer = threading.Thread(target=lambda: (time.sleep(0.05), written.set()))
-    starter = threading.Timer(0.05, writer.start)
-    starter.start()
-    failures._join_thread(writer, time.monotonic() + 20)
-    assert written.is_set()
-    starter.join()
-
-    began = time.monotonic()
-    failures._join_thread(threading.Thread(), began + 0.05)  # it never starts
-    assert time.monotonic() - began < 10
-
-
 def test_error_stays_the_reported_one_when_the_log_cannot_be_closed(monkeypatch) -> None:
     """The others know of it before anything is closed, as that may take a while."""
     order: list[str] = []

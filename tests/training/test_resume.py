@@ -143,18 +143,6 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
     assert "model.moe_aux_loss was 0.01, is 0.0" in notes_text(experts, loss, "")
 
 
-def test_balancing_loss_that_the_models_config_changes_is_named(tiny_checkpoint, tmp_path: Path) -> None:
-    hf = tiny_checkpoint("qwen3_vl_moe")
-    facts = json.loads((hf / "config.json").read_text())
-    facts["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": 0.02}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    (config, without), (_, with_loss) = recorded(hf), recorded(tmp_path)
-    [note] = field_change_notes(config, with_loss, without, 2)
-    assert note.endswith("checkpoint: model.moe_aux_loss was 0.0, is 0.02")
-    [note] = field_change_notes(config, without, with_loss, 2)
-    assert note.endswith("checkpoint: model.moe_aux_loss was 0.02, is 0.0")
-
-
 def test_damaged_checkpoint_is_reported_with_the_last_whole_one(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:

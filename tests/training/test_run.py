@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -137,8 +135,7 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
 
 
 def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The run was begun with a split of its own. Without it, it goes on bit for bit; a new run gets one
-    by FLOPs, with fewer layers beside the tower."""
+    """The run was begun with a split of its own. Without it, it goes on bit for bit."""
 
     def start(run: str, *options: str) -> str:
         done = train(prepared, tmp_path / run, "--parallel.pp", "2", *options, ranks=2, steps=4)
@@ -147,15 +144,13 @@ def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, P
 
     uneven = ["--parallel.layers", "[3,1]"]
     start("whole", *uneven)
-    assert re.search(r"decoder layers of the stages \[[0-2], [2-4]\]: by FLOPs", start("other"))
     start("run", *uneven, "--stop_after", "2")
     again = start("run")
     assert "[3, 1]: as it was saved" in again and "resumed at step 2" in again
-
-    def kept(run: str) -> list[list[Any]]:
-        return [[line[name] for name in EXACT] for line in metrics(tmp_path / run)]
-
-    assert kept("run") == kept("whole") and len(kept("run")) == 4
+    kept, expected = (
+        [[line[name] for name in EXACT] for line in metrics(tmp_path / run)] for run in ("run", "whole")
+    )
+    assert kept == expected and len(kept) == 4
     a, b = WeightReader(tmp_path / "run"), WeightReader(tmp_path / "whole")
     assert a.layout == b.layout and list(a.layout.layers_per_chunk) == [3, 1]
     for name in a.tensor_names():
@@ -185,53 +180,34 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
         ]  # no data parallelism here, so each rank owns all of its shard
 
 
+ELSEWHERE: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "interleaved": (2, "--parallel.pp 2 --parallel.vpp 2 --parallel.distributed_optimizer false".split()),
+    "shared_rows": (4, "--parallel.cp 2 --parallel.tp 2 --parallel.sequence_parallel true".split()),
+    "decoupled": (2, ["--parallel.pp", "2", "--vision.placement", "decoupled", *EVALUATION]),
+}
+"""Ranks and options of runs that go on with what TP2 x PP2 + SP has saved."""
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_another_layout_goes_on_where_the_run_stopped(
-    prepared: dict[str, Path], resumed: Path, whole: Path
+    prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path, name: str
 ) -> None:
-    """Saved under TP2 x PP2 + SP, resumed on one rank, and under PP2 x VPP2 and CP2 x TP2 + SP: same
-    samples, losses within 1e-6."""
-    want = metrics(whole)
-    for name, options, count in (
-        ("one", [], 1),
-        (
-            "interleaved",
-            ["--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.distributed_optimizer", "false"],
-            2,
-        ),
-        (
-            "shared_rows",
-            ["--parallel.cp", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"],
-            4,
-        ),
-    ):
-        run = prepared["folder"] / f"elastic_{name}"
-        shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-        done = train(prepared, run, *options, ranks=count)
-        assert done.returncode == 0, done.stderr[-4000:]
-        lines = metrics(run)
-        assert [line["step"] for line in lines] == [4, 5, 6]
-        for ours, theirs in zip(lines, want[3:], strict=True):
-            assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["samples"] == theirs["samples"]
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6), name
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), name
-
-
-def test_run_goes_on_with_the_tower_on_every_rank(
-    prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path
-) -> None:
-    """Saved with the tower on the first stage, resumed with one on every rank: losses and validation
-    stay the same."""
-    run = prepared["folder"] / "decoupled"
+    """The same samples, losses within 1e-6, and the same validation with the tower on every rank."""
+    ranks, options = ELSEWHERE[name]
+    run = prepared["folder"] / f"elastic_{name}"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    decoupled = ["--parallel.pp", "2", "--vision.placement", "decoupled"]
-    done = train(prepared, run, *decoupled, *EVALUATION, ranks=2)
+    done = train(prepared, run, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]
-    for ours, theirs in zip(metrics(run), metrics(whole)[3:], strict=True):
-        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["images"] == theirs["images"]
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [4, 5, 6]
+    for ours, theirs in zip(lines, metrics(whole)[3:], strict=True):
+        assert all(ours[key] == theirs[key] for key in ("loss_tokens", "samples", "images"))
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    ours, theirs = metrics(run, "eval.jsonl")[-1], metrics(evaluated, "eval.jsonl")[-1]
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    if name == "decoupled":
+        ours, theirs = (metrics(folder, "eval.jsonl")[-1] for folder in (run, evaluated))
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
 def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refused(

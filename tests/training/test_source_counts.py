@@ -19,7 +19,7 @@ from megatron_vl.training.rows.row_message import (
     source_loss_tokens,
     unpack_tensors,
 )
-from megatron_vl.training.source_counts import SourceCounts, SourceMeter, abbreviate_count, count_sources
+from megatron_vl.training.source_counts import SourceCounts, SourceMeter, count_sources
 from megatron_vl.training.step import _loss_by_source, reduce_losses, run_schedule, token_loss
 from megatron_vl.training.trainer import Trainer
 from tests.data.helpers import spec_of
@@ -148,14 +148,6 @@ def test_counts_go_on_after_a_resume_and_stay_for_sources_that_left():
     seen = {counts["name"]: (counts["samples"], counts["loss_tokens"]) for counts in again.totals.values()}
     assert seen == {"s0": (2, 10), "ships": (2, 6), "s2": (4, 4)}
     assert state == meter.state_dict(), "a state that was given away does not change"
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1.0k"), (34_512, "34.5k"), (999_499, "999.5k"), (6_700_000, "6.7M")],
-)
-def test_counts_are_abbreviated(number, text):
-    assert abbreviate_count(number) == text
 
 
 KINDS = [["image", "text"], ["two_images", "short_text"], ["text", "short_text"], ["short_text"]]

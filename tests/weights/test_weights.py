@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import (
     EMBEDDING_TENSOR,
-    OUTPUT_TENSOR,
     LayoutError,
     Sharding,
     TensorInfo,
@@ -31,7 +30,6 @@ from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     TensorReader,
     WeightsError,
-    make_safetensors_header,
     read_safetensors_header,
 )
 from megatron_vl.weights.weight_reader import WeightReader
@@ -257,14 +255,6 @@ def test_any_expert_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
                     assert torch.equal(reader.read_shard(name, part, cut, expert_index=expert), want[expert])
 
 
-def test_unsplit_experts(tmp_path: Path) -> None:
-    spec = read_spec(MOE_CONFIG)
-    full = random_tensors(spec)
-    write_manifest(tmp_path, spec, None, [write_rank_file(tmp_path, full, tp=0, pp=0)])
-    reader = WeightReader(tmp_path)
-    assert all(torch.equal(reader.read_shard(name), tensor) for name, tensor in full.items())
-
-
 def test_write_refuses_experts_in_wrong_places(tmp_path: Path) -> None:
     spec = read_spec(MOE_CONFIG)
     layout = make_layout(spec, tp=2, ep=2)
@@ -323,19 +313,6 @@ def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict
                 assert place["data_offsets"][0] % stored[name].element_size() == 0
 
 
-def test_header_equals_the_librarys(tmp_path: Path) -> None:
-    tensors = {"b": torch.zeros(3, dtype=torch.bfloat16), "a": torch.zeros(2, 2), "c": torch.zeros(1)}
-    save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
-    theirs = json.loads(read_safetensors_header(tmp_path / "x.safetensors")[8:])
-    ours = json.loads(
-        make_safetensors_header(
-            {"a": (torch.float32, (2, 2)), "c": (torch.float32, (1,)), "b": (torch.bfloat16, (3,))},
-            {"format": "pt"},
-        )[8:]
-    )
-    assert ours == theirs
-
-
 def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
     """The format allows a header of any length, but torch cannot view data that starts at an odd byte."""
     tensor = torch.randn(5, 3)
@@ -347,13 +324,6 @@ def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
     reader = TensorReader(path)
     assert torch.equal(reader.read_tensor("x"), tensor)
     assert torch.equal(reader.read_region("x", MatrixRegion(2, 4, 1, 3)), tensor[2:4, 1:3])
-
-
-def test_slices_are_owned(unsplit: Path, full: dict[str, Tensor]) -> None:
-    """Writing to what was read changes neither the file nor what is read next."""
-    reader = WeightReader(unsplit)
-    reader.read_shard(EMBEDDING_TENSOR).zero_()
-    assert torch.equal(reader.read_shard(EMBEDDING_TENSOR), full[EMBEDDING_TENSOR])
 
 
 def test_a_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
@@ -562,41 +532,6 @@ def test_exchanged_tensors_and_files(tmp_path: Path, spec: ModelSpec, full: dict
         WeightsError, match="tp00_pp00.safetensors is damaged: tensor 'language_model.decoder.layers.1.mlp"
     ):
         WeightReader(tmp_path).read_shard(names[0].decode())
-
-
-def test_a_tensor_is_verified_once(unsplit: Path) -> None:
-    """Damage after the first check is not searched for again, so reading twice costs one pass."""
-    reader = WeightReader(unsplit)
-    hashed = []
-    reader.read_shard(EMBEDDING_TENSOR)
-    file = reader.open_file("tp00_pp00.safetensors")
-    original = type(file).sha256
-    try:
-        type(file).sha256 = lambda self, name, seen=None: hashed.append(name) or original(self, name, seen)  # type: ignore
-        for rank in range(4):
-            reader.read_shard(EMBEDDING_TENSOR, rank, Sharding(4))
-        reader.read_shard(OUTPUT_TENSOR)
-    finally:
-        type(file).sha256 = original  # type: ignore[method-assign]
-    assert hashed == [OUTPUT_TENSOR]
-
-
-def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """It is found like a resume does. A roll-back that was interrupted must be finished first."""
-    for step in (4, 8):
-        folder = tmp_path / f"step_{step:08d}" / "weights"
-        write_manifest(folder, spec, None, [write_rank_file(folder, full, tp=0, pp=0)])
-
-    assert WeightReader(tmp_path).path.parent.name == "step_00000008"
-    (tmp_path / "abandoned" / "after_step_00000004.partial").mkdir(parents=True)
-    with pytest.raises(WeightsError, match="checkpoint rollback .* 4`"):
-        WeightReader(tmp_path)
-
-
-def test_manifest_that_is_not_json(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST_FILE).write_text("{")
-    with pytest.raises(WeightsError, match="is not JSON"):
-        WeightReader(tmp_path)
 
 
 def test_file_of_another_model(unsplit: Path, full: dict[str, Tensor]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from megatron_vl.config import validate_config
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.split import run_layout
@@ -19,10 +16,11 @@ ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def bench(options: BenchOptions) -> int:
-    """Starts the ranks and shows the figures. Returns the exit code."""
+    """Starts the ranks, which show the figures. Returns the exit code."""
     bench_run = resolve_bench_run(options)
-    if bench_run.dataset:  # before anything heavy is imported
-        check_data_path(bench_run.dataset)
+    data_config = bench_run.workloads.get("data")
+    if data_config:  # before anything heavy is imported
+        check_data_path(data_config.path)
     world_size = options.nproc_per_node or usable_gpus()
     if not world_size:
         raise UsageError(
@@ -31,22 +29,12 @@ def bench(options: BenchOptions) -> int:
     validate_config(bench_run.config, world_size)
     run_layout(bench_run.config, bench_run.spec, world_size)
     on_cpu = bench_run.config.platform == "cpu" or not usable_gpus(world_size)
-    if bench_run.dataset:
+    if data_config:
         from megatron_vl.training.missing_sizes import write_missing_sizes_alone
 
-        write_missing_sizes_alone(bench_run.data_config("data"), bench_run.config.model.hf)
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as temporary_dir:
-        figures_path = Path(options.out or f"{temporary_dir}/figures.json")
-        # The ranks parse the same options again.
-        words = to_command_line(options, leave_out=("nproc_per_node", "out", "json"))
-        completed_process = run_group(
-            "toolkit.bench",
-            [*words, "--out", figures_path],
-            world_size,
-            show="errors" if options.json else "all",
-            environment=ALLOCATOR_VARIABLES,
-            on_cpu=on_cpu,
-        )
-        if options.json and not completed_process.returncode:
-            print(figures_path.read_text(), end="")
-    return completed_process.returncode
+        write_missing_sizes_alone(data_config, bench_run.config.model.hf)
+    # The ranks parse the same options again.
+    words = to_command_line(options, leave_out=("nproc_per_node",))
+    variables = ALLOCATOR_VARIABLES
+    group = run_group("toolkit.bench", words, world_size, show="all", environment=variables, on_cpu=on_cpu)
+    return group.returncode

@@ -59,60 +59,41 @@ class Measure(Hook):
         self.timer = step_parts.PartTimer(trainer)
 
     def before_step(self, trainer: Trainer) -> None:
-        workload, phase, step = self.bench_run.place_of(trainer.step)
-        if phase == "warm-up" and step == 0:
-            trainer.read_rows_of(self.bench_run.data_config(workload))
-            self.timer.time_method(trainer.batches, "next_batch", "feed")
-        if phase == "parts":
-            if step == 0:
-                self.fed_steps = []
+        workload, step = self.bench_run.place_of(trainer.step)
+        if step == -self.options.warm_up:
+            trainer.read_rows_of(self.bench_run.workloads[workload])
+            self.timer.time_method(trainer.batches, "next_batch", "data")
+        if self.options.timed <= step < self.options.timed + self.options.part_steps:
             self.timer.begin_step()
 
     def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
-        workload, phase, step = self.bench_run.place_of(trainer.step - 1)
+        workload, step = self.bench_run.place_of(trainer.step - 1)
         figures = self.figures["workloads"].setdefault(workload, {})
         self.end_times.append(time.perf_counter())
         self.fed_steps.append(step_batch)
-        if phase == "warm-up":  # kernels are compiled, and memory is allocated
+        self.timer.end_step()
+        # Memory and work are counted when the clock has stopped.
+        if step == self.options.timed - 1:
+            step_seconds = [end - begin for begin, end in itertools.pairwise(self.end_times)]
+            figures |= report.speed_figures(self._work(trainer), step_seconds, self.figures["machine"])
+            figures |= {"loss": step_result.loss, "memory": memory_figures(trainer)}
+            self.fed_steps = []
+        elif self.options.part_steps and step == self.options.timed + self.options.part_steps - 1:
+            trainer.platform.synchronize()
+            spans_by_rank = gather_to_all((self.timer.take_seconds(), trainer.grid.pp_rank))
+            figures |= step_parts.summarize_parts(spans_by_rank, self.options.part_steps, self._work(trainer))
+        elif step < 0:  # kernels are compiled, and memory is allocated
             if trainer.platform.name == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             self.end_times, self.fed_steps = [time.perf_counter()], []
-        if phase == "parts":
-            self.timer.end_step()
-        # Memory and work are counted when the clock has stopped.
-        if phase == "timed" and step == self.options.timed - 1:
-            figures |= self._speed_figures(trainer)
-            figures |= {"loss": step_result.loss, "memory": memory_figures(trainer)}
-        elif phase == "parts" and step == self.options.part_steps - 1:
-            trainer.platform.synchronize()
-            figures |= self._part_figures(trainer)
 
     def end(self, trainer: Trainer, has_failed: bool) -> None:
         if trainer.stop_requested and trainer.step < trainer.last_step:
             raise UserError("a signal stopped the benchmark")
 
-    def _speed_figures(self, trainer: Trainer) -> dict[str, Any]:
-        step_seconds = [end - begin for begin, end in itertools.pairwise(self.end_times)]
-        wait_seconds = sum(step.loader_wait_s for step in self.fed_steps) if trainer.grid.owns_loader else 0.0
-        work: Counter[str] = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
-        return report.speed_figures(work, step_seconds, self.figures["machine"]) | {
-            "data_wait_s": max(gather_to_all(wait_seconds)) / self.options.timed
-        }
-
-    def _part_figures(self, trainer: Trainer) -> dict[str, Any]:
-        waits = [step.loader_wait_s if trainer.grid.owns_loader else 0.0 for step in self.fed_steps]
-        spans_by_step = self.timer.take_seconds()
-        parts = [step_parts.split_into_parts(*step) for step in zip(spans_by_step, waits, strict=True)]
-        work: Counter[str] = sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
-        spans: Counter[str] = sum(gather_to_all(sum(spans_by_step, Counter())), Counter())
-        by_rank = gather_to_all((parts, trainer.grid.pp_rank))
-        tflops = step_parts.tflops_by_part(spans, work)
-        peak = self.figures["machine"]["peak_tflops"]
-        return step_parts.summarize_parts(*zip(*by_rank, strict=True)) | {
-            "tflops_by_part": tflops,
-            # As in the table of the estimate (megatron_vl/estimate/gpus.json).
-            "efficiencies": {part: round(reached / peak, 2) for part, reached in tflops.items() if peak},
-        }
+    def _work(self, trainer: Trainer) -> Counter[str]:
+        """The work of the steps since the last phase, of all ranks."""
+        return sum(gather_to_all(report.count_work(trainer, self.fed_steps)), Counter())
 
 
 def memory_figures(trainer: Trainer) -> dict[str, Any]:
@@ -134,6 +115,4 @@ def memory_figures(trainer: Trainer) -> dict[str, Any]:
         memory["optimizer_gib"] = steady_gib - memory["weights_gib"] - memory["gradients_gib"]
         memory["activations_gib"] = memory["peak_gib"] - steady_gib
         memory["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-    memory_by_rank = gather_to_all(memory)
-    peaks = [rank_memory["peak_gib"] for rank_memory in memory_by_rank]
-    return memory_by_rank[peaks.index(max(peaks))] | {"peak_gib_by_rank": peaks}
+    return max(gather_to_all(memory), key=lambda rank_memory: rank_memory["peak_gib"])

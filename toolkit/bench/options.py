@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
@@ -44,8 +43,6 @@ class BenchOptions(CommandOptions):
     prefers a few experts."""
     out: str = option("", metavar="FILE")
     """Write the figures to this file as JSON."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
     warm_up: int = dataclasses.field(default=2, metadata={"hidden": True})
     """Untimed steps of each workload before the timed ones."""
@@ -59,28 +56,20 @@ class BenchRun:
 
     options: BenchOptions
     config: TrainConfig
-    workloads: tuple[str, ...]
-    """``images`` and ``text`` are random rows, ``data`` those of a data set."""
-    dataset: DataPath
-    """Path of the data set, or the blend, if there is one."""
+    workloads: dict[str, DataConfig]
+    """The rows of each workload: ``images`` and ``text`` are random, ``data`` those of a data set."""
     spec: ModelSpec
     """The model's sizes, with the numbers of layers that the options give."""
 
-    @cached_property
-    def schedule(self) -> list[tuple[str, int]]:
-        """Phase and number of each step of a workload. The last one is not measured: the trainer logs it."""
-        warm_up, timed, parts = self.options.warm_up, self.options.timed, self.options.part_steps
-        counts = {"warm-up": warm_up, "timed": timed, "parts": parts, "logged": 1}
-        return [(phase, number) for phase, count in counts.items() for number in range(count)]
+    @property
+    def steps_a_workload(self) -> int:
+        """The last step is not measured: the trainer logs it."""
+        return self.options.warm_up + self.options.timed + self.options.part_steps + 1
 
-    def place_of(self, step: int) -> tuple[str, str, int]:
-        """Where a step of the run stands: its workload, its phase, and its number in the phase from 0."""
-        workload, step_of_workload = divmod(step, len(self.schedule))
-        return self.workloads[workload], *self.schedule[step_of_workload]
-
-    def data_config(self, workload: str) -> DataConfig:
-        path = self.dataset if workload == "data" else f"synthetic:{workload}"
-        return dataclasses.replace(self.config.data, path=path)
+    def place_of(self, step: int) -> tuple[str, int]:
+        """The workload of a step of the run, and its number from the first timed step, which is 0."""
+        workload, number = divmod(step, self.steps_a_workload)
+        return list(self.workloads)[workload], number - self.options.warm_up
 
 
 def parse_bench_options(
@@ -100,11 +89,12 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     config = parse_config(options.fields)
     if not config.model.hf:
         raise UsageError("--model.hf is missing; give a Hugging Face folder or a config.json")
-    path = config.data.path
-    dataset = "" if config.data.is_synthetic else path
-    workloads = ("data",) if path else RANDOM_WORKLOADS
-    if isinstance(path, str) and config.data.is_synthetic:
-        workloads = (path.removeprefix("synthetic:"),)
+    data = config.data
+    paths: dict[str, DataPath] = {kind: f"synthetic:{kind}" for kind in RANDOM_WORKLOADS}
+    if data.path:
+        name = str(data.path).removeprefix("synthetic:") if data.is_synthetic else "data"
+        paths = {name: data.path}
+    workloads = {name: dataclasses.replace(data, path=path) for name, path in paths.items()}
     spec = read_spec(config.model.hf).replace_layers(
         num_language_layers=options.language_layers or None, num_vision_layers=options.vision_layers or None
     )
@@ -113,13 +103,14 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.
     if config.lora.adapter:
         config = with_start_lora(config, spec, find_source_checkpoint(config))
-    bench_run = BenchRun(options, config, workloads, dataset, spec)
-    step_count = len(workloads) * len(bench_run.schedule)
+    bench_run = BenchRun(options, config, workloads, spec)
+    step_count = len(workloads) * bench_run.steps_a_workload
+    first_path = "synthetic:images" if "data" in workloads else next(iter(paths.values()))
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, checkpoint=RANDOM_WEIGHTS),
         lora=dataclasses.replace(config.lora, adapter=""),
-        data=dataclasses.replace(config.data, path=f"synthetic:{'images' if dataset else workloads[0]}"),
+        data=dataclasses.replace(data, path=first_path),
         log=LogConfig(interval=step_count + 1, peak_tflops=config.log.peak_tflops),
         failures=dataclasses.replace(config.failures, check_memory=False),  # memory is measured here
         **{name: getattr(TrainConfig(), name) for name in UNMEASURED_SECTIONS},

@@ -22,12 +22,14 @@ from megatron_vl.estimate.flops import needed_flops, repeated_flops, row_sizes
 from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.system.plurals import count_text, trained_text
+from megatron_vl.system.plurals import count_text
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
 from toolkit.common.layouts import layout_sizes_text
 
 from .options import BenchOptions, BenchRun
+
+COUNTS = ("rows", "samples", "images", "patches", "tokens", "loss_tokens")
 
 
 def row_work(
@@ -86,7 +88,7 @@ def gather_to_all(local_object: Any) -> list[Any]:
 def speed_figures(work: Counter[str], step_seconds: list[float], machine: dict[str, Any]) -> dict[str, Any]:
     """The speed of timed steps, from the work of all ranks in them and the seconds of each. Without a known
     peak, MFU is null."""
-    seconds, num_ranks, peak = sum(step_seconds), machine["gpus"], machine["peak_tflops"]
+    seconds, peak = sum(step_seconds), machine["peak_tflops"]
     flops = {
         "mfu": work["language flops"] + work["tower flops"],
         "mfu_language": work["language flops"],
@@ -94,18 +96,18 @@ def speed_figures(work: Counter[str], step_seconds: list[float], machine: dict[s
         "mfu_all_tokens": work["all-token flops"],
         "hfu": work["executed flops"],
     }
-    tflops = {name: count / seconds / num_ranks / 1e12 for name, count in flops.items()}
-    per_row = ("tokens", "loss_tokens", "patches")
+    tflops = {name: count / seconds / machine["gpus"] / 1e12 for name, count in flops.items()}
     return {
         "step_s": seconds / len(step_seconds),
         "step_s_min": min(step_seconds),
         "step_s_max": max(step_seconds),
-        "tokens_per_s_per_gpu": work["tokens"] / seconds / num_ranks,
+        "tokens_per_s_per_gpu": work["tokens"] / seconds / machine["gpus"],
         "images_per_s": work["images"] / seconds,
         "tflops_per_gpu": tflops["mfu"],
         **{name: reached / peak if peak else None for name, reached in tflops.items()},
-        "work": {name: work[name] for name in ("rows", "samples", "images")}
-        | {f"{name}_per_row": work[name] / work["rows"] for name in per_row},
+        "work": {
+            name: work[name] for name in ("rows", "samples", "images", "patches", "tokens", "loss_tokens")
+        },
     }
 
 
@@ -141,79 +143,51 @@ def describe_run(bench_run: BenchRun, trainer: Trainer) -> dict[str, Any]:
     sizes |= {"ep": grid.sharding.ep, "etp": grid.sharding.etp}
     notes = [
         layout_sizes_text(sizes),
-        "experts chosen evenly" if bench_run.options.even_routing else "",
         f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step",
         config.dtype,
         f"recompute: language {config.recompute.language}, vision {config.recompute.vision}",
-        "inputs of layers in host memory" if config.recompute.offload_inputs else "",
+        *["experts chosen evenly"] * bench_run.options.even_routing,
     ]
     return {
         "system": "megatron-vl",
         "machine": describe_machine(trainer.platform.name, config.log.peak_tflops),
         "model": describe_model(config, trainer.spec),
-        "notes": [", ".join(filter(None, notes))],
+        "notes": [", ".join(notes)],
         "config": dataclasses.asdict(config),
     }
 
 
 def finish_report(options: BenchOptions, figures: dict[str, Any]) -> None:
-    """On rank 0, adds the ratio of image rows to text rows, writes ``out`` and prints the figures."""
+    """On rank 0, writes ``out`` and prints the figures."""
     if dist.get_rank() != 0:
         return
-    speeds = {name: workload["tflops_per_gpu"] for name, workload in figures["workloads"].items()}
-    has_both = {"images", "text"} <= speeds.keys()
-    figures["image_over_text"] = speeds["images"] / speeds["text"] if has_both else None
-    figures_text = json.dumps(figures, indent=2)
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(figures_text + "\n")
-    print(figures_text if options.json else format_figures(figures), flush=True)
-
-
-def format_figures(figures: dict[str, Any]) -> str:
-    """The machine, and a few lines per workload: speed, memory, parts."""
+        Path(options.out).write_text(json.dumps(figures, indent=2) + "\n")
     machine, model = figures["machine"], figures["model"]
-    peak_text = f"{machine['peak_tflops']:.0f} TFLOP/s peak" if machine["peak_tflops"] else "peak unknown"
-    lines = [
-        f"{figures['system']}: {model['family']}, {count_text(model['parameters'])} parameters,"
-        f" {machine['gpus']} x {machine['device']} ({peak_text})"
-    ]
-    notes = [trained_text(model["parameters"], model["trained_parameters"]), *figures["notes"]]
-    lines += [f"  {note}" for note in notes if note]
+    print(f"{figures['system']}: {model['family']}, {count_text(model['parameters'])} parameters", end="")
+    print(f", {machine['gpus']} x {machine['device']}", *figures["notes"], sep="\n  ")
     for name, workload in figures["workloads"].items():
-        lines += _workload_lines(name, workload)
-    if ratio := figures["image_over_text"]:
-        lines.append(f"  images / text: {ratio:.3f} of the text rows' MFU in the same run")
-    return "\n".join(lines)
+        print(f"  {name}:", *_workload_lines(workload), sep="\n    ", flush=True)
 
 
-def _workload_lines(name: str, figures: dict[str, Any]) -> list[str]:
-    speed_text = f"{figures['tflops_per_gpu']:.3f} TFLOP/s/GPU"
-    if figures["mfu"] is not None:
-        speed_text = (
-            f"MFU {figures['mfu']:.1%} (language {figures['mfu_language']:.1%} + vision"
-            f" {figures['mfu_vision']:.1%}; {figures['mfu_all_tokens']:.1%} with the output layer counted for"
-            f" every token), HFU {figures['hfu']:.1%}, {figures['tflops_per_gpu']:.0f} TFLOP/s/GPU"
-        )
-    mean, least, most = (figures[f"step_s{kind}"] * 1e3 for kind in ("", "_min", "_max"))
-    memory = figures["memory"]
+def _workload_lines(figures: dict[str, Any]) -> list[str]:
+    shares = {name: figures[name] for name in ("mfu", "mfu_language", "mfu_vision", "mfu_all_tokens", "hfu")}
     lines = [
-        f"  {name}: {figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {figures['images_per_s']:.1f} images/s,"
-        f" {speed_text}, {mean:.0f} ms per step ({least:.0f} to {most:.0f}), {memory['peak_gib']:.1f} GiB,"
-        f" loss {figures['loss']:.4f}"
+        f"{figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {figures['images_per_s']:.1f} images/s,"
+        f" {figures['tflops_per_gpu']:.3g} TFLOP/s/GPU, loss {figures['loss']:.4f},"
+        f" {1e3 * figures['step_s']:.0f} ms per step ({1e3 * figures['step_s_min']:.0f} to"
+        f" {1e3 * figures['step_s_max']:.0f})",
+        _table("memory", figures["memory"], "{:.1f}"),
     ]
-    parts = ("weights", "gradients", "optimizer", "activations")
-    texts = [f"{part} {memory[f'{part}_gib']:.1f}" for part in parts if f"{part}_gib" in memory]
-    lines += ["    memory (GiB): " + ", ".join(texts)] if texts else []
-    return lines + (_parts_lines(figures) if "parts" in figures else [])
+    lines += [_table("of the peak", shares, "{:.1%}")] if figures["mfu"] is not None else []
+    for stage, parts in enumerate(figures.get("parts_by_stage", ())):
+        milliseconds = {name: 1e3 * seconds for name, seconds in parts.items()}
+        lines.append(_table(f"ms per step, stage {stage}", milliseconds, "{:.1f}"))
+    if "tflops_by_part" in figures:
+        lines.append(_table("needed TFLOP/s while a part runs", figures["tflops_by_part"], "{:.3g}"))
+    return lines
 
 
-def _parts_lines(figures: dict[str, Any]) -> list[str]:
-    part_texts = [f"{part} {times['mean_s'] * 1e3:.1f}" for part, times in figures["parts"].items()]
-    reached = [f"{part} {tflops:.3g}" for part, tflops in figures["tflops_by_part"].items()]
-    return [
-        f"    ms per step, mean over ranks: {', '.join(part_texts)}",
-        f"    needed TFLOP/s while a part runs: {', '.join(reached)}",
-        f"    compute of the slowest data-parallel rank {figures['slowest_over_mean']:.3f} of the mean; idle"
-        f" pipeline stages {figures['pipeline_idle_share']:.1%} of the step",
-    ]
+def _table(title: str, values: dict[str, float], form: str) -> str:
+    return f"{title}: " + ", ".join(f"{name} {form.format(value)}" for name, value in values.items())

@@ -19,7 +19,7 @@ def run_group(
     module_arguments: Sequence[str | Path],
     world_size: int,
     *,
-    show: Literal["nothing", "all", "errors"] = "nothing",
+    show: Literal["nothing", "all"] = "nothing",
     environment: Mapping[str, str] | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,7 @@ def run_group(
 
     Args:
         show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of
-            this process; ``errors``: all of it to standard error, because this process needs standard output.
+            this process.
         environment: variables of the processes. Variables that the user has set take precedence.
         on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
     """
@@ -39,7 +39,7 @@ def run_group(
     return subprocess.run(
         [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
         env=_rank_environment(environment or {}, world_size),
-        stdout=sys.stderr if show == "errors" else captured_output,
+        stdout=captured_output,
         stderr=captured_output,
         text=True,
         check=False,

@@ -34,7 +34,7 @@ from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
 
 GPU = PLATFORM.name == "cuda"
 HIDDEN, EXPERTS, TOP_K = (2048, 32, 8) if GPU else (40, 8, 3)
-TOKENS = {"uneven": [9, 7, 12, 1], "a rank without tokens": [6, 0, 5, 4]}
+TOKENS = {"uneven": [5, 4, 6, 1], "a rank without tokens": [3, 0, 5, 2]}
 """Tokens of each rank."""
 if GPU:
     TOKENS = {name: [20 * tokens for tokens in each] * 2 for name, each in TOKENS.items()}

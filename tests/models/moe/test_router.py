@@ -44,7 +44,8 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict
     return {"hf": str(hf), "weights": str(weights)}
 
 
-def reference(hf: str, folder: Path) -> dict[str, torch.Tensor]:
+@pytest.fixture(scope="module")
+def reference(one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """``transformers``: mean loss over all loss tokens, and each sample's load-balancing loss by its
     share of tokens.
 
@@ -57,8 +58,8 @@ def reference(hf: str, folder: Path) -> dict[str, torch.Tensor]:
     from toolkit.parity.random_samples import make_sample
     from toolkit.parity.reference import hf_inputs, load_hf_for_training, write_canonical
 
-    spec = read_spec(hf)
-    norm = read_pixel_norm(hf)
+    hf, folder = one_layer["hf"], tmp_path_factory.mktemp("reference") / "gradients"
+    spec, norm = read_spec(hf), read_pixel_norm(hf)
     model = load_hf_for_training(hf)
     samples = [make_sample(kind, spec, seed=i) for i, kind in enumerate(KINDS)]
     loss_tokens, tokens = sum(int(s.loss_mask[1:].sum()) for s in samples), sum(len(s) for s in samples)
@@ -100,13 +101,10 @@ def measured(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [*LAYOUTS, "DP2"])
-def test_balancing_loss_of_one_layer_is_that_of_transformers(
-    one_layer, measured, tmp_path: Path, layout: str
-) -> None:
+def test_balancing_loss_of_one_layer_is_that_of_transformers(reference, measured, layout: str) -> None:
     """Of four rows with tails, two ranks have two each, or half of each; the scale must not
     depend on that."""
-    want = reference(one_layer["hf"], tmp_path / "gradients")
-    ours = measured[layout]
+    want, ours = reference, measured[layout]
     without = measured["off"]
     router = "language_model.decoder.layers.0.mlp.router.weight"
     assert (want[router] - without[router]).norm() > 0.1 * want[router].norm()  # the loss does something
