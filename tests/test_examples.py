@@ -230,6 +230,8 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
 
 def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_path):
     words = ["--parallel.tp", "3", "--parallel.pp", "2"]
+    words += ["--data.path", "synthetic:images", "--model.checkpoint", "random"]
+    words += ["--model.hf", str(HF_CONFIGS / "Qwen2-VL-7B-Instruct.json")]
     done = run("pretrain.sh", "qwen2_vl_7b", *words, folder=tmp_path, GPUS="2")
     assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
     stage = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words, folder=tmp_path, GPUS="2")
