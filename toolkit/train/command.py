@@ -133,10 +133,10 @@ def _prepare_launch(
     """
     run_args = with_run_dir(options.fields, _read_config(options.fields))
     config = _read_config(run_args)
-    _check_files(config)
     nnodes = options.nnodes or launch_environment.nnodes
-    ranks_per_node = options.nproc_per_node or usable_gpus() or 1
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
+    _check_files(config)
+    ranks_per_node = options.nproc_per_node or usable_gpus() or 1
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
