@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -194,54 +194,106 @@ def _measure_shards(
     """Writes the sizes of all samples, in the order of the shards."""
     tasks = _shard_tasks(dataset, encoder)
     _current_tasks[:] = tasks.values()
-    shards: dict[str, dict[str, Any]] = {}
-    sample_arrays, media_arrays = [np.zeros(0, SAMPLE_DTYPE)], [np.zeros(0, MEDIUM_DTYPE)]
-    media_count = 0
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
-            for name, (samples, media, facts) in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
-                samples["media_end"] += media_count  # counted on from shard to shard
-                media_count += len(media)
-                sample_arrays.append(samples)
-                media_arrays.append(media)
-                shards[name] = facts
-                show_progress(1)
+            sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
+            write_sizes(partial_dir, sizes, lambda: dataset.content_id, show_progress)
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
         _split_readers.clear()
         _current_tasks.clear()
-    np.save(partial_dir / "samples.npy", np.concatenate(sample_arrays))
-    np.save(partial_dir / "media.npy", np.concatenate(media_arrays))
-    (partial_dir / SHARDS_FILE).write_text(json.dumps({"content": dataset.content_id, "shards": shards}))
 
 
-def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[Any]:
+class ShardSizes(NamedTuple):
+    """The sizes of the samples of a shard."""
+
+    samples: NDArray[np.void]
+    """``media_end`` counts from the first medium of the shard."""
+    media: NDArray[np.void]
+    facts: dict[str, Any]
+
+
+def write_sizes(
+    sizes_dir: Path,
+    sizes_by_shard: Iterable[tuple[str, ShardSizes]],
+    content_id: Callable[[], str],
+    show_progress: Callable[[int], None],
+) -> None:
+    """Writes the sizes of shards one after the other, so that memory holds one shard.
+
+    Args:
+        content_id: returns the id of the content; called after the last shard.
+    """
+    shards: dict[str, dict[str, Any]] = {}
+    media_count = 0
+    with (
+        _ArrayFile(sizes_dir / "samples.npy", SAMPLE_DTYPE) as samples_file,
+        _ArrayFile(sizes_dir / "media.npy", MEDIUM_DTYPE) as media_file,
+    ):
+        for name, (samples, media, facts) in sizes_by_shard:
+            samples["media_end"] += media_count  # counted on from shard to shard
+            media_count += len(media)
+            samples_file.append(samples)
+            media_file.append(media)
+            shards[name] = facts
+            show_progress(1)
+    (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
+
+
+class _ArrayFile:
+    """A ``.npy`` file of one dimension that grows. NumPy leaves room in the header for any length."""
+
+    def __init__(self, array_path: Path, dtype: np.dtype) -> None:
+        self.file, self.dtype, self.length = array_path.open("wb"), dtype, 0
+
+    def __enter__(self) -> _ArrayFile:
+        self._write_header()
+        return self
+
+    def _write_header(self) -> None:
+        self.file.seek(0)
+        facts = {"descr": self.dtype.descr, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self.file, facts)
+
+    def append(self, values: NDArray[np.void]) -> None:
+        self.file.write(values.tobytes())
+        self.length += len(values)
+
+    def __exit__(self, *_: object) -> None:
+        self._write_header()
+        self.file.close()
+
+
+def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) -> Iterator[Any]:
+    """The results of a function for each number of a task, in order, from forked processes."""
     if num_workers <= 1 or num_tasks <= 1:
-        yield from map(_measure_shard, range(num_tasks))
+        yield from map(function, range(num_tasks))
         return
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
     # A worker whose parent was killed would wait for its next shard indefinitely.
     with ProcessPoolExecutor(num_workers, context, initializer=end_with_parent) as process_pool:
-        yield from process_pool.map(_measure_shard, range(num_tasks))
+        yield from process_pool.map(function, range(num_tasks))
 
 
-def _measure_shard(task_number: int) -> tuple[NDArray[np.void], NDArray[np.void], dict[str, Any]]:
-    """The samples and media of a shard, and its facts. ``media_end`` counts from its first medium."""
+def _measure_shard(task_number: int) -> ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
         split_reader = _split_readers[task.source.split] = SampleReader(task.source)
+    return measure_samples(task.encoder, (_read_sample(split_reader, index) for index in task.sample_indices))
 
+
+def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) -> ShardSizes:
+    """The sizes of the samples of a shard, as :func:`measure_sample` measures each."""
     sample_rows = []
     media_arrays = [np.zeros(0, MEDIUM_DTYPE)]
     unusable_reasons: Counter[str] = Counter()
     media_count = all_turns = 0
-    for sample_index in task.sample_indices:
-        sample = _read_sample(split_reader, sample_index)
-        text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(task.encoder, sample)
+    for sample in samples:
+        text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(encoder, sample)
         all_turns += assistant_turns
         if unusable_reason:
             unusable_reasons[unusable_reason] += 1
@@ -249,7 +301,7 @@ def _measure_shard(task_number: int) -> tuple[NDArray[np.void], NDArray[np.void]
         media_count += len(sample_media)
         sample_rows.append((text_tokens, media_count))
     facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
-    return np.array(sample_rows, SAMPLE_DTYPE), np.concatenate(media_arrays), facts
+    return ShardSizes(np.array(sample_rows, SAMPLE_DTYPE), np.concatenate(media_arrays), facts)
 
 
 def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | None:

@@ -1,0 +1,253 @@
+"""Image-text pairs in tars that were not written by this toolkit, read where they lie.
+
+The members of a pair become what a shard of ``data convert`` holds: the JSON of a sample with the size of
+its image, which comes from the image's header, and the bytes of the image. Names in a tar are only compared
+and shown; nothing is unpacked.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from megatron.energon.edataclass import edataclass
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.config import skip_meta_re
+from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.flavors.webdataset.structs import ShardInfo
+from numpy.typing import NDArray
+
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO
+from megatron_vl.data.sample.images import image_size
+from megatron_vl.data.sample.medium import UnusableError
+from megatron_vl.data.source.location import Location
+from megatron_vl.data.source.tar_list import OFFSETS_FILE, PairFields, read_tar_list
+
+BROKEN_FIELD = "__broken__"
+"""Field of a crude sample that could not be read; its value is (reason, detail)."""
+HEAD_BYTES = 1 << 16
+"""Bytes at the beginning of a JPEG in which its size is looked for first."""
+MAX_TEXT_BYTES = 16 << 20
+"""Largest member that is read as text."""
+JPEG_MAGIC = b"\xff\xd8"
+
+
+@edataclass
+class TarShard(ShardInfo):
+    """A tar that is read where it lies."""
+
+    fields: PairFields
+    offsets: NDArray[np.uint64]
+    """uint64 [count + 1]: the first byte of each pair, and the end of the last one."""
+
+
+def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
+    """The tars of an indexed data set by name; none for a converted one."""
+    metadata_dir = dataset_path / ".nv-meta"
+    tar_list = read_tar_list(metadata_dir)
+    if tar_list is None:
+        return {}
+    offsets_path = metadata_dir / OFFSETS_FILE
+    if isinstance(offsets_path, Path):
+        has_bytes = offsets_path.stat().st_size > 0
+        offsets: Any = np.memmap(offsets_path, "<u8", "r") if has_bytes else np.zeros(0, "<u8")
+        offsets = np.asarray(offsets)
+    else:
+        offsets = np.frombuffer(offsets_path.read_bytes(), "<u8")
+    root, start, shards = EPath(tar_list.root), 0, {}
+    for name, count in tar_list.samples_by_tar.items():
+        tar_offsets = offsets[start : start + count + 1]
+        shards[name] = TarShard(
+            name=name, path=root / name, count=count, fields=tar_list.fields, offsets=tar_offsets
+        )
+        start += count + 1
+    return shards
+
+
+class TarMember(NamedTuple):
+    """A file in a tar."""
+
+    info: tarfile.TarInfo
+    name: str
+    key: str
+    """Its name up to the first dot of the last part, as WebDataset groups files."""
+    extension: str
+    content: bytes | UnusableError
+    """What is needed of it: nothing, its head, or all; or why it cannot be read."""
+
+
+def iter_members(
+    tar_file: ITarFile, end: int, fields: PairFields, *, reads_pixels: bool
+) -> Iterator[TarMember]:
+    """Yields the files of a tar from its present offset on to ``end``.
+
+    Args:
+        reads_pixels: whether to read whole images. Otherwise, only the head of a JPEG is read.
+    """
+    while tar_file.offset < end and (info := tar_file.next()) is not None:
+        tar_file.members.clear()  # it would remember each member
+        # Names may have any length and any bytes.
+        name = info.name.encode(errors="backslashreplace").decode()
+        folder, slash, file_name = name.rpartition("/")
+        stem, dot, extension = file_name.partition(".")
+        if not info.isreg() or not stem or not dot or skip_meta_re.match(name):
+            continue
+        extension = extension.lower()
+        content: bytes | UnusableError = b""
+        try:
+            if extension in fields.image:
+                content = _read_content(tar_file, info, end, info.size if reads_pixels else HEAD_BYTES)
+                if not reads_pixels and not content.startswith(JPEG_MAGIC):
+                    content = _read_content(tar_file, info, end, info.size)
+            elif extension in fields.text_extensions:
+                if info.size > MAX_TEXT_BYTES:
+                    raise UnusableError("caption too long", f"{name} has {info.size} bytes")
+                content = _read_content(tar_file, info, end, info.size)
+        except UnusableError as error:
+            content = error
+        yield TarMember(info, name, f"{folder}{slash}{stem}", extension, content)
+
+
+def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, end: int, max_bytes: int) -> bytes:
+    """The first bytes of a member. Its header may claim any size."""
+    if info.offset_data + info.size > end:
+        raise UnusableError("member truncated", f"{info.name} does not end within the tar")
+    if info.issparse():
+        raise UnusableError("sparse member", info.name)
+    tar_file.fileobj.seek(info.offset_data)
+    return bytes(tar_file.fileobj.read(min(info.size, max_bytes)))
+
+
+def read_pair(
+    tar_file: ITarFile, members: Sequence[TarMember], fields: PairFields, origin: dict[str, str]
+) -> dict[str, Any]:
+    """The sample of a key's members as a converted shard holds it: ``json``, and the image by its extension.
+
+    Args:
+        members: all of one key. Of a JPEG, the head is enough.
+        origin: where the pair lies, for messages.
+
+    Raises:
+        UnusableError: they are no pair.
+    """
+    image = _only_member(members, fields.image, "image")
+    if image is None:
+        raise UnusableError("image missing", f"no {'|'.join(fields.image)} beside {_names(members)}")
+    caption = ""
+    for alternative in fields.caption:
+        extension, _, json_keys = alternative.partition(":")
+        member = _only_member(members, (extension,), "caption")
+        if not caption and member is not None:
+            caption = _caption_text(member, json_keys.split(".") if json_keys else [])
+    if not caption:
+        has_member = any(member.extension in fields.text_extensions for member in members)
+        reason = "caption empty" if has_member else "caption missing"
+        raise UnusableError(reason, f"{_names(members)}: no text in {'|'.join(fields.caption)}")
+
+    assert isinstance(image.content, bytes)
+    try:
+        height, width = _image_size(tar_file, image)
+    except PixelError as error:
+        raise UnusableError("image does not decode", f"{image.name}: {error}") from error
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise UnusableError("image too narrow", f"{image.name}: {height} x {width}")
+    medium = {"key": image.extension, "kind": "image", "height": height, "width": width}
+    record = {**pair_text(image.extension, caption), "media": [medium], "source": origin}
+    return {"json": json.dumps(record).encode(), image.extension: image.content}
+
+
+def pair_text(image_key: str, caption: str) -> dict[str, Any]:
+    """The part of a sample's JSON that says in which order image and caption are read."""
+    question = {"role": "user", "content": [{"type": "image", "image": image_key}]}
+    return {"messages": [question, {"role": "assistant", "content": caption}]}
+
+
+def _names(members: Sequence[TarMember]) -> str:
+    return ", ".join(member.name for member in members[:8])
+
+
+def _only_member(members: Sequence[TarMember], extensions: tuple[str, ...], kind: str) -> TarMember | None:
+    found = [member for member in members if member.extension in extensions]
+    if len(found) > 1:
+        raise UnusableError(f"several {kind}s", _names(found))
+    if found and isinstance(found[0].content, UnusableError):
+        raise found[0].content
+    return found[0] if found else None
+
+
+def _caption_text(member: TarMember, json_keys: list[str]) -> str:
+    assert isinstance(member.content, bytes)
+    try:
+        text: Any = member.content.decode("utf-8-sig")
+        if json_keys:
+            text = json.loads(text)
+        for key in json_keys:
+            text = text.get(key) if isinstance(text, dict) else None
+        text = "" if text is None else text
+        text.encode()  # half of a surrogate pair is no text
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UnusableError(
+            "caption unreadable", f"{member.name}: {type(error).__name__}: {error}"
+        ) from error
+    return str(text.strip())
+
+
+def _image_size(tar_file: ITarFile, image: TarMember) -> tuple[int, int]:
+    """Height and width. The whole file is read if its head does not say them."""
+    assert isinstance(image.content, bytes)
+    try:
+        return image_size(image.content)
+    except PixelError:
+        if len(image.content) == image.info.size:
+            raise
+    tar_file.fileobj.seek(image.info.offset_data)
+    return image_size(tar_file.fileobj.read(image.info.size))
+
+
+class PairReader(ShardInfosITarReader):
+    """Energon's reader of shards, which also reads pairs of :class:`TarShard`."""
+
+    def _shard_place(self, sample_index: int) -> tuple[ShardInfo, int]:
+        """The shard of a sample, and the sample's number in it."""
+        shard_number = bisect_right(self.shard_count_cumsum, sample_index) - 1
+        return self.shard_infos[shard_number], sample_index - self.shard_count_cumsum[shard_number]
+
+    def _get_itar_sample_pointer(self, sample_index: int) -> ITarSamplePointer:
+        shard, number = self._shard_place(sample_index)
+        if not isinstance(shard, TarShard):
+            return super()._get_itar_sample_pointer(sample_index)
+        start, end = shard.offsets[number : number + 2].tolist()
+        tar_file_id = self.shard_tar_file_idxs[bisect_right(self.shard_count_cumsum, sample_index) - 1]
+        return ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=start, byte_size=end - start)
+
+    def _get_item_by_sample_pointer(
+        self, sample_pointer: ITarSamplePointer, restore_index: Any, entry_match_fn: Any = None
+    ) -> Any:
+        shard, number = self._shard_place(restore_index)
+        if not isinstance(shard, TarShard):
+            return super()._get_item_by_sample_pointer(sample_pointer, restore_index, entry_match_fn)
+        with self._open_itarfile(sample_pointer.tar_file_id) as tar_file:
+            tar_file.offset = sample_pointer.byte_offset
+            end = sample_pointer.byte_offset + sample_pointer.byte_size
+            reads_pixels = self.part_filter is None or self.part_filter("image")
+            members = []
+            for member in iter_members(tar_file, end, shard.fields, reads_pixels=reads_pixels):
+                if members and member.key != members[0].key:
+                    break  # what cannot be used lies between two pairs
+                members.append(member)
+            sample = {"__key__": f"{shard.name}[{number}]", "__shard__": shard.name}
+            key = members[0].key if members else ""
+            if self.sample_filter is not None and not self.sample_filter(f"{shard.name}/{key}"):
+                return None
+            try:
+                pair = read_pair(tar_file, members, shard.fields, {"file": shard.name, "record": key})
+            except UnusableError as error:
+                return {**sample, BROKEN_FIELD: (error.reason, str(error))}
+            return {**pair, **sample}
