@@ -38,7 +38,6 @@ from megatron_vl.data.source.location import (
     STORE_PREFIX,
     Location,
     is_in_object_store,
-    location_is_file,
     resolve_location,
 )
 from megatron_vl.data.source.pair_reader import TarMember, iter_members, read_pair
@@ -87,13 +86,13 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
     """
     paths: list[str] = []
     for given in inputs:
-        location = resolve_location(given)
-        if isinstance(location, Path) and location.is_dir():
-            paths += sorted(map(str, location.glob("*.tar")))
-        elif not given.endswith(".tar") and location_is_file(location):
-            paths += location.read_bytes().decode().split()
+        if Path(given).is_dir():
+            paths += sorted(map(str, Path(given).glob("*.tar")))
+        elif not given.endswith(".tar"):
+            paths += Path(given).read_text().split("\n")
         else:
             paths += itertools.islice(braceexpand(given), MAX_SHARDS + 1)
+    paths = [path for path in paths if path]
     if not 0 < len(paths) <= MAX_SHARDS:
         raise TarIndexError(f"--input names {len(paths)} tars; 1 to {MAX_SHARDS} are possible")
     stores = {"/".join(path.split("/")[:3]) if is_in_object_store(path) else "" for path in paths}

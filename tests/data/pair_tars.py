@@ -8,12 +8,12 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from data_tools.sample_sources import open_encoder
 from data_tools.tar_index import TarReport, index_tars
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.tar_list import parse_fields
 from megatron_vl.spec.families import read_spec
-from data_tools.sample_sources import open_encoder
 
 from .media import encoded
 
