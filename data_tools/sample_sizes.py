@@ -228,41 +228,38 @@ def write_sizes(
     shards: dict[str, dict[str, Any]] = {}
     media_count = 0
     with (
-        _ArrayFile(sizes_dir / "samples.npy", SAMPLE_DTYPE) as samples_file,
-        _ArrayFile(sizes_dir / "media.npy", MEDIUM_DTYPE) as media_file,
+        _open_array(sizes_dir / "samples.npy", SAMPLE_DTYPE) as append_samples,
+        _open_array(sizes_dir / "media.npy", MEDIUM_DTYPE) as append_media,
     ):
         for name, (samples, media, facts) in sizes_by_shard:
             samples["media_end"] += media_count  # counted on from shard to shard
             media_count += len(media)
-            samples_file.append(samples)
-            media_file.append(media)
+            append_samples(samples)
+            append_media(media)
             shards[name] = facts
             show_progress(1)
     (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
 
 
-class _ArrayFile:
-    """A ``.npy`` file of one dimension that grows. NumPy leaves room in the header for any length."""
+@contextmanager
+def _open_array(array_path: Path, dtype: np.dtype) -> Iterator[Callable[[NDArray[np.void]], None]]:
+    """A context with a function that appends to a new ``.npy`` file, whose header has room for any length."""
+    length = 0
+    with array_path.open("wb") as array_file:
 
-    def __init__(self, array_path: Path, dtype: np.dtype) -> None:
-        self.file, self.dtype, self.length = array_path.open("wb"), dtype, 0
+        def write_header() -> None:
+            array_file.seek(0)
+            facts = {"descr": dtype.descr, "fortran_order": False, "shape": (length,)}
+            np.lib.format.write_array_header_1_0(array_file, facts)
 
-    def __enter__(self) -> _ArrayFile:
-        self._write_header()
-        return self
+        def append(values: NDArray[np.void]) -> None:
+            nonlocal length
+            array_file.write(values.tobytes())
+            length += len(values)
 
-    def _write_header(self) -> None:
-        self.file.seek(0)
-        facts = {"descr": self.dtype.descr, "fortran_order": False, "shape": (self.length,)}
-        np.lib.format.write_array_header_1_0(self.file, facts)
-
-    def append(self, values: NDArray[np.void]) -> None:
-        self.file.write(values.tobytes())
-        self.length += len(values)
-
-    def __exit__(self, *_: object) -> None:
-        self._write_header()
-        self.file.close()
+        write_header()
+        yield append
+        write_header()
 
 
 def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data_tools.sample_sources import open_encoder
-from data_tools.tar_index import TarReport, index_tars
+from data_tools.tar_index import TarIndex, TarReport, find_tars, index_tars
 from megatron_vl.config import DataConfig
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.tar_list import parse_fields
@@ -55,6 +55,6 @@ def write_pair_tars(folder: Path, tars: int, pairs: int) -> list[str]:
 def index(out: Path, hf: Path, *inputs: object, members: tuple[str, ...] = (), workers: int = 1) -> TarReport:
     """What ``data index --input INPUTS --out OUT`` does."""
     data, spec = DataConfig(path=str(out)), read_spec(hf)
-    encoder = open_encoder(data, spec, hf)
-    sizes_name = compute_tokenization_id(hf, spec, data)
-    return index_tars([str(one) for one in inputs], out, parse_fields(members), encoder, sizes_name, workers)
+    encoder, sizes_name = open_encoder(data, spec, hf), compute_tokenization_id(hf, spec, data)
+    tars = find_tars([str(one) for one in inputs])
+    return index_tars(TarIndex(*tars, out, parse_fields(members), encoder, sizes_name), workers)

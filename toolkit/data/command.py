@@ -160,20 +160,19 @@ def index(options: DataIndexOptions) -> int:
 
 
 def _index_tars(options: DataIndexOptions, prepared: PreparedDataset, num_workers: int) -> None:
-    from data_tools.tar_index import index_tars
+    from data_tools.tar_index import TarIndex, find_tars, index_tars
     from megatron_vl.data.source.sample_sizes import compute_tokenization_id
     from megatron_vl.data.source.tar_list import parse_fields
 
     assert options.out is not None
     sizes_name = compute_tokenization_id(prepared.processor_dir, prepared.spec, prepared.config.data)
-    fields = parse_fields(options.members)
-    report = index_tars(options.input, options.out, fields, prepared.row_encoder, sizes_name, num_workers)
+    fields, tars = parse_fields(options.members), find_tars(options.input)
+    tar_index = TarIndex(*tars, options.out, fields, prepared.row_encoder, sizes_name)
+    report = index_tars(tar_index, num_workers)
     broken = ", ".join(f"{count} {reason}" for reason, count in report.broken.most_common())
     listed = f"; no usable pair: {broken}, listed in {options.out / 'quarantine.jsonl'}" if broken else ""
-    print(
-        f"{options.out}: {report.pairs} pairs in {pluralize(report.tars, 'tar')}, of which"
-        f" {report.read_tars} were read now{listed}"
-    )
+    read_text = f"{pluralize(report.tars, 'tar')}, {report.read_tars} of them read now"
+    print(f"{options.out}: {report.pairs} pairs in {read_text}{listed}")
 
 
 def show(options: DataShowOptions) -> int:

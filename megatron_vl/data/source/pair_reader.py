@@ -11,6 +11,7 @@ import json
 import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,18 +56,15 @@ def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
     if tar_list is None:
         return {}
     offsets_path = metadata_dir / OFFSETS_FILE
+    offsets: Any
     if isinstance(offsets_path, Path):
-        has_bytes = offsets_path.stat().st_size > 0
-        offsets: Any = np.memmap(offsets_path, "<u8", "r") if has_bytes else np.zeros(0, "<u8")
-        offsets = np.asarray(offsets)
+        offsets = np.asarray(np.memmap(offsets_path, "<u8", "r"))
     else:
         offsets = np.frombuffer(offsets_path.read_bytes(), "<u8")
-    root, start, shards = EPath(tar_list.root), 0, {}
+    shards, start, root = {}, 0, EPath(tar_list.root)
     for name, count in tar_list.samples_by_tar.items():
-        tar_offsets = offsets[start : start + count + 1]
-        shards[name] = TarShard(
-            name=name, path=root / name, count=count, fields=tar_list.fields, offsets=tar_offsets
-        )
+        facts = {"fields": tar_list.fields, "offsets": offsets[start : start + count + 1]}
+        shards[name] = TarShard(name=name, path=root / name, count=count, **facts)
         start += count + 1
     return shards
 
@@ -81,6 +79,11 @@ class TarMember(NamedTuple):
     extension: str
     content: bytes | UnusableError
     """What is needed of it: nothing, its head, or all; or why it cannot be read."""
+
+    @property
+    def end(self) -> int:
+        """The first byte of the tar after it."""
+        return int(self.info.offset_data - -self.info.size // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE)
 
 
 def iter_members(
@@ -138,22 +141,24 @@ def read_pair(
         UnusableError: they are no pair.
     """
     image = _only_member(members, fields.image, "image")
-    if image is None:
-        raise UnusableError("image missing", f"no {'|'.join(fields.image)} beside {_names(members)}")
     caption = ""
     for alternative in fields.caption:
         extension, _, json_keys = alternative.partition(":")
-        member = _only_member(members, (extension,), "caption")
-        if not caption and member is not None:
-            caption = _caption_text(member, json_keys.split(".") if json_keys else [])
+        if not caption and (member := _only_member(members, (extension,), "caption")):
+            caption = _caption_text(member, json_keys)
+    names = ", ".join(member.name for member in members[:8])
+    if image is None:
+        raise UnusableError("image missing", f"{names}: no {'|'.join(fields.image)}")
     if not caption:
         has_member = any(member.extension in fields.text_extensions for member in members)
         reason = "caption empty" if has_member else "caption missing"
-        raise UnusableError(reason, f"{_names(members)}: no text in {'|'.join(fields.caption)}")
-
-    assert isinstance(image.content, bytes)
+        raise UnusableError(reason, f"{names}: no text in {'|'.join(fields.caption)}")
     try:
-        height, width = _image_size(tar_file, image)
+        try:
+            height, width = image_size(image.content)
+        except PixelError:  # its head does not say it
+            tar_file.fileobj.seek(image.info.offset_data)
+            height, width = image_size(tar_file.fileobj.read(image.info.size))
     except PixelError as error:
         raise UnusableError("image does not decode", f"{image.name}: {error}") from error
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
@@ -169,85 +174,68 @@ def pair_text(image_key: str, caption: str) -> dict[str, Any]:
     return {"messages": [question, {"role": "assistant", "content": caption}]}
 
 
-def _names(members: Sequence[TarMember]) -> str:
-    return ", ".join(member.name for member in members[:8])
-
-
-def _only_member(members: Sequence[TarMember], extensions: tuple[str, ...], kind: str) -> TarMember | None:
+def _only_member(members: Sequence[TarMember], extensions: tuple[str, ...], kind: str) -> Any:
+    """The member of these extensions; None if there is none. Raises UnusableError if it cannot be used."""
     found = [member for member in members if member.extension in extensions]
     if len(found) > 1:
-        raise UnusableError(f"several {kind}s", _names(found))
+        raise UnusableError(f"several {kind}s", ", ".join(member.name for member in found[:8]))
     if found and isinstance(found[0].content, UnusableError):
         raise found[0].content
     return found[0] if found else None
 
 
-def _caption_text(member: TarMember, json_keys: list[str]) -> str:
-    assert isinstance(member.content, bytes)
+def _caption_text(member: Any, json_keys: str) -> str:
     try:
-        text: Any = member.content.decode("utf-8-sig")
+        text = member.content.decode("utf-8-sig")
         if json_keys:
             text = json.loads(text)
-        for key in json_keys:
-            text = text.get(key) if isinstance(text, dict) else None
-        text = "" if text is None else text
+            for key in json_keys.split("."):
+                text = text.get(key) if isinstance(text, dict) else None
+        text = "" if text is None else text.strip()
         text.encode()  # half of a surrogate pair is no text
+        return str(text)
     except (ValueError, AttributeError, RecursionError) as error:
         raise UnusableError(
             "caption unreadable", f"{member.name}: {type(error).__name__}: {error}"
         ) from error
-    return str(text.strip())
-
-
-def _image_size(tar_file: ITarFile, image: TarMember) -> tuple[int, int]:
-    """Height and width. The whole file is read if its head does not say them."""
-    assert isinstance(image.content, bytes)
-    try:
-        return image_size(image.content)
-    except PixelError:
-        if len(image.content) == image.info.size:
-            raise
-    tar_file.fileobj.seek(image.info.offset_data)
-    return image_size(tar_file.fileobj.read(image.info.size))
 
 
 class PairReader(ShardInfosITarReader):
     """Energon's reader of shards, which also reads pairs of :class:`TarShard`."""
 
-    def _shard_place(self, sample_index: int) -> tuple[ShardInfo, int]:
-        """The shard of a sample, and the sample's number in it."""
+    def _shard_place(self, sample_index: int) -> tuple[Any, int, int]:
+        """The shard of a sample, its number, and the sample's number in it."""
         shard_number = bisect_right(self.shard_count_cumsum, sample_index) - 1
-        return self.shard_infos[shard_number], sample_index - self.shard_count_cumsum[shard_number]
+        sample_number = sample_index - self.shard_count_cumsum[shard_number]
+        return self.shard_infos[shard_number], shard_number, sample_number
 
     def _get_itar_sample_pointer(self, sample_index: int) -> ITarSamplePointer:
-        shard, number = self._shard_place(sample_index)
+        shard, shard_number, number = self._shard_place(sample_index)
         if not isinstance(shard, TarShard):
             return super()._get_itar_sample_pointer(sample_index)
         start, end = shard.offsets[number : number + 2].tolist()
-        tar_file_id = self.shard_tar_file_idxs[bisect_right(self.shard_count_cumsum, sample_index) - 1]
+        tar_file_id = self.shard_tar_file_idxs[shard_number]
         return ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=start, byte_size=end - start)
 
     def _get_item_by_sample_pointer(
         self, sample_pointer: ITarSamplePointer, restore_index: Any, entry_match_fn: Any = None
     ) -> Any:
-        shard, number = self._shard_place(restore_index)
+        shard, _, number = self._shard_place(restore_index)
         if not isinstance(shard, TarShard):
             return super()._get_item_by_sample_pointer(sample_pointer, restore_index, entry_match_fn)
         with self._open_itarfile(sample_pointer.tar_file_id) as tar_file:
             tar_file.offset = sample_pointer.byte_offset
             end = sample_pointer.byte_offset + sample_pointer.byte_size
             reads_pixels = self.part_filter is None or self.part_filter("image")
-            members = []
-            for member in iter_members(tar_file, end, shard.fields, reads_pixels=reads_pixels):
-                if members and member.key != members[0].key:
-                    break  # what cannot be used lies between two pairs
-                members.append(member)
-            sample = {"__key__": f"{shard.name}[{number}]", "__shard__": shard.name}
+            found = iter_members(tar_file, end, shard.fields, reads_pixels=reads_pixels)
+            # The first key's: what cannot be used lies between two pairs.
+            members = list(next(groupby(found, lambda member: member.key), ("", ()))[1])
             key = members[0].key if members else ""
             if self.sample_filter is not None and not self.sample_filter(f"{shard.name}/{key}"):
                 return None
+            sample = {"__key__": f"{shard.name}[{number}]", "__shard__": shard.name}
             try:
-                pair = read_pair(tar_file, members, shard.fields, {"file": shard.name, "record": key})
+                origin = {"file": shard.name, "record": key}
+                return {**read_pair(tar_file, members, shard.fields, origin), **sample}
             except UnusableError as error:
                 return {**sample, BROKEN_FIELD: (error.reason, str(error))}
-            return {**pair, **sample}

@@ -7,10 +7,10 @@ unless that is the folder of the data set. A converted data set has no such file
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_vl.data.source.location import Location, location_is_file, read_text_file, resolve_location
 from megatron_vl.system.errors import UserError
@@ -51,10 +51,9 @@ def parse_fields(words: Iterable[str]) -> PairFields:
         if name not in fields or not all(alternatives.split("|")):
             raise TarListError(f"--members {word}: write image=EXTENSION|EXTENSION or caption=txt|json:KEY")
         fields[name] = alternatives
-    image, caption = (tuple(fields[name].split("|")) for name in ("image", "caption"))
-    pair_fields = PairFields(tuple(extension.lower() for extension in image), caption)
-    if pair_fields.text_extensions & {*image} or any(":" in extension for extension in image):
-        raise TarListError(f"--members image={fields['image']}: an image is a file of its own")
+    pair_fields = PairFields(tuple(fields["image"].lower().split("|")), tuple(fields["caption"].split("|")))
+    if pair_fields.text_extensions & {*pair_fields.image}:
+        raise TarListError(f"--members image={fields['image']}: image and caption are files of their own")
     return pair_fields
 
 
@@ -62,7 +61,7 @@ def parse_fields(words: Iterable[str]) -> PairFields:
 class TarList:
     """The tars of a data set."""
 
-    root: Location
+    root: Location | str
     fields: PairFields
     samples_by_tar: dict[str, int]
     """Number of pairs of each tar, by its path below ``root``, in the order of the offsets."""
@@ -76,9 +75,9 @@ class TarList:
     def changed_tars(self) -> list[str]:
         """The tars that are not as they were when they were indexed."""
         with ThreadPoolExecutor(STAT_THREADS) as threads:
-            present = threads.map(lambda name: tar_stamp(self.root / name), self.stamps)
+            stamps = threads.map(lambda name: tar_stamp(self.root / name), self.stamps)
             return [
-                name for name, stamp in zip(self.stamps, present, strict=True) if stamp != self.stamps[name]
+                name for name, stamp in zip(self.stamps, stamps, strict=True) if stamp != self.stamps[name]
             ]
 
 
@@ -94,8 +93,8 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
     try:
         values = json.loads(read_text_file(list_path))
         root = metadata_dir.parent if values["root"] == "." else resolve_location(values["root"])
-        fields = PairFields(*(tuple(map(str, values["fields"][name])) for name in ("image", "caption")))
-        samples = {str(name): int(count) for name, count in values["samples"].items()}
+        fields = PairFields(*(tuple(map(str, values["fields"][name])) for name in DEFAULT_FIELDS))
+        samples = {name: int(count) for name, count in values["samples"].items()}
         return TarList(root, fields, samples, {name: str(values["stamps"][name]) for name in samples})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TarListError(
@@ -106,10 +105,9 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
 def tar_stamp(tar_path: Location) -> str:
     """Size and time of change of a file, or size and ETag of an object; empty if there is none."""
     try:
-        if isinstance(tar_path, Path):
-            status = tar_path.stat()
-            return f"{status.st_size} {status.st_mtime_ns}"
         facts = tar_path.stat()
-        return f"{facts.content_length} {facts.etag or facts.last_modified}"
     except FileNotFoundError:
         return ""
+    if isinstance(facts, os.stat_result):
+        return f"{facts.st_size} {facts.st_mtime_ns}"
+    return f"{facts.content_length} {facts.etag or facts.last_modified}"
