@@ -189,12 +189,11 @@ class _TarPairs:
         self.digest = hashlib.sha256()
 
     def __iter__(self) -> Iterator[RawSample]:
-        is_local = isinstance(self.tar_path, Path)
-        raw_file: Any = (
-            self.tar_path.open("rb")
-            if is_local
-            else io.BufferedReader(StoreFile(self.tar_path), WINDOW_BYTES)
-        )
+        raw_file: Any
+        if isinstance(self.tar_path, Path):
+            raw_file = self.tar_path.open("rb")
+        else:
+            raw_file = io.BufferedReader(StoreFile(self.tar_path), WINDOW_BYTES)
         end = 0
         seen_keys: set[int] = set()
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
@@ -202,9 +201,7 @@ class _TarPairs:
                 members = list(group)
                 try:
                     if hash(key) in seen_keys:
-                        raise UnusableError(
-                            "key occurs again", f"{members[0].name}: an earlier pair has its key"
-                        )
+                        raise UnusableError("key occurs again", members[0].name)
                     seen_keys.add(hash(key))
                     pair = read_pair(tar_file, members, self.fields, {"file": self.name, "record": key})
                 except UnusableError as error:

@@ -195,9 +195,7 @@ def _caption_text(member: Any, json_keys: str) -> str:
         text.encode()  # half of a surrogate pair is no text
         return str(text)
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UnusableError(
-            "caption unreadable", f"{member.name}: {type(error).__name__}: {error}"
-        ) from error
+        raise UnusableError("caption unreadable", f"{member.name}: {error!r}") from error
 
 
 class PairReader(ShardInfosITarReader):

@@ -48,7 +48,8 @@ def parse_fields(words: Iterable[str]) -> PairFields:
     fields = dict(DEFAULT_FIELDS)
     for word in words:
         name, _, alternatives = word.partition("=")
-        if name not in fields or not all(alternatives.split("|")):
+        is_image_key = name == "image" and ":" in word
+        if name not in fields or not all(alternatives.split("|")) or is_image_key:
             raise TarListError(f"--members {word}: write image=EXTENSION|EXTENSION or caption=txt|json:KEY")
         fields[name] = alternatives
     pair_fields = PairFields(tuple(fields["image"].lower().split("|")), tuple(fields["caption"].split("|")))
@@ -75,10 +76,8 @@ class TarList:
     def changed_tars(self) -> list[str]:
         """The tars that are not as they were when they were indexed."""
         with ThreadPoolExecutor(STAT_THREADS) as threads:
-            stamps = threads.map(lambda name: tar_stamp(self.root / name), self.stamps)
-            return [
-                name for name, stamp in zip(self.stamps, stamps, strict=True) if stamp != self.stamps[name]
-            ]
+            stamps = list(threads.map(lambda name: tar_stamp(self.root / name), self.stamps))
+        return [name for name, stamp in zip(self.stamps, stamps, strict=True) if stamp != self.stamps[name]]
 
 
 def read_tar_list(metadata_dir: Location) -> TarList | None:
