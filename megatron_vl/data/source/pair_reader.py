@@ -36,7 +36,14 @@ BROKEN_FIELD = "__broken__"
 HEAD_BYTES = 1 << 16
 """Bytes at the beginning of a JPEG in which its size is looked for first."""
 MAX_TEXT_BYTES = 16 << 20
-"""Largest member that is read as text."""
+"""Largest member, or header, that is read as text."""
+HEADER_TYPES = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 JPEG_MAGIC = b"\xff\xd8"
 
 
@@ -69,6 +76,15 @@ def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
     return shards
 
 
+class _BoundedTarInfo(tarfile.TarInfo):
+    """A header, which may claim any size. Python reads one about the next file's name into memory."""
+
+    def _proc_member(self, tar_file: tarfile.TarFile) -> Any:
+        if self.type in HEADER_TYPES and self.size > MAX_TEXT_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(tar_file)  # type: ignore[misc]
+
+
 class TarMember(NamedTuple):
     """A file in a tar."""
 
@@ -94,6 +110,7 @@ def iter_members(
     Args:
         reads_pixels: whether to read whole images. Otherwise, only the head of a JPEG is read.
     """
+    tar_file.tarinfo = _BoundedTarInfo
     while tar_file.offset < end and (info := tar_file.next()) is not None:
         tar_file.members.clear()  # it would remember each member
         # Names may have any length and any bytes.
