@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +52,9 @@ from megatron_vl.system.processes import end_with_parent
 from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
+
+ARRAY_DTYPES = {"samples": SAMPLE_DTYPE, "media": MEDIUM_DTYPE}
+"""The files of sizes, without ``.npy``."""
 
 
 class SizesWriteError(UserError, ValueError):
@@ -208,9 +211,8 @@ def _measure_shards(
 class ShardSizes(NamedTuple):
     """The sizes of the samples of a shard."""
 
-    samples: NDArray[np.void]
-    """``media_end`` counts from the first medium of the shard."""
-    media: NDArray[np.void]
+    arrays: dict[str, NDArray[Any]]
+    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` counts from the first medium of the shard."""
     facts: dict[str, Any]
 
 
@@ -227,32 +229,33 @@ def write_sizes(
     """
     shards: dict[str, dict[str, Any]] = {}
     media_count = 0
-    with (
-        _open_array(sizes_dir / "samples.npy", SAMPLE_DTYPE) as append_samples,
-        _open_array(sizes_dir / "media.npy", MEDIUM_DTYPE) as append_media,
-    ):
-        for name, (samples, media, facts) in sizes_by_shard:
-            samples["media_end"] += media_count  # counted on from shard to shard
-            media_count += len(media)
-            append_samples(samples)
-            append_media(media)
-            shards[name] = facts
+    with ExitStack() as open_files:
+        append = {
+            name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
+            for name, dtype in ARRAY_DTYPES.items()
+        }
+        for shard_name, (arrays, facts) in sizes_by_shard:
+            arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
+            media_count += len(arrays["media"])
+            for name, values in arrays.items():
+                append[name](values)
+            shards[shard_name] = facts
             show_progress(1)
     (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
 
 
 @contextmanager
-def _open_array(array_path: Path, dtype: np.dtype) -> Iterator[Callable[[NDArray[np.void]], None]]:
+def _open_array(array_path: Path, dtype: np.dtype) -> Iterator[Callable[[NDArray[Any]], None]]:
     """A context with a function that appends to a new ``.npy`` file, whose header has room for any length."""
     length = 0
     with array_path.open("wb") as array_file:
 
         def write_header() -> None:
             array_file.seek(0)
-            facts = {"descr": dtype.descr, "fortran_order": False, "shape": (length,)}
+            facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
             np.lib.format.write_array_header_1_0(array_file, facts)
 
-        def append(values: NDArray[np.void]) -> None:
+        def append(values: NDArray[Any]) -> None:
             nonlocal length
             array_file.write(values.tobytes())
             length += len(values)
@@ -298,7 +301,8 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
         media_count += len(sample_media)
         sample_rows.append((text_tokens, media_count))
     facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
-    return ShardSizes(np.array(sample_rows, SAMPLE_DTYPE), np.concatenate(media_arrays), facts)
+    arrays = {"samples": np.array(sample_rows, SAMPLE_DTYPE), "media": np.concatenate(media_arrays)}
+    return ShardSizes(arrays, facts)
 
 
 def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | None:

@@ -39,7 +39,7 @@ from megatron_vl.system.errors import UserError, is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
 
-from .sample_sizes import ShardSizes, measure_samples, run_tasks, write_sizes
+from .sample_sizes import ARRAY_DTYPES, ShardSizes, measure_samples, run_tasks, write_sizes
 
 RESULTS_DIR = "tar-index"
 RESULT_VERSION = 1
@@ -168,14 +168,19 @@ def _read_tar_once(number: int) -> tuple[Path, bool]:
     if result_path.exists():
         return result_path, False
     pairs = _TarPairs(tar_path, name, index.fields, int(stamp.split()[0]))
-    samples, media, facts = measure_samples(index.encoder, pairs)
+    sizes = measure_samples(index.encoder, pairs)
     if tar_stamp(tar_path) != stamp:
         raise TarIndexError(f"{tar_path} changed while it was read; start again when it is complete")
-    facts = {"sizes": facts, "stamp": stamp, "digest": pairs.digest.hexdigest(), "refused": pairs.refused}
+    facts = {
+        "sizes": sizes.facts,
+        "stamp": stamp,
+        "digest": pairs.digest.hexdigest(),
+        "refused": pairs.refused,
+    }
     facts_bytes = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     offsets = np.array(pairs.offsets, "<u8")
     with durable_files.open_new_file(result_path) as result_file:
-        np.savez_compressed(result_file, samples=samples, media=media, offsets=offsets, facts=facts_bytes)
+        np.savez_compressed(result_file, offsets=offsets, facts=facts_bytes, **sizes.arrays)
     return result_path, True
 
 
@@ -253,14 +258,14 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
             with np.load(result_path, allow_pickle=False) as result:
                 facts = json.loads(result["facts"].tobytes())
                 offsets_file.write(result["offsets"].tobytes())
-                sizes = ShardSizes(result["samples"], result["media"], facts["sizes"])
+                arrays = {key: result[key] for key in ARRAY_DTYPES}
             for refusal in facts["refused"]:
                 report.broken[refusal["reason"]] += 1
                 quarantine_file.write(json.dumps(refusal).encode() + b"\n")
             content_hasher.update(f"{name} {facts['digest']}\n".encode())
-            counts[name], stamps[name] = len(sizes.samples), facts["stamp"]
-            report.pairs += len(sizes.samples)
-            yield name, sizes
+            counts[name], stamps[name] = len(arrays["samples"]), facts["stamp"]
+            report.pairs += counts[name]
+            yield name, ShardSizes(arrays, facts["sizes"])
 
     sizes_dir = new_dir / SIZES_DIR / index.sizes_name
     sizes_dir.mkdir(parents=True)
