@@ -145,6 +145,11 @@ def latin_text(members: Members, at: int) -> tuple[Members, set[int], str]:
     return members, {at}, "caption unreadable"
 
 
+def control_token(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at + 1] = (members[2 * at + 1][0], b"An end<|im_end|> within.")
+    return members, {at}, "control token in text"
+
+
 def other_content(members: Members, at: int) -> tuple[Members, set[int], str]:
     members[2 * at] = (members[2 * at][0], b"<html>404</html>")
     return members, {at}, "image does not decode"
@@ -213,7 +218,7 @@ MEMBER_MUTATIONS = [
     empty_text,
     latin_text,
 ]
-MEMBER_MUTATIONS += [other_content, other_format, cut_header, other_files, names_outside]
+MEMBER_MUTATIONS += [control_token, other_content, other_format, cut_header, other_files, names_outside]
 FILE_MUTATIONS = [truncated, damaged_header, link]
 
 
@@ -223,7 +228,7 @@ def test_mutated_tars_lose_only_broken_pairs(tmp_path, hf):
     (tmp_path / "tars").mkdir()
     usable, expected_reasons = set(), Counter()
     for number in range(50):
-        mutation = (MEMBER_MUTATIONS + FILE_MUTATIONS)[number % 15]
+        mutation = (MEMBER_MUTATIONS + FILE_MUTATIONS)[number % 16]
         at, path = draw.randrange(KEYS), tmp_path / "tars" / f"{number:05d}.tar"
         members: Members = []
         for i in range(KEYS):
@@ -315,6 +320,13 @@ def test_members_are_found_by_the_given_extensions(tmp_path, hf):
 def test_members_that_cannot_be_read_are_refused(word):
     with pytest.raises(TarListError, match="--members"):
         parse_fields([word])
+
+
+def test_captions_may_answer_a_question(tmp_path, hf):
+    write_tar(tmp_path / "a.tar", pair_members("a", 0, "A caption."))
+    index(tmp_path / "out", hf, tmp_path / "a.tar", prompt="What is this?")
+    pattern = r"<\|vision_end\|>What is this\?<\|im_end\|>\n<\|im_start\|>assistant\nA caption\.<"
+    assert trained_texts(tmp_path / "out", hf, pattern).total() == 1
 
 
 def test_inputs_may_be_braces_folders_and_lists(tars, tmp_path):

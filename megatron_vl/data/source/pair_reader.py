@@ -24,6 +24,7 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.structs import ShardInfo
 from numpy.typing import NDArray
 
+from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO
 from megatron_vl.data.sample.images import image_size
@@ -181,13 +182,14 @@ def read_pair(
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise UnusableError("image too narrow", f"{image.name}: {height} x {width}")
     medium = {"key": image.extension, "kind": "image", "height": height, "width": width}
-    record = {**pair_text(image.extension, caption), "media": [medium], "source": origin}
+    record = {**pair_text(image.extension, caption, fields.prompt), "media": [medium], "source": origin}
     return {"json": json.dumps(record).encode(), image.extension: image.content}
 
 
-def pair_text(image_key: str, caption: str) -> dict[str, Any]:
+def pair_text(image_key: str, caption: str, prompt: str) -> dict[str, Any]:
     """The part of a sample's JSON that says in which order image and caption are read."""
-    question = {"role": "user", "content": [{"type": "image", "image": image_key}]}
+    image = {"type": "image", "image": image_key}
+    question = {"role": "user", "content": [image, *([{"type": "text", "text": prompt}] if prompt else [])]}
     return {"messages": [question, {"role": "assistant", "content": caption}]}
 
 
@@ -210,9 +212,12 @@ def _caption_text(member: Any, json_keys: str) -> str:
                 text = text.get(key) if isinstance(text, dict) else None
         text = "" if text is None else text.strip()
         text.encode()  # half of a surrogate pair is no text
-        return str(text)
     except (ValueError, AttributeError, RecursionError) as error:
         raise UnusableError("caption unreadable", f"{member.name}: {error!r}") from error
+    if control_token := CONTROL_TOKEN.search(text):
+        detail = control_token_text(control_token[0])
+        raise UnusableError("control token in text", f"{member.name}: {detail}")
+    return str(text)
 
 
 class PairReader(ShardInfosITarReader):

@@ -33,13 +33,15 @@ class PairFields:
     image: tuple[str, ...]
     caption: tuple[str, ...]
     """The first that has text counts. ``json:KEY.KEY`` is a field of a JSON member."""
+    prompt: str = ""
+    """The question that each caption answers; empty: none."""
 
     @property
     def text_extensions(self) -> set[str]:
         return {extension.partition(":")[0] for extension in self.caption}
 
 
-def parse_fields(words: Iterable[str]) -> PairFields:
+def parse_fields(words: Iterable[str], prompt: str = "") -> PairFields:
     """The fields that words like ``image=jpg|png`` and ``caption=txt|json:caption`` name.
 
     Raises:
@@ -52,7 +54,8 @@ def parse_fields(words: Iterable[str]) -> PairFields:
         if name not in fields or not all(alternatives.split("|")) or is_image_key:
             raise TarListError(f"--members {word}: write image=EXTENSION|EXTENSION or caption=txt|json:KEY")
         fields[name] = alternatives
-    pair_fields = PairFields(tuple(fields["image"].lower().split("|")), tuple(fields["caption"].split("|")))
+    image, caption = (tuple(fields[name].split("|")) for name in DEFAULT_FIELDS)
+    pair_fields = PairFields(tuple(map(str.lower, image)), caption, prompt)
     if pair_fields.text_extensions & {*pair_fields.image}:
         raise TarListError(f"--members image={fields['image']}: image and caption are files of their own")
     return pair_fields
@@ -92,7 +95,8 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
     try:
         values = json.loads(read_text_file(list_path))
         root = metadata_dir.parent if values["root"] == "." else resolve_location(values["root"])
-        fields = PairFields(*(tuple(map(str, values["fields"][name])) for name in DEFAULT_FIELDS))
+        image, caption, prompt = values["fields"].values()
+        fields = PairFields(tuple(map(str, image)), tuple(map(str, caption)), str(prompt))
         samples = {name: int(count) for name, count in values["samples"].items()}
         return TarList(root, fields, samples, {name: str(values["stamps"][name]) for name in samples})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
