@@ -27,7 +27,9 @@ from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.data.source.tar_list import TarListError, parse_fields
 from megatron_vl.spec.families import read_spec
+from tests.support.tiny_run import metrics, prepare, trainings
 from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
 
 from .datasets import converted
 from .media import encoded
@@ -438,3 +440,34 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf):  # n
     store.put_object(Bucket=BUCKET, Key="pairs/00001.tar", Body=b"other")
     with pytest.raises(LoaderError, match="00001.tar"):
         read_description(str(tmp_path / "there"))
+
+
+# --- Commands -----------------------------------------------------------------------------------------------
+
+
+def test_commands_index_and_show_tars(tars, tmp_path, hf, capsys):
+    out, given = str(tmp_path / "out"), f"{tars[0]}/{{00000..00001}}.tar"
+    run = ["--processor", str(hf), "--data.seq_len", "512"]
+    assert main(["data", "index", "--input", given, "--out", out, *run]) == 0
+    assert "12 pairs in 2 tars, 2 of them read now\n" in capsys.readouterr().out
+    assert main(["data", "show", "--data", out, "--json", *run]) == 0
+    facts = json.loads(capsys.readouterr().out)["splits"]["train"]
+    assert (facts["samples"], facts["usable"], facts["sources"]["out"]["images"]) == (12, 12, 12)
+    assert main(["data", "show", "--data", out, "--sample", "00001.tar[3]", *run]) == 0
+    shown = capsys.readouterr().out
+    assert "the number 9" in shown and "(00001.tar record 000010003)" in shown
+    for wrong in (["--input", given], ["--members", "image=jpg"], ["--input", given, "--out", "/proc/no"]):
+        assert main(["data", "index", *wrong, *run]) != 0
+    assert "/proc/no" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_run_trains_on_tars_and_resumes(tmp_path, hf):
+    out, run = tmp_path / "out", tmp_path / "run"
+    prepared = {**prepare(tmp_path / "prepared", hf, samples=2), "data": out}
+    write_pair_tars(tmp_path / "tars", tars=2, pairs=6)
+    index(out, hf, tmp_path / "tars")
+    trainings(prepared, (run, ["--steps", "3"]), (run, ["--steps", "4"]))
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["loss"] < lines[0]["loss"] and all(line["images"] >= 4 for line in lines)
