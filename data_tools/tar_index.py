@@ -171,16 +171,12 @@ def _read_tar_once(number: int) -> tuple[Path, bool]:
     sizes = measure_samples(index.encoder, pairs)
     if tar_stamp(tar_path) != stamp:
         raise TarIndexError(f"{tar_path} changed while it was read; start again when it is complete")
-    facts = {
-        "sizes": sizes.facts,
-        "stamp": stamp,
-        "digest": pairs.digest.hexdigest(),
-        "refused": pairs.refused,
-    }
-    facts_bytes = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    offsets = np.array(pairs.offsets, "<u8")
+    facts = {"sizes": sizes.facts, "stamp": stamp, "refused": pairs.refused}
+    facts["digest"] = pairs.digest.hexdigest()
+    arrays: dict[str, Any] = {**sizes.arrays, "offsets": np.array(pairs.offsets, "<u8")}
+    arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     with durable_files.open_new_file(result_path) as result_file:
-        np.savez_compressed(result_file, offsets=offsets, facts=facts_bytes, **sizes.arrays)
+        np.savez_compressed(result_file, **arrays)
     return result_path, True
 
 
