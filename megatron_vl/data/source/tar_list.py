@@ -95,8 +95,8 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
     try:
         values = json.loads(read_text_file(list_path))
         root = metadata_dir.parent if values["root"] == "." else resolve_location(values["root"])
-        image, caption, prompt = values["fields"].values()
-        fields = PairFields(tuple(map(str, image)), tuple(map(str, caption)), str(prompt))
+        image, caption = (tuple(map(str, values["fields"][name])) for name in DEFAULT_FIELDS)
+        fields = PairFields(image, caption, str(values["fields"]["prompt"]))
         samples = {name: int(count) for name, count in values["samples"].items()}
         return TarList(root, fields, samples, {name: str(values["stamps"][name]) for name in samples})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
