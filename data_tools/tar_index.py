@@ -95,6 +95,7 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
 
     Raises:
         TarIndexError: there are none, too many, or they have no common folder.
+        ObjectStoreError: as :func:`~megatron_vl.data.source.location.resolve_location`.
     """
     paths: list[str] = []
     for given in inputs:
@@ -104,6 +105,8 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
             paths += itertools.islice(braceexpand(given), MAX_SHARDS + 1)
         else:
             paths += filter(None, Path(given).read_text().split("\n"))
+    for path in paths[:1]:
+        resolve_location(path)  # refuses other addresses of stores than those of profiles
     stores = {"/".join(path.split("/")[:3]) if is_in_object_store(path) else "" for path in paths}
     if not 0 < len(paths) <= MAX_SHARDS or len(stores) > 1 or len({*paths}) < len(paths):
         raise TarIndexError(

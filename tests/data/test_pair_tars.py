@@ -25,6 +25,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
+from megatron_vl.data.source.location import ObjectStoreError
 from megatron_vl.data.source.tar_list import TarListError, parse_fields
 from megatron_vl.spec.families import read_spec
 from tests.support.tiny_run import metrics, prepare, trainings
@@ -342,6 +343,8 @@ def test_inputs_may_be_braces_folders_and_lists(tars, tmp_path):
     for wrong in ([f"{folder}/00000.tar"] * 2, [str(tmp_path)], ["/a/0.tar", "msc://p/a/0.tar"]):
         with pytest.raises(TarIndexError):
             find_tars(wrong)
+    with pytest.raises(ObjectStoreError, match="write msc://PROFILE"):
+        find_tars(["s3://bucket/{0..3}.tar"])
 
 
 # --- Again --------------------------------------------------------------------------------------------------
@@ -436,6 +439,8 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf):  # n
         store.upload_file(str(path), BUCKET, f"pairs/{path.name}")
     index(tmp_path / "here", hf, folder)
     index(tmp_path / "there", hf, "msc://pictures/pairs/{00000..00001}.tar", workers=2)
+    with pytest.raises(TarIndexError, match="pairs/00002.tar does not exist"):
+        index(tmp_path / "missing", hf, "msc://pictures/pairs/{00000..00002}.tar")
     files = [".nv-meta/tars.idx", ".nv-meta/index.uuid", ".nv-meta/split.yaml"]
     assert all((tmp_path / "here" / f).read_bytes() == (tmp_path / "there" / f).read_bytes() for f in files)
 
