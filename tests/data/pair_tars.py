@@ -52,11 +52,9 @@ def write_pair_tars(folder: Path, tars: int, pairs: int) -> list[str]:
     return captions
 
 
-def index(
-    out: Path, hf: Path, *inputs: object, members: tuple[str, ...] = (), prompt: str = "", workers: int = 1
-) -> TarReport:
+def index(out: Path, hf: Path, *inputs: object, members: tuple[str, ...] = (), workers: int = 1) -> TarReport:
     """What ``data index --input INPUTS --out OUT`` does."""
     data, spec = DataConfig(path=str(out)), read_spec(hf)
     encoder, sizes_name = open_encoder(data, spec, hf), compute_tokenization_id(hf, spec, data)
     tars = find_tars([str(one) for one in inputs])
-    return index_tars(TarIndex(*tars, out, parse_fields(members, prompt), encoder, sizes_name), workers)
+    return index_tars(TarIndex(*tars, out, parse_fields(members), encoder, sizes_name), workers)

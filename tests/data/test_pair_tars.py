@@ -328,7 +328,7 @@ def test_members_that_cannot_be_read_are_refused(word):
 
 def test_captions_may_answer_a_question(tmp_path, hf):
     write_tar(tmp_path / "a.tar", pair_members("a", 0, "A caption."))
-    index(tmp_path / "out", hf, tmp_path / "a.tar", prompt="What is this?")
+    index(tmp_path / "out", hf, tmp_path / "a.tar", members=("prompt=What is this?",))
     pattern = r"<\|vision_end\|>What is this\?<\|im_end\|>\n<\|im_start\|>assistant\nA caption\.<"
     assert trained_texts(tmp_path / "out", hf, pattern).total() == 1
 

@@ -166,7 +166,7 @@ def _index_tars(options: DataIndexOptions, prepared: PreparedDataset, num_worker
 
     assert options.out is not None
     sizes_name = compute_tokenization_id(prepared.processor_dir, prepared.spec, prepared.config.data)
-    fields, tars = parse_fields(options.members, options.caption_prompt or ""), find_tars(options.input)
+    fields, tars = parse_fields(options.members), find_tars(options.input)
     tar_index = TarIndex(*tars, options.out, fields, prepared.row_encoder, sizes_name)
     report = index_tars(tar_index, num_workers)
     broken = ", ".join(f"{count} {reason}" for reason, count in report.broken.most_common())

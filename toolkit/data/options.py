@@ -99,17 +99,15 @@ class DataIndexOptions(PreparedOptions):
     tars."""
     members: list[str] = option([], metavar="NAME=EXTENSIONS", several=True, shown_default=PAIR_MEMBERS)
     """Find image and caption of a pair by extension: the first caption that has text counts, and json:KEY is
-    a field of a JSON file."""
-    caption_prompt: str | None = option(None, metavar="TEXT", shown_default="none")
-    """Make each caption the answer to this question about its image."""
+    a field of a JSON file. With prompt=TEXT, each caption answers that question."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
 
     def check(self) -> None:
         if bool(self.input) != (self.out is not None):
             raise UsageError("a data set of tars needs --input and --out")
-        if (self.members or self.caption_prompt) and not self.input:
-            raise UsageError("--members and --caption-prompt belong to a data set of tars: give --input")
+        if self.members and not self.input:
+            raise UsageError("--members belongs to a data set of tars: give --input")
         if self.input and self.data is not None:
             raise UsageError("give --data for a data set that exists, or --input and --out for tars")
 

@@ -41,21 +41,21 @@ class PairFields:
         return {extension.partition(":")[0] for extension in self.caption}
 
 
-def parse_fields(words: Iterable[str], prompt: str = "") -> PairFields:
-    """The fields that words like ``image=jpg|png`` and ``caption=txt|json:caption`` name.
+def parse_fields(words: Iterable[str]) -> PairFields:
+    """The fields that words like ``image=jpg|png``, ``caption=txt|json:caption`` and ``prompt=TEXT`` name.
 
     Raises:
         TarListError: a word cannot be read.
     """
-    fields = dict(DEFAULT_FIELDS)
+    fields = DEFAULT_FIELDS | {"prompt": ""}
     for word in words:
         name, _, alternatives = word.partition("=")
         is_image_key = name == "image" and ":" in word
         if name not in fields or not all(alternatives.split("|")) or is_image_key:
-            raise TarListError(f"--members {word}: write image=EXTENSION|EXTENSION or caption=txt|json:KEY")
+            raise TarListError(f"--members {word}: write image=jpg|png, caption=txt|json:KEY or prompt=TEXT")
         fields[name] = alternatives
     image, caption = (tuple(fields[name].split("|")) for name in DEFAULT_FIELDS)
-    pair_fields = PairFields(tuple(map(str.lower, image)), caption, prompt)
+    pair_fields = PairFields(tuple(map(str.lower, image)), caption, fields["prompt"])
     if pair_fields.text_extensions & {*pair_fields.image}:
         raise TarListError(f"--members image={fields['image']}: image and caption are files of their own")
     return pair_fields
