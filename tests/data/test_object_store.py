@@ -45,6 +45,7 @@ BUCKET = "rows"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """The client of a store with one bucket, which the profile ``pictures`` names."""
+    multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()  # of another module's store
     patch = pytest.MonkeyPatch()
     for name, value in {
         "ACCESS_KEY_ID": "id",
