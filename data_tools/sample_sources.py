@@ -24,6 +24,7 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.location import DataPath, Location
+from megatron_vl.data.source.pair_members import PairReader, read_pairs
 from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.spec.families import ModelSpec
@@ -217,12 +218,15 @@ class SampleReader:
             self._is_member_wanted,
             sample_filter=lambda name: name not in excluded_names,
         )
-        self.tolerant_reader = TolerantReader(self.shard_reader)
+        self.tolerant_reader = read_pairs(
+            TolerantReader(self.shard_reader), sample_source.dataset.path / METADATA_DIR
+        )
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:
         self.member_names.append(member_name)
-        return self.reads_media or member_name == TEXT_MEMBER
+        is_pair = isinstance(self.tolerant_reader, PairReader)  # whose image has its size in its header
+        return self.reads_media or is_pair or member_name == TEXT_MEMBER
 
     def read_sample(self, sample_index: int, *, with_media: bool) -> RawSample | None:
         """A sample; None if the data set's description excludes it.

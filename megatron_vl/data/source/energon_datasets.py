@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, SplitFacts, join_content_ids
 from megatron_vl.data.source.location import part_folders, resolve_location
+from megatron_vl.data.source.pair_members import read_pairs
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
 from megatron_vl.data.source.store_reading import StoreReader
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
@@ -144,15 +145,15 @@ class SizedSource:
         return shard_sizes[shard_sizes > 0]
 
 
-def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> TolerantReader:
+def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> Any:
     """Reads samples of one of Energon's data sets by index.
 
     Args:
         take: gives the bytes of a sample in an object store; a local data set does without.
     """
-    if not dataset.path.is_local():
-        return TolerantReader(StoreReader(dataset, take))
-    reader = ShardReader(
-        dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
-    )
-    return TolerantReader(reader)
+    shard_reader: Any = StoreReader(dataset, take)
+    if dataset.path.is_local():
+        shard_reader = ShardReader(
+            dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
+        )
+    return read_pairs(TolerantReader(shard_reader), resolve_location(str(dataset.path)) / METADATA_DIR)
