@@ -13,6 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
@@ -24,7 +25,7 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.location import DataPath, Location
-from megatron_vl.data.source.pair_members import PairReader, read_pairs
+from megatron_vl.data.source.pair_members import PairReader, read_pair_members
 from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.spec.families import ModelSpec
@@ -218,9 +219,10 @@ class SampleReader:
             self._is_member_wanted,
             sample_filter=lambda name: name not in excluded_names,
         )
-        self.tolerant_reader = read_pairs(
-            TolerantReader(self.shard_reader), sample_source.dataset.path / METADATA_DIR
-        )
+        self.tolerant_reader: Any = TolerantReader(self.shard_reader)
+        pair_members = read_pair_members(sample_source.dataset.path / METADATA_DIR)
+        if pair_members is not None:
+            self.tolerant_reader = PairReader(self.tolerant_reader, pair_members)
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:

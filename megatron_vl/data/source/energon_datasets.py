@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, SplitFacts, join_content_ids
 from megatron_vl.data.source.location import part_folders, resolve_location
-from megatron_vl.data.source.pair_members import read_pairs
+from megatron_vl.data.source.pair_members import PairReader, read_pair_members
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
 from megatron_vl.data.source.store_reading import StoreReader
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
@@ -43,6 +43,8 @@ def _load_dataset(dataset_path: str, split_name: str) -> LoadedDataset:
         )
         parts.append(loaded_split.datasets[0].dataset)
     if len(parts) == 1:
+        # It is read here, because the processes of a loader cannot use this process's client of a store.
+        parts[0].pair_members = read_pair_members(resolve_location(dataset_path) / METADATA_DIR)
         return loaded_split.datasets[0]
     return LoadedDataset(dataset=JoinedDataset(EPath(dataset_path), parts))
 
@@ -156,4 +158,6 @@ def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> Any:
         shard_reader = ShardReader(
             dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
         )
-    return read_pairs(TolerantReader(shard_reader), resolve_location(str(dataset.path)) / METADATA_DIR)
+    reader = TolerantReader(shard_reader)
+    members = getattr(dataset, "pair_members", None)
+    return reader if members is None else PairReader(reader, members)

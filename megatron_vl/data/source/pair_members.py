@@ -111,10 +111,10 @@ class PairReader:
             return crude_sample | {BROKEN_FIELD: (error.reason, str(error))}
 
 
-def read_pairs(reader: Any, metadata_dir: Location) -> Any:
-    """The reader of a data set; of one that was indexed in place, a reader of its pairs."""
+def read_pair_members(metadata_dir: Location) -> PairMembers | None:
+    """The members of a data set that was indexed in place; None for another."""
     members_path = metadata_dir / MEMBERS_FILE
     if not location_is_file(members_path):
-        return reader
+        return None
     fields = json.loads(read_text_file(members_path))
-    return PairReader(reader, PairMembers(tuple(fields["image"]), tuple(fields["caption"]), fields["prompt"]))
+    return PairMembers(tuple(fields["image"]), tuple(fields["caption"]), fields["prompt"])
