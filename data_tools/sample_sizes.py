@@ -198,8 +198,8 @@ def _measure_shards(
     tasks = _shard_tasks(dataset, encoder)
     _current_tasks[:] = tasks.values()
     shards: dict[str, dict[str, Any]] = {}
-    dtypes = {"samples.npy": SAMPLE_DTYPE, "media.npy": MEDIUM_DTYPE}
-    dtypes |= {DOCUMENTS_FILE: np.dtype(np.bool_), TEXT_BEFORE_FILE: np.dtype(np.uint32)}
+    dtypes: dict[str, np.dtype[Any]] = {"samples.npy": SAMPLE_DTYPE, "media.npy": MEDIUM_DTYPE}
+    dtypes |= {DOCUMENTS_FILE: np.dtype("?"), TEXT_BEFORE_FILE: np.dtype("<u4")}
     files = {name: _ArrayFile(partial_dir / name, dtype) for name, dtype in dtypes.items()}
     has_documents = False
     try:

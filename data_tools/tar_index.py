@@ -29,6 +29,9 @@ from megatron_vl.system.progress_bar import progress
 from .convert import WorkerPool
 from .shards import IndexWriter, WrittenShard
 
+DIGEST_FILE = "tars.sha256"
+"""A hash of what was indexed, and how."""
+
 
 class TarIndexError(UserError, ValueError):
     """Tars that cannot be indexed. The message says why."""
@@ -61,21 +64,28 @@ def index_tars(patterns: Sequence[str], members: PairMembers, num_workers: int =
     paths = _expand_paths(patterns)
     folder = paths[0].parent
     names = [path.name for path in paths]
-    metadata_dir, partial_dir = (
-        folder / METADATA_DIR,
-        folder / f"{METADATA_DIR}{durable_files.PARTIAL_SUFFIX}",
-    )
+    metadata_dir = folder / METADATA_DIR
     digest = _content_digest(paths, members)
     if metadata_dir.exists():
-        if (
-            not (metadata_dir / MEMBERS_FILE).is_file()
-            or (metadata_dir / "tars.sha256").read_text() != digest
-        ):
+        if not (metadata_dir / MEMBERS_FILE).is_file() or (metadata_dir / DIGEST_FILE).read_text() != digest:
             raise TarIndexError(
                 f"{metadata_dir} is an index of other tars or with other members; remove it first"
             )
         return folder, []
 
+    try:
+        return folder, _write_index(folder, names, members, digest, num_workers)
+    except OSError as error:
+        raise TarIndexError(
+            f"{folder} cannot be read or written ({error}); fix this and start again"
+        ) from error
+
+
+def _write_index(
+    folder: Path, names: list[str], members: PairMembers, digest: str, num_workers: int
+) -> list[str]:
+    """Writes the index of tars. Returns a line for each that is damaged."""
+    partial_dir = folder / f"{METADATA_DIR}{durable_files.PARTIAL_SUFFIX}"
     shutil.rmtree(partial_dir, ignore_errors=True)
     problems = []
     with WorkerPool(num_workers) as pool, progress(len(names), "tars", f"indexing {folder}") as show_progress:
@@ -89,10 +99,10 @@ def index_tars(patterns: Sequence[str], members: PairMembers, num_workers: int =
             raise TarIndexError(f"the tars in {folder} have no sample")
         writer.finish({"train": names})
     (partial_dir / MEMBERS_FILE).write_text(members.as_json())
-    (partial_dir / "tars.sha256").write_text(digest)
+    (partial_dir / DIGEST_FILE).write_text(digest)
     durable_files.fsync_tree(partial_dir)
-    durable_files.rename_path(partial_dir, metadata_dir)
-    return folder, problems
+    durable_files.rename_path(partial_dir, folder / METADATA_DIR)
+    return problems
 
 
 def _expand_paths(patterns: Sequence[str]) -> list[Path]:

@@ -24,6 +24,7 @@ from megatron.energon.errors import FatalSampleError
 from moto.server import ThreadedMotoServer
 
 from data_tools.sample_sizes import index_datasets
+from data_tools.tar_index import index_tars
 from megatron_vl.data.loader import build_loader, validation_rows
 from megatron_vl.data.source import store_reading, tolerant_reader
 from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
@@ -33,6 +34,7 @@ from megatron_vl.data.source.sample_order import LANES
 from megatron_vl.data.source.store_reading import ReadAhead, reconnect_stores
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD
 from megatron_vl.spec.families import read_spec
+from tests.data_tools.test_tar_index import MEMBERS, pair, write_tar
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
 
@@ -106,6 +108,24 @@ def test_object_store_gives_the_rows_of_the_folder(dataset, workers):
 
     assert len(here) == 4
     assert all(same(one, other) for one, other in zip(here, there, strict=True))
+
+
+def test_object_store_gives_documents_and_pairs_of_the_folder(store, tmp_path):
+    """Each part of a long document is read on its own."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    pairs = tmp_path / "pairs"
+    pairs.mkdir()
+    write_tar(pairs / "0.tar", [*pair("a", "One."), *pair("b", "Two.")])
+    index_tars([str(pairs / "0.tar")], MEMBERS)
+    texts, _ = converted(tmp_path, [{"text": "long " * 300}, {"text": "short"}])
+    for folder in (pairs, texts):
+        index_datasets(config(folder), read_spec(hf), hf)
+        upload(store, folder, folder.name)
+        here, _ = rows(folder, 6, seq_len=128, num_workers=1)
+        there, _ = rows(f"msc://pictures/{folder.name}", 6, seq_len=128, num_workers=1)
+        assert all(same(one, other) for one, other in zip(here, there, strict=True))
+        keys = {key for row in here for key in row.sample_keys}
+        assert keys == {"a", "b"} if folder == pairs else "000000000#3" in keys
 
 
 def test_resume_moves_between_folder_and_object_store(dataset):

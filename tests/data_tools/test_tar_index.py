@@ -134,6 +134,17 @@ def test_impossible_inputs_are_refused(tmp_path):
             index_tars([str(tmp_path / one) for one in inputs], MEMBERS)
 
 
+def test_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    write_tar(tmp_path / "0.tar", pair("a", "One."))
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tar_index, "IndexWriter", refuse)
+    with pytest.raises(TarIndexError, match="cannot be read or written"):
+        index_tars([str(tmp_path / "0.tar")], MEMBERS)
+
+
 def mutated(path: Path, number: int, draw: random.Random) -> tuple[set[str], Counter[str], bool]:
     """Writes a tar of three pairs, one of them changed. Returns the usable captions, why others are not, and
     whether the tar is damaged."""
