@@ -104,9 +104,9 @@ def test_interrupted_index_of_tars_starts_again(tmp_path, monkeypatch):
     assert trained(tmp_path)[0] == {"One.": 1, "Two.": 1}
 
 
-def test_caption_prompt_of_tars_makes_conversations(tmp_path):
+def test_prompt_of_tars_makes_conversations(tmp_path):
     write_tar(tmp_path / "0.tar", pair("a", "One."))
-    index_tars([str(tmp_path / "0.tar")], PairMembers.parse("image=jpg caption=txt", "What is it?"))
+    index_tars([str(tmp_path / "0.tar")], PairMembers.parse("image=jpg caption=txt prompt=What is it?"))
     assert trained(tmp_path)[0] == {"One.<|im_end|>": 1}
 
 

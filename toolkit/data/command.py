@@ -144,7 +144,7 @@ def index(options: DataIndexOptions) -> int:
         from data_tools.tar_index import index_tars
         from megatron_vl.data.source.pair_members import PairMembers
 
-        members = PairMembers.parse(options.members, options.caption_prompt or "")
+        members = PairMembers.parse(options.members)
         options.data, problems = index_tars(options.input, members, num_workers)
         for problem in problems:
             print(f"{problem}; the samples before that are used", file=sys.stderr)

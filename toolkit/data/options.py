@@ -92,9 +92,8 @@ class DataIndexOptions(PreparedOptions):
     input: list[str] = option([], metavar="TAR", several=True, shown_default="a data set")
     """Tars in one local folder, such as 'shards/{00000..00120}.tar', or a .txt file with their paths."""
     members: str = option("image=jpg|jpeg|png|webp caption=txt|json:caption", metavar="MEMBERS")
-    """Endings of the names of a sample's image and caption in these tars. json:KEY is a key of the .json."""
-    caption_prompt: str | None = option(None, metavar="TEXT", shown_default="none")
-    """Make each caption in these tars the answer to this question. Without it, a pair is a document."""
+    """Endings of the names of a sample's image and caption in these tars. json:KEY is a key of the .json.
+    With prompt=TEXT at the end, each caption answers this question; otherwise, a pair is a document."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
 

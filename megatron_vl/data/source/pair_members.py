@@ -38,15 +38,20 @@ class PairMembers:
     """The question to which the caption is the answer; empty: a pair is a document."""
 
     @staticmethod
-    def parse(members_text: str, prompt: str = "") -> PairMembers:
-        """``image=jpg|png caption=txt|json:alt``. Raises MembersError if it is something else."""
-        parts = dict(part.partition("=")[::2] for part in members_text.split())
+    def parse(members_text: str) -> PairMembers:
+        """``image=jpg|png caption=txt|json:alt``, perhaps with ``prompt=...`` to the end of the text.
+
+        Raises:
+            MembersError: it is something else.
+        """
+        endings_text, _, prompt = members_text.partition(" prompt=")
+        parts = dict(part.partition("=")[::2] for part in endings_text.split())
         endings = {name: tuple(value.split("|")) for name, value in parts.items()}
         if not {"caption"} <= set(endings) <= {"image", "caption"} or not all(sum(endings.values(), ())):
             raise MembersError(
                 f"{members_text!r} is not such as 'image=jpg|png|webp caption=txt|json:caption'"
             )
-        return PairMembers(endings.get("image", ()), endings["caption"], prompt)
+        return PairMembers(endings.get("image", ()), endings["caption"], prompt.strip())
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
