@@ -198,17 +198,18 @@ def _measure_shards(
     tasks = _shard_tasks(dataset, encoder)
     _current_tasks[:] = tasks.values()
     shards: dict[str, dict[str, Any]] = {}
-    dtypes: dict[str, np.dtype[Any]] = {"samples.npy": SAMPLE_DTYPE, "media.npy": MEDIUM_DTYPE}
-    dtypes |= {DOCUMENTS_FILE: np.dtype("?"), TEXT_BEFORE_FILE: np.dtype("<u4")}
-    files = {name: _ArrayFile(partial_dir / name, dtype) for name, dtype in dtypes.items()}
-    has_documents = False
+    sample_arrays, media_arrays = [np.zeros(0, SAMPLE_DTYPE)], [np.zeros(0, MEDIUM_DTYPE)]
+    flag_arrays, text_arrays = [np.zeros(0, np.bool_)], [np.zeros(0, np.uint32)]
+    media_count = 0
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
             for name, sizes in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
-                sizes.samples["media_end"] += files["media.npy"].count  # counted on from shard to shard
-                has_documents |= bool(sizes.document_flags.any())
-                for file, array in zip(files.values(), sizes[:4], strict=True):
-                    file.append(array)
+                sizes.samples["media_end"] += media_count  # counted on from shard to shard
+                media_count += len(sizes.media)
+                sample_arrays.append(sizes.samples)
+                media_arrays.append(sizes.media)
+                flag_arrays.append(sizes.document_flags)
+                text_arrays.append(sizes.text_before)
                 shards[name] = sizes.facts
                 show_progress(1)
     finally:
@@ -216,11 +217,12 @@ def _measure_shards(
             split_reader.close()
         _split_readers.clear()
         _current_tasks.clear()
-        for file in files.values():
-            file.close()
-    if not has_documents:
-        (partial_dir / DOCUMENTS_FILE).unlink()
-        (partial_dir / TEXT_BEFORE_FILE).unlink()
+    np.save(partial_dir / "samples.npy", np.concatenate(sample_arrays))
+    np.save(partial_dir / "media.npy", np.concatenate(media_arrays))
+    document_flags = np.concatenate(flag_arrays)
+    if document_flags.any():
+        np.save(partial_dir / DOCUMENTS_FILE, document_flags)
+        np.save(partial_dir / TEXT_BEFORE_FILE, np.concatenate(text_arrays))
     (partial_dir / SHARDS_FILE).write_text(json.dumps({"content": dataset.content_id, "shards": shards}))
 
 
@@ -234,28 +236,6 @@ def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[Any]:
     # A worker whose parent was killed would wait for its next shard indefinitely.
     with ProcessPoolExecutor(num_workers, context, initializer=end_with_parent) as process_pool:
         yield from process_pool.map(_measure_shard, range(num_tasks))
-
-
-class _ArrayFile:
-    """A ``.npy`` file that grows, so that the sizes of all samples are never in memory at a time."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self.file, self.dtype, self.count = path.open("wb"), dtype, 0
-        self._write_header()
-
-    def _write_header(self) -> None:
-        # NumPy leaves room in it for a longer number.
-        fields = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
-        np.lib.format.write_array_header_1_0(self.file, fields | {"shape": (self.count,)})
-
-    def append(self, array: NDArray[Any]) -> None:
-        self.file.write(array.tobytes())
-        self.count += len(array)
-
-    def close(self) -> None:
-        self.file.seek(0)
-        self._write_header()
-        self.file.close()
 
 
 class _ShardSizes(NamedTuple):

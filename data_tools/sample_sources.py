@@ -13,7 +13,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
@@ -25,7 +24,6 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.location import DataPath, Location
-from megatron_vl.data.source.pair_members import PairReader, read_pair_members
 from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.spec.families import ModelSpec
@@ -219,16 +217,12 @@ class SampleReader:
             self._is_member_wanted,
             sample_filter=lambda name: name not in excluded_names,
         )
-        self.tolerant_reader: Any = TolerantReader(self.shard_reader)
-        pair_members = read_pair_members(sample_source.dataset.path / METADATA_DIR)
-        if pair_members is not None:
-            self.tolerant_reader = PairReader(self.tolerant_reader, pair_members)
+        self.tolerant_reader = TolerantReader(self.shard_reader)
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:
         self.member_names.append(member_name)
-        is_pair = isinstance(self.tolerant_reader, PairReader)  # whose image has its size in its header
-        return self.reads_media or is_pair or member_name == TEXT_MEMBER
+        return self.reads_media or member_name == TEXT_MEMBER
 
     def read_sample(self, sample_index: int, *, with_media: bool) -> RawSample | None:
         """A sample; None if the data set's description excludes it.

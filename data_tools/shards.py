@@ -359,12 +359,8 @@ class IndexWriter:
         shard.index_rows = []
         self.written_shards.append(shard)
 
-    def finish(self, split_shards: dict[str, list[str]] | None = None) -> None:
-        """Closes the index and writes the data set's description, as Energon reads it.
-
-        Args:
-            split_shards: the shards of each split; None: their names begin with their split.
-        """
+    def finish(self) -> None:
+        """Closes the index and writes the data set's description, as Energon reads it."""
         from megatron.energon import __version__
 
         self.sqlite_writer.close()
@@ -375,7 +371,7 @@ class IndexWriter:
             json.dumps({"energon_version": __version__, "shard_counts": sample_counts}, indent=2)
         )
 
-        split_shards = split_shards or {
+        split_shards = {
             split: [name for name in sample_counts if name.startswith(f"{split}-")]
             for split in ("train", "val")
         }

@@ -139,16 +139,8 @@ def index(options: DataIndexOptions) -> int:
 
     from .prepared_dataset import open_prepared
 
-    num_workers = options.workers if options.workers is not None else default_workers()
-    if options.input:
-        from data_tools.tar_index import index_tars
-        from megatron_vl.data.source.pair_members import PairMembers
-
-        members = PairMembers.parse(options.members)
-        options.data, problems = index_tars(options.input, members, num_workers)
-        for problem in problems:
-            print(f"{problem}; the samples before that are used", file=sys.stderr)
     prepared = open_prepared(options)
+    num_workers = options.workers if options.workers is not None else default_workers()
     for result in index_datasets(prepared.config.data, prepared.spec, prepared.processor_dir, num_workers):
         unusable_text = ""
         if result.unusable:

@@ -84,16 +84,8 @@ class DataIndexOptions(PreparedOptions):
 
     All text is tokenized once; nothing is decoded. The sizes serve every run whose tokenizer and chat
     template are the same, whatever its limits of pixels and tokens. Those that are there are kept.
-
-    With --input, index tars of images and captions that another program wrote, in place: .nv-meta is written
-    into their folder, and a .tar.idx beside each. That folder is then a data set.
     """
 
-    input: list[str] = option([], metavar="TAR", several=True, shown_default="a data set")
-    """Tars in one local folder, such as 'shards/{00000..00120}.tar', or a .txt file with their paths."""
-    members: str = option("image=jpg|jpeg|png|webp caption=txt|json:caption", metavar="MEMBERS")
-    """Endings of the names of a sample's image and caption in these tars. json:KEY is a key of the .json.
-    With prompt=TEXT at the end, each caption answers this question; otherwise, a pair is a document."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, SplitFacts, join_content_ids
 from megatron_vl.data.source.location import part_folders, resolve_location
-from megatron_vl.data.source.pair_members import PairReader, read_pair_members
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
 from megatron_vl.data.source.store_reading import StoreReader
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
@@ -43,8 +42,6 @@ def _load_dataset(dataset_path: str, split_name: str) -> LoadedDataset:
         )
         parts.append(loaded_split.datasets[0].dataset)
     if len(parts) == 1:
-        # It is read here, because the processes of a loader cannot use this process's client of a store.
-        parts[0].pair_members = read_pair_members(resolve_location(dataset_path) / METADATA_DIR)
         return loaded_split.datasets[0]
     return LoadedDataset(dataset=JoinedDataset(EPath(dataset_path), parts))
 
@@ -147,17 +144,15 @@ class SizedSource:
         return shard_sizes[shard_sizes > 0]
 
 
-def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> Any:
+def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> TolerantReader:
     """Reads samples of one of Energon's data sets by index.
 
     Args:
         take: gives the bytes of a sample in an object store; a local data set does without.
     """
-    shard_reader: Any = StoreReader(dataset, take)
-    if dataset.path.is_local():
-        shard_reader = ShardReader(
-            dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
-        )
-    reader = TolerantReader(shard_reader)
-    members = getattr(dataset, "pair_members", None)
-    return reader if members is None else PairReader(reader, members)
+    if not dataset.path.is_local():
+        return TolerantReader(StoreReader(dataset, take))
+    reader = ShardReader(
+        dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
+    )
+    return TolerantReader(reader)
