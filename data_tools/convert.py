@@ -1,4 +1,4 @@
-"""Converts files of conversations into WebDataset shards prepared for Energon.
+"""Converts files of conversations and documents into WebDataset shards prepared for Energon.
 
 Records are read as a stream. Worker processes decode and measure their media, and store each usable record
 as members of a tar, in a file for each batch. The main process appends them to shards in the order of the
@@ -52,7 +52,7 @@ MAX_IGNORED_KEYS = 100
 OTHER_KEYS = "other keys"
 FACT_OPTIONS = (
     *("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids", "format"),
-    *("columns", "missing_markers"),
+    *("columns", "missing_markers", "caption_prompt"),
 )
 """Options that determine the output."""
 
@@ -143,6 +143,8 @@ class ConversionOptions:
     missing_markers: Literal["first", "refuse"] = "refuse"
     """What to do with a record that lists media and has no marker in its text: put the media before the first
     question, or refuse the record."""
+    caption_prompt: str = ""
+    """The question to which a caption is the answer; empty: a caption is a document."""
     duplicate_ids: Literal["refuse", "keep"] = "refuse"
     """What to do with a record whose ``id`` occurred in an earlier usable record of the same part."""
     part: tuple[int, int] = (0, 1)
@@ -236,7 +238,8 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
         input_files = find_input_files(input_paths)
         if options.columns:
             field_by_column = parse_columns(options.columns)
-            input_files = [InputFile(source.path, "alpaca", field_by_column) for source in input_files]
+            column_format = "alpaca" if "output" in field_by_column.values() else "document"
+            input_files = [InputFile(source.path, column_format, field_by_column) for source in input_files]
     except InputError as error:
         raise ConvertError(str(error)) from error
 
@@ -390,7 +393,9 @@ def read_record(
     """
     if isinstance(record, UnreadableRecord):
         raise RecordError(record.reason, record.detail)
-    conversation = read_conversation(record, options.format or record_format, options.missing_markers)
+    conversation = read_conversation(
+        record, options.format or record_format, options.missing_markers, options.caption_prompt
+    )
     media = []
     references, field_paths = conversation.media_references, conversation.field_paths
     for (kind, reference), field_path in zip(references, field_paths, strict=True):

@@ -57,7 +57,7 @@ SPLIT_PATTERN = re.compile(r"(?i)(?:^|[-_./])(train|test|validation|valid|val|de
 
 
 COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images", "video": "videos"} | {
-    name: name for name in ("images", "videos", "system", "tools", "id")
+    name: name for name in ("images", "videos", "system", "tools", "id", "caption", "text")
 }
 """Our field for each entry of ``--columns``."""
 
@@ -116,6 +116,7 @@ KNOWN_FIELDS = {
     "messages",
     "conversation",
     "weight",
+    *("text", "caption", "texts", "text_list", "image_info"),
 }
 
 
@@ -147,7 +148,7 @@ def parse_columns(columns_text: str) -> dict[str, str]:
     """``question=user,answer=assistant``: our field for each column.
 
     Raises:
-        InputError: an entry is something else, or no column is the answer.
+        InputError: an entry is something else, or no column or more than one is trained on.
     """
     field_by_column: dict[str, str] = {}
     for entry in columns_text.split(","):
@@ -158,8 +159,14 @@ def parse_columns(columns_text: str) -> dict[str, str]:
                 f" {', '.join(COLUMN_FIELDS)} once"
             )
         field_by_column[column] = COLUMN_FIELDS[part]
-    if "output" not in field_by_column.values():
+    trained_fields = {"output", "caption", "text"} & set(field_by_column.values())
+    if not trained_fields:
         raise InputError(f"--columns {columns_text}: no column is the answer; add COLUMN=assistant")
+    if len(trained_fields) > 1:
+        raise InputError(
+            f"--columns {columns_text}: give one of the parts assistant, caption and text; a caption without"
+            " a question is a document"
+        )
     return field_by_column
 
 

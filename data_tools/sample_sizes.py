@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_bytes, refusal_of_error
 from megatron_vl.data.sample.chat import ChatError
+from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -37,9 +38,11 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.sample_sizes import (
+    DOCUMENTS_FILE,
     MEDIUM_DTYPE,
     SAMPLE_DTYPE,
     SHARDS_FILE,
+    TEXT_BEFORE_FILE,
     MediumFields,
     compute_tokenization_id,
     has_stored_sizes,
@@ -53,7 +56,12 @@ from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
 
-ARRAY_DTYPES = {"samples": SAMPLE_DTYPE, "media": MEDIUM_DTYPE}
+ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
+    "samples": SAMPLE_DTYPE,
+    "media": MEDIUM_DTYPE,
+    "documents": np.dtype("?"),
+    "text_before": np.dtype("<u4"),
+}
 """The files of sizes, without ``.npy``."""
 
 
@@ -228,7 +236,7 @@ def write_sizes(
         content_id: returns the id of the content; called after the last shard.
     """
     shards: dict[str, dict[str, Any]] = {}
-    media_count = 0
+    media_count, has_documents = 0, False
     with ExitStack() as open_files:
         append = {
             name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
@@ -237,10 +245,14 @@ def write_sizes(
         for shard_name, (arrays, facts) in sizes_by_shard:
             arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
             media_count += len(arrays["media"])
+            has_documents |= bool(arrays["documents"].any())
             for name, values in arrays.items():
                 append[name](values)
             shards[shard_name] = facts
             show_progress(1)
+    if not has_documents:
+        for file_name in (DOCUMENTS_FILE, TEXT_BEFORE_FILE):
+            (sizes_dir / file_name).unlink()
     (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
 
 
@@ -278,6 +290,19 @@ def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) 
         yield from process_pool.map(function, range(num_tasks))
 
 
+class MeasuredSample(NamedTuple):
+    """A sample's sizes. If it cannot be used, all but the reason is 0 or empty."""
+
+    text_tokens: int = 0
+    """Number of tokens of its text."""
+    assistant_turns: int = 0
+    media: NDArray[np.void] = np.zeros(0, MEDIUM_DTYPE)
+    unusable_reason: str = ""
+    is_document: bool = False
+    text_before: NDArray[np.uint32] = np.zeros(0, np.uint32)
+    """uint32 [media]: number of tokens of a document's text before each medium."""
+
+
 def _measure_shard(task_number: int) -> ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
@@ -288,20 +313,27 @@ def _measure_shard(task_number: int) -> ShardSizes:
 
 def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) -> ShardSizes:
     """The sizes of the samples of a shard, as :func:`measure_sample` measures each."""
-    sample_rows = []
-    media_arrays = [np.zeros(0, MEDIUM_DTYPE)]
+    sample_rows, document_flags = [], []
+    media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
     unusable_reasons: Counter[str] = Counter()
     media_count = all_turns = 0
-    for sample in samples:
-        text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(encoder, sample)
-        all_turns += assistant_turns
-        if unusable_reason:
-            unusable_reasons[unusable_reason] += 1
-        media_arrays.append(sample_media)
-        media_count += len(sample_media)
-        sample_rows.append((text_tokens, media_count))
+    for raw_sample in samples:
+        sample = measure_sample(encoder, raw_sample)
+        all_turns += sample.assistant_turns
+        if sample.unusable_reason:
+            unusable_reasons[sample.unusable_reason] += 1
+        media_arrays.append(sample.media)
+        text_arrays.append(sample.text_before)
+        media_count += len(sample.media)
+        sample_rows.append((sample.text_tokens, media_count))
+        document_flags.append(sample.is_document)
     facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
-    arrays = {"samples": np.array(sample_rows, SAMPLE_DTYPE), "media": np.concatenate(media_arrays)}
+    arrays = {
+        "samples": np.array(sample_rows, SAMPLE_DTYPE),
+        "media": np.concatenate(media_arrays),
+        "documents": np.array(document_flags, np.bool_),
+        "text_before": np.concatenate(text_arrays),
+    }
     return ShardSizes(arrays, facts)
 
 
@@ -319,28 +351,29 @@ def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | N
     return sample
 
 
-def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
+def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSample:
     """Measures a sample without decoding its media.
 
     Args:
         sample: None: the data set's description excludes it.
 
-    Returns:
-        The number of tokens of its text, the number of the assistant's turns, its media as
-        :data:`MEDIUM_DTYPE`, and why it cannot be used. If there is such a reason, all else is 0 or empty.
-
     Raises:
         SizesWriteError: files or memory fail, which says nothing about the sample.
     """
-    no_media = np.zeros(0, MEDIUM_DTYPE)
     if sample is None:
-        return 0, 0, no_media, ""
+        return MeasuredSample()
     chat_encoder = encoder.chat_encoder
     try:
         record = json.loads(checked_json_bytes(sample))
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
-        token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
+        text_before = np.zeros(len(media), np.uint32)
+        if "document" in record:
+            token_ids, _, spans = encode_document(chat_encoder, record["document"], grids)
+            media_tokens = np.array([end - start for start, end in spans], np.int64)
+            text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
+        else:
+            token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
@@ -348,9 +381,10 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, 
                 f"sample {sample.key}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
-        return 0, 0, no_media, refusal_of_error(error).reason
+        return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
     text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids))
-    return text_tokens, sum(message.get("role") == "assistant" for message in record["messages"]), media, ""
+    turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
+    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before)
 
 
 def _medium_row(item: dict[str, Any]) -> MediumFields:

@@ -117,7 +117,8 @@ def _add_member(tar_file: BinaryIO, member_name: str, member_bytes: bytes) -> No
 def _sample_json(
     conversation: Conversation, media_infos: list[MediaInfo], suffixed_keys: list[str], source: dict[str, Any]
 ) -> bytes:
-    """The JSON of a sample: its messages, and the sizes of its media, so that packing decodes nothing.
+    """The JSON of a sample: its messages, or the parts of a document, and the sizes of its media, so that
+    packing decodes nothing.
 
     Args:
         suffixed_keys: names of the tar members of the media. Media parts of the messages refer to them.
@@ -129,7 +130,11 @@ def _sample_json(
             return part
         return {"type": part["type"], part["type"]: next(member_iterator)}
 
-    sample: dict[str, Any] = {"messages": []}
+    sample: dict[str, Any] = {"document": list(map(named_part, conversation.document))}
+    if conversation.loss_weight != 1:
+        sample["loss_weight"] = conversation.loss_weight
+    if not conversation.document:
+        sample = {"messages": []}
     for message in conversation.messages:
         if not isinstance(message["content"], str):
             message = {**message, "content": [named_part(part) for part in message["content"]]}

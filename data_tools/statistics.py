@@ -62,6 +62,9 @@ class SourceSizes:
     """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
     left_out: Counter[str]
     """Number of samples that a run leaves out, by reason."""
+    cut_documents: dict[int, IntegerArray]
+    """Documents that are cut, by their place in ``source.indices``: tokens and patches of each part, int64
+    [parts, 2]."""
 
     @cached_property
     def usable_mask(self) -> NDArray[np.bool_]:
@@ -71,6 +74,11 @@ class SourceSizes:
     @property
     def num_usable(self) -> int:
         return int(self.usable_mask.sum())
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of all documents that are cut."""
+        return sum(map(len, self.cut_documents.values()))
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,23 @@ class DatasetStatistics:
     def left_out_reasons(self) -> Counter[str]:
         """How many samples a run leaves out, by reason."""
         return sum((source_sizes.left_out for source_sizes in self.sources), Counter())
+
+    def token_counts(self) -> dict[str, Any]:
+        """The tokens that each rule keeps or leaves out, over all sources."""
+        cut = {"documents": 0, "parts": 0, "tokens": 0}
+        left_out_tokens: Counter[str] = Counter()
+        for each in self.sources:
+            cut["documents"] += len(each.cut_documents)
+            cut["parts"] += each.num_parts
+            cut["tokens"] += sum(int(sizes[:, 0].sum()) for sizes in each.cut_documents.values())
+            for reason, mask in each.left_out_masks.items():
+                left_out_tokens[reason] += int(each.sizes["tokens"][mask].sum())
+        whole_tokens = sum(int(each.sizes["tokens"][each.usable_mask].sum()) for each in self.sources)
+        return {
+            "whole": whole_tokens - cut["tokens"],
+            "cut": cut,
+            "left_out": dict(+left_out_tokens),
+        }
 
     def sample_quantity(self, quantity_name: str) -> tuple[IntegerArray, NDArray[np.float64]]:
         """One of :data:`SAMPLE_QUANTITIES` of the usable samples.
@@ -130,7 +155,8 @@ class DatasetStatistics:
         units_per_row = self.row_quantities["fill"].mean() * self.data_config.seq_len if packs else 1.0
         units_per_sample = 0.0
         for each in self.sources:
-            units = each.sizes["tokens"][each.usable_mask].sum() if packs else each.num_usable
+            rows_alone = each.num_usable - len(each.cut_documents) + each.num_parts
+            units = each.sizes["tokens"][each.usable_mask].sum() if packs else rows_alone
             units_per_sample += each.source.share * units / len(each.source)
 
         rows = math.ceil(self.num_samples * units_per_sample / units_per_row - 1e-6)
@@ -170,10 +196,12 @@ def _source_sizes(
     begins = stored_sizes.first_sample_numbers(list(zip(source.shard_names, shard_sizes, strict=True)))
 
     columns: list[tuple[IntegerArray, ...]] = [(np.zeros(0, np.int64),) * len(SAMPLE_QUANTITIES)]
+    number_arrays = [np.zeros(0, np.int64)]
     for begin, (start, end) in zip(begins.tolist(), shard_bounds, strict=True):
         first, stop = max(start, source.indices.start), min(end, source.indices.stop)
         if first < stop:
             sample_numbers = np.arange(first, stop, dtype=np.int64) - start + begin
+            number_arrays.append(sample_numbers)
             columns.append(_shard_quantities(sample_sizes, stored_sizes, sample_numbers))
     sizes = dict(zip(SAMPLE_QUANTITIES, map(np.concatenate, zip(*columns, strict=True)), strict=True))
 
@@ -182,12 +210,20 @@ def _source_sizes(
     assistant_turns = sum(facts["turns"] for facts in shard_facts) if is_whole else None
     too_long = sizes["tokens"] > data_config.seq_len
     too_large = ~too_long & (sizes["patches"] > (data_config.max_patches or math.inf))
+    cut_documents = {}
+    if data_config.too_long == "cut" and stored_sizes.document_flags is not None:
+        all_numbers = np.concatenate(number_arrays)
+        limits = (data_config.seq_len, data_config.max_patches)
+        for place in np.flatnonzero(too_long | too_large).tolist():
+            if parts := sample_sizes.cut_sample(stored_sizes, all_numbers[place], *limits):
+                cut_documents[place] = np.array(parts, np.int64)
+                too_long[place] = too_large[place] = False
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
     reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
     reasons += Counter({reason: int(left_out_masks[reason].sum()) for reason in (TOO_LONG, TOO_MANY_PATCHES)})
-    return SourceSizes(source, sizes, assistant_turns, left_out_masks, reasons)
+    return SourceSizes(source, sizes, assistant_turns, left_out_masks, reasons, cut_documents)
 
 
 def _shard_quantities(
@@ -221,7 +257,12 @@ def _pack_rows(
         num_drawn = max(1, round(max_samples * draw_share)) if len(tokens) else 0
         # A source with fewer samples is repeated, as in training.
         drawn_indices = np.resize(random_generator.permutation(len(tokens)), num_drawn)
-        drawn_samples.append(np.stack([tokens, patches, np.ones_like(tokens)], axis=1)[drawn_indices])
+        drawn_sizes = np.stack([tokens, patches], axis=1)[drawn_indices]
+        if each.cut_documents:
+            places = np.flatnonzero(each.usable_mask)[drawn_indices].tolist()
+            cut = [each.cut_documents.get(place, drawn_sizes[i : i + 1]) for i, place in enumerate(places)]
+            drawn_sizes = np.concatenate(cut)
+        drawn_samples.append(np.pad(drawn_sizes, ((0, 0), (0, 1)), constant_values=1))
     waiting_samples = random_generator.permutation(np.concatenate(drawn_samples)).tolist()
 
     buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1

@@ -1,4 +1,4 @@
-"""Reads conversations of all formats into one canonical form, with their media in the order of the text.
+"""Reads conversations and documents of all formats into one form, with their media in the order of the text.
 
 :data:`FORMATS` is the table of formats, one file each. A record's format is given, or recognised by its
 fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens, order_results
 
-from . import alpaca, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
+from . import alpaca, documents, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
 from .conversation import (
     Conversation,
     RecordError,
@@ -27,7 +27,7 @@ from .conversation import (
     refuse_listed_audio,
     shorten_value,
 )
-from .loss_weights import apply_record_weight
+from .loss_weights import RECORD_WEIGHT_KEYS, apply_record_weight, read_loss_weight
 from .record_reader import (
     BOX_KEYS,
     CLIP_KEYS,
@@ -41,9 +41,10 @@ from .tool_calls import drop_null_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
+_CONVERSATIONS = (llamafactory, openai, qwen, sharegpt, turn_pairs, trl, alpaca)
 FORMATS: dict[str, RecordFormat] = {
-    module.FORMAT.name: module.FORMAT
-    for module in (llamafactory, openai, qwen, sharegpt, turn_pairs, trl, alpaca)
+    record_format.name: record_format
+    for record_format in (*(module.FORMAT for module in _CONVERSATIONS), *documents.FORMATS)
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
@@ -59,13 +60,17 @@ UNSUPERVISED_FIELDS = {
 
 
 def read_conversation(
-    record: Any, format_name: str = "", missing_markers: Literal["first", "refuse"] = "refuse"
+    record: Any,
+    format_name: str = "",
+    missing_markers: Literal["first", "refuse"] = "refuse",
+    caption_prompt: str = "",
 ) -> Conversation:
     """Reads a record. Raises RecordError if it cannot be used.
 
     Args:
         format_name: name in :data:`FORMATS`; empty: the format is recognised.
         missing_markers: whether listed media come first if no text has a marker, or the record is refused.
+        caption_prompt: the question to which a caption is the answer; empty: a caption is a document.
     """
     if not isinstance(record, dict):
         detail = f"the record is a {type(record).__name__}, not an object"
@@ -74,9 +79,12 @@ def read_conversation(
         raise RecordError("not an object", detail)
     refuse_listed_audio(record, "")
     record_format = FORMATS[format_name] if format_name else detect_format(record)
-    _refuse_unsupervised_fields(record)
+    if not record_format.is_document:  # whose text is trained on, whatever stands beside it
+        _refuse_unsupervised_fields(record)
     reader = RecordReader(record, record_format)
     messages = record_format.read_messages(record, reader)
+    if caption_prompt and documents.is_caption(record, messages[0]["content"]):
+        messages = documents.answered_prompt(messages[0]["content"], caption_prompt)
     # Media are known to belong to their markers only after all turns are read.
     if missing_markers == "first":
         reader.place_media_first(messages)
@@ -85,6 +93,8 @@ def read_conversation(
         refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS), "")
     if any(kind == "video" for kind, _ in reader.media_references):
         refuse_unread_keys(record, TIME_KEYS, "")
+    if messages[0]["role"] == "document":
+        return _checked_document(record, messages[0]["content"], reader)
     check_answers(messages, record_format.turns_field)
 
     # The order of roles is checked with the system prompt in place.
@@ -111,6 +121,24 @@ def read_conversation(
     )
 
 
+def _checked_document(
+    record: dict[str, Any], parts: list[dict[str, Any]], reader: RecordReader
+) -> Conversation:
+    """A document. Raises RecordError if it is not to be trained on."""
+    weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
+    if weight[0] == 0:
+        raise RecordError("no loss", "the document has the loss weight 0", weight[1])
+    return Conversation(
+        [],
+        reader.media_references,
+        reader.field_paths,
+        record_identity(record.get("id")),
+        reader.ignored_keys,
+        document=parts,
+        loss_weight=weight[0],
+    )
+
+
 def detect_format(record: dict[str, Any]) -> RecordFormat:
     """Recognises the format of a record. Raises RecordError if it has none, or the turns of two."""
     present_fields = [name for name in CONVERSATION_FIELDS if record.get(name) not in EMPTY_VALUES]
@@ -123,7 +151,8 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
             return candidate_format
     raise RecordError(
         "no conversation",
-        "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output'; "
+        "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output', nor 'text', "
+        "'caption', 'texts' or 'text_list'; "
         f"it has {shorten_value(sorted(record))}",
     )
 

@@ -36,7 +36,10 @@ class RecordError(UnusableError):
 
 @dataclass
 class Conversation:
-    """Messages with typed content. The i-th image or video part belongs to ``media_references[i]``."""
+    """Messages with typed content, or a document.
+
+    The i-th image or video part belongs to ``media_references[i]``.
+    """
 
     messages: list[Message]
     media_references: list[tuple[str, Any]] = field(default_factory=list)
@@ -51,6 +54,10 @@ class Conversation:
     ``content parts``, ``listed media`` or ``tool calls``."""
     tool_definitions: list[dict[str, Any]] = field(default_factory=list)
     """The functions that the assistant may call, as the chat template takes them."""
+    document: list[dict[str, Any]] = field(default_factory=list)
+    """The parts of a document (type text, image or video), which has no messages."""
+    loss_weight: float = 1.0
+    """Of a document."""
 
     @property
     def answer_media(self) -> int:

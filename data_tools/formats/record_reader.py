@@ -109,6 +109,10 @@ class RecordFormat:
     """Whether white space around the user's texts, also between media, is removed."""
     media_folder_field: str = ""
     """The field that holds the folder of the record's media."""
+    is_document: bool = False
+    """Whether the records are documents, which are read into one message of the role ``document``."""
+    own_media_fields: tuple[str, ...] = ()
+    """Fields whose media the format places itself."""
 
 
 class RecordReader:
@@ -127,8 +131,10 @@ class RecordReader:
         """Keys of the record that give the frame rate of a video."""
         self.unplaced_media: dict[str, list[tuple[Any, str]]] = {}
         for kind in MEDIA_KINDS:
-            self.unplaced_media[kind] = self.listed_references(record, kind)
-            self.unplaced_media[kind] += self.listed_references(record, f"{kind}s")
+            names = [name for name in (kind, f"{kind}s") if name not in record_format.own_media_fields]
+            self.unplaced_media[kind] = [
+                one for name in names for one in self.listed_references(record, name)
+            ]
 
         # The record's own keys come first, but which of them have an effect is known only now.
         read_keys = (*COMMON_FIELDS, *RECORD_WEIGHT_KEYS, self.turns_field, *record_format.read_fields)
@@ -421,14 +427,28 @@ class RecordReader:
             self.field_paths.append(field_path)
         return {"type": media_kind}
 
+    def all_listed_media(self) -> list[dict[str, Any]]:
+        """A part for each listed medium."""
+        return [
+            self.next_listed_medium(kind) for kind in MEDIA_KINDS for _ in range(self.listed_counts[kind])
+        ]
+
+    def placed_medium(
+        self, media_kind: str, media_value: Any, field_path: str, parent_object: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The part of a medium that the format places itself. Arguments as :meth:`medium_reference`."""
+        reference, rate_key = self.medium_reference(media_kind, media_value, field_path, parent_object, "")
+        self.ignored_keys = [entry for entry in self.ignored_keys if entry != ("records", rate_key)]
+        self.media_references.append((media_kind, reference))
+        self.field_paths.append(field_path)
+        return {"type": media_kind}
+
     def place_media_first(self, messages: list[Message]) -> None:
         """Puts the listed media before the text of the first question, if no text has a marker."""
         question = next((message for message in messages if message["role"] == "user"), None)
         if question is None or self.media_references or any(self.marker_counts.values()):
             return
-        media = [
-            self.next_listed_medium(kind) for kind in MEDIA_KINDS for _ in range(self.listed_counts[kind])
-        ]
+        media = self.all_listed_media()
         text = question["content"]
         question["content"] = [*media, *([{"type": "text", "text": text}] if isinstance(text, str) else text)]
 

@@ -216,6 +216,10 @@ class DataConfig:
     """Put several samples into a row. Off: one sample per row."""
     max_patches: int = option(0, minimum=0)
     """Largest number of vision patches in a row. 0: limited by seq_len only."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What becomes of a document that does not fit into a row. cut: it is cut into consecutive parts that do,
+    between tokens of its texts, and each part is trained on as a sample of its own. drop: it is left out.
+    Conversations that do not fit are always left out."""
     min_pixels: int = option(0, minimum=0)
     """Smallest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
     max_pixels: int = option(0, minimum=0)

@@ -102,6 +102,7 @@ def _loader_identity(
         "shuffle": data_config.shuffle,
         "pack": data_config.pack,
         "max_patches": data_config.max_patches,
+        "too_long": data_config.too_long,
         # These determine the lengths of samples, and so the rows.
         "pixels": [pixel_settings.pop(name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(chat_encoder.chat_template.encode()),
@@ -155,7 +156,7 @@ def validation_rows(
 def _samples_in_order(
     row_encoder: RowEncoder, blend_sources: Sequence[BlendSource], loaded_datasets: Sequence[LoadedDataset]
 ) -> Iterator[RawSample]:
-    """All samples of all sources, one after the other."""
+    """All samples of all sources, and the parts of documents that are cut, one after the other."""
     for source, loaded in zip(blend_sources, loaded_datasets, strict=True):
         read_ahead = ReadAhead([loaded.dataset], READ_TOGETHER, block_count=1, rank_count=1)
         reader = open_sample_reader(loaded.dataset, partial(read_ahead.take, 0))
@@ -165,7 +166,9 @@ def _samples_in_order(
                 read_ahead.expect((0, i) for i in range(index, min(index + READ_AHEAD, end)))
             crude_sample = reader[index]
             if crude_sample is not None:  # otherwise, the data set's description excludes it
-                yield row_encoder.preencode_sample(cook_sample(crude_sample))
+                sample = row_encoder.preencode_sample(cook_sample(crude_sample))
+                for part_index in range(len(sample.document_parts) or 1):
+                    yield row_encoder.sample_part(sample, part_index)
 
 
 def _make_row_encoder(

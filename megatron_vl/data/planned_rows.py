@@ -104,6 +104,10 @@ class PlanningContext:
                 )
             draw_limit = self.epochs * sample_order.pass_size
 
+        def cut_sample(source_index: int, sample_index: int) -> list[tuple[int, int]]:
+            limits = (data_config.seq_len, data_config.max_patches)
+            return self.sized_sources[source_index].cut_sample(size_counter, sample_index, *limits)
+
         planner = BatchPlanner(
             sample_order,
             lambda source_index, indices: self.sized_sources[source_index].count_samples(
@@ -115,6 +119,7 @@ class PlanningContext:
             least_ahead=PACKING_BUFFER,
             packs_samples=data_config.pack,
             draw_limit=draw_limit,
+            cut_sample=None if data_config.too_long == "drop" else cut_sample,
         )
         if self.planner_state is not None:
             planner.restore_state(self.planner_state)
@@ -232,6 +237,10 @@ def read_planned_row(
         if crude_sample is None:
             continue  # the data set's description excludes it
         sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source))
+        if planned.part < max(1, len(sample.document_parts)):
+            sample = row_encoder.sample_part(sample, planned.part)
+        elif sample.refused:
+            continue  # it is counted with its first part
 
         # A larger sample might not fit into the row, and the other ranks count on the planned size.
         tokens, patches = sample.token_and_patch_count

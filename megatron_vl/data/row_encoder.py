@@ -12,6 +12,7 @@ ranks see the same row.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import zlib
@@ -30,6 +31,7 @@ from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pa
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.documents import DocumentPart, cut_document, encode_document
 from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule
@@ -54,6 +56,8 @@ MAX_CONSECUTIVE_REFUSALS = 1000
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
 MAX_LOGGED_PER_REASON = 10
 """Number of unusable samples of one reason that a process logs."""
+MAX_REMEMBERED_DOCUMENTS = 8
+"""Number of documents in several parts whose tokens a process remembers until it needs their next part."""
 GREY_VALUE = 128
 """Value of all pixels that stand for a medium that does not decode."""
 
@@ -79,6 +83,9 @@ class RawSample:
     media: list[dict[str, Any]] = field(default_factory=list)
     """The stored facts of each medium, in the order of the text."""
     grids: list[GridTHW] = field(default_factory=list)
+    is_document: bool = False
+    document_parts: list[DocumentPart] = field(default_factory=list)
+    """The parts of a document that is cut because it does not fit into a row."""
 
     @property
     def token_and_patch_count(self) -> tuple[int, int]:
@@ -128,6 +135,8 @@ class RowEncoder:
         self._reset_counts()
 
     def _reset_counts(self) -> None:
+        self.remembered_documents: dict[tuple[Any, ...], tuple[Tensor, Tensor, list[DocumentPart]]] = {}
+        """Tokens, loss mask and parts of the last documents in several parts."""
         self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
         self.refusal_meter = BadSampleMeter(1.0)
@@ -193,9 +202,15 @@ class RowEncoder:
         sample.media = record["media"]
         sample.grids = [stored_media_grid(item, self.pixel_settings) for item in sample.media]
         sample.source = _source_text(record)
-        sample.token_ids, sample.loss_mask = self.chat_encoder.encode(
-            record["messages"], sample.grids, record.get("tools", ()), SampleDeadline(SAMPLE_TIMEOUT_S)
-        )
+        sample.is_document = "document" in record
+        if sample.is_document:
+            self._encode_document(sample, record)
+        else:
+            sample.token_ids, sample.loss_mask = self.chat_encoder.encode(
+                record["messages"], sample.grids, record.get("tools", ()), SampleDeadline(SAMPLE_TIMEOUT_S)
+            )
+        if sample.document_parts:
+            return  # which fit
         tokens, patches = sample.token_and_patch_count
         if not tokens:
             raise UnusableError("no tokens", "the chat template renders nothing")
@@ -205,6 +220,26 @@ class RowEncoder:
         ):
             if 0 < (limit := getattr(self.data_config, name)) < size:
                 raise UnusableError(reason, f"{size} {unit} do not fit into data.{name} {limit}", size)
+
+    def _encode_document(self, sample: RawSample, record: dict[str, Any]) -> None:
+        """Tokenizes a document, and cuts it if it does not fit into a row."""
+        document_key = (sample.source_index, sample.shard_name, sample.key, sample.json_bytes)
+        if remembered := self.remembered_documents.get(document_key):
+            sample.token_ids, sample.loss_mask, sample.document_parts = remembered
+            return
+        tokens, loss_mask, spans = encode_document(self.chat_encoder, record["document"], sample.grids)
+        weight = record.get("loss_weight", 1.0)
+        sample.token_ids, sample.loss_mask = tokens, loss_mask if weight == 1 else loss_mask.float() * weight
+        if self.data_config.too_long == "drop":
+            return
+        limits = (self.data_config.seq_len, self.data_config.max_patches)
+        parts = cut_document(len(tokens), spans, [grid.num_patches for grid in sample.grids], *limits)
+        if len(parts) < 2:
+            return
+        sample.document_parts = parts
+        self.remembered_documents[document_key] = (tokens, sample.loss_mask, parts)
+        if len(self.remembered_documents) > MAX_REMEMBERED_DOCUMENTS:
+            self.remembered_documents.pop(next(iter(self.remembered_documents)))
 
     def _dataset_name(self, sample: RawSample) -> str:
         """The name of a sample's source in a blend; empty without a blend."""
@@ -235,6 +270,28 @@ class RowEncoder:
             if sample.refused:
                 self._record_dropped(sample, *sample.refused)
         return [sample for sample in samples if not sample.refused]
+
+    def sample_part(self, sample: RawSample, part_index: int) -> RawSample:
+        """A part of a document that is cut, with its media; the sample itself if it is whole.
+
+        Raises:
+            IndexError: the document has no such part.
+        """
+        if not sample.document_parts:
+            return sample
+        part = sample.document_parts[part_index]
+        loss_mask = sample.loss_mask[part.start : part.end].clone()
+        loss_mask[0] = 0  # nothing in the part predicts it
+        media = slice(part.first_medium, part.end_medium)
+        return dataclasses.replace(
+            sample,
+            key=f"{sample.key}#{part_index + 1}",
+            token_ids=sample.token_ids[part.start : part.end],
+            loss_mask=loss_mask,
+            media=sample.media[media],
+            grids=sample.grids[media],
+            document_parts=[],
+        )
 
     def postencode_sample(self, sample: RawSample) -> TokenizedSample:
         """Decodes the media of a sample, which must not be refused."""

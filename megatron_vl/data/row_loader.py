@@ -40,6 +40,9 @@ ADVICE_BY_FIELD = {
     "packing_buffer": "resume with the program that saved it",
 }
 
+NEW_FIELDS = {"too_long": "cut"}
+"""Fields that states of version 0.2.0 do not have, and the values that make the same rows."""
+
 
 class RowLoader:
     """Iterator over the rows of one data-parallel rank. All ranks plan the same batches.
@@ -180,7 +183,7 @@ class RowLoader:
         check_format_version("the loader state", *versions, advice, LoaderStateError)
 
         for field_name, current_value in self._identity.items():
-            saved_value = saved_identity.get(field_name)
+            saved_value = saved_identity.get(field_name, NEW_FIELDS.get(field_name))
             if field_name != "dataset" and saved_value != current_value:
                 advice = ADVICE_BY_FIELD.get(field_name, f"set data.{field_name} back")
                 if field_name.startswith(PROCESSOR_PREFIX):

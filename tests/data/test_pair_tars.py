@@ -85,8 +85,7 @@ def test_tars_give_the_samples_of_converted_pairs(tars, tmp_path, hf):
     for number, caption in enumerate(captions):
         name, content = pair_members(f"{number}", number, caption)[0]
         (tmp_path / "media" / name).write_bytes(content)
-        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": caption}]
-        records.append({"image": name, "conversations": turns})
+        records.append({"image": name, "caption": caption})
     expected_dir, _ = converted(tmp_path, records)
 
     found, expected = samples_of(tmp_path / "tar-set", hf), samples_of(expected_dir, hf)

@@ -529,7 +529,7 @@ def test_index_counts_impossible_sizes_as_unusable(dataset):
     assert record["media"] and measure_sample(encoder, sample)[0] > 0
     record["media"][0]["height"] = record["media"][0]["width"] = 2**32
     sample.json_bytes = append_crc32(json.dumps(record).encode())
-    tokens, turns, media, reason = measure_sample(encoder, sample)
+    tokens, turns, media, reason, *_ = measure_sample(encoder, sample)
     assert (tokens, turns, len(media), reason) == (0, 0, 0, "cannot be encoded")
 
 
@@ -542,7 +542,7 @@ def test_index_measures_messages_without_role_like_the_loader(dataset):
     record = json.loads(sample.json_bytes) | {"media": []}
     record["messages"] = [{"role": "user", "content": "Hello"}, {"content": "Who says this?"}]
     sample.json_bytes = append_crc32(json.dumps(record).encode())
-    tokens, turns, media, reason = measure_sample(encoder, sample)
+    tokens, turns, media, reason, *_ = measure_sample(encoder, sample)
     assert (turns, len(media), reason) == (0, 0, "") and tokens > 0
     assert encoder.preencode_sample(sample).token_and_patch_count == (tokens, 0)
 

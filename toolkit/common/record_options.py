@@ -27,10 +27,13 @@ class RecordOptions(CommandOptions):
     """Also read media behind links that lead out of their folder."""
     columns: str | None = option(None, metavar="COLUMN=PART,...", shown_default="the fields of the format")
     """Read a question and an answer from these columns, such as question=user,answer=assistant,image=image
-    (also video, system, tools and id)."""
+    (also video, system, tools and id); or a caption or text, such as url=image,alt=caption."""
     missing_markers: Literal["first", "refuse"] = option("refuse")
     """What to do with a record that lists media and has no <image> or <video> in its text: put the media
     before the first question, or refuse it."""
+    caption_prompt: str | None = option(None, metavar="TEXT", shown_default="none")
+    """Make each caption the answer to this question about its image. Without it, an image and its caption are
+    a document, without a chat template."""
 
     def conversion_options(
         self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
@@ -50,5 +53,6 @@ class RecordOptions(CommandOptions):
             workers=default_workers() if workers is None else workers,
             columns=self.columns or "",
             missing_markers=self.missing_markers,
+            caption_prompt=self.caption_prompt or "",
             **further_options,
         )

@@ -11,6 +11,7 @@ import torch
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import decode_media_planes, inspect_medium, stored_media_grid
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
@@ -52,6 +53,15 @@ class SampleEncoder:
         """
         grids = [item.grid_thw for item in media_items]
         return TokenizedSample(*self.chat_encoder.encode(messages, grids), media_items)
+
+    def encode_document(
+        self, parts: Sequence[dict[str, Any]], media_items: list[MediaItem]
+    ) -> TokenizedSample:
+        """Encodes a document, whole, as it is trained on. Arguments and errors are those of
+        :func:`~megatron_vl.data.sample.documents.encode_document`."""
+        grids = [item.grid_thw for item in media_items]
+        token_ids, loss_mask, _ = encode_document(self.chat_encoder, parts, grids)
+        return TokenizedSample(token_ids, loss_mask, media_items)
 
     def encode_prompt(
         self, messages: Sequence[dict[str, Any]], media_items: list[MediaItem], think: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
@@ -76,20 +77,28 @@ class SampleView:
     """bool [n]: the tokens that are trained on (not shifted)."""
     turns: list[Turn] = field(default_factory=list)
     media: list[MediumView] = field(default_factory=list)
+    num_parts: int = 0
+    """Number of parts into which a run cuts the document; 0 if it is whole."""
 
     def __str__(self) -> str:
         origin = f" ({self.record})" if self.record else ""
         trained = int(self.loss_mask.count_nonzero())
-        return f"{self.key} of {self.shard}{origin}: {len(self.token_ids):,} tokens, {trained:,} trained on"
+        parts = f", cut into {self.num_parts} parts" if self.num_parts else ""
+        return (
+            f"{self.key} of {self.shard}{origin}: {len(self.token_ids):,} tokens, {trained:,} trained"
+            f" on{parts}"
+        )
 
 
 def find_sample(prepared: PreparedDataset, sample_key: str) -> tuple[SampleSource, int]:
     """The source of a sample by its key or ``SHARD[N]``, and the sample's index in that source.
 
+    The key of a document's part, such as ``KEY#2``, finds the document.
+
     Raises:
         SourceError: there is no such sample, or several sources have it.
     """
-    found = {}
+    found, sample_key = {}, re.sub(r"#\d+$", "", sample_key)
     for split in list_splits(prepared.data_path):
         for source in read_sources(prepared.data_path, split):
             if (sample_index := source.find_sample(sample_key)) is not None:
@@ -126,6 +135,9 @@ def view_sample(prepared: PreparedDataset, source: SampleSource, sample_index: i
         view.problem = encoder.dropped_samples[0].reason, encoder.dropped_samples[0].detail
     view.token_ids, view.loss_mask = decoded.token_ids, decoded.loss_mask.bool()
     view.turns = split_turns(view.token_ids, decoded.loss_mask, encoder.chat_encoder.tokenizer, spec)
+    view.num_parts = len(encoded.document_parts)
+    if encoded.is_document:
+        view.turns[0].role = "document"
 
     names = original_media_names(source.dataset.path, raw_sample.key)
     settings = encoder.pixel_settings

@@ -19,6 +19,7 @@ from data_tools.statistics import (
     describe_values,
 )
 from megatron_vl.data.source.location import Location
+from megatron_vl.system.plurals import pluralize
 
 from .prepared_dataset import PreparedDataset
 
@@ -66,6 +67,7 @@ def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[s
         "distributions": distributions,
         "pass": counted.pass_facts(prepared.config.global_batch_size),
         "left_out": dict(counted.left_out_reasons()),
+        "tokens": counted.token_counts(),
     }
 
 
@@ -86,9 +88,19 @@ def facts_tables(facts: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
 
 def facts_sentences(facts: dict[str, Any]) -> list[str]:
     """What tables cannot say: how long a pass is, and what is missing."""
-    left_out = facts["left_out"].items()
-    shares = [f"left out: {count:,} ({count / facts['samples']:.2%}) {reason}" for reason, count in left_out]
-    return [describe_pass(facts["pass"]), *shares]
+    sentences = [describe_pass(facts["pass"])]
+    tokens = facts["tokens"]
+    if (cut := tokens["cut"])["documents"]:
+        documents, parts = (pluralize(f"{cut[name]:,}", name[:-1]) for name in ("documents", "parts"))
+        sentences.append(
+            f"cut: {documents} into {parts} with {cut['tokens']:,} tokens; {tokens['whole']:,} tokens are in"
+            " samples that are whole"
+        )
+    for reason, count in facts["left_out"].items():
+        lost_tokens = tokens["left_out"].get(reason)
+        tokens_text = f", {lost_tokens:,} tokens" if lost_tokens else ""
+        sentences.append(f"left out: {count:,} ({count / facts['samples']:.2%}) {reason}{tokens_text}")
+    return sentences
 
 
 def dataset_facts(prepared: PreparedDataset, statistics: SplitStatistics) -> dict[str, Any]:

@@ -178,6 +178,9 @@ def _encoded_samples(
                 if raw_sample is None:  # split.yaml excludes it
                     continue
                 encoded = row_encoder.preencode_sample(raw_sample)
+                if encoded.is_document:
+                    left_out["a document has no question"] += 1
+                    continue
                 row_encoder.dropped_samples.clear()
                 sample = None if encoded.refused else row_encoder.postencode_sample(encoded)
                 if row_encoder.dropped_samples or sample is None or not sample.loss_mask.any():

@@ -199,7 +199,8 @@ def train_on_samples(
 
 @cache
 def encode_conversations(conversations_path: Path, hf_dir: str | Path) -> list[TokenizedSample]:
-    """Encodes the conversations of a JSON file: a list of {"messages": HF messages, "images": files}."""
+    """Encodes the samples of a JSON file: a list of {"messages": HF messages, "images": files}, or the same
+    with the parts of a "document"."""
     encoder = SampleEncoder(hf_dir)
     samples = []
     for conversation in json.loads(conversations_path.read_text()):
@@ -207,7 +208,10 @@ def encode_conversations(conversations_path: Path, hf_dir: str | Path) -> list[T
             encoder.encode_medium("image", path.name, path.read_bytes())
             for path in map(Path, conversation["images"])
         ]
-        samples.append(encoder.encode_sample(conversation["messages"], images))
+        if "document" in conversation:
+            samples.append(encoder.encode_document(conversation["document"], images))
+        else:
+            samples.append(encoder.encode_sample(conversation["messages"], images))
     return samples
 
 

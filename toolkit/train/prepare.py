@@ -147,7 +147,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
 
     if not records_path.exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
-    reading = {"columns": options.columns, "missing_markers": options.missing_markers}
+    reading = {name: getattr(options, name) for name in ("columns", "missing_markers", "caption_prompt")}
     source_path = dataset_dir / SOURCE_FILE
     if source_path.is_file():
         source = json.loads(source_path.read_text())
@@ -256,6 +256,7 @@ def choose_row_length(config: TrainConfig) -> int:
     least, most = ROW_TOKENS
     row_length = min(max(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, least), most)
     too_long = int((tokens > row_length).sum())
-    note = f"; {pluralize(too_long, 'sample')} longer than that are left out" if too_long else ""
+    documents = ", or cut if they are documents" if config.data.too_long == "cut" else ""
+    note = f"; {pluralize(too_long, 'sample')} longer than that are left out{documents}" if too_long else ""
     _print_progress(f"rows of {row_length:,} tokens; the longest sample has {longest:,}{note}")
     return row_length

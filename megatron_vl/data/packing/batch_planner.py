@@ -33,6 +33,9 @@ MAX_SEARCHED = 1_000_000
 """A search for usable samples ends after this many consecutive unusable ones at the latest. It ends earlier
 once every sample was drawn twice."""
 NO_LIMIT = 1 << 62
+PART_SHIFT = 40
+"""An entry is ``part << PART_SHIFT | draw``: the number of the draw from the data set, and the part of the
+document that was drawn. So the entry of a whole sample is the number of its draw."""
 
 
 class PlannedSample(NamedTuple):
@@ -44,6 +47,8 @@ class PlannedSample(NamedTuple):
     tokens: int
     """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
     patches: int
+    part: int = 0
+    """Number of the part, if the sample is a document that is cut."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class PlannedBatch:
     """The rows of one step."""
 
     sample_table: Integers
-    """int64 [4, n], the fields of a :class:`PlannedSample` for each sample."""
+    """int64 [5, n], the fields of a :class:`PlannedSample` for each sample."""
     row_of_sample: Integers
     """int64 [n], the row of each sample."""
     num_rows: int
@@ -85,6 +90,8 @@ class BatchPlanner:
         least_ahead: smallest number of samples to choose from beyond those that fill a step.
         packs_samples: whether several samples may share a row.
         draw_limit: number of draws after which the data end; None: they never do.
+        cut_sample: ``cut_sample(source_index, sample_index)`` returns tokens and patches of each part of a
+            sample that does not fit into a row; nothing if it cannot be cut. None: samples are never cut.
     """
 
     def __init__(
@@ -98,8 +105,9 @@ class BatchPlanner:
         least_ahead: int = 64,
         packs_samples: bool = True,
         draw_limit: int | None = None,
+        cut_sample: Callable[[int, int], list[tuple[int, int]]] | None = None,
     ) -> None:
-        self.draw_limit = draw_limit
+        self.draw_limit, self.cut_sample = draw_limit, cut_sample
         self.sample_order, self.lookup_sizes = sample_order, lookup_sizes
         self.rows_per_step, self.seq_len, self.max_patches = rows_per_step, seq_len, max_patches
         self.least_ahead, self.packs_samples = least_ahead, packs_samples
@@ -144,7 +152,8 @@ class BatchPlanner:
         row_of_unusable = np.arange(unusable.shape[1]) % self.rows_per_step
         samples = np.concatenate([np.compress(is_taken, waiting, axis=1), unusable], axis=1)
         row_of_sample = np.concatenate([row_of_sample[is_taken], row_of_unusable])
-        return PlannedBatch(samples[[0, 2, 3, 4]], row_of_sample, self.rows_per_step)
+        sample_table = np.concatenate([samples[[0, 2, 3, 4]], samples[1:2] >> PART_SHIFT])
+        return PlannedBatch(sample_table, row_of_sample, self.rows_per_step)
 
     def _draw_samples(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
@@ -154,7 +163,7 @@ class BatchPlanner:
         min_searched = MIN_SEARCHED if len(sample_counts) > 1 else 0
         max_searched = min(max(min_searched, 2 * sum(sample_counts)), MAX_SEARCHED)
         while draw_count := min(self._next_draw_count(), self._draws_left()):
-            samples = self._with_sizes(*self.sample_order.draw_samples(draw_count))
+            samples = self._cut_samples(self._with_sizes(*self.sample_order.draw_samples(draw_count)))
             is_usable = search.find_usable(samples[3:])
             if search.consecutive_unusable > max_searched:
                 raise LoaderError(search.message())
@@ -188,18 +197,47 @@ class BatchPlanner:
         # An estimate from few samples may be far too high, so the number that waits at most doubles.
         return max(least_draws, min(missing_count, waiting_count)) if missing_count > 0 else 0
 
-    def _with_sizes(self, source_indices: Integers, draw_numbers: Integers) -> Integers:
+    def _with_sizes(self, source_indices: Integers, entries: Integers) -> Integers:
         """Drawn samples with their sizes, int64 [5, n].
 
-        The rows are the data set, the number of the draw from it, the sample's index in it, tokens and
-        patches.
+        The rows are the data set, the entry (:data:`PART_SHIFT`), the sample's index in the data set, tokens
+        and patches.
         """
+        draw_numbers = entries & ((1 << PART_SHIFT) - 1)
         sample_indices = self.sample_order.sample_indices(source_indices, draw_numbers)
         sizes = np.zeros((2, len(source_indices)), np.int64)
         for source_index in np.flatnonzero(np.bincount(source_indices)).tolist():
             positions = np.flatnonzero(source_indices == source_index)
             sizes[:, positions] = self.lookup_sizes(source_index, sample_indices[positions])
-        return np.stack([source_indices, draw_numbers, sample_indices, *sizes])
+        return np.stack([source_indices, entries, sample_indices, *sizes])
+
+    def _parts_of(self, samples: Integers) -> dict[int, list[tuple[int, int]]]:
+        """Tokens and patches of the parts of those samples that have to be cut, by their place in the table.
+
+        Args:
+            samples: int64 [5, n], as :meth:`_with_sizes` returns them.
+        """
+        if self.cut_sample is None:
+            return {}
+        largest_sizes = [[self.seq_len], [self.max_patches or NO_LIMIT]]
+        places = np.flatnonzero((samples[3:] > largest_sizes).any(axis=0)).tolist()
+        parts = {place: self.cut_sample(*samples[[0, 2], place].tolist()) for place in places}
+        return {place: sizes for place, sizes in parts.items() if sizes}
+
+    def _cut_samples(self, samples: Integers) -> Integers:
+        """The table with the parts of a sample in place of each sample that has to be cut."""
+        parts = self._parts_of(samples)
+        if not parts:
+            return samples
+        part_counts = np.ones(samples.shape[1], np.int64)
+        part_counts[list(parts)] = [len(sizes) for sizes in parts.values()]
+        first_places = np.cumsum(part_counts) - part_counts
+        samples = samples.repeat(part_counts, axis=1)
+        for place, sizes in parts.items():
+            columns = slice(first_places[place], first_places[place] + len(sizes))
+            samples[1, columns] |= np.arange(len(sizes)) << PART_SHIFT
+            samples[3:, columns] = np.array(sizes).T
+        return samples
 
     # --- State ----------------------------------------------------------------------------------------------
 
@@ -236,10 +274,13 @@ class BatchPlanner:
             ) from error
         order.total_draws, order.draw_counts = total_draws, current_draws
         self._draws_of_removed, self._draws_set_aside = draw_counts, set_aside
-        self._waiting_samples = self._with_sizes(*waiting)
+        samples = self._with_sizes(*waiting)
+        for place, sizes in self._parts_of(samples).items():
+            samples[3:, place] = sizes[samples[1, place] >> PART_SHIFT]
+        self._waiting_samples = samples
 
     def _restore_waiting(self, saved_state: dict[str, Any], set_aside: dict[str, list[int]]) -> Integers:
-        """The data sets and numbers of the draws that wait, int64 [2, n]. Draws are set aside or come back.
+        """The data sets and entries that wait, int64 [2, n]. Entries are set aside or come back.
 
         Args:
             set_aside: as in the state; changed here.

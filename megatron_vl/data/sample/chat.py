@@ -113,6 +113,7 @@ class ChatEncoder:
             [*placeholder_ids, spec.vision_start_token_id, spec.vision_end_token_id]
         )
         self._frame_group_text = f"{vision_start}{self.video_token}{vision_end}"
+        self._image_text = f"{vision_start}{self.image_token}{vision_end}"
         self._placeholder_pattern = _any_of(self.image_token, self.video_token)
         # Frame groups replace the video with the pair around it, if it has one, or else the placeholder.
         self._replaced_pattern = _any_of(self._frame_group_text, self.image_token, self.video_token)
@@ -213,7 +214,7 @@ class ChatEncoder:
         loss_mask = self._loss_mask(token_ids, encoded_text.offsets, trained_spans, video_spans, turn_weights)
 
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
-        repeats = self._repeat_counts(token_ids, media_grids)
+        repeats = self.repeat_counts(token_ids, media_grids)
         return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
 
     def encode_prompt(
@@ -240,7 +241,7 @@ class ChatEncoder:
         self._check_placeholders(text, media_grids)
         text, _, _ = self._insert_timestamps(text, [], media_grids)
         token_ids = np.array(self._fast_tokenizer.encode(text).ids, dtype=np.int64)
-        return torch.from_numpy(token_ids.repeat(self._repeat_counts(token_ids, media_grids)))
+        return torch.from_numpy(token_ids.repeat(self.repeat_counts(token_ids, media_grids)))
 
     def media_token_count(self, grid: GridTHW) -> int:
         """Number of a medium's tokens: placeholders, and timestamps if the family writes them.
@@ -258,6 +259,21 @@ class ChatEncoder:
                     self._timestamp_tokens[text] = len(encoded_text.ids)
                 num_tokens += self._timestamp_tokens[text] + 2
         return num_tokens
+
+    def medium_text(self, grid: GridTHW) -> str:
+        """A medium as text, with the tokens around its placeholders, one for an image or frame group."""
+        if grid.kind == "image":
+            return self._image_text
+        if not self.spec.vision.video_timestamps:
+            return self._frame_group_text
+        if len(grid.timestamps) != grid.t:
+            raise ChatError(f"a video of {grid.t} frame groups has {len(grid.timestamps)} timestamps")
+        return "".join(f"<{time:.1f} seconds>{self._frame_group_text}" for time in grid.timestamps)
+
+    def document_token_count(self, grid: GridTHW) -> int:
+        """Number of tokens of :meth:`medium_text` with expanded placeholders."""
+        has_pairs = grid.kind == "video" and self.spec.vision.video_timestamps
+        return self.media_token_count(grid) + (0 if has_pairs else 2)
 
     # --- Checks ---------------------------------------------------------------------------------------------
 
@@ -359,7 +375,7 @@ class ChatEncoder:
             return loss_mask
         return np.where(loss_mask, np.array(turn_weights, np.float32)[turns], np.float32(0))
 
-    def _repeat_counts(self, token_ids: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
+    def repeat_counts(self, token_ids: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.
 
         Repeated ids equal the ids of the repeated text, because special tokens are split off before merging.
@@ -391,11 +407,9 @@ class ChatEncoder:
         for match, grid in zip(self._replaced_pattern.finditer(text), media_grids, strict=True):
             if grid.kind != "video":
                 continue
-            if len(grid.timestamps) != grid.t:
-                raise ChatError(f"a video of {grid.t} frame groups has {len(grid.timestamps)} timestamps")
             new_text += text[video_ends[-1] if video_ends else 0 : match.start()]
             start = len(new_text)
-            new_text += "".join(f"<{time:.1f} seconds>{self._frame_group_text}" for time in grid.timestamps)
+            new_text += self.medium_text(grid)
             video_spans.append((start, len(new_text)))
             video_ends.append(match.end())
             shifts.append(len(new_text) - match.end())

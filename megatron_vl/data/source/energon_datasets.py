@@ -124,6 +124,17 @@ class SizedSource:
             )
         return sample_sizes[0], sample_sizes[1]
 
+    def cut_sample(
+        self, size_counter: SampleSizeCounter, sample_index: int, seq_len: int, max_patches: int
+    ) -> list[tuple[int, int]]:
+        """Tokens and patches of each part of a document, as :meth:`SampleSizeCounter.cut_sample`."""
+        shard_index = int(np.searchsorted(self._shard_starts, sample_index, side="right")) - 1
+        size_number = (
+            int(self._first_numbers[shard_index]) + sample_index - int(self._shard_starts[shard_index])
+        )
+        stored_sizes = self._stored_sizes[self._part_of_shard[shard_index]]
+        return size_counter.cut_sample(stored_sizes, size_number, seq_len, max_patches)
+
     def shard_sizes(self, first_sample: int, sample_count: int) -> Integers:
         """Number of samples of each shard of a subset, int64 [shards].
 

@@ -189,7 +189,9 @@ def read_pair(
 def pair_text(image_key: str, caption: str, prompt: str) -> dict[str, Any]:
     """The part of a sample's JSON that says in which order image and caption are read."""
     image = {"type": "image", "image": image_key}
-    question = {"role": "user", "content": [image, *([{"type": "text", "text": prompt}] if prompt else [])]}
+    if not prompt:
+        return {"document": [image, {"type": "text", "text": caption}]}
+    question = {"role": "user", "content": [image, {"type": "text", "text": prompt}]}
     return {"messages": [question, {"role": "assistant", "content": caption}]}
 
 

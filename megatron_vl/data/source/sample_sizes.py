@@ -7,6 +7,8 @@ reads them.
 
 * ``samples.npy``: :data:`SAMPLE_DTYPE`, 12 bytes for each sample.
 * ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video.
+* ``documents.npy`` and ``text_before.npy``, if there are documents: whether each sample is one, 1 byte, and
+  the number of tokens of text before each medium, 4 bytes. They say where a document can be cut.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.documents import cut_document
 from megatron_vl.data.sample.frame_archive import PixelError, Sampling
 from megatron_vl.data.sample.grids import VideoInfo, image_grid, video_grid
 from megatron_vl.data.sample.pixel_settings import PixelSettings
@@ -46,6 +49,8 @@ from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import UserError
 
 SHARDS_FILE = "shards.json"
+DOCUMENTS_FILE = "documents.npy"
+TEXT_BEFORE_FILE = "text_before.npy"
 SIZES_VERSION = 2
 SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
@@ -175,6 +180,10 @@ class StoredSizes:
     shard_facts: dict[str, dict[str, Any]]
     """For each shard: its number of ``samples``, of the assistant's ``turns`` in usable samples, and of
     ``unusable`` samples by reason."""
+    document_flags: Any = None
+    """bool [samples]: whether each sample is a document; None: none is."""
+    text_before: Any = None
+    """uint32 [media]: number of tokens of text before each medium of a document."""
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -215,6 +224,11 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
         sample_records = _load_array(sizes_dir / "samples.npy")
         medium_records = _load_array(sizes_dir / "media.npy")
 
+        document_flags = text_before = None
+        if location_is_file(sizes_dir / DOCUMENTS_FILE):
+            document_flags = _load_array(sizes_dir / DOCUMENTS_FILE)
+            text_before = _load_array(sizes_dir / TEXT_BEFORE_FILE)
+
         shard_ranges = {}
         sample_total = 0
         for name, facts in shard_facts.items():
@@ -225,6 +239,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             sample_records.dtype == SAMPLE_DTYPE
             and medium_records.dtype == MEDIUM_DTYPE
             and media_count == len(medium_records)
+            and (document_flags is None or len(document_flags) == len(sample_records))
+            and (text_before is None or len(text_before) == len(medium_records))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
@@ -236,7 +252,9 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    return StoredSizes(sample_records, medium_records, shard_ranges, content_id, shard_facts)
+    return StoredSizes(
+        sample_records, medium_records, shard_ranges, content_id, shard_facts, document_flags, text_before
+    )
 
 
 def _load_array(array_path: Location) -> Any:
@@ -283,6 +301,36 @@ class SampleSizeCounter:
         patch_counts = np.zeros_like(token_counts)
         np.add.at(patch_counts, sample_of_medium, media_patches)
         return np.where(is_usable, token_counts, 0), np.where(is_usable, patch_counts, 0)
+
+    def cut_sample(
+        self, stored_sizes: StoredSizes, sample_number: int, seq_len: int, max_patches: int
+    ) -> list[tuple[int, int]]:
+        """Tokens and patches of each part of a document, as the loader cuts it.
+
+        Args:
+            sample_number: number of a usable sample in ``stored_sizes.sample_records``.
+
+        Returns:
+            Nothing for a conversation, and for a document with a medium that does not fit into a row.
+        """
+        if stored_sizes.document_flags is None or not stored_sizes.document_flags[sample_number]:
+            return []
+        bounds = (int(bound[0]) for bound in stored_sizes.media_ranges(np.array([sample_number])))
+        media = slice(*bounds)
+        num_tokens = int(stored_sizes.sample_records["tokens"][sample_number])
+        spans, patch_counts, medium_tokens = [], [], 0
+        fields_of_media = stored_sizes.medium_records[media].tolist()
+        for text_tokens, fields in zip(
+            stored_sizes.text_before[media].tolist(), fields_of_media, strict=True
+        ):
+            grid = self._medium_grid(*fields)
+            start = text_tokens + medium_tokens
+            medium_tokens += self.chat_encoder.document_token_count(grid)
+            num_tokens += self.chat_encoder.media_token_count(grid)
+            spans.append((start, text_tokens + medium_tokens))
+            patch_counts.append(grid.num_patches)
+        parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
+        return [(part.end - part.start, part.patches) for part in parts]
 
     def _count_media(self, medium_records: NDArray[np.void]) -> Integers:
         """``tokens << 32 | patches`` of media, int64 [n]; 0 for a medium that cannot be used."""

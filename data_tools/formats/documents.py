@@ -1,0 +1,148 @@
+"""Documents: texts and media in their order, all of whose text is trained on.
+
+* ``text`` or ``caption``, perhaps with listed media, which stand in the place of markers or come first;
+* ``texts`` beside ``images`` and ``videos`` of the same length, with null where the other has something
+  (OBELICS, OmniCorpus);
+* ``text_list`` with ``image_info`` (MMC4): an image stands before the sentence of its
+  ``matched_text_index``, and sentences are joined by a space, as OpenFlamingo reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conversation import Message, RecordError, checked_text, join_text_parts, shorten_value
+from .record_reader import EMPTY_VALUES, MEDIA_MARKER, RecordFormat, RecordReader
+
+TEXT_FIELDS = ("text", "caption")
+MMC4_REFERENCE_KEYS = ("image_name", "image", "path", "bytes", "url", "raw_url")
+PARAGRAPH_BREAK = "\n\n"
+
+
+def is_caption(record: dict[str, Any], parts: list[dict[str, Any]]) -> bool:
+    """Whether a record is one text that describes the media before it."""
+    texts = [part["type"] == "text" for part in parts]
+    return any(key in record for key in TEXT_FIELDS) and len(texts) > 1 and texts[-1] and sum(texts) == 1
+
+
+def answered_prompt(parts: list[dict[str, Any]], prompt: str) -> list[Message]:
+    """The conversation in which a caption answers a question about its media."""
+    question = [*parts[:-1], {"type": "text", "text": prompt}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": parts[-1]["text"]}]
+
+
+def _document(parts: list[dict[str, Any]], field_name: str) -> list[Message]:
+    """The one message of a document. Raises RecordError if it has no text."""
+    if not any(part["type"] == "text" and part["text"].strip() for part in parts):
+        raise RecordError("no text", "the document has no text to train on", field_name)
+    content = join_text_parts(parts)
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"role": "document", "content": content}]
+
+
+def _read_text(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    filled_fields = [name for name in TEXT_FIELDS if record.get(name) not in EMPTY_VALUES]
+    if len(filled_fields) > 1:
+        raise RecordError("two texts", "the record has both 'text' and 'caption'; leave out one", "caption")
+    field_name = (filled_fields or [name for name in TEXT_FIELDS if name in record])[0]
+    text = checked_text(record[field_name] or "", field_name)
+    # Texts of the web have <image> and <video> as HTML, or as words.
+    reader.markers_are_text |= not any(reader.listed_counts.values())
+    if not reader.markers_are_text and MEDIA_MARKER.search(text):
+        return _document(reader.text_parts(text), field_name)
+    return _document([*reader.all_listed_media(), {"type": "text", "text": text}], field_name)
+
+
+def _listed(record: dict[str, Any], field_name: str) -> list[Any]:
+    value = record.get(field_name) or []
+    if not isinstance(value, list):
+        detail = f"a list is required, but this is {shorten_value(value)}"
+        raise RecordError("bad document", detail, field_name)
+    return value
+
+
+def _read_interleaved(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    texts = _listed(record, "texts")
+    parts: list[dict[str, Any]] = []
+    media = {kind: _listed(record, f"{kind}s") for kind in ("image", "video")}
+    for kind, listed in media.items():
+        if listed and len(listed) != len(texts):
+            detail = (
+                f"{len(texts)} texts and {len(listed)} {kind}s; write null where the other list has something"
+            )
+            raise RecordError("bad document", detail, f"{kind}s")
+    for i, text in enumerate(texts):
+        listed_here = [(kind, listed[i]) for kind, listed in media.items() if listed]
+        places = [(kind, medium) for kind, medium in listed_here if medium not in EMPTY_VALUES]
+        if len(places) + (text not in EMPTY_VALUES) > 1:
+            detail = f"place {i} has a text and a medium, or two media; give each a place of its own"
+            raise RecordError("bad document", detail, f"texts[{i}]")
+        if text not in EMPTY_VALUES:
+            text = checked_text(text, f"texts[{i}]")
+            previous = parts[-1].get("text", " ") if parts else " "
+            if not previous[-1].isspace() and not text[0].isspace():
+                text = PARAGRAPH_BREAK + text
+            parts.append({"type": "text", "text": text})
+        for kind, reference in places:
+            parts.append(reader.placed_medium(kind, reference, f"{kind}s[{i}]", record))
+    return _document(parts, "texts")
+
+
+def _read_mmc4(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    sentences = [checked_text(text, f"text_list[{i}]") for i, text in enumerate(_listed(record, "text_list"))]
+    images_before: list[list[dict[str, Any]]] = [[] for _ in sentences]
+    located = [
+        (f"image_info[{i}]", info) for i, info in enumerate(_listed(record, "image_info")) if info is not None
+    ]
+    # Media belong to their parts by their order in the document.
+    indices = [_sentence_index(info, location, len(sentences)) for location, info in located]
+    for number in sorted(range(len(located)), key=indices.__getitem__):
+        location, info = located[number]
+        key = next((key for key in MMC4_REFERENCE_KEYS if info.get(key)), MMC4_REFERENCE_KEYS[0])
+        images_before[indices[number]].append(
+            reader.placed_medium("image", info.get(key), f"{location}.{key}", record)
+        )
+    parts: list[dict[str, Any]] = []
+    for i, sentence in enumerate(sentences):
+        space = " " if i < len(sentences) - 1 else ""
+        parts += [*images_before[i], {"type": "text", "text": sentence + space}]
+    return _document(parts, "text_list")
+
+
+def _sentence_index(info: Any, location: str, num_sentences: int) -> int:
+    index = info.get("matched_text_index") if isinstance(info, dict) else None
+    if type(index) is not int or not 0 <= index < num_sentences:
+        detail = f"matched_text_index {shorten_value(index)} is none of the {num_sentences} sentences"
+        raise RecordError("bad document", detail, f"{location}.matched_text_index")
+    return index
+
+
+FORMATS = (
+    RecordFormat(
+        "interleaved",
+        "texts",
+        "texts and images with nulls",
+        lambda record: isinstance(record.get("texts"), list),
+        _read_interleaved,
+        is_document=True,
+        own_media_fields=("images", "videos"),
+    ),
+    RecordFormat(
+        "mmc4",
+        "text_list",
+        "text_list and image_info",
+        lambda record: isinstance(record.get("text_list"), list),
+        _read_mmc4,
+        read_fields=("image_info",),
+        is_document=True,
+    ),
+    RecordFormat(
+        "document",
+        "text",
+        "text or caption, perhaps with image",
+        lambda record: any(key in record for key in TEXT_FIELDS),
+        _read_text,
+        read_fields=TEXT_FIELDS,
+        is_document=True,
+    ),
+)

@@ -1,0 +1,126 @@
+"""Documents: how they become tokens, and where one that is longer than a row is cut.
+
+A document is a list of texts and media in their order, without a chat template. It begins with its first
+text or medium, as Qwen's tokenizers have no token for a beginning, and ends with ``<|endoftext|>``, Qwen's
+token for the end of a document (``tokenization_note.md`` of its code; ``eos_token_id`` of the text models'
+configs). Media are written as in a conversation: between ``<|vision_start|>`` and ``<|vision_end|>`` (report
+of Qwen2-VL, section 2), and with timestamps where the family writes them.
+
+All tokens of texts and the end token are trained on. Those of media are not: neither placeholders, nor the
+tokens around them, nor timestamps. The report of Qwen-VL shows its pretraining formats with the loss on the
+text after ``<img>...</img>`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens
+from megatron_vl.spec.positions import GridTHW
+
+if TYPE_CHECKING:
+    from megatron_vl.data.sample.chat import ChatEncoder
+
+END_TOKEN = "<|endoftext|>"
+
+type MediumSpan = tuple[int, int]
+"""The first token of a medium and the one after its last, with the tokens around its placeholders."""
+
+
+class DocumentPart(NamedTuple):
+    """A part of a document that fits into a row."""
+
+    start: int
+    """Its first token."""
+    end: int
+    """The token after its last one."""
+    first_medium: int
+    end_medium: int
+    """The medium after its last one."""
+    patches: int
+
+
+def encode_document(
+    encoder: ChatEncoder, parts: Sequence[dict[str, Any]], grids: Sequence[GridTHW]
+) -> tuple[Tensor, Tensor, list[MediumSpan]]:
+    """Tokenizes a document.
+
+    Args:
+        parts: texts (``{"type": "text", "text": ...}``) and media (type image or video) in their order.
+        grids: the media in that order.
+
+    Returns:
+        Token ids, int64 [n], with expanded placeholders; the loss mask, bool [n], not shifted; and the span
+        of each medium in these tokens.
+
+    Raises:
+        ChatError: the parts do not match the media, a text has a control token, or the tokenizer has no
+            ``<|endoftext|>``.
+    """
+    check_control_tokens([part for part in parts if part["type"] == "text"], ())
+    if [part["type"] for part in parts if part["type"] != "text"] != [grid.kind for grid in grids]:
+        raise ChatError("the media of the document are not those that it names")
+    if encoder.tokenizer.backend_tokenizer.token_to_id(END_TOKEN) is None:
+        raise ChatError(f"the tokenizer has no {END_TOKEN}, which ends documents")
+
+    text, next_grid = "", iter(grids)
+    character_spans = []
+    for part in parts:
+        start = len(text)
+        text += part["text"] if part["type"] == "text" else encoder.medium_text(next(next_grid))
+        if part["type"] != "text":
+            character_spans.append((start, len(text)))
+    encoded_text = encoder.tokenizer.backend_tokenizer.encode(text + END_TOKEN)
+    token_ids = np.array(encoded_text.ids, dtype=np.int64)
+    starts, ends = np.array(encoded_text.offsets, dtype=np.int64).reshape(-1, 2).T
+
+    # A character before a timestamp may share a token with it, which is then the medium's.
+    first_tokens = np.searchsorted(ends, [start for start, _ in character_spans], side="right")
+    end_tokens = np.searchsorted(starts, [end for _, end in character_spans], side="left")
+    repeats = encoder.repeat_counts(token_ids, grids)
+    new_positions = np.append(0, repeats.cumsum())
+    spans = list(zip(new_positions[first_tokens].tolist(), new_positions[end_tokens].tolist(), strict=True))
+    loss_mask = np.ones(len(token_ids), dtype=bool)
+    for first, end in zip(first_tokens, end_tokens, strict=True):
+        loss_mask[first:end] = False
+    loss_mask[0] = False  # nothing predicts it
+    return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats)), spans
+
+
+def cut_document(
+    num_tokens: int,
+    spans: Sequence[MediumSpan],
+    patch_counts: Sequence[int],
+    seq_len: int,
+    max_patches: int,
+) -> list[DocumentPart]:
+    """Cuts a document into consecutive parts, each as long as a row allows. A medium stays whole.
+
+    Args:
+        patch_counts: number of patches of each medium.
+        max_patches: largest number of patches of a part; 0: no limit.
+
+    Returns:
+        The parts; none if a medium does not fit into a row.
+    """
+    parts = []
+    start = medium = 0
+    while start < num_tokens:
+        end, first_medium, patches = min(start + seq_len, num_tokens), medium, 0
+        while medium < len(spans) and spans[medium][1] <= end:
+            if 0 < max_patches < patches + patch_counts[medium]:
+                break
+            patches += patch_counts[medium]
+            medium += 1
+        if medium < len(spans):  # the next part begins with it at the latest
+            end = min(end, spans[medium][0])
+        if end == start:
+            return []
+        parts.append(DocumentPart(start, end, first_medium, medium, patches))
+        start = end
+    return parts

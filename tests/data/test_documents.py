@@ -1,0 +1,398 @@
+"""Documents: tokens, loss and positions worked out by hand, cuts, and each part once a pass."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import validation_rows
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
+from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.data.sample.documents import DocumentPart, cut_document, encode_document
+from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.state_json import LoaderStateError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import GridTHW, mrope_positions
+from tests.tiny import tiny_checkpoint
+from toolkit.common.sample_encoder import SampleEncoder
+
+from .datasets import converted, open_loader, turns
+from .media import encoded, write
+
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+START, END, STOP = "<|vision_start|>", "<|vision_end|>", "<|endoftext|>"
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+PICTURE = GridTHW(1, 4, 6)
+"""2 x 3 tokens."""
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+# --- Tokens -------------------------------------------------------------------------------------------------
+
+HAND_WRITTEN: list[tuple[str, list[dict[str, Any]], list[str], list[int], list[list[int]]]] = [
+    (
+        "text",
+        [text("Hi you.")],
+        [*"Hi you.", STOP],
+        [0, 1, 1, 1, 1, 1, 1, 1],
+        [[i] * 3 for i in range(8)],
+    ),
+    (
+        "an image between texts",
+        [text("Hi "), {"type": "image"}, text("you")],
+        [*"Hi ", START, *[IMAGE] * 6, END, *"you", STOP],
+        [0, 1, 1, *[0] * 8, 1, 1, 1, 1],
+        [
+            *([i] * 3 for i in range(4)),
+            *([4, 4 + row, 4 + column] for row in range(2) for column in range(3)),
+            *([i] * 3 for i in range(7, 12)),
+        ],
+    ),
+]
+"""Name, parts, tokens, loss mask and positions (time, row, column). The last position of the image is
+4 + 2, so that what follows begins at 7."""
+VIDEO_DOCUMENT = [{"type": "video"}, text("Go"), {"type": "image"}]
+"""Of two frame groups of 2 x 2 tokens."""
+
+
+def video_tokens(family: str) -> tuple[GridTHW, list[str], list[list[int]]]:
+    """The video's grid, its tokens and their positions, and the position after it as the last entry."""
+    if family == "qwen2_5_vl":
+        # A second is two positions, and a frame group covers one second.
+        grid = GridTHW(2, 4, 4, "video", second_per_grid=1.0)
+        units = [[1 + time, 1 + row, 1 + column] for time in (0, 2) for row in (0, 1) for column in (0, 1)]
+        return grid, [START, *[VIDEO] * 8, END], [[0] * 3, *units, [4] * 3, [5] * 3]
+
+    grid = GridTHW(2, 4, 4, "video", timestamps=(0.5, 1.5))
+    group = [START, *[VIDEO] * 4, END]
+    # The vocabulary splits " seconds>" into four.
+    tokens = [*"<0.5", " secon", *"ds>", *group, *"<1.5", " secon", *"ds>", *group]
+    positions = []
+    for first in (0, 12):
+        positions += [[first + i] * 3 for i in range(9)]
+        positions += [[first + 9, first + 9 + row, first + 9 + column] for row in (0, 1) for column in (0, 1)]
+        positions.append([first + 11] * 3)
+    return grid, tokens, [*positions, [24] * 3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_document_tokens_loss_and_positions_by_hand(family):
+    folder = tiny_checkpoint(family)
+    spec = read_spec(folder)
+    encoder = ChatEncoder(folder, spec)
+
+    def check(parts, grids, tokens, mask, positions):
+        token_ids, loss_mask, spans = encode_document(encoder, parts, grids)
+        assert encoder.tokenizer.convert_ids_to_tokens(token_ids) == [t.replace(" ", "Ġ") for t in tokens]
+        assert loss_mask.int().tolist() == mask
+        assert mrope_positions(token_ids, grids, spec).T.tolist() == positions
+        for start, end in spans:
+            assert not loss_mask[start:end].any()
+        media = [
+            MediaItem(
+                g,
+                torch.zeros(
+                    1 if g.kind == "image" else 2 * g.t,
+                    g.h * g.w,
+                    3 * spec.vision.patch_size**2,
+                    dtype=torch.uint8,
+                ),
+            )
+            for g in grids
+        ]
+        row = pack_row([TokenizedSample(token_ids, loss_mask, media)], spec, len(tokens) + 3)
+        following = [
+            token if wanted else 0 for token, wanted in zip(token_ids.tolist()[1:], mask[1:], strict=True)
+        ]
+        assert row.labels.tolist() == [*following, 0, 0, 0, 0]
+        assert row.loss_mask.tolist() == [*mask[1:], 0, 0, 0, 0]
+
+    for _, parts, tokens, mask, positions in HAND_WRITTEN:
+        check(parts, [PICTURE] if IMAGE in tokens else [], tokens, mask, positions)
+
+    grid, tokens, positions = video_tokens(family)
+    first = positions.pop()[0]
+    mask = [*[0] * len(tokens), 1, 1, *[0] * 8, 1]
+    picture = [[first + 3, first + 3 + row, first + 3 + column] for row in range(2) for column in range(3)]
+    rest = [*([first + i] * 3 for i in range(3)), *picture, [first + 6] * 3, [first + 7] * 3]
+    tokens = [*tokens, *"Go", START, *[IMAGE] * 6, END, STOP]
+    check(VIDEO_DOCUMENT, [grid, PICTURE], tokens, mask, [*positions, *rest])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_document_has_the_tokens_of_the_released_processor(family):
+    folder, content = tiny_checkpoint(family), encoded(112, 168, "png", seed=3)
+    encoder = SampleEncoder(folder)
+    medium = encoder.encode_medium("image", "a.png", content)
+    parts = [text("A café,\n\n"), {"type": "image"}, text(" and 🙂 tea. "), {"type": "image"}]
+    sample = encoder.encode_document(parts, [medium, medium])
+    picture = f"{START}{IMAGE}{END}"
+    released = AutoProcessor.from_pretrained(folder)(
+        text=[f"A café,\n\n{picture} and 🙂 tea. {picture}{STOP}"],
+        images=[Image.open(io.BytesIO(content))] * 2,
+        return_tensors="pt",
+    )
+    assert sample.token_ids.tolist() == released["input_ids"][0].tolist()
+
+
+def test_document_refuses_what_it_cannot_write():
+    folder = tiny_checkpoint("qwen2_5_vl")
+    encoder = ChatEncoder(folder, read_spec(folder))
+    with pytest.raises(ChatError, match="control token"):
+        encode_document(encoder, [text("a<|endoftext|>b")], [])
+    with pytest.raises(ChatError, match="media of the document"):
+        encode_document(encoder, [text("a"), {"type": "image"}], [])
+    with pytest.raises(ValueError):
+        encode_document(encoder, [text("a<|image_pad|>b")], [])
+
+
+# --- Cuts ---------------------------------------------------------------------------------------------------
+
+
+def test_cut_by_hand():
+    assert cut_document(25, [], [], 10, 0) == [
+        DocumentPart(0, 10, 0, 0, 0),
+        DocumentPart(10, 20, 0, 0, 0),
+        DocumentPart(20, 25, 0, 0, 0),
+    ]
+    # The medium of tokens 8 to 13 would be cut, so the second part begins with it.
+    assert cut_document(25, [(8, 14)], [24], 10, 0) == [
+        DocumentPart(0, 8, 0, 0, 0),
+        DocumentPart(8, 18, 0, 1, 24),
+        DocumentPart(18, 25, 1, 1, 0),
+    ]
+    # Two media of 24 patches do not share a part of 40 patches, though their tokens would fit.
+    assert cut_document(12, [(1, 4), (5, 8)], [24, 24], 20, 40) == [
+        DocumentPart(0, 5, 0, 1, 24),
+        DocumentPart(5, 12, 1, 2, 24),
+    ]
+    # A medium that fills a row; one that ends a part; one that does not fit.
+    assert cut_document(12, [(1, 11)], [4], 10, 0)[1] == DocumentPart(1, 11, 0, 1, 4)
+    assert cut_document(12, [(4, 10)], [4], 10, 0)[0] == DocumentPart(0, 10, 0, 1, 4)
+    assert cut_document(30, [(1, 12)], [4], 10, 0) == []
+    assert cut_document(30, [(1, 4)], [44], 10, 40) == []
+    assert len(cut_document(10, [(1, 4)], [8], 10, 8)) == 1
+
+
+def documents(root: Path) -> list[dict[str, Any]]:
+    """Documents of all lengths, some with media between their texts."""
+    write(root / "media/a.png", encoded(56, 84, "png", seed=1))
+    write(root / "media/b.png", encoded(112, 112, "png", seed=2))
+    draw = np.random.default_rng(5)
+    records: list[dict[str, Any]] = []
+    for i in range(14):
+        texts: list[str | None] = [f"Document {i}."]
+        images: list[str | None] = [None]
+        for _ in range(i % 5):
+            texts += ["word " * int(draw.integers(1, 25)), None]
+            images += [None, "ab"[int(draw.integers(2))] + ".png"]
+        records.append({"texts": [*texts, "end " * (7 * (i % 3))], "images": [*images, None]})
+    return [*records, {"text": "long " * 200}, {"image": "a.png", "caption": "A thing."}]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("documents")
+    path, report = converted(root, documents(root), samples_per_shard=6)
+    assert report.samples == report.records == 16
+    return path
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("talks")
+    return converted(root, [{"conversations": turns(words)} for words in (3, 9, 20, 1, 14)])[0]
+
+
+def settings(path: Any, **fields: Any) -> DataConfig:
+    return DataConfig(path=path if isinstance(path, list) else str(path), seq_len=64, num_workers=0, **fields)
+
+
+def tokens_by_sample(rows: list[TrainingRow]) -> dict[tuple[int, str], list[tuple[list[int], int]]]:
+    """The tokens and the number of labels of each (source, key), each time that it is drawn."""
+    found: dict[tuple[int, str], list[tuple[list[int], int]]] = {}
+    for row in rows:
+        bounds = row.cu_seqlens.tolist()
+        for i, key in enumerate(row.sample_keys):
+            place = slice(bounds[i], bounds[i + 1])
+            assert row.position_ids[:, bounds[i]].tolist() == [0, 0, 0], "each part begins at position 0"
+            source = row.source_indices[i] if row.source_indices else 0
+            sample = row.tokens[place].tolist(), int(row.loss_mask[place].sum())
+            found.setdefault((source, key), []).append(sample)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_patches", [0, 80])
+def test_parts_of_documents_come_once_a_pass_and_hold_every_token(dataset, family, max_patches):
+    hf = tiny_checkpoint(family)
+    config = settings(dataset, max_patches=max_patches)
+    rows = list(open_loader(config, hf, epochs=1))
+    assert not any(row.dropped_counts for row in rows)
+    assert all(row.num_patches <= (max_patches or 10**6) for row in rows)
+    found = tokens_by_sample(rows)
+    assert all(len(drawn) == 1 for drawn in found.values())
+    whole = tokens_by_sample(
+        list(open_loader(replace(config, seq_len=4096, max_patches=0, pack=False), hf, epochs=1))
+    )
+    assert len(found) > len(whole) + 10
+    for (_, key), [(tokens, labels)] in whole.items():
+        parts = sorted(
+            (k for _, k in found if k.partition("#")[0] == key), key=lambda k: int(k.partition("#")[2] or 1)
+        )
+        pieces = [found[0, part][0] for part in parts]
+        assert sum((piece[0] for piece in pieces), []) == tokens
+        # Nothing predicts the first token of a part, which has a label if it is text within the document.
+        media_ids = {read_spec(hf).image_token_id, read_spec(hf).vision_start_token_id}
+        first_texts = sum(piece[0][0] not in media_ids for piece in pieces[1:])
+        assert labels - sum(piece[1] for piece in pieces) == first_texts
+        assert all(len(piece[0]) <= 64 for piece in pieces)
+
+    validated = tokens_by_sample(list(validation_rows(config, read_spec(hf), hf, "train")))
+    assert validated == found
+
+
+def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, talks, tmp_path):
+    """A run over documents and conversations stops after each of its steps, and continues on two ranks."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n"
+        f"      - {{path: {dataset}, repetitions: 1}}\n      - {{path: {talks}, repetitions: 2}}\n"
+    )
+    config = settings(mixture)
+
+    def loaders(ranks: int, state: dict | None) -> list[Any]:
+        made = [
+            open_loader(config, hf, dp_rank=rank, dp_size=ranks, rows_per_step=4, epochs=2)
+            for rank in range(ranks)
+        ]
+        for one in made:
+            if state is not None:
+                one.load_state_dict(state)
+        return made
+
+    [straight] = loaders(1, None)
+    steps: list[list[TrainingRow]] = []
+    states = [straight.state_dict()]
+    for row in straight:
+        if not steps or len(steps[-1]) == 4:
+            steps.append([])
+        steps[-1].append(row)
+        if len(steps[-1]) == 4:
+            states.append(straight.state_dict())
+    whole = tokens_by_sample([row for step in steps for row in step])
+    parts = {key for key in whole if "#" in key[1]}
+    assert len(parts) > 20 and {source for source, _ in whole} == {0, 1}
+    assert {len(drawn) for (source, _), drawn in whole.items() if source == 0} == {2}, "two passes"
+    assert {len(drawn) for (source, _), drawn in whole.items() if source == 1} == {4}
+
+    waited = 0
+    for stop in range(0, len(steps), 2):
+        waiting = straight_waiting(states[stop])
+        waited += int((waiting[1] >> 40 > 0).sum()) if waiting is not None else 0
+        ranks = loaders(2, states[stop])
+        for step in steps[stop:]:
+            resumed = [row for rank in ranks for row in islice(rank, 2)]
+            assert Counter(key for row in resumed for key in row.sample_keys) == Counter(
+                key for row in step for key in row.sample_keys
+            )
+            assert sorted(row.tokens.tolist() for row in resumed) == sorted(
+                row.tokens.tolist() for row in step
+            )
+    assert waited, "no part waited at any stop"
+
+
+def straight_waiting(state: dict[str, Any]) -> np.ndarray | None:
+    from megatron_vl.data.state_json import state_from_json
+
+    planned = state_from_json(state["planner"])
+    return None if planned is None else planned["waiting"]
+
+
+def test_documents_that_are_too_long_are_left_out_if_the_run_says_so(dataset):
+    hf = tiny_checkpoint("qwen2_5_vl")
+    rows = list(open_loader(settings(dataset, too_long="drop"), hf, epochs=1))
+    dropped = sum((Counter(row.dropped_counts) for row in rows), Counter())
+    found = tokens_by_sample(rows)
+    assert dropped == {"longer than seq_len": 16 - len(found)} and 0 < len(found) < 16
+    assert not any("#" in key for _, key in found)
+
+
+def test_document_with_a_medium_that_fits_no_row_is_left_out(tmp_path):
+    write(tmp_path / "media/b.png", encoded(280, 280, "png"))
+    records = [{"text": "t " * 50, "image": "b.png"}, {"text": "short"}]
+    path = converted(tmp_path, records)[0]
+    rows = list(open_loader(settings(path), tiny_checkpoint("qwen2_5_vl"), epochs=1))
+    assert [row.dropped_counts for row in rows if row.dropped_counts] == [{"longer than seq_len": 1}]
+    assert set(tokens_by_sample(rows)) == {(0, "000000001")}
+
+
+def test_weight_of_a_document_multiplies_its_losses(tmp_path):
+    path = converted(tmp_path, [{"text": "half", "loss_weight": 0.5}, {"text": "none", "weight": 0}])[0]
+    [row] = open_loader(settings(path), tiny_checkpoint("qwen2_5_vl"), epochs=1)
+    assert row.loss_mask.tolist()[:6] == [0.5, 0.5, 0.5, 0.5, 0, 0]
+
+
+def test_state_says_whether_documents_are_cut(dataset, talks):
+    hf = tiny_checkpoint("qwen2_5_vl")
+    loader = open_loader(settings(talks), hf)
+    state = loader.state_dict()
+    with pytest.raises(LoaderStateError, match=r"data\.too_long"):
+        open_loader(settings(talks, too_long="drop"), hf).load_state_dict(state)
+    del state["identity"]["too_long"]  # as version 0.2.0 wrote it
+    open_loader(settings(talks), hf).load_state_dict(state)
+
+
+def test_damaged_document_is_counted_once(dataset, tmp_path):
+    """Its text has changed since it was indexed, so none of its planned parts can be read."""
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    hf = tiny_checkpoint("qwen2_5_vl")
+    open_loader(settings(copy), hf)
+    shard = copy / "train-000002.tar"
+    content = shard.read_bytes()
+    place = content.index(b"long long")
+    shard.write_bytes(content[:place] + b"LONG" + content[place + 4 :])
+    rows = list(open_loader(settings(copy), hf, epochs=1))
+    assert sum((Counter(row.dropped_counts) for row in rows), Counter()) == {
+        "text changed since conversion": 1
+    }
+    assert not any(key.startswith("000000014") for _, key in tokens_by_sample(rows))
+
+
+def test_documents_without_text_that_fits_end_the_run(tmp_path):
+    write(tmp_path / "media/b.png", encoded(280, 280, "png"))
+    path = converted(tmp_path, [{"text": "t", "image": "b.png"}])[0]
+    with pytest.raises(LoaderError, match="in a row cannot be used"):
+        next(open_loader(settings(path), tiny_checkpoint("qwen2_5_vl")))
+
+
+def test_sizes_are_written_as_numpy_writes_them(tmp_path):
+    from data_tools.sample_sizes import SAMPLE_DTYPE, _open_array
+
+    for count in (0, 1, 1000):
+        records = np.zeros(count, SAMPLE_DTYPE)
+        records["tokens"] = np.arange(count)
+        with _open_array(tmp_path / "ours.npy", SAMPLE_DTYPE) as append:
+            append(records[: count // 3])
+            append(records[count // 3 :])
+        np.save(tmp_path / "numpys.npy", records)
+        assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpys.npy").read_bytes()

@@ -1,0 +1,258 @@
+"""Records of documents: each form by hand, and 50 mutated ones of which none is lost or read otherwise."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.formats import FORMATS, RecordError, detect_format, read_conversation
+from megatron_vl.config import DataConfig
+from tests.data.datasets import open_loader
+from tests.data.media import encoded, write
+from tests.tiny import tiny_checkpoint
+
+IMAGE = {"type": "image"}
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+FORMS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
+    ("document", {"text": "One.\n"}, [text("One.\n")], []),
+    ("document", {"text": "As <image> in <video> of HTML"}, [text("As <image> in <video> of HTML")], []),
+    ("document", {"image": "a.png", "caption": "A thing."}, [IMAGE, text("A thing.")], ["a.png"]),
+    (
+        "document",
+        {"images": ["a.png", "b.png"], "text": "Two."},
+        [IMAGE, IMAGE, text("Two.")],
+        ["a.png", "b.png"],
+    ),
+    (
+        "document",
+        {"images": ["a.png"], "text": "See <image>here"},
+        [text("See "), IMAGE, text("here")],
+        ["a.png"],
+    ),
+    (
+        "document",
+        {"images": ["a.png"], "text": "Of <image> tags", "markers": "text"},
+        [IMAGE, text("Of <image> tags")],
+        ["a.png"],
+    ),
+    ("document", {"text": "x", "label": True, "bbox": [1]}, [text("x")], []),
+    (
+        "interleaved",
+        {
+            "texts": ["One", None, "two", "Three", None, None],
+            "images": [None, "a.png", None, None, None, "b.png"],
+        },
+        [text("One"), IMAGE, text("two\n\nThree"), IMAGE],
+        ["a.png", "b.png"],
+    ),
+    ("interleaved", {"text": None, "texts": ["One"]}, [text("One")], []),
+    ("interleaved", {"texts": ["One ", "two", "\nthree"], "images": None}, [text("One two\nthree")], []),
+    (
+        "interleaved",
+        {"texts": [None, "A clip"], "videos": ["a.mp4", None]},
+        [{"type": "video"}, text("A clip")],
+        ["a.mp4"],
+    ),
+    (
+        "mmc4",
+        {
+            "text_list": ["A.", "B.", "C."],
+            "image_info": [
+                {"image_name": "b.png", "matched_text_index": 2, "raw_url": "http://x/b"},
+                {"image_name": "a.png", "matched_text_index": 0},
+                {"image_name": "c.png", "matched_text_index": 2},
+                None,
+            ],
+        },
+        [IMAGE, text("A. B. "), IMAGE, IMAGE, text("C.")],
+        ["a.png", "b.png", "c.png"],
+    ),
+    ("mmc4", {"text_list": ["A.", "B."], "image_info": None}, [text("A. B.")], []),
+]
+"""Format, record, parts, media in the order of the text."""
+
+
+@pytest.mark.parametrize(("name", "record", "parts", "media"), FORMS)
+def test_document_forms_by_hand(name, record, parts, media):
+    assert detect_format(record).name == name and FORMATS[name].is_document
+    document = read_conversation(record)
+    assert document.document == parts and not document.messages
+    assert [reference for _, reference in document.media_references] == media
+
+
+def test_conversations_are_no_documents():
+    record = {
+        "text": "x",
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    }
+    assert not read_conversation(record).document
+    assert not read_conversation({"instruction": "a", "output": "b", "text": "a b"}).document
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"text": " \n"}, "no text", "text"),
+    ({"image": "a.png", "caption": None}, "no text", "caption"),
+    ({"text": "a", "caption": "b"}, "two texts", "caption"),
+    ({"text": ["a"]}, "bad text", "text"),
+    ({"text": "a<|endoftext|>b"}, "control token in text", "text"),
+    ({"text": "a<|image_pad|>b"}, "placeholder token in text", "text"),
+    ({"text": "<image>a<image>", "image": "a.png"}, "markers and media differ", "text"),
+    ({"texts": [None], "images": ["a.png"]}, "no text", "texts"),
+    ({"texts": ["a", None], "images": ["a.png"]}, "bad document", "images"),
+    ({"texts": ["a", None], "images": "a.png"}, "bad document", "images"),
+    ({"texts": ["a"], "images": ["a.png"]}, "bad document", "texts[0]"),
+    ({"texts": ["a", None], "images": [None, ["a.png", "b.png"]]}, "bad media reference", "images[1]"),
+    ({"texts": ["a", 5], "images": [None, None]}, "bad text", "texts[1]"),
+    (
+        {"text_list": ["a"], "image_info": [{"image_name": "a.png", "matched_text_index": 1}]},
+        "bad document",
+        "image_info[0].matched_text_index",
+    ),
+    (
+        {"text_list": ["a"], "image_info": [{"image_name": "a.png", "matched_text_index": True}]},
+        "bad document",
+        "image_info[0].matched_text_index",
+    ),
+    (
+        {"text_list": ["a"], "image_info": [{"image_name": "a.png"}]},
+        "bad document",
+        "image_info[0].matched_text_index",
+    ),
+    (
+        {"text_list": ["a"], "image_info": [{"matched_text_index": 0}]},
+        "bad media reference",
+        "image_info[0].image_name",
+    ),
+    ({"text_list": ["a"], "image_info": ["a.png"]}, "bad document", "image_info[0].matched_text_index"),
+    ({"text_list": [], "image_info": []}, "no text", "text_list"),
+    ({"text": "a", "loss_weight": 0}, "no loss", "loss_weight"),
+    ({"text": "a", "image": "a.png", "boxes": [[1, 2]]}, "part of a medium", "boxes"),
+    ({"text": "a", "audio": "a.wav"}, "audio not supported", "audio"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason", "field_path"), REFUSED)
+def test_document_refusals_name_reason_and_field(record, reason, field_path):
+    with pytest.raises(RecordError) as caught:
+        read_conversation(record)
+    assert (caught.value.reason, caught.value.field_path) == (reason, field_path)
+
+
+def test_caption_prompt_makes_a_conversation_of_a_caption_alone():
+    caption = {"image": "a.png", "caption": "A thing.", "loss_weight": 0.5}
+    asked = read_conversation(caption, caption_prompt="What is it?")
+    assert asked.messages == [
+        {"role": "user", "content": [IMAGE, text("What is it?")]},
+        {"role": "assistant", "content": "A thing.", "loss_weight": 0.5},
+    ]
+    assert asked.media_references == [("image", "a.png")] and not asked.document
+    others = [record for name, record, *_ in FORMS if name != "document"]
+    for record in ({"text": "no image"}, {"images": ["a.png"], "text": "See <image> here"}, *others):
+        assert read_conversation(record, caption_prompt="What is it?").document
+
+
+def convert(root: Path, input_path: Path, **options: Any) -> Any:
+    (root / "media").mkdir(exist_ok=True)
+    return convert_dataset([input_path], ConversionOptions(root / "media", root / "out", **options))
+
+
+def test_columns_name_captions_and_texts(tmp_path):
+    write(tmp_path / "media/a.png", encoded(56, 84, "png"))
+    (tmp_path / "in.csv").write_text("url,alt,text\na.png,A thing.,noise\n,No image.,noise\n")
+    report = convert(tmp_path, tmp_path / "in.csv", columns="url=image,alt=caption")
+    assert (report.samples, report.images, report.refused) == (2, 1, {})
+    [row] = open_loader(DataConfig(path=str(tmp_path / "out"), seq_len=64), tiny_checkpoint(), epochs=1)
+    assert row.num_samples == 2
+    for columns in ("url=image", "alt=caption,text=text", "alt=caption,text=assistant"):
+        with pytest.raises(ConvertError, match="--columns"):
+            convert(tmp_path, tmp_path / "in.csv", columns=columns)
+
+
+def test_interleaved_parquet_with_bytes_and_nulls(tmp_path):
+    picture = encoded(56, 84, "png")
+    images = [None, {"bytes": picture, "path": None}, None]
+    table = pa.Table.from_pylist([{"texts": ["One ", None, "two."], "images": images, "url": "x"}])
+    pq.write_table(table, tmp_path / "in.parquet")
+    report = convert(tmp_path, tmp_path / "in.parquet")
+    assert (report.samples, report.images, report.ignored) == (1, 1, {"records": {"url": 1}})
+
+
+def mutated(number: int, draw: random.Random) -> tuple[dict[str, Any], str]:
+    """A record with its number in its text, and why it cannot be used; empty: it can."""
+    name = f"Number {number}."
+    good: list[dict[str, Any]] = [
+        {"text": name},
+        {"image": "a.png", "caption": name},
+        {"texts": [name, None, "more"], "images": [None, "a.png", None]},
+        {"text_list": [name, "more"], "image_info": [{"image_name": "a.png", "matched_text_index": 1}]},
+    ]
+    kind = draw.randrange(4)
+    record = good[kind]
+    mutations: list[tuple[dict[str, Any], str]] = {
+        0: [({"text": ""}, "no text"), ({"text": None}, "no text"), ({"text": 5}, "bad text")],
+        1: [
+            ({"caption": ""}, "no text"),
+            ({"caption": None}, "no text"),
+            ({"image": None}, ""),
+            ({"image": "missing.png"}, "medium missing"),
+            ({"image": "text.png"}, "image does not decode"),
+        ],
+        2: [
+            ({"images": [None, None, None]}, ""),
+            ({"images": None}, ""),
+            ({"images": [None, "a.png"]}, "bad document"),
+            ({"images": ["a.png", "a.png", None]}, "bad document"),
+            ({"images": [None, ["a.png", "a.png"], None]}, "bad media reference"),
+            ({"texts": [None, None, None]}, "no text"),
+        ],
+        3: [
+            ({"image_info": [{"image_name": "a.png", "matched_text_index": 2}]}, "bad document"),
+            ({"image_info": [{"image_name": "a.png", "matched_text_index": -1}]}, "bad document"),
+            ({"image_info": [{"image_name": "a.png", "matched_text_index": 0}] * 2}, ""),
+            ({"image_info": [None]}, ""),
+            ({"text_list": [" "], "image_info": None}, "no text"),
+        ],
+    }[kind]
+    if draw.random() < 0.3:
+        return record, ""
+    change, reason = draw.choice(mutations)
+    return record | change, reason
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_mutated_documents_are_counted_and_every_usable_one_is_trained_on_once(tmp_path, seed):
+    draw = random.Random(seed)
+    write(tmp_path / "media/a.png", encoded(56, 84, "png"))
+    (tmp_path / "media/text.png").write_text("no image")
+    records = [mutated(number, draw) for number in range(50)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record, _ in records))
+    report = convert(tmp_path, tmp_path / "in.jsonl")
+    reasons = Counter(reason for _, reason in records if reason)
+    assert report.refused == {"in.jsonl": dict(reasons)} and len(reasons) >= 4
+    assert report.records == 50 and report.samples == 50 - reasons.total()
+
+    hf = tiny_checkpoint()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(hf)
+    trained: Counter[int] = Counter()
+    for row in open_loader(DataConfig(path=str(tmp_path / "out"), seq_len=64, num_workers=0), hf, epochs=1):
+        assert not row.dropped_counts
+        for start, end in zip(row.cu_seqlens.tolist(), row.cu_seqlens.tolist()[1:], strict=False):
+            sample_text = tokenizer.decode(row.tokens[start:end])
+            if "Number " in sample_text:
+                trained[int(sample_text.partition("Number ")[2].partition(".")[0])] += 1
+    assert trained == Counter(number for number, (_, reason) in enumerate(records) if not reason)

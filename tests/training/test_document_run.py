@@ -1,0 +1,51 @@
+"""A run over documents and conversations moves between layouts, with parts of documents on their way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_tools.sample_sizes import index_datasets
+from megatron_vl.config import DataConfig
+from megatron_vl.spec.families import read_spec
+from tests.data.datasets import converted
+from tests.data.test_documents import documents
+from tests.support.tiny_run import metrics, prepare, train
+from tests.tiny import tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+OPTIONS = "--data.num_workers 0 --checkpoint.interval 2 --log.samples true --data.seq_len 64".split()
+
+
+def samples(run: Path) -> dict[int, list[str]]:
+    return {line["step"]: sorted(sum(line["rows"], [])) for line in metrics(run, "samples.jsonl")}
+
+
+def test_documents_and_conversations_survive_changes_of_layout(tmp_path: Path) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    prepared = prepare(tmp_path / "prepared", hf, samples=12)
+    path = converted(tmp_path, documents(tmp_path))[0]
+    index_datasets(DataConfig(path=str(path)), read_spec(hf), hf)
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        f"      - {{path: {path}, weight: 2}}\n      - {{path: {prepared['data']}, weight: 1}}\n"
+    )
+    options = [*OPTIONS, "--data.path", str(mixture)]
+    done = train(prepared, tmp_path / "whole", *options, ranks=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wanted = samples(tmp_path / "whole")
+    assert len(wanted) == 6 and sum("#" in key for keys in wanted.values() for key in keys) > 12
+
+    run = tmp_path / "run"
+    for stop, layout in ((2, ["--parallel.cp", "2"]), (4, []), (6, ["--parallel.pp", "2"])):
+        done = train(prepared, run, *options, *layout, "--stop_after", str(stop), ranks=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert samples(run) == wanted
+    losses = {line["step"]: line["loss"] for line in metrics(tmp_path / "whole")}
+    for line in metrics(run):
+        assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
+        assert {"source/out/loss", "source/data/loss_tokens_seen"} <= set(line)
