@@ -14,9 +14,9 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +55,14 @@ from megatron_vl.system.processes import end_with_parent
 from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
+
+ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
+    "samples": SAMPLE_DTYPE,
+    "media": MEDIUM_DTYPE,
+    "documents": np.dtype("?"),
+    "text_before": np.dtype("<u4"),
+}
+"""The files of sizes, without ``.npy``."""
 
 
 class SizesWriteError(UserError, ValueError):
@@ -197,54 +205,89 @@ def _measure_shards(
     """Writes the sizes of all samples, in the order of the shards."""
     tasks = _shard_tasks(dataset, encoder)
     _current_tasks[:] = tasks.values()
-    shards: dict[str, dict[str, Any]] = {}
-    sample_arrays, media_arrays = [np.zeros(0, SAMPLE_DTYPE)], [np.zeros(0, MEDIUM_DTYPE)]
-    flag_arrays, text_arrays = [np.zeros(0, np.bool_)], [np.zeros(0, np.uint32)]
-    media_count = 0
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
-            for name, sizes in zip(tasks, _run_tasks(len(tasks), num_workers), strict=True):
-                sizes.samples["media_end"] += media_count  # counted on from shard to shard
-                media_count += len(sizes.media)
-                sample_arrays.append(sizes.samples)
-                media_arrays.append(sizes.media)
-                flag_arrays.append(sizes.document_flags)
-                text_arrays.append(sizes.text_before)
-                shards[name] = sizes.facts
-                show_progress(1)
+            sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
+            write_sizes(partial_dir, sizes, lambda: dataset.content_id, show_progress)
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
         _split_readers.clear()
         _current_tasks.clear()
-    np.save(partial_dir / "samples.npy", np.concatenate(sample_arrays))
-    np.save(partial_dir / "media.npy", np.concatenate(media_arrays))
-    document_flags = np.concatenate(flag_arrays)
-    if document_flags.any():
-        np.save(partial_dir / DOCUMENTS_FILE, document_flags)
-        np.save(partial_dir / TEXT_BEFORE_FILE, np.concatenate(text_arrays))
-    (partial_dir / SHARDS_FILE).write_text(json.dumps({"content": dataset.content_id, "shards": shards}))
 
 
-def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[Any]:
+class ShardSizes(NamedTuple):
+    """The sizes of the samples of a shard."""
+
+    arrays: dict[str, NDArray[Any]]
+    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` counts from the first medium of the shard."""
+    facts: dict[str, Any]
+
+
+def write_sizes(
+    sizes_dir: Path,
+    sizes_by_shard: Iterable[tuple[str, ShardSizes]],
+    content_id: Callable[[], str],
+    show_progress: Callable[[int], None],
+) -> None:
+    """Writes the sizes of shards one after the other, so that memory holds one shard.
+
+    Args:
+        content_id: returns the id of the content; called after the last shard.
+    """
+    shards: dict[str, dict[str, Any]] = {}
+    media_count, has_documents = 0, False
+    with ExitStack() as open_files:
+        append = {
+            name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
+            for name, dtype in ARRAY_DTYPES.items()
+        }
+        for shard_name, (arrays, facts) in sizes_by_shard:
+            arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
+            media_count += len(arrays["media"])
+            has_documents |= bool(arrays["documents"].any())
+            for name, values in arrays.items():
+                append[name](values)
+            shards[shard_name] = facts
+            show_progress(1)
+    if not has_documents:
+        for file_name in (DOCUMENTS_FILE, TEXT_BEFORE_FILE):
+            (sizes_dir / file_name).unlink()
+    (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
+
+
+@contextmanager
+def _open_array(array_path: Path, dtype: np.dtype) -> Iterator[Callable[[NDArray[Any]], None]]:
+    """A context with a function that appends to a new ``.npy`` file, whose header has room for any length."""
+    length = 0
+    with array_path.open("wb") as array_file:
+
+        def write_header() -> None:
+            array_file.seek(0)
+            facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+            np.lib.format.write_array_header_1_0(array_file, facts)
+
+        def append(values: NDArray[Any]) -> None:
+            nonlocal length
+            array_file.write(values.tobytes())
+            length += len(values)
+
+        write_header()
+        yield append
+        write_header()
+
+
+def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) -> Iterator[Any]:
+    """The results of a function for each number of a task, in order, from forked processes."""
     if num_workers <= 1 or num_tasks <= 1:
-        yield from map(_measure_shard, range(num_tasks))
+        yield from map(function, range(num_tasks))
         return
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
     # A worker whose parent was killed would wait for its next shard indefinitely.
     with ProcessPoolExecutor(num_workers, context, initializer=end_with_parent) as process_pool:
-        yield from process_pool.map(_measure_shard, range(num_tasks))
-
-
-class _ShardSizes(NamedTuple):
-    samples: NDArray[np.void]
-    """``media_end`` counts from the first medium of the shard."""
-    media: NDArray[np.void]
-    document_flags: NDArray[np.bool_]
-    text_before: NDArray[np.uint32]
-    facts: dict[str, Any]
+        yield from process_pool.map(function, range(num_tasks))
 
 
 class MeasuredSample(NamedTuple):
@@ -260,18 +303,22 @@ class MeasuredSample(NamedTuple):
     """uint32 [media]: number of tokens of a document's text before each medium."""
 
 
-def _measure_shard(task_number: int) -> _ShardSizes:
+def _measure_shard(task_number: int) -> ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
         split_reader = _split_readers[task.source.split] = SampleReader(task.source)
+    return measure_samples(task.encoder, (_read_sample(split_reader, index) for index in task.sample_indices))
 
+
+def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) -> ShardSizes:
+    """The sizes of the samples of a shard, as :func:`measure_sample` measures each."""
     sample_rows, document_flags = [], []
     media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
     unusable_reasons: Counter[str] = Counter()
     media_count = all_turns = 0
-    for sample_index in task.sample_indices:
-        sample = measure_sample(task.encoder, _read_sample(split_reader, sample_index))
+    for raw_sample in samples:
+        sample = measure_sample(encoder, raw_sample)
         all_turns += sample.assistant_turns
         if sample.unusable_reason:
             unusable_reasons[sample.unusable_reason] += 1
@@ -281,13 +328,13 @@ def _measure_shard(task_number: int) -> _ShardSizes:
         sample_rows.append((sample.text_tokens, media_count))
         document_flags.append(sample.is_document)
     facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
-    return _ShardSizes(
-        np.array(sample_rows, SAMPLE_DTYPE),
-        np.concatenate(media_arrays),
-        np.array(document_flags, np.bool_),
-        np.concatenate(text_arrays),
-        facts,
-    )
+    arrays = {
+        "samples": np.array(sample_rows, SAMPLE_DTYPE),
+        "media": np.concatenate(media_arrays),
+        "documents": np.array(document_flags, np.bool_),
+        "text_before": np.concatenate(text_arrays),
+    }
+    return ShardSizes(arrays, facts)
 
 
 def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | None:

@@ -9,10 +9,12 @@ import itertools
 import json
 import os
 import sqlite3
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
@@ -24,7 +26,9 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.location import DataPath, Location
+from megatron_vl.data.source.pair_reader import read_tar_shards
 from megatron_vl.data.source.sample_sizes import list_split_datasets
+from megatron_vl.data.source.store_reading import StoreReader, StoreShards, has_local_shards
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
@@ -207,16 +211,25 @@ class SampleReader:
         dataset_dir = EPath(sample_source.dataset.path)
         counts = sample_source.dataset.samples_by_shard
         names = sample_source.shard_names
-        shard_infos = [ShardInfo(name=name, path=dataset_dir / name, count=counts[name]) for name in names]
+        tar_shards = read_tar_shards(sample_source.dataset.path)
+        self.shards: list[Any] = [
+            tar_shards.get(name) or ShardInfo(name=name, path=dataset_dir / name, count=counts[name])
+            for name in names
+        ]
         excluded_names = set(sample_source.dataset.excluded_names)
+        self.path = dataset_dir
         self.member_names: list[str] = []
         # Energon names a sample SHARD/KEY there.
-        self.shard_reader = ShardReader(
-            dataset_dir,
-            shard_infos,
-            self._is_member_wanted,
-            sample_filter=lambda name: name not in excluded_names,
-        )
+        self.sample_filter = lambda name: name not in excluded_names
+        if has_local_shards(self):
+            self.shard_reader: Any = ShardReader(
+                dataset_dir, self.shards, self._is_member_wanted, sample_filter=self.sample_filter
+            )
+        else:
+            stored_shards = StoreShards(self, block_size=1)
+            self.shard_reader = StoreReader(
+                self, lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]
+            )
         self.tolerant_reader = TolerantReader(self.shard_reader)
         self.reads_media = False
 

@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
-DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid")
+DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid", "tars.json")
 
 
 def hf_weights_name(config: TrainConfig) -> str:

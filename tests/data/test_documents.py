@@ -383,3 +383,16 @@ def test_documents_without_text_that_fits_end_the_run(tmp_path):
     path = converted(tmp_path, [{"text": "t", "image": "b.png"}])[0]
     with pytest.raises(LoaderError, match="in a row cannot be used"):
         next(open_loader(settings(path), tiny_checkpoint("qwen2_5_vl")))
+
+
+def test_sizes_are_written_as_numpy_writes_them(tmp_path):
+    from data_tools.sample_sizes import SAMPLE_DTYPE, _open_array
+
+    for count in (0, 1, 1000):
+        records = np.zeros(count, SAMPLE_DTYPE)
+        records["tokens"] = np.arange(count)
+        with _open_array(tmp_path / "ours.npy", SAMPLE_DTYPE) as append:
+            append(records[: count // 3])
+            append(records[count // 3 :])
+        np.save(tmp_path / "numpys.npy", records)
+        assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpys.npy").read_bytes()

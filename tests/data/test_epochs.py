@@ -35,7 +35,7 @@ def trained_samples(plan: BatchPlanner, steps: int | None = None) -> list[list[i
     batches = []
     while not plan.is_at_end and steps != len(batches):
         batch = plan.next_batch()
-        _, index, tokens, _ = batch.sample_table
+        _, index, tokens, _, _ = batch.sample_table
         assert np.bincount(batch.row_of_sample, tokens, batch.num_rows).max() <= SEQ_LEN
         batches.append(index[tokens > 0].tolist())
     return batches

@@ -45,6 +45,7 @@ BUCKET = "rows"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """The client of a store with one bucket, which the profile ``pictures`` names."""
+    multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()  # of another module's store
     patch = pytest.MonkeyPatch()
     for name, value in {
         "ACCESS_KEY_ID": "id",
@@ -106,6 +107,19 @@ def test_object_store_gives_the_rows_of_the_folder(dataset, workers):
 
     assert len(here) == 4
     assert all(same(one, other) for one, other in zip(here, there, strict=True))
+
+
+def test_object_store_gives_documents_of_the_folder(store, tmp_path):
+    """Each part of a long document is read on its own."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    texts, _ = converted(tmp_path, [{"text": "long " * 300}, {"text": "short"}])
+    index_datasets(config(texts), read_spec(hf), hf)
+    upload(store, texts, texts.name)
+    here, _ = rows(texts, 6, seq_len=128, num_workers=1)
+    there, _ = rows(f"msc://pictures/{texts.name}", 6, seq_len=128, num_workers=1)
+    assert all(same(one, other) for one, other in zip(here, there, strict=True))
+    keys = {key for row in here for key in row.sample_keys}
+    assert "000000000#3" in keys
 
 
 def test_resume_moves_between_folder_and_object_store(dataset):

@@ -15,6 +15,8 @@ from .options import DataConvertOptions, DataIndexOptions, DataShowOptions, Data
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
 
+    from .prepared_dataset import PreparedDataset
+
 MAX_SHOWN_KEYS = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
 SETTING_BY_IGNORED_KEY = {
@@ -140,8 +142,10 @@ def index(options: DataIndexOptions) -> int:
 
     from .prepared_dataset import open_prepared
 
-    prepared = open_prepared(options)
+    prepared = open_prepared(options, options.out)
     num_workers = options.workers if options.workers is not None else default_workers()
+    if options.out is not None:
+        _index_tars(options, prepared, num_workers)
     for result in index_datasets(prepared.config.data, prepared.spec, prepared.processor_dir, num_workers):
         unusable_text = ""
         if result.unusable:
@@ -154,6 +158,22 @@ def index(options: DataIndexOptions) -> int:
             f"{result.media} media ({result.bytes / 2**20:.2f} MiB) {time_text}"
         )
     return 0
+
+
+def _index_tars(options: DataIndexOptions, prepared: PreparedDataset, num_workers: int) -> None:
+    from data_tools.tar_index import TarIndex, find_tars, index_tars
+    from megatron_vl.data.source.sample_sizes import compute_tokenization_id
+    from megatron_vl.data.source.tar_list import parse_fields
+
+    assert options.out is not None
+    sizes_name = compute_tokenization_id(prepared.processor_dir, prepared.spec, prepared.config.data)
+    fields, tars = parse_fields(options.members), find_tars(options.input)
+    tar_index = TarIndex(*tars, options.out, fields, prepared.row_encoder, sizes_name)
+    report = index_tars(tar_index, num_workers)
+    broken = ", ".join(f"{count} {reason}" for reason, count in report.broken.most_common())
+    listed = f"; no usable pair: {broken}, listed in {options.out / 'quarantine.jsonl'}" if broken else ""
+    read_text = f"{pluralize(report.tars, 'tar')}, {report.read_tars} of them read now"
+    print(f"{options.out}: {report.pairs} pairs in {read_text}{listed}")
 
 
 def show(options: DataShowOptions) -> int:

@@ -10,6 +10,8 @@ from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
 from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
 
+PAIR_MEMBERS = "image=jpg|jpeg|png|webp caption=txt|json:caption"
+
 
 @dataclass(kw_only=True)
 class DataConvertOptions(RecordOptions):
@@ -84,10 +86,30 @@ class DataIndexOptions(PreparedOptions):
 
     All text is tokenized once; nothing is decoded. The sizes serve every run whose tokenizer and chat
     template are the same, whatever its limits of pixels and tokens. Those that are there are kept.
+
+    With --input and --out, make a data set of image-text pairs in WebDataset tars: a run reads them where
+    they lie. What is no usable pair is counted, and listed in OUT/quarantine.jsonl.
     """
 
+    input: list[str] = option([], metavar="TAR", several=True)
+    """Make a data set of these tars: names with braces (DIR/{00000..01200}.tar, msc://PROFILE/DIR/{0..9}.tar),
+    folders, or files that list them."""
+    out: Path | None = option(None, metavar="DIR")
+    """Folder for the data set of tars: their own, or any other. The same command reads only new and changed
+    tars."""
+    members: list[str] = option([], metavar="NAME=EXTENSIONS", several=True, shown_default=PAIR_MEMBERS)
+    """Find image and caption of a pair by extension: the first caption that has text counts, and json:KEY is
+    a field of a JSON file. With prompt=TEXT, each caption answers that question."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
+
+    def check(self) -> None:
+        if bool(self.input) != (self.out is not None):
+            raise UsageError("a data set of tars needs --input and --out")
+        if self.members and not self.input:
+            raise UsageError("--members belongs to a data set of tars: give --input")
+        if self.input and self.data is not None:
+            raise UsageError("give --data for a data set that exists, or --input and --out for tars")
 
 
 @dataclass(kw_only=True)

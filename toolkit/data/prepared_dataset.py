@@ -36,8 +36,11 @@ class PreparedDataset:
         return open_encoder(self.config.data, self.spec, self.processor_dir)
 
 
-def open_prepared(options: PreparedOptions) -> PreparedDataset:
+def open_prepared(options: PreparedOptions, new_dataset: Path | None = None) -> PreparedDataset:
     """Reads the settings of the run and finds the data set.
+
+    Args:
+        new_dataset: the data set that is about to be written.
 
     Raises:
         UsageError: no data set or no processor is given, or a field is invalid.
@@ -45,7 +48,8 @@ def open_prepared(options: PreparedOptions) -> PreparedDataset:
         ConfigError: the processor's ``config.json`` cannot be used.
     """
     run_args = [*options.fields]
-    run_args += ["--data.path", str(options.data)] if options.data else []
+    dataset_path = new_dataset or options.data
+    run_args += ["--data.path", str(dataset_path)] if dataset_path else []
     run_args += ["--model.hf", str(options.processor)] if options.processor else []
     try:
         config = parse_config(run_args)
@@ -55,5 +59,6 @@ def open_prepared(options: PreparedOptions) -> PreparedDataset:
     missing += [] if config.model.hf else ["--processor (or model.hf of a run)"]
     if missing:
         raise UsageError(f"give {' and '.join(missing)}")
-    check_data_path(config.data.path)
+    if not new_dataset:
+        check_data_path(config.data.path)
     return PreparedDataset(config, read_spec(config.model.hf))

@@ -137,7 +137,7 @@ def print_facts(facts: dict[str, Any]) -> None:
             print_line(sentence)
     for name, reasons in facts["quarantined"].items():
         for reason, count in reasons.items():
-            print_line(f"quarantined by the conversion of {name}: {count:,} {reason}")
+            print_line(f"quarantined in {name}: {count:,} {reason}")
 
 
 def quarantined_records(statistics: SplitStatistics) -> dict[str, ReasonExamples]:

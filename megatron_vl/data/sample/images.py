@@ -37,6 +37,8 @@ class ImageTooLargeError(PixelError):
     """An image or video frame with more pixels than are allowed."""
 
 
+PNG_EXIF_MARKS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""One of them stands in a PNG that says how it is turned."""
 JPEG_END_MARKER = b"\xff\xd9"
 
 
@@ -149,6 +151,9 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
     """
     with pixel_errors("image"), open_image(image_bytes) as opened_image:
         width, height = opened_image.size
+        # Pillow would decode a PNG to look for EXIF after its pixels.
+        if opened_image.format == "PNG" and not any(mark in image_bytes for mark in PNG_EXIF_MARKS):
+            return height, width
         # Orientations 5 to 8 turn the image by 90 degrees. Pillow has already turned the size of a TIFF.
         orientation = opened_image.getexif().get(0x0112, 1)
         is_turned = orientation in (5, 6, 7, 8) and opened_image.format != "TIFF"

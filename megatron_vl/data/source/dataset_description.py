@@ -35,6 +35,7 @@ from megatron_vl.data.source.location import (
     read_text_file,
     resolve_location,
 )
+from megatron_vl.data.source.tar_list import TARS_FILE, TarList, read_tar_list
 from megatron_vl.system.errors import UserError
 
 METADATA_DIR = ".nv-meta"
@@ -319,7 +320,11 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
         raise DescriptionError(
             f"{metadata_dir / '.info.json'}: shard_counts is not a number of samples for each shard"
         )
-    _check_shard_names(dataset_path, samples_by_shard.keys() | set().union(*shards_by_split.values()))
+    shard_names = samples_by_shard.keys() | set().union(*shards_by_split.values())
+    if tar_list := read_tar_list(metadata_dir):
+        _check_tars(dataset_path, tar_list, shard_names)
+    else:
+        _check_shard_names(dataset_path, shard_names)
 
     excluded_set = set(excluded_names)
     kept_shards = {
@@ -333,6 +338,23 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
         samples_by_shard,
         _read_content_id(metadata_dir / "index.uuid"),
     )
+
+
+def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]) -> None:
+    """Refuses a list of tars that are not those of the splits, or that have changed."""
+    # Their folder may hold links to tars elsewhere, so only the names are checked.
+    _check_shard_names(dataset_path / METADATA_DIR / TARS_FILE, shard_names)
+    if unknown_names := shard_names - tar_list.samples_by_tar.keys():
+        raise DescriptionError(
+            f"{dataset_path / METADATA_DIR / TARS_FILE} does not list {min(unknown_names)}"
+        )
+    if changed := tar_list.changed_tars():
+        names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
+        raise LoaderError(
+            f"{dataset_path}: {len(changed)} of {len(tar_list.stamps)} tars in {tar_list.root} changed or"
+            f" went since they were indexed: {names}. Run the same `megatron-vl data index --input` again,"
+            " which reads only these"
+        )
 
 
 def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from megatron.energon import WorkerConfig
 from megatron.energon.epathlib import EPath
-from megatron.energon.flavors.webdataset.structs import ShardInfo
 from megatron.energon.metadataset import load_dataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, SplitFacts, join_content_ids
 from megatron_vl.data.source.location import part_folders, resolve_location
+from megatron_vl.data.source.pair_reader import read_tar_shards
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
-from megatron_vl.data.source.store_reading import StoreReader
+from megatron_vl.data.source.store_reading import StoreReader, has_local_shards
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 
 Integers = NDArray[np.int64]
@@ -41,6 +42,8 @@ def _load_dataset(dataset_path: str, split_name: str) -> LoadedDataset:
             training=False, split_part=split_name, worker_config=single_worker, decoder=None
         )
         parts.append(loaded_split.datasets[0].dataset)
+        if tar_shards := read_tar_shards(resolve_location(str(folder))):
+            parts[-1].shards = [tar_shards[shard.name] for shard in parts[-1].shards]
     if len(parts) == 1:
         return loaded_split.datasets[0]
     return LoadedDataset(dataset=JoinedDataset(EPath(dataset_path), parts))
@@ -55,7 +58,7 @@ class JoinedDataset:
         for part in parts:
             for shard in part.shards:
                 name = f"{part.path.name}/{shard.name}"
-                self.shards.append(ShardInfo(name=name, path=shard.path, count=shard.count))
+                self.shards.append(replace(shard, name=name))
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -150,7 +153,7 @@ def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> TolerantRe
     Args:
         take: gives the bytes of a sample in an object store; a local data set does without.
     """
-    if not dataset.path.is_local():
+    if not has_local_shards(dataset):
         return TolerantReader(StoreReader(dataset, take))
     reader = ShardReader(
         dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS

@@ -26,10 +26,11 @@ import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import ITAR_SUFFIX, ITarFile, ITarSamplePointer
-from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from multistorageclient.types import Range
 from numpy.typing import NDArray
 
+from megatron_vl.data.source.pair_reader import PairReader, TarShard
+from megatron_vl.system.errors import retry_machine_faults
 from megatron_vl.system.signals import shield_loader_worker
 
 READING_ENDED_TEXT = "the process that reads from the object store has ended"
@@ -61,7 +62,7 @@ class ReadAhead:
 
     def __init__(self, datasets: Sequence[Any], block_size: int, block_count: int, rank_count: int) -> None:
         self._shards = [
-            None if dataset.path.is_local() else StoreShards(dataset, block_size) for dataset in datasets
+            None if has_local_shards(dataset) else StoreShards(dataset, block_size) for dataset in datasets
         ]
         self._block_count = block_count
         self._reads_blocks = rank_count <= MAX_BLOCK_RANKS
@@ -252,6 +253,8 @@ class StoreShards:
 
     def _read_offsets(self, shard: int, first_sample: int, end_sample: int) -> list[int]:
         """The first byte of each of some samples of a shard, and the end of the last one."""
+        if isinstance(self._shards[shard], TarShard):
+            return list(self._shards[shard].offsets[first_sample : end_sample + 1].tolist())
         page = first_sample // PAGE_SIZE
         page_start = page * PAGE_SIZE
         offsets = self._pages.get((shard, page))
@@ -270,6 +273,38 @@ class StoreShards:
         return shard, index - self._shard_starts[shard]
 
 
+def has_local_shards(dataset: Any) -> bool:
+    """Whether a data set's shards lie on a local disk. Its description may lie elsewhere."""
+    return bool(dataset.shards[0].path.is_local())
+
+
+class StoreFile(io.RawIOBase):
+    """An object as a file, which is read by ranges."""
+
+    def __init__(self, path: EPath) -> None:
+        self._path, self._size, self._position = path, int(path.size()), 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        start, end = self._position, min(self._position + len(buffer), self._size)
+        if start >= end:
+            return 0
+        content = retry_machine_faults(lambda: _read_bytes(self._path, start, end), str(self._path))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
 def _read_bytes(path: EPath, start: int, end: int) -> bytes:
     """Raises errors that will not pass (HTTP 403, 404, 416) by name, and others as EIO, which is retried."""
     try:
@@ -285,7 +320,7 @@ def _read_bytes(path: EPath, start: int, end: int) -> bytes:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-class StoreReader(ShardInfosITarReader):
+class StoreReader(PairReader):
     """Energon's reader, for samples whose bytes are read elsewhere.
 
     Args:

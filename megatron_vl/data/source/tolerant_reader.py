@@ -19,17 +19,15 @@ from typing import Any
 
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITarFile
-from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S
+from megatron_vl.data.source.pair_reader import BROKEN_FIELD, PairReader
 from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 
-BROKEN_FIELD = "__broken__"
-"""Field of a crude sample that could not be read; its value is (reason, detail)."""
 CRC_FIELD = b', "crc32": '
 
 
-class ShardReader(ShardInfosITarReader):
+class ShardReader(PairReader):
     """Energon's reader for shards that are read for a long time and may be damaged.
 
     An open ``TarFile`` keeps a description of each member that it has read, about 1 kB for each sample.

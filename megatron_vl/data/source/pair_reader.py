@@ -1,0 +1,263 @@
+"""Image-text pairs in tars that were not written by this toolkit, read where they lie.
+
+The members of a pair become what a shard of ``data convert`` holds: the JSON of a sample with the size of
+its image, which comes from the image's header, and the bytes of the image. Names in a tar are only compared
+and shown; nothing is unpacked.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from megatron.energon.edataclass import edataclass
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.config import skip_meta_re
+from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.flavors.webdataset.structs import ShardInfo
+from numpy.typing import NDArray
+
+from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO
+from megatron_vl.data.sample.images import image_size
+from megatron_vl.data.sample.medium import UnusableError
+from megatron_vl.data.source.location import Location
+from megatron_vl.data.source.tar_list import OFFSETS_FILE, PairFields, read_tar_list
+
+BROKEN_FIELD = "__broken__"
+"""Field of a crude sample that could not be read; its value is (reason, detail)."""
+HEAD_BYTES = 1 << 16
+"""Bytes at the beginning of a JPEG in which its size is looked for first."""
+MAX_TEXT_BYTES = 16 << 20
+"""Largest member, or header, that is read as text."""
+HEADER_TYPES = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+JPEG_MAGIC = b"\xff\xd8"
+
+
+@edataclass
+class TarShard(ShardInfo):
+    """A tar that is read where it lies."""
+
+    fields: PairFields
+    offsets: NDArray[np.uint64]
+    """uint64 [count + 1]: the first byte of each pair, and the end of the last one."""
+
+
+def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
+    """The tars of an indexed data set by name; none for a converted one."""
+    metadata_dir = dataset_path / ".nv-meta"
+    tar_list = read_tar_list(metadata_dir)
+    if tar_list is None:
+        return {}
+    offsets_path = metadata_dir / OFFSETS_FILE
+    offsets: Any
+    if isinstance(offsets_path, Path):
+        offsets = np.asarray(np.memmap(offsets_path, "<u8", "r"))
+    else:
+        offsets = np.frombuffer(offsets_path.read_bytes(), "<u8")
+    shards, start, root = {}, 0, EPath(tar_list.root)
+    for name, count in tar_list.samples_by_tar.items():
+        facts = {"fields": tar_list.fields, "offsets": offsets[start : start + count + 1]}
+        shards[name] = TarShard(name=name, path=root / name, count=count, **facts)
+        start += count + 1
+    return shards
+
+
+class _BoundedTarInfo(tarfile.TarInfo):
+    """A header, which may claim any size. Python reads one about the next file's name into memory."""
+
+    def _proc_member(self, tar_file: tarfile.TarFile) -> Any:
+        if self.type in HEADER_TYPES and self.size > MAX_TEXT_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(tar_file)  # type: ignore[misc]
+
+
+class TarMember(NamedTuple):
+    """A file in a tar."""
+
+    info: tarfile.TarInfo
+    name: str
+    key: str
+    """Its name up to the first dot of the last part, as WebDataset groups files."""
+    extension: str
+    content: bytes | UnusableError
+    """What is needed of it: nothing, its head, or all; or why it cannot be read."""
+
+    @property
+    def end(self) -> int:
+        """The first byte of the tar after it."""
+        return int(self.info.offset_data - -self.info.size // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE)
+
+
+def iter_members(
+    tar_file: ITarFile, end: int, fields: PairFields, *, reads_pixels: bool
+) -> Iterator[TarMember]:
+    """Yields the files of a tar from its present offset on to ``end``.
+
+    Args:
+        reads_pixels: whether to read whole images. Otherwise, only the head of a JPEG is read.
+    """
+    tar_file.tarinfo = _BoundedTarInfo
+    while tar_file.offset < end and (info := tar_file.next()) is not None:
+        tar_file.members.clear()  # it would remember each member
+        # Names may have any length and any bytes.
+        name = info.name.encode(errors="backslashreplace").decode()
+        folder, slash, file_name = name.rpartition("/")
+        stem, dot, extension = file_name.partition(".")
+        if not info.isreg() or not stem or not dot or skip_meta_re.match(name):
+            continue
+        extension = extension.lower()
+        content: bytes | UnusableError = b""
+        try:
+            if extension in fields.image:
+                content = _read_content(tar_file, info, end, info.size if reads_pixels else HEAD_BYTES)
+                if not reads_pixels and not content.startswith(JPEG_MAGIC):
+                    content = _read_content(tar_file, info, end, info.size)
+            elif extension in fields.text_extensions:
+                if info.size > MAX_TEXT_BYTES:
+                    raise UnusableError("caption too long", f"{name} has {info.size} bytes")
+                content = _read_content(tar_file, info, end, info.size)
+        except UnusableError as error:
+            content = error
+        yield TarMember(info, name, f"{folder}{slash}{stem}", extension, content)
+
+
+def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, end: int, max_bytes: int) -> bytes:
+    """The first bytes of a member. Its header may claim any size."""
+    if info.offset_data + info.size > end:
+        raise UnusableError("member truncated", f"{info.name} does not end within the tar")
+    if info.issparse():
+        raise UnusableError("sparse member", info.name)
+    tar_file.fileobj.seek(info.offset_data)
+    return bytes(tar_file.fileobj.read(min(info.size, max_bytes)))
+
+
+def read_pair(
+    tar_file: ITarFile, members: Sequence[TarMember], fields: PairFields, origin: dict[str, str]
+) -> dict[str, Any]:
+    """The sample of a key's members as a converted shard holds it: ``json``, and the image by its extension.
+
+    Args:
+        members: all of one key. Of a JPEG, the head is enough.
+        origin: where the pair lies, for messages.
+
+    Raises:
+        UnusableError: they are no pair.
+    """
+    image = _only_member(members, fields.image, "image")
+    caption = ""
+    for alternative in fields.caption:
+        extension, _, json_keys = alternative.partition(":")
+        if not caption and (member := _only_member(members, (extension,), "caption")):
+            caption = _caption_text(member, json_keys)
+    names = ", ".join(member.name for member in members[:8])
+    if image is None:
+        raise UnusableError("image missing", f"{names}: no {'|'.join(fields.image)}")
+    if not caption:
+        has_member = any(member.extension in fields.text_extensions for member in members)
+        reason = "caption empty" if has_member else "caption missing"
+        raise UnusableError(reason, f"{names}: no text in {'|'.join(fields.caption)}")
+    try:
+        try:
+            height, width = image_size(image.content)
+        except PixelError:  # its head does not say it
+            tar_file.fileobj.seek(image.info.offset_data)
+            height, width = image_size(tar_file.fileobj.read(image.info.size))
+    except PixelError as error:
+        raise UnusableError("image does not decode", f"{image.name}: {error}") from error
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise UnusableError("image too narrow", f"{image.name}: {height} x {width}")
+    medium = {"key": image.extension, "kind": "image", "height": height, "width": width}
+    record = {**pair_text(image.extension, caption, fields.prompt), "media": [medium], "source": origin}
+    return {"json": json.dumps(record).encode(), image.extension: image.content}
+
+
+def pair_text(image_key: str, caption: str, prompt: str) -> dict[str, Any]:
+    """The part of a sample's JSON that says in which order image and caption are read."""
+    image = {"type": "image", "image": image_key}
+    if not prompt:
+        return {"document": [image, {"type": "text", "text": caption}]}
+    question = {"role": "user", "content": [image, {"type": "text", "text": prompt}]}
+    return {"messages": [question, {"role": "assistant", "content": caption}]}
+
+
+def _only_member(members: Sequence[TarMember], extensions: tuple[str, ...], kind: str) -> Any:
+    """The member of these extensions; None if there is none. Raises UnusableError if it cannot be used."""
+    found = [member for member in members if member.extension in extensions]
+    if len(found) > 1:
+        raise UnusableError(f"several {kind}s", ", ".join(member.name for member in found[:8]))
+    if found and isinstance(found[0].content, UnusableError):
+        raise found[0].content
+    return found[0] if found else None
+
+
+def _caption_text(member: Any, json_keys: str) -> str:
+    try:
+        text = member.content.decode("utf-8-sig")
+        if json_keys:
+            text = json.loads(text)
+            for key in json_keys.split("."):
+                text = text.get(key) if isinstance(text, dict) else None
+        text = "" if text is None else text.strip()
+        text.encode()  # half of a surrogate pair is no text
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UnusableError("caption unreadable", f"{member.name}: {error!r}") from error
+    if control_token := CONTROL_TOKEN.search(text):
+        detail = control_token_text(control_token[0])
+        raise UnusableError("control token in text", f"{member.name}: {detail}")
+    return str(text)
+
+
+class PairReader(ShardInfosITarReader):
+    """Energon's reader of shards, which also reads pairs of :class:`TarShard`."""
+
+    def _shard_place(self, sample_index: int) -> tuple[Any, int, int]:
+        """The shard of a sample, its number, and the sample's number in it."""
+        shard_number = bisect_right(self.shard_count_cumsum, sample_index) - 1
+        sample_number = sample_index - self.shard_count_cumsum[shard_number]
+        return self.shard_infos[shard_number], shard_number, sample_number
+
+    def _get_itar_sample_pointer(self, sample_index: int) -> ITarSamplePointer:
+        shard, shard_number, number = self._shard_place(sample_index)
+        if not isinstance(shard, TarShard):
+            return super()._get_itar_sample_pointer(sample_index)
+        start, end = shard.offsets[number : number + 2].tolist()
+        tar_file_id = self.shard_tar_file_idxs[shard_number]
+        return ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=start, byte_size=end - start)
+
+    def _get_item_by_sample_pointer(
+        self, sample_pointer: ITarSamplePointer, restore_index: Any, entry_match_fn: Any = None
+    ) -> Any:
+        shard, _, number = self._shard_place(restore_index)
+        if not isinstance(shard, TarShard):
+            return super()._get_item_by_sample_pointer(sample_pointer, restore_index, entry_match_fn)
+        with self._open_itarfile(sample_pointer.tar_file_id) as tar_file:
+            tar_file.offset = sample_pointer.byte_offset
+            end = sample_pointer.byte_offset + sample_pointer.byte_size
+            reads_pixels = self.part_filter is None or self.part_filter("image")
+            found = iter_members(tar_file, end, shard.fields, reads_pixels=reads_pixels)
+            # The first key's: what cannot be used lies between two pairs.
+            members = list(next(groupby(found, lambda member: member.key), ("", ()))[1])
+            key = members[0].key if members else ""
+            if self.sample_filter is not None and not self.sample_filter(f"{shard.name}/{key}"):
+                return None
+            sample = {"__key__": f"{shard.name}[{number}]", "__shard__": shard.name}
+            try:
+                origin = {"file": shard.name, "record": key}
+                return {**read_pair(tar_file, members, shard.fields, origin), **sample}
+            except UnusableError as error:
+                return {**sample, BROKEN_FIELD: (error.reason, str(error))}

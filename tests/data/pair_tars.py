@@ -1,0 +1,60 @@
+"""Tars of image-text pairs for the tests, written as other tools write them."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from data_tools.sample_sources import open_encoder
+from data_tools.tar_index import TarIndex, TarReport, find_tars, index_tars
+from megatron_vl.config import DataConfig
+from megatron_vl.data.source.sample_sizes import compute_tokenization_id
+from megatron_vl.data.source.tar_list import parse_fields
+from megatron_vl.spec.families import read_spec
+
+from .media import encoded
+
+KINDS = ("jpeg", "png", "exif", "webp", "grey_jpeg")
+SUFFIXES = {"jpeg": "jpg", "exif": "jpg", "grey_jpeg": "jpg"}
+
+
+def pair_members(key: str, number: int, caption: str, *, in_json: bool = False) -> list[tuple[str, bytes]]:
+    """An image and its caption."""
+    kind = KINDS[number % len(KINDS)]
+    image = encoded(40 + 11 * (number % 7), 60 + 17 * (number % 5), kind, seed=number)
+    text = json.dumps({"caption": caption, "url": "u"}).encode() if in_json else caption.encode()
+    return [(f"{key}.{SUFFIXES.get(kind, kind)}", image), (f"{key}.{'json' if in_json else 'txt'}", text)]
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as tar_file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar_file.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_pair_tars(folder: Path, tars: int, pairs: int) -> list[str]:
+    """Tars ``00000.tar``, ... of pairs; every second tar has captions in JSON. Returns all captions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    captions = []
+    for tar in range(tars):
+        members = []
+        for i in range(pairs):
+            number = tar * pairs + i
+            captions.append(f"A picture with the number {number}, {'very ' * (number % 4)}small")
+            members += pair_members(f"{tar:05d}{i:04d}", number, captions[-1], in_json=tar % 2 == 1)
+        write_tar(folder / f"{tar:05d}.tar", members)
+    return captions
+
+
+def index(out: Path, hf: Path, *inputs: object, members: tuple[str, ...] = (), workers: int = 1) -> TarReport:
+    """What ``data index --input INPUTS --out OUT`` does."""
+    data, spec = DataConfig(path=str(out)), read_spec(hf)
+    encoder, sizes_name = open_encoder(data, spec, hf), compute_tokenization_id(hf, spec, data)
+    tars = find_tars([str(one) for one in inputs])
+    return index_tars(TarIndex(*tars, out, parse_fields(members), encoder, sizes_name), workers)

@@ -1,0 +1,488 @@
+"""Image-text pairs in tars that exist: indexed where they lie, and trained on as if they were converted."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import tarfile
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data_tools import tar_index
+from data_tools.sample_sizes import index_datasets
+from data_tools.sample_sources import SampleReader, read_sources
+from data_tools.tar_index import TarIndexError, find_tars
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.row_encoder import RowEncoder
+from megatron_vl.data.source.dataset_description import LoaderError, read_description
+from megatron_vl.data.source.location import ObjectStoreError
+from megatron_vl.data.source.tar_list import TarListError, parse_fields
+from megatron_vl.spec.families import read_spec
+from tests.support.tiny_run import metrics, prepare, trainings
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+
+from .datasets import converted
+from .media import encoded
+from .pair_tars import index, pair_members, write_pair_tars, write_tar
+from .test_object_store import BUCKET, store  # noqa: F401
+
+type Members = list[tuple[str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def hf() -> Path:
+    return tiny_checkpoint("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory) -> tuple[Path, list[str]]:
+    """Two tars of 6 pairs, and the captions."""
+    folder = tmp_path_factory.mktemp("pairs") / "tars"
+    return folder, write_pair_tars(folder, tars=2, pairs=6)
+
+
+def trained_texts(out: Path | str, hf: Path, pattern: str, workers: int = 0) -> Counter[str]:
+    """How often each text that a pattern finds is trained on in one pass. Nothing is left out."""
+    data = DataConfig(path=str(out), seq_len=512, num_workers=workers)
+    with closing(build_loader(data, read_spec(hf), hf, epochs=1)) as loader:
+        rows = list(loader)
+        tokenizer = loader._planning_context.row_encoder.chat_encoder.tokenizer
+    assert not any(row.dropped_counts for row in rows)
+    return Counter(re.findall(pattern, "\n".join(tokenizer.decode(row.tokens) for row in rows)))
+
+
+def quarantined(out: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+
+
+def samples_of(out: Path, hf: Path):
+    """Each sample, read and decoded, in order."""
+    (source,) = read_sources(str(out), "train")
+    encoder = RowEncoder(DataConfig(path=str(out)), read_spec(hf), hf)
+    with closing(SampleReader(source)) as reader:
+        raw = [reader.read_sample(i, with_media=True) for i in range(len(source))]
+    return [encoder.postencode_sample(encoder.preencode_sample(one)) for one in raw]
+
+
+def test_tars_give_the_samples_of_converted_pairs(tars, tmp_path, hf):
+    folder, captions = tars
+    report = index(tmp_path / "tar-set", hf, folder)
+    assert (report.pairs, report.tars, report.broken) == (12, 2, Counter())
+
+    records = []
+    (tmp_path / "media").mkdir()
+    for number, caption in enumerate(captions):
+        name, content = pair_members(f"{number}", number, caption)[0]
+        (tmp_path / "media" / name).write_bytes(content)
+        records.append({"image": name, "caption": caption})
+    expected_dir, _ = converted(tmp_path, records)
+
+    found, expected = samples_of(tmp_path / "tar-set", hf), samples_of(expected_dir, hf)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids) and torch.equal(one.loss_mask, other.loss_mask)
+        (medium,), (other_medium,) = one.media_items, other.media_items
+        assert medium.grid_thw == other_medium.grid_thw and torch.equal(medium.planes, other_medium.planes)
+
+    numbers = trained_texts(tmp_path / "tar-set", hf, r"the number (\d+)", workers=2)
+    assert numbers == Counter(map(str, range(12)))
+
+
+def test_sizes_for_another_tokenizer_are_those_of_the_index(tars, tmp_path, hf):
+    index(tmp_path / "out", hf, tars[0])
+    (sizes_dir,) = (tmp_path / "out/.nv-meta/sizes").iterdir()
+    names = ("samples.npy", "media.npy", "shards.json")
+    written = {name: (sizes_dir / name).read_bytes() for name in names}
+    for path in sizes_dir.iterdir():
+        path.unlink()
+    (result,) = index_datasets(DataConfig(path=str(tmp_path / "out")), read_spec(hf), hf)
+    assert (result.samples, result.media, result.unusable) == (12, 12, 0)
+    assert {name: (sizes_dir / name).read_bytes() for name in names} == written
+
+
+# --- Damage -------------------------------------------------------------------------------------------------
+
+KEYS = 5
+
+
+def without_text(members: Members, at: int) -> tuple[Members, set[int], str]:
+    return [*members[: 2 * at + 1], *members[2 * at + 2 :]], {at}, "caption missing"
+
+
+def without_image(members: Members, at: int) -> tuple[Members, set[int], str]:
+    return [*members[: 2 * at], *members[2 * at + 1 :]], {at}, "image missing"
+
+
+def two_images(members: Members, at: int) -> tuple[Members, set[int], str]:
+    key = members[2 * at][0].partition(".")[0]
+    return [*members[: 2 * at], (f"{key}.webp", b"RIFF"), *members[2 * at :]], {at}, "several images"
+
+
+def same_name_twice(members: Members, at: int) -> tuple[Members, set[int], str]:
+    return [*members[: 2 * at], members[2 * at + 1], *members[2 * at :]], {at}, "several captions"
+
+
+def key_again(members: Members, at: int) -> tuple[Members, set[int], str]:
+    first = [(members[0][0], encoded(30, 30)), (members[1][0], b"id again")]
+    return [*members, *first], set(), "key occurs again"
+
+
+def empty_text(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at + 1] = (members[2 * at + 1][0], b" \n")
+    return members, {at}, "caption empty"
+
+
+def latin_text(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at + 1] = (members[2 * at + 1][0], b"caf\xe9")
+    return members, {at}, "caption unreadable"
+
+
+def control_token(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at + 1] = (members[2 * at + 1][0], b"An end<|im_end|> within.")
+    return members, {at}, "control token in text"
+
+
+def other_content(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at] = (members[2 * at][0], b"<html>404</html>")
+    return members, {at}, "image does not decode"
+
+
+def other_format(members: Members, at: int) -> tuple[Members, set[int], str]:
+    """A PNG named as a JPEG is an image all the same."""
+    members[2 * at] = (members[2 * at][0].partition(".")[0] + ".jpg", encoded(30, 44, "png"))
+    return members, set(), ""
+
+
+def cut_header(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at] = (members[2 * at][0].partition(".")[0] + ".jpg", encoded(30, 44, "jpeg")[:90])
+    return members, {at}, "image does not decode"
+
+
+def other_files(members: Members, at: int) -> tuple[Members, set[int], str]:
+    key = members[2 * at][0].partition(".")[0]
+    others = [("__meta__/a.jpg", b""), ("noextension", b"x"), ("._00.jpg", b"x"), (f"{key}.npy", b"x")]
+    return [*members[: 2 * at], *others, *members[2 * at :]], set(), ""
+
+
+def names_outside(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at : 2 * at + 2] = [
+        (f"../../{name}", content) for name, content in members[2 * at : 2 * at + 2]
+    ]
+    return members, set(), ""
+
+
+def truncated(path: Path, at: int) -> tuple[set[int], str]:
+    """The image of the last pair ends with the file; the caption before it is whole."""
+    with tarfile.open(path) as tar_file:
+        image = tar_file.getmembers()[-2]
+    os.truncate(path, image.offset_data + image.size // 2)
+    return {KEYS - 1}, "member truncated"
+
+
+def damaged_header(path: Path, at: int) -> tuple[set[int], str]:
+    """What follows cannot be found."""
+    with tarfile.open(path) as tar_file:
+        member = tar_file.getmembers()[2 * at]
+    with path.open("r+b") as file:
+        file.seek(member.offset + 150)
+        file.write(b"\xff" * 4)
+    return set(range(at, KEYS)), "tar damaged"
+
+
+def link(path: Path, at: int) -> tuple[set[int], str]:
+    """A link with the name of an image is not followed."""
+    with tarfile.open(path, "a") as tar_file:
+        info = tarfile.TarInfo("zz.jpg")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        tar_file.addfile(info)
+        info = tarfile.TarInfo("zz.txt")
+        info.size = 4
+        tar_file.addfile(info, io.BytesIO(b"text"))
+    return set(), "image missing"
+
+
+MEMBER_MUTATIONS = [
+    without_text,
+    without_image,
+    two_images,
+    same_name_twice,
+    key_again,
+    empty_text,
+    latin_text,
+]
+MEMBER_MUTATIONS += [control_token, other_content, other_format, cut_header, other_files, names_outside]
+FILE_MUTATIONS = [truncated, damaged_header, link]
+
+
+def test_mutated_tars_lose_only_broken_pairs(tmp_path, hf):
+    """Of 50 tars, each usable pair is trained on exactly once a pass, and all else is counted and named."""
+    draw = random.Random(5)
+    (tmp_path / "tars").mkdir()
+    usable, expected_reasons = set(), Counter()
+    for number in range(50):
+        mutation = (MEMBER_MUTATIONS + FILE_MUTATIONS)[number % 16]
+        at, path = draw.randrange(KEYS), tmp_path / "tars" / f"{number:05d}.tar"
+        members: Members = []
+        for i in range(KEYS):
+            kind, suffix = draw.choice([("jpeg", "jpg"), ("png", "png"), ("webp", "webp")])
+            image = encoded(28 + draw.randrange(20), 30, kind, seed=i)
+            members += [(f"{i:02d}.{suffix}", image), (f"{i:02d}.txt", f"id{number}-{i}".encode())]
+        if mutation in MEMBER_MUTATIONS:
+            members, lost, reason = mutation(members, at)  # type: ignore[operator]
+            write_tar(path, members)
+        else:
+            write_tar(path, members)
+            lost, reason = mutation(path, at)  # type: ignore[operator]
+        usable |= {f"id{number}-{i}" for i in range(KEYS) if i not in lost}
+        expected_reasons += Counter([reason] if reason else [])
+
+    report = index(tmp_path / "out", hf, tmp_path / "tars", workers=2)
+    assert report.broken == expected_reasons and report.pairs == len(usable) > 150
+    entries = quarantined(tmp_path / "out")
+    assert Counter(entry["reason"] for entry in entries) == expected_reasons
+    named = re.compile(r"\w\.(jpg|png|webp|txt)|at byte 0 of")
+    assert all(entry["file"] and named.search(entry["detail"]) for entry in entries)
+    found = trained_texts(tmp_path / "out", hf, r"id\d+-\d+")
+    assert found == Counter(usable)
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>" * 200, b"\x1f\x8b\x08" + bytes(600), bytes(10240)])
+def test_file_that_is_no_tar_is_named(tars, tmp_path, hf, content):
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    (folder / "00000.tar").write_bytes(content)
+    with pytest.raises(TarIndexError, match="none of . samples"):
+        index(tmp_path / "out", hf, folder)
+    (folder / "00001.tar").symlink_to(tars[0] / "00001.tar")
+    assert index(tmp_path / "out", hf, folder).pairs == 6
+    assert [entry["file"] for entry in quarantined(tmp_path / "out")] == ["00000.tar"] * any(content)
+    assert trained_texts(tmp_path / "out", hf, r"the number (\d+)").total() == 6
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_SPARSE, tarfile.XHDTYPE, b"L"])
+def test_member_of_any_claimed_size_takes_no_memory(tmp_path, hf, kind):
+    """A file of a terabyte, a sparse file that stands for more bytes than it has, and long names."""
+    path = write_tar(tmp_path / "a.tar", pair_members("a", 0, "Good."))
+    info = tarfile.TarInfo("big.jpg")
+    info.type, info.size = kind, 0 if kind == tarfile.GNUTYPE_SPARSE else 1 << 40
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    if kind == tarfile.GNUTYPE_SPARSE:
+        header[483:495] = b"00000001000\0"
+        header[148:156] = b"%06o\0 " % tarfile.calc_chksums(header)[0]
+    with path.open("r+b") as file, tarfile.open(path) as tar_file:
+        tar_file.getmembers()
+        file.seek(tar_file.offset)
+        file.write(header)
+    report = index(tmp_path / "out", hf, path)
+    reasons = {tarfile.REGTYPE: "member truncated", tarfile.GNUTYPE_SPARSE: "sparse member"}
+    assert report.pairs == 1 and report.broken == {reasons.get(kind, "tar damaged"): 1}
+
+
+def test_image_with_a_long_head_is_measured(tmp_path, hf):
+    """The size of a JPEG may follow more than 64 KiB of other data, and its EXIF turns it."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image, content = Image.new("RGB", (80, 40), "red"), io.BytesIO()
+    image.save(content, "JPEG", exif=exif, icc_profile=bytes(200_000))
+    assert content.getvalue().find(b"\xff\xc0") > 1 << 16
+    write_tar(tmp_path / "a.tar", [("a.jpg", content.getvalue()), ("a.txt", b"Red.")])
+    assert index(tmp_path / "out", hf, tmp_path / "a.tar").pairs == 1
+    (sizes_dir,) = (tmp_path / "out/.nv-meta/sizes").iterdir()
+    assert np.load(sizes_dir / "media.npy")[["height", "width"]].tolist() == [(80, 40)]
+
+
+# --- Fields -------------------------------------------------------------------------------------------------
+
+
+def test_members_are_found_by_the_given_extensions(tmp_path, hf):
+    image = encoded(30, 40)
+    inner = json.dumps({"meta": {"alt": " An alt text. "}}).encode()
+    members = [("a.img.png", image), ("a.meta.json", inner), ("b.img.png", image), ("b.txt", b"B.")]
+    members += [("c.IMG.PNG", image), ("c.txt", b" "), ("c.meta.json", inner), ("d.img.png", image)]
+    members += [("d.meta.json", b'{"meta": {"alt": 5}}')]
+    write_tar(tmp_path / "a.tar", members)
+    words = ("image=img.png", "caption=txt|meta.json:meta.alt")
+    report = index(tmp_path / "out", hf, tmp_path / "a.tar", members=words)
+    assert (report.pairs, report.broken) == (3, Counter({"caption unreadable": 1}))
+    assert trained_texts(tmp_path / "out", hf, r"An alt text\.<|B\.<") == {"An alt text.<": 2, "B.<": 1}
+
+
+@pytest.mark.parametrize(
+    "word", ["picture=jpg", "image=", "image=jpg||png", "image", "image=txt", "image=a:b"]
+)
+def test_members_that_cannot_be_read_are_refused(word):
+    with pytest.raises(TarListError, match="--members"):
+        parse_fields([word])
+
+
+def test_captions_may_answer_a_question(tmp_path, hf):
+    write_tar(tmp_path / "a.tar", pair_members("a", 0, "A caption."))
+    index(tmp_path / "out", hf, tmp_path / "a.tar", members=("prompt=What is this?",))
+    pattern = r"<\|vision_end\|>What is this\?<\|im_end\|>\n<\|im_start\|>assistant\nA caption\.<"
+    assert trained_texts(tmp_path / "out", hf, pattern).total() == 1
+
+
+def test_inputs_may_be_braces_folders_and_lists(tars, tmp_path):
+    folder, _ = tars
+    names = ["00000.tar", "00001.tar"]
+    (tmp_path / "list.txt").write_text("\n".join(str(folder / name) for name in names))
+    for given in (folder / "{00000..00001}.tar", folder, tmp_path / "list.txt"):
+        assert find_tars([str(given)]) == (folder, names)
+    assert find_tars([f"{folder}/00000.tar", f"{tmp_path}/x/b.tar"])[1][0].endswith("tars/00000.tar")
+    for wrong in ([f"{folder}/00000.tar"] * 2, [str(tmp_path)], ["/a/0.tar", "msc://p/a/0.tar"]):
+        with pytest.raises(TarIndexError):
+            find_tars(wrong)
+    with pytest.raises(ObjectStoreError, match="write msc://PROFILE"):
+        find_tars(["s3://bucket/{0..3}.tar"])
+
+
+# --- Again --------------------------------------------------------------------------------------------------
+
+
+def test_killed_index_continues(tmp_path, hf, monkeypatch):
+    write_pair_tars(tmp_path / "tars", tars=3, pairs=2)
+    read_tar_once = tar_index._read_tar_once
+
+    def killed(number: int) -> object:
+        if number == 2:
+            raise KeyboardInterrupt
+        return read_tar_once(number)
+
+    monkeypatch.setattr(tar_index, "_read_tar_once", killed)
+    with pytest.raises(KeyboardInterrupt):
+        index(tmp_path / "out", hf, tmp_path / "tars")
+    assert not (tmp_path / "out/.nv-meta").exists()
+    monkeypatch.undo()
+    report = index(tmp_path / "out", hf, tmp_path / "tars")
+    assert (report.tars, report.read_tars, report.pairs) == (3, 1, 6)
+
+
+def test_changed_and_new_tars_are_named_and_read_alone(tmp_path, hf):
+    folder, out = tmp_path / "tars", tmp_path / "out"
+    write_pair_tars(folder, tars=2, pairs=3)
+    index(out, hf, folder)
+    before = read_description(str(out)).split_facts("train").dataset_identity
+    split = out / ".nv-meta/split.yaml"
+    split.write_text('{"split_parts": {"train": ["00000.tar"], "val": ["00001.tar"]}, "exclude": []}')
+
+    write_tar(folder / "00001.tar", pair_members("z", 1, "Changed."))
+    write_tar(folder / "00002.tar", pair_members("y", 2, "New."))
+    with pytest.raises(LoaderError, match="1 of 2 tars .* went since they were indexed: 00001.tar. Run"):
+        read_description(str(out))
+    report = index(out, hf, folder)
+    assert (report.tars, report.read_tars, report.pairs) == (3, 2, 5)
+    description = read_description(str(out))
+    assert description.shards_by_split == {"train": ["00000.tar", "00002.tar"], "val": ["00001.tar"]}
+    assert description.split_facts("train").dataset_identity["content"] != before["content"]
+    assert len(list((out / "tar-index").iterdir())) == 3, "no results of earlier tars are left"
+
+    (folder / "00002.tar").unlink()
+    with pytest.raises(LoaderError, match="00002.tar"):
+        read_description(str(out))
+    with pytest.raises(TarIndexError, match="00002.tar does not exist"):
+        index(out, hf, folder / "{00000..00002}.tar")
+
+
+def test_tars_and_their_folder_stay_as_they_are(tars, tmp_path, hf):
+    """Also if nothing may be written there."""
+    folder, _ = tars
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    index(tmp_path / "out", hf, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_folder_of_the_tars_may_be_that_of_the_data_set(tmp_path, hf):
+    """It can be moved with them."""
+    write_pair_tars(tmp_path / "a", tars=2, pairs=2)
+    index(tmp_path / "a", hf, tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert trained_texts(tmp_path / "b", hf, r"the number (\d+)").total() == 4
+
+
+def test_parts_are_read_as_one_data_set(tmp_path, hf):
+    """Several nodes may index some tars each. A sample that is excluded by hand is left out."""
+    write_pair_tars(tmp_path / "tars", tars=3, pairs=3)
+    index(tmp_path / "out/part-00000-of-00002", hf, tmp_path / "tars/{00000..00001}.tar")
+    index(tmp_path / "out/part-00001-of-00002", hf, tmp_path / "tars/00002.tar")
+    split = tmp_path / "out/part-00001-of-00002/.nv-meta/split.yaml"
+    split.write_text(split.read_text().replace("exclude: []", "exclude: [00002.tar/000020001]"))
+    numbers = trained_texts(tmp_path / "out", hf, r"the number (\d+)")
+    assert numbers == Counter(str(i) for i in range(9) if i != 7)
+
+
+def test_converted_data_set_is_not_replaced(tars, tmp_path, hf):
+    out, _ = converted(
+        tmp_path, [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+    )
+    with pytest.raises(TarIndexError, match="was converted"):
+        index(out, hf, tars[0])
+
+
+# --- Object stores ------------------------------------------------------------------------------------------
+
+
+def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf):  # noqa: F811
+    """Also if the data set itself lies in the store."""
+    folder, _ = tars
+    for path in folder.iterdir():
+        store.upload_file(str(path), BUCKET, f"pairs/{path.name}")
+    index(tmp_path / "here", hf, folder)
+    index(tmp_path / "there", hf, "msc://pictures/pairs/{00000..00001}.tar", workers=2)
+    with pytest.raises(TarIndexError, match="pairs/00002.tar does not exist"):
+        index(tmp_path / "missing", hf, "msc://pictures/pairs/{00000..00002}.tar")
+    files = [".nv-meta/tars.idx", ".nv-meta/index.uuid", ".nv-meta/split.yaml"]
+    assert all((tmp_path / "here" / f).read_bytes() == (tmp_path / "there" / f).read_bytes() for f in files)
+
+    found, expected = samples_of(tmp_path / "there", hf), samples_of(tmp_path / "here", hf)
+    assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(found, expected, strict=True))
+    numbers = trained_texts(tmp_path / "there", hf, r"the number (\d+)", workers=2)
+    assert numbers == Counter(map(str, range(12)))
+
+    for path in (tmp_path / "there").rglob("*"):
+        if path.is_file():
+            store.upload_file(str(path), BUCKET, f"set/{path.relative_to(tmp_path / 'there')}")
+    assert trained_texts("msc://pictures/set", hf, r"the number (\d+)") == numbers
+    store.put_object(Bucket=BUCKET, Key="pairs/00001.tar", Body=b"other")
+    with pytest.raises(LoaderError, match="00001.tar"):
+        read_description(str(tmp_path / "there"))
+
+
+# --- Commands -----------------------------------------------------------------------------------------------
+
+
+def test_commands_index_and_show_tars(tars, tmp_path, hf, capsys):
+    out, given = str(tmp_path / "out"), f"{tars[0]}/{{00000..00001}}.tar"
+    run = ["--processor", str(hf), "--data.seq_len", "512"]
+    assert main(["data", "index", "--input", given, "--out", out, *run]) == 0
+    assert "12 pairs in 2 tars, 2 of them read now\n" in capsys.readouterr().out
+    assert main(["data", "show", "--data", out, "--json", *run]) == 0
+    facts = json.loads(capsys.readouterr().out)["splits"]["train"]
+    assert (facts["samples"], facts["usable"], facts["sources"]["out"]["images"]) == (12, 12, 12)
+    assert main(["data", "show", "--data", out, "--sample", "00001.tar[3]", *run]) == 0
+    shown = capsys.readouterr().out
+    assert "the number 9" in shown and "(00001.tar record 000010003)" in shown
+    for wrong in (["--input", given], ["--members", "image=jpg"], ["--input", given, "--out", "/proc/no"]):
+        assert main(["data", "index", *wrong, *run]) != 0
+    assert "/proc/no" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_run_trains_on_tars_and_resumes(tmp_path, hf):
+    out, run = tmp_path / "out", tmp_path / "run"
+    prepared = {**prepare(tmp_path / "prepared", hf, samples=2), "data": out}
+    write_pair_tars(tmp_path / "tars", tars=2, pairs=6)
+    index(out, hf, tmp_path / "tars")
+    trainings(prepared, (run, ["--steps", "3"]), (run, ["--steps", "4"]))
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["loss"] < lines[0]["loss"] and all(line["images"] >= 4 for line in lines)
