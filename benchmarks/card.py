@@ -80,21 +80,21 @@ def write_conversations(count: int) -> list[tuple[bytes, str, str]]:
     from PIL import Image
 
     from benchmarks.samples import random_crop
-    from toolkit.demo.demo_data import ANSWER_BY_PICTURE, PICTURE_QUESTION, load_pictures
+    from toolkit.demo.demo_data import ANSWER_BY_IMAGE, IMAGE_QUESTION, load_images
 
     generator = random.Random(0)
-    photographs = {name: Image.fromarray(load()) for name, load in load_pictures().items()}
+    photographs = {name: Image.fromarray(load()) for name, load in load_images().items()}
     paragraphs = manual_paragraphs()
     generator.shuffle(paragraphs)
     conversations = []
     for i in range(count):
-        name = generator.choice(list(ANSWER_BY_PICTURE))
+        name = generator.choice(list(ANSWER_BY_IMAGE))
         size = generator.randint(*IMAGE_SIDES), generator.randint(*IMAGE_SIDES)
         jpeg = io.BytesIO()
         random_crop(photographs[name], size, generator).save(jpeg, "JPEG", quality=92)
         topic, paragraph = paragraphs[i % len(paragraphs)]
-        question = f"{PICTURE_QUESTION} And what does the manual say of {topic}?"
-        conversations.append((jpeg.getvalue(), question, f"{ANSWER_BY_PICTURE[name]} {paragraph}"))
+        question = f"{IMAGE_QUESTION} And what does the manual say of {topic}?"
+        conversations.append((jpeg.getvalue(), question, f"{ANSWER_BY_IMAGE[name]} {paragraph}"))
     return conversations
 
 
@@ -141,7 +141,7 @@ def prepare_curve(
     for jpeg, question, answer in conversations:
         content = [{"type": "image"}, {"type": "text", "text": question}]
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-        samples.append(encoder.encode_sample(turns, [encoder.encode_medium("image", "picture.jpg", jpeg)]))
+        samples.append(encoder.encode_sample(turns, [encoder.encode_medium("image", "image.jpg", jpeg)]))
     rows = fill_rows(repeat_shuffled(samples), ROW_TOKENS)
     return CurveRun(config, [list(itertools.islice(rows, ROWS_PER_STEP)) for _ in range(steps)])
 

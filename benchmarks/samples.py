@@ -34,7 +34,7 @@ from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.data.synthetic import IMAGE_SIZES
 from megatron_vl.spec.families import read_spec
 from toolkit.common.hf_loading import load_hf_processor
-from toolkit.demo.demo_data import load_pictures
+from toolkit.demo.demo_data import load_images
 
 
 def random_crop(photograph: Image.Image, size: tuple[int, int], generator: random.Random) -> Image.Image:
@@ -50,7 +50,7 @@ def random_crop(photograph: Image.Image, size: tuple[int, int], generator: rando
 def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:
     """Messages and the JPEG of each sample."""
     rng = random.Random(5)
-    sources = [Image.fromarray(load()).convert("RGB") for load in load_pictures().values()]
+    sources = [Image.fromarray(load()).convert("RGB") for load in load_images().values()]
     words = Path(__file__).parents[1].joinpath("README.md").read_text().split()
     made = []
     for _ in range(count):
@@ -78,12 +78,12 @@ def ours(encoder: RowEncoder, raw: RawSample) -> tuple[RawSample, torch.Tensor]:
     return encoded, encoder.postencode_sample(encoded).media_items[0].planes
 
 
-def open_picture(jpeg: bytes) -> Image.Image:
+def open_image(jpeg: bytes) -> Image.Image:
     return Image.open(io.BytesIO(jpeg)).convert("RGB")
 
 
 def theirs(processor: Any, messages: list[dict[str, Any]], jpeg: bytes) -> Any:
-    image = open_picture(jpeg)
+    image = open_image(jpeg)
     text = processor.apply_chat_template(messages, tokenize=False)
     return processor(text=[text], images=[image], return_tensors="pt")
 
@@ -167,7 +167,7 @@ def time_round(
         for messages, jpeg in made[turn]:
             timed("Hugging Face", theirs, processor, messages, jpeg)
         for _, jpeg in made[turn]:
-            timed("Hugging Face's JPEG", open_picture, jpeg)
+            timed("Hugging Face's JPEG", open_image, jpeg)
     return spent
 
 

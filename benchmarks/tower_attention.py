@@ -128,7 +128,7 @@ def draw_case(lengths: list[int], heads: int, dim: int) -> Case:
 
 
 def window_lengths(patches: int = 22_208) -> list[int]:
-    """Mostly whole windows, and some that are cut by the edge of a picture."""
+    """Mostly whole windows, and some that are cut by the edge of an image."""
     generator = random.Random(1)
     lengths = [64] * 30
     while sum(lengths) < patches - 64:

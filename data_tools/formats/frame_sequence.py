@@ -32,7 +32,7 @@ class FrameSequence:
             return self.images
         first = self.images[0]
         is_path = isinstance(first, str) and first[:5].lower() != "data:"
-        name = first[:120] if is_path else "pictures in the record"
+        name = first[:120] if is_path else "images in the record"
         return f"{name} and {len(self.images) - 1} more" if len(self.images) > 1 else name
 
 

@@ -155,7 +155,7 @@ class VisionConfig:
 
     placement: Literal["first_stage", "decoupled"] = "first_stage"
     """first_stage: on the first pipeline stage, tensor-parallel with the language model. decoupled: on every
-    rank. The ranks of a data-parallel replica then encode the pictures of a step together before its pipeline
+    rank. The ranks of a data-parallel replica then encode the images of a step together before its pipeline
     runs, so that its stages hold decoder layers only. A run may change this when it resumes."""
     # Kernels count elements in 32 bits, which limits the number of patches in a call without activations.
     patches_a_call: int = option(32768, minimum=1, maximum=2**18 // CALLS_WITHOUT_ACTIVATIONS)

@@ -128,7 +128,7 @@ REMOVED = {
     "merge --json": TEXT_ONLY,
     "merge --workers": THREADS,
     "parity --family": "give the family's name as --hf",
-    "parity --image": "pictures of the package are compared",
+    "parity --image": "images of the package are compared",
     "parity --json": TEXT_ONLY,
     "parity --platform": "a GPU is used if there is one; without it, CUDA_VISIBLE_DEVICES= takes the CPU",
     "parity --reference-device": "transformers runs on a GPU that holds it, else on CPU",

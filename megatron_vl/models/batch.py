@@ -119,7 +119,7 @@ class DeviceRow:
     """[N, 1 + levels, H], on the first stage: the features that a decoupled tower computed ahead of the
     pipeline. They are an autograd leaf, which collects their gradient."""
     step_vision: Any = None
-    """The pictures of the whole step (:class:`megatron_vl.models.decoupled.StepVision`). All rows of a step
+    """The images of the whole step (:class:`megatron_vl.models.decoupled.StepVision`). All rows of a step
     share this object. It is None if the tower is on the first stage."""
     loss_index: Tensor | None = None
     """int64 [N], ascending: the tokens for which logits and losses are computed; None: all."""
@@ -130,7 +130,7 @@ class DeviceRow:
     """This rank's part of the row under context parallelism; otherwise None."""
     feature_route: FeatureRoute | None = None
     """The way of features from the tower to placeholders, on the first stage under context parallelism, if
-    the row has pictures and the tower is on the first stage; otherwise None."""
+    the row has images and the tower is on the first stage; otherwise None."""
 
     @property
     def local_segments(self) -> Segments:

@@ -31,7 +31,7 @@ from megatron_vl.spec.layout import key_value_copies
 
 @dataclass
 class FeatureRoute:
-    """Sends the features of a row's pictures from the ranks that encoded them to those that need them."""
+    """Sends the features of a row's images from the ranks that encoded them to those that need them."""
 
     encodes: bool
     """Whether this rank encodes any frame of the row."""

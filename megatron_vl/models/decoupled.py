@@ -1,12 +1,12 @@
 """The vision tower on every rank (``vision.placement: decoupled``).
 
-Ahead of the pipeline, the tp x cp x pp ranks of a data-parallel replica encode the pictures of the whole step
+Ahead of the pipeline, the tp x cp x pp ranks of a data-parallel replica encode the images of the whole step
 together, without keeping activations, and send the features to the first stage. There they are autograd
 leaves. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each rank
-runs its pictures forward once more and then backward. The gradients of the weights are summed over all ranks
+runs its images forward once more and then backward. The gradients of the weights are summed over all ranks
 of the run. Kimi K2.5 was trained in this way.
 
-Pictures stay within their replica, whose loader holds their pixels. Batches are planned so that replicas have
+Images stay within their replica, whose loader holds their pixels. Batches are planned so that replicas have
 about equally many patches.
 """
 
@@ -33,7 +33,7 @@ from megatron_vl.spec.families import VisionSpec
 
 @dataclass
 class StepVision:
-    """The pictures of a step, as one rank needs them: the rank's share of them, and the sizes of all shares.
+    """The images of a step, as one rank needs them: the rank's share of them, and the sizes of all shares.
 
     ``planes``, ``plane_index``, ``position_hw`` and ``frame_hw`` are those of a
     :class:`~megatron_vl.models.batch.VisionInput`, for the whole share.
@@ -64,8 +64,8 @@ class StepVision:
     sorted by the rank that needs them."""
 
     @property
-    def has_pictures(self) -> bool:
-        """Whether any rank of the replica has a picture."""
+    def has_images(self) -> bool:
+        """Whether any rank of the replica has an image."""
         return any(self.features_per_rank)
 
     def tower_inputs(self, patches_per_input: int) -> Iterator[tuple[VisionInput, slice]]:
@@ -113,7 +113,7 @@ class StepVision:
 
 
 class DecoupledTower:
-    """Runs this rank's tower on the pictures of a step.
+    """Runs this rank's tower on the images of a step.
 
     Each method is one part of a step, which ``megatron-vl bench`` times.
 
@@ -161,7 +161,7 @@ class DecoupledTower:
         # Above frozen blocks, only the mergers have activations, and those of all patches are kept.
         keeps_activations = is_training and self.ddp is not None and self.module.vision_model.is_frozen
         step_features = self._empty_features(step_vision)
-        if step_vision.has_pictures:
+        if step_vision.has_images:
             step_features = self.to_first(self.forward(step_vision, keeps_activations), step_vision)
 
         if self.on_first_stage:
@@ -227,7 +227,7 @@ class DecoupledTower:
         if self.ddp is None:
             return
 
-        if step_vision is not None and step_vision.has_pictures:
+        if step_vision is not None and step_vision.has_images:
             # The gradients go back to the ranks that encoded the features.
             local_gradient = self.to_owners(self._collect_gradients(step_vision), step_vision)
 
@@ -241,7 +241,7 @@ class DecoupledTower:
         self.reduce()
 
     def reduce(self) -> None:
-        """Sums the gradients over the run. Ranks without pictures take part in it too."""
+        """Sums the gradients over the run. Ranks without images take part in it too."""
         assert self.ddp is not None
         self.ddp.finish_grad_sync()
 

@@ -1,4 +1,4 @@
-"""Spreads the pictures of a step over ranks that all hold the vision tower.
+"""Spreads the images of a step over ranks that all hold the vision tower.
 
 Attention in the tower never leaves a frame, so the frames of all rows, in their order, can be cut anywhere
 between two of them. Each rank gets one contiguous run of frames, so the pixels to send are a slice, and

@@ -1,6 +1,6 @@
 """The output layer and cross entropy, for loss tokens only.
 
-In rows with pictures, most tokens have no loss: placeholders, questions, padding. The output layer is the
+In rows with images, most tokens have no loss: placeholders, questions, padding. The output layer is the
 widest of the model, so the logits of these tokens are not computed. The result still has one loss per token
 of the row, which is zero for these tokens. Megatron-core's own output layer and loss are called, through the
 ``output_processor`` of GPTModel.

@@ -58,8 +58,8 @@ class VisionLanguageModel(MegatronModule):
 
         self.vision_model = vision_tower
         self.absent_tower: AbsentTower | None = None
-        """Lets rows without pictures skip the tower. If it is None, these rows run the tower on a dummy
-        picture."""
+        """Lets rows without images skip the tower. If it is None, these rows run the tower on a dummy
+        image."""
         self.decoupled: Any = None
         """The :class:`~megatron_vl.models.decoupled.DecoupledTower`, on every rank's first chunk. It is None
         if the tower is on the first stage. Its parameters do not belong to this chunk."""
@@ -157,7 +157,7 @@ class VisionLanguageModel(MegatronModule):
             token_embeddings = self.absent_tower.skip_tower(token_embeddings)
 
         # The levels of DeepStack are added to the outputs of the first layers. Until then they are zero
-        # outside of pictures.
+        # outside of images.
         embedding_parts = [
             token_embeddings,
             *(torch.zeros_like(token_embeddings) for _ in range(self.num_deepstack_levels)),
@@ -173,7 +173,7 @@ class VisionLanguageModel(MegatronModule):
         return torch.cat(embedding_parts) if self.num_deepstack_levels else embedding_parts[0]
 
     def _level_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor] | None:
-        """The features of the row's pictures, one tensor for each level; None if the row gets none."""
+        """The features of the row's images, one tensor for each level; None if the row gets none."""
         # They come from other context-parallel ranks, from the tower, or from a decoupled tower.
         if row.feature_route is not None:
             return self._exchange_row_features(row, skips_tower)
@@ -208,13 +208,13 @@ class VisionLanguageModel(MegatronModule):
             local_features = self.absent_tower.skip_tower(no_features)
         else:
             local_features = torch.stack(self.vision_model(row.vision_input), 1)
-            if not route.encodes:  # a dummy picture, which no placeholder stands for
+            if not route.encodes:  # a dummy image, which no placeholder stands for
                 local_features = local_features[:0] + local_features.sum() * 0.0
 
         return list(exchange_features(local_features, route, self.language_model.pg_collection.cp).unbind(1))
 
     def _needs_no_features(self, row: DeviceRow) -> bool:
-        """Whether the row has no picture and the backward pass does not need its (empty) features."""
+        """Whether the row has no image and the backward pass does not need its (empty) features."""
         assert row.vision_features is not None
         return not len(row.vision_features) and (
             not row.vision_features.requires_grad or self._backward_reaches_embedding
@@ -229,15 +229,13 @@ class VisionLanguageModel(MegatronModule):
     def _skips_tower(self, row: DeviceRow) -> bool:
         """Whether this rank can leave out the tower for a row.
 
-        It can if it encodes no picture of the row and the backward pass, if there is one, reaches the
+        It can if it encodes no image of the row and the backward pass, if there is one, reaches the
         embedding. There, ``absent_tower`` reports the tower's gradients as ready.
         """
         if self.absent_tower is None or row.feature_index is None:
             return False
-        encodes_picture = (
-            row.feature_index.numel() if row.feature_route is None else row.feature_route.encodes
-        )
-        if encodes_picture:
+        encodes_image = row.feature_index.numel() if row.feature_route is None else row.feature_route.encodes
+        if encodes_image:
             return False
         return not torch.is_grad_enabled() or self._backward_reaches_embedding
 

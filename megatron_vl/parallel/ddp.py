@@ -3,8 +3,8 @@
 * Reductions that overlap with the backward pass start in the order of the buckets, which is the same on every
   rank. Core starts each one when its last gradient is ready, so the orders are the same only if all ranks run
   the same graph.
-* A row without pictures skips the vision tower (:class:`AbsentTower`), so ranks run different graphs. Running
-  the tower on a dummy picture took 100 ms per row on H200 (Qwen2.5-VL-7B), or 15 % of a step of text rows,
+* A row without images skips the vision tower (:class:`AbsentTower`), so ranks run different graphs. Running
+  the tower on a dummy image took 100 ms per row on H200 (Qwen2.5-VL-7B), or 15 % of a step of text rows,
   because the tower's kernels are so small then that launching them takes most of the time.
 * Before a module runs, it waits for the gathers of its parameters. The buckets of these gathers are looked up
   once per module, not once per parameter and call. A layer of Qwen3-VL-30B-A3B has 256 or more parameters on
@@ -169,7 +169,7 @@ class _CallInBackward(torch.autograd.Function):
 
 
 def connect_absent_tower(ddp_chunk: ReplicaDDP) -> None:
-    """Lets the model chunk in ``ddp_chunk`` skip its tower for rows without pictures, if it has a tower."""
+    """Lets the model chunk in ``ddp_chunk`` skip its tower for rows without images, if it has a tower."""
     chunk = ddp_chunk.module
     if chunk.vision_model is not None:
         chunk.absent_tower = AbsentTower(ddp_chunk, chunk.vision_model)

@@ -87,11 +87,11 @@ def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     assert "| ms a step | " in text and f"{card['curve']['gaps']['megatron-vl']['mean']:.1e}" in text
     assert "3 of\n4 decoder layers, 2 of 4 vision layers" in text
 
-    picture = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
+    image = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
     namespace = "{http://www.w3.org/2000/svg}"
-    lines = ElementTree.fromstring(picture).findall(f"{namespace}polyline")
+    lines = ElementTree.fromstring(image).findall(f"{namespace}polyline")
     assert [len(line.attrib["points"].split()) for line in lines] == [STEPS] * 5
-    assert "\n\n" not in picture  # a blank line ends Markdown's block of HTML
+    assert "\n\n" not in image  # a blank line ends Markdown's block of HTML
 
 
 def test_a_page_without_a_card_stays_as_it_is(tmp_path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 from megatron_vl.data.sample.videos import iterate_frames
 
 
-def picture(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:
+def image(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:
     """uint8 [height, width, channels]: smooth colours with noise on top, so that resampling matters."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
@@ -24,7 +24,7 @@ def picture(height: int, width: int, seed: int = 0, channels: int = 3) -> np.nda
 
 def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
     """An image file of one of the kinds below."""
-    rgb = Image.fromarray(picture(height, width, seed))
+    rgb = Image.fromarray(image(height, width, seed))
     out = io.BytesIO()
     if kind in ("png", "webp"):
         rgb.save(out, kind.upper(), **({"lossless": True} if kind == "webp" else {}))
@@ -41,7 +41,7 @@ def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
     elif kind == "grey_jpeg":
         rgb.convert("L").save(out, "JPEG")
     elif kind == "rgba":
-        Image.fromarray(picture(height, width, seed, channels=4), "RGBA").save(out, "PNG")
+        Image.fromarray(image(height, width, seed, channels=4), "RGBA").save(out, "PNG")
     elif kind == "palette":
         rgb.quantize(64).save(out, "PNG")
     elif kind == "cmyk":
@@ -51,7 +51,7 @@ def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
         exif[0x0112] = 6
         rgb.save(out, "JPEG", quality=90, exif=exif)
     elif kind == "grey16":
-        Image.fromarray(picture(height, width, seed, 1)[..., 0].astype(np.uint16) * 257).save(out, "PNG")
+        Image.fromarray(image(height, width, seed, 1)[..., 0].astype(np.uint16) * 257).save(out, "PNG")
     elif kind == "bilevel":
         rgb.convert("1").save(out, "PNG")
     else:
@@ -71,7 +71,7 @@ def video(frames: int, height: int = 64, width: int = 96, fps: int = 10) -> byte
         stream.height = height
         stream.pix_fmt = "yuv420p"
         for i in range(frames):
-            frame = av.VideoFrame.from_ndarray(picture(height, width, seed=i), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(image(height, width, seed=i), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return out.getvalue()

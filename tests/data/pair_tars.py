@@ -46,7 +46,7 @@ def write_pair_tars(folder: Path, tars: int, pairs: int) -> list[str]:
         members = []
         for i in range(pairs):
             number = tar * pairs + i
-            captions.append(f"A picture with the number {number}, {'very ' * (number % 4)}small")
+            captions.append(f"An image with the number {number}, {'very ' * (number % 4)}small")
             members += pair_members(f"{tar:05d}{i:04d}", number, captions[-1], in_json=tar % 2 == 1)
         write_tar(folder / f"{tar:05d}.tar", members)
     return captions

@@ -32,7 +32,7 @@ CONVERSATIONS = {
     "turns": (
         [
             {"role": "user", "content": [text("First"), IMAGE, text(" then "), IMAGE, text("?")]},
-            {"role": "assistant", "content": [text("Two pictures.\n\nBoth grey.")]},
+            {"role": "assistant", "content": [text("Two images.\n\nBoth grey.")]},
             {"role": "user", "content": [VIDEO, text("Now?")]},
             {"role": "assistant", "content": "A road 12 345. "},
             {"role": "user", "content": "Café ☕ 漢字 Cafe\u0301?"},
@@ -233,9 +233,9 @@ def test_timestamps_equal_the_hf_processor(name):
     ]
     videos = {"video_grid_thw": torch.tensor([[g.t, g.h, g.w] for g in clips]), "video_metadata": metadata}
     written = [processor.replace_video_token(videos, i) for i in range(len(clips))]
-    pictures = [processor.image_token * grid.num_tokens(2) for grid in grids if grid.kind == "image"]
+    images = [processor.image_token * grid.num_tokens(2) for grid in grids if grid.kind == "image"]
     rendered = apply_video_prompt(ours.render_conversation(messages), processor, spec)
-    expanded, _ = processor.get_text_with_replacements([rendered], pictures, written)
+    expanded, _ = processor.get_text_with_replacements([rendered], images, written)
 
     ids, mask = ours.encode(messages, grids)
     assert ids.tolist() == processor.tokenizer(expanded[0])["input_ids"]

@@ -134,7 +134,7 @@ def test_rewritten_shard_costs_its_samples_alone(dataset):
 
 
 def test_checksum_notices_one_changed_byte(dataset):
-    """Both would decode; the picture stays in its row, grey and without loss."""
+    """Both would decode; the image stays in its row, grey and without loss."""
     shard = dataset / "train-000000.tar"
     data = bytearray(shard.read_bytes())
     data[data.index(b"What is this?")] ^= 1

@@ -34,7 +34,7 @@ from .media import encoded, write
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 START, END, STOP = "<|vision_start|>", "<|vision_end|>", "<|endoftext|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
-PICTURE = GridTHW(1, 4, 6)
+IMAGE = GridTHW(1, 4, 6)
 """2 x 3 tokens."""
 
 
@@ -123,15 +123,15 @@ def test_document_tokens_loss_and_positions_by_hand(family):
         assert row.loss_mask.tolist() == [*mask[1:], 0, 0, 0, 0]
 
     for _, parts, tokens, mask, positions in HAND_WRITTEN:
-        check(parts, [PICTURE] if IMAGE in tokens else [], tokens, mask, positions)
+        check(parts, [IMAGE] if IMAGE in tokens else [], tokens, mask, positions)
 
     grid, tokens, positions = video_tokens(family)
     first = positions.pop()[0]
     mask = [*[0] * len(tokens), 1, 1, *[0] * 8, 1]
-    picture = [[first + 3, first + 3 + row, first + 3 + column] for row in range(2) for column in range(3)]
-    rest = [*([first + i] * 3 for i in range(3)), *picture, [first + 6] * 3, [first + 7] * 3]
+    image = [[first + 3, first + 3 + row, first + 3 + column] for row in range(2) for column in range(3)]
+    rest = [*([first + i] * 3 for i in range(3)), *image, [first + 6] * 3, [first + 7] * 3]
     tokens = [*tokens, *"Go", START, *[IMAGE] * 6, END, STOP]
-    check(VIDEO_DOCUMENT, [grid, PICTURE], tokens, mask, [*positions, *rest])
+    check(VIDEO_DOCUMENT, [grid, IMAGE], tokens, mask, [*positions, *rest])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,9 +141,9 @@ def test_document_has_the_tokens_of_the_released_processor(family):
     medium = encoder.encode_medium("image", "a.png", content)
     parts = [text("A café,\n\n"), {"type": "image"}, text(" and 🙂 tea. "), {"type": "image"}]
     sample = encoder.encode_document(parts, [medium, medium])
-    picture = f"{START}{IMAGE}{END}"
+    image = f"{START}{IMAGE}{END}"
     released = AutoProcessor.from_pretrained(folder)(
-        text=[f"A café,\n\n{picture} and 🙂 tea. {picture}{STOP}"],
+        text=[f"A café,\n\n{image} and 🙂 tea. {image}{STOP}"],
         images=[Image.open(io.BytesIO(content))] * 2,
         return_tensors="pt",
     )

@@ -1,4 +1,4 @@
-"""Videos given as pictures: frames, times and pixels, worked out by hand and against qwen-vl-utils."""
+"""Videos given as images: frames, times and pixels, worked out by hand and against qwen-vl-utils."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.images import ImageTooLargeError
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.videos import probe_video, video_planes
-from tests.data.media import encoded, picture, video_frames
+from tests.data.media import encoded, image, video_frames
 
 QWEN2_5 = PixelSettings(video_min_pixels=3136, video_max_pixels=50176)
 QWEN3 = PixelSettings(patch_size=16, video_min_pixels=4096, video_max_pixels=6 * 96 * 128, video_spread=True)
 
 
 def packed(count: int, fps: float = 2.0, sampling: str = "whole") -> bytes:
-    """An archive of different pictures of 70 x 100 pixels."""
+    """An archive of different images of 70 x 100 pixels."""
     return pack_frames(((f"{i}.png", encoded(70, 100, seed=i)) for i in range(count)), info(fps, sampling))
 
 
@@ -32,7 +32,7 @@ def info(fps: float = 2.0, sampling: str = "whole") -> FrameArchiveInfo:
 
 
 def lossless(count: int, rate: int) -> bytes:
-    """A file of the pictures of :func:`packed`, whose pixels survive."""
+    """A file of the images of :func:`packed`, whose pixels survive."""
     import av
 
     out = io.BytesIO()
@@ -40,14 +40,14 @@ def lossless(count: int, rate: int) -> bytes:
         stream = container.add_stream("ffv1", rate=rate)
         stream.height, stream.width, stream.pix_fmt = 70, 100, "bgr0"
         for i in range(count):
-            frame = av.VideoFrame.from_ndarray(picture(70, 100, seed=i), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(image(70, 100, seed=i), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return out.getvalue()
 
 
-# Pictures, a second -> frame groups, seconds of a group (2 / fps), times of the groups: mean of 2i / fps and
-# (2i + 1) / fps, also where the second of them is a repeated picture.
+# Images, a second -> frame groups, seconds of a group (2 / fps), times of the groups: mean of 2i / fps and
+# (2i + 1) / fps, also where the second of them is a repeated image.
 LISTS = [
     (4, 2.0, 2, 1.0, (0.25, 1.25)),
     (5, 1.0, 3, 2.0, (0.5, 2.5, 4.5)),
@@ -73,9 +73,9 @@ def test_image_list_equals_qwen_vl_utils(count, fps):
     utils = pytest.importorskip("qwen_vl_utils")
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    # Of one colour each: qwen-vl-utils resizes twice, first as if each were a picture of its own.
-    pictures = [Image.new("RGB", (128, 64), (20 * i, 50, 90)) for i in range(count)]
-    asked = {"type": "video", "video": pictures}
+    # Of one colour each: qwen-vl-utils resizes twice, first as if each were an image of its own.
+    images = [Image.new("RGB", (128, 64), (20 * i, 50, 90)) for i in range(count)]
+    asked = {"type": "video", "video": images}
     asked |= {} if fps == 2.0 else {"sample_fps": fps}  # without a rate it is 2
     (frames, metadata), rate = utils.fetch_video(
         asked, image_patch_size=16, return_video_sample_fps=True, return_video_metadata=True
@@ -85,15 +85,15 @@ def test_image_list_equals_qwen_vl_utils(count, fps):
 
     grid = video_grid(VideoInfo(count, fps, 64, 128, "whole"), QWEN3)
     assert (list(grid.timestamps), grid.t) == (times, len(frames) // 2)
-    data = pack_frames(((str(i), _png(each)) for i, each in enumerate(pictures)), info(fps))
+    data = pack_frames(((str(i), _png(each)) for i, each in enumerate(images)), info(fps))
     ours = video_frames(data, probe_video(data), list(range(count)))
     colours = torch.cat([ours, ours[-1:]])[: len(frames), :, 0, 0]
     assert torch.equal(colours, frames[:, :, 0, 0].byte())
 
 
-def _png(picture: Image.Image) -> bytes:
+def _png(image: Image.Image) -> bytes:
     out = io.BytesIO()
-    picture.save(out, "PNG")
+    image.save(out, "PNG")
     return out.getvalue()
 
 
@@ -116,8 +116,8 @@ def test_image_list_equals_the_file_it_was_sampled_from():
     of_file = probe_video(file)
     taken = frame_indices(of_file, QWEN2_5)
     assert taken == list(range(0, 40, 5))
-    pictures = [(str(i), encoded(70, 100, seed=i)) for i in taken]
-    data = pack_frames(pictures, info(2.0))
+    images = [(str(i), encoded(70, 100, seed=i)) for i in taken]
+    data = pack_frames(images, info(2.0))
     listed = probe_video(data)
     grid = video_grid(listed, QWEN2_5)
     assert grid == video_grid(of_file, QWEN2_5)

@@ -14,7 +14,7 @@ from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.images import decode_image, image_size
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 
-from .media import encoded, picture
+from .media import encoded, image
 
 RED, BLACK, WHITE = [200, 30, 30], [0, 0, 0], [255, 255, 255]
 MIDDLE = (16, 16, 47, 47)
@@ -251,14 +251,12 @@ DAMAGED = {f"half of {kind}": data[: len(data) // 2] for kind, data in JPEGS.ite
 DAMAGED |= {f"{kind} with a zeroed half": zeroed(data) for kind, data in JPEGS.items()}
 DAMAGED |= {
     "jpeg without its last data": JPEGS["jpeg"][:-4],
-    "progressive jpeg without its end": saved(Image.fromarray(picture(40, 40)), "JPEG", progressive=True)[
-        :-2
-    ],
+    "progressive jpeg without its end": saved(Image.fromarray(image(40, 40)), "JPEG", progressive=True)[:-2],
     "jpeg of the header alone": JPEGS["jpeg"][:200],
     "half of a png": encoded(90, 130, "png")[:20000],
     "png with a zeroed half": zeroed(encoded(90, 130, "png")),
     "png with a changed bit": flipped(STORED_PNG),
-    "half of a gif": saved(Image.fromarray(picture(40, 40)), "GIF")[:1500],
+    "half of a gif": saved(Image.fromarray(image(40, 40)), "GIF")[:1500],
     "half of a webp": encoded(90, 130, "webp")[:9000],
     "half of a tiff": saved(clear_red(), "TIFF")[:9000],
     "half of a jpeg 2000": saved(clear_red(), "JPEG2000")[:400],

@@ -44,7 +44,7 @@ BUCKET = "rows"
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """The client of a store with one bucket, which the profile ``pictures`` names."""
+    """The client of a store with one bucket, which the profile ``images`` names."""
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()  # of another module's store
     patch = pytest.MonkeyPatch()
     for name, value in {
@@ -59,7 +59,7 @@ def store(tmp_path_factory):
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
     options = {"base_path": BUCKET, "endpoint_url": url, "region_name": "us-east-1"}
-    profiles = {"pictures": {"storage_provider": {"type": "s3", "options": options}}}
+    profiles = {"images": {"storage_provider": {"type": "s3", "options": options}}}
     settings = tmp_path_factory.mktemp("msc") / "config.json"
     settings.write_text(json.dumps({"profiles": profiles}))
     patch.setenv("MSC_CONFIG", str(settings))
@@ -73,7 +73,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory, store):
-    """A data set on disk, and its copy at ``msc://pictures/sets/first``."""
+    """A data set on disk, and its copy at ``msc://images/sets/first``."""
     folder = tmp_path_factory.mktemp("data")
     out, _ = converted(folder, mixed_records(folder / "media", 12), val_fraction=0.2, samples_per_shard=5)
     hf = tiny_checkpoint("qwen2_5_vl")
@@ -103,7 +103,7 @@ def rows(path, count: int, state=None, **changes):
 @pytest.mark.parametrize("workers", [0, 3])
 def test_object_store_gives_the_rows_of_the_folder(dataset, workers):
     here, _ = rows(dataset, 4, num_workers=workers)
-    there, _ = rows("msc://pictures/sets/first", 4, num_workers=workers)
+    there, _ = rows("msc://images/sets/first", 4, num_workers=workers)
 
     assert len(here) == 4
     assert all(same(one, other) for one, other in zip(here, there, strict=True))
@@ -116,7 +116,7 @@ def test_object_store_gives_documents_of_the_folder(store, tmp_path):
     index_datasets(config(texts), read_spec(hf), hf)
     upload(store, texts, texts.name)
     here, _ = rows(texts, 6, seq_len=128, num_workers=1)
-    there, _ = rows(f"msc://pictures/{texts.name}", 6, seq_len=128, num_workers=1)
+    there, _ = rows(f"msc://images/{texts.name}", 6, seq_len=128, num_workers=1)
     assert all(same(one, other) for one, other in zip(here, there, strict=True))
     keys = {key for row in here for key in row.sample_keys}
     assert "000000000#3" in keys
@@ -126,7 +126,7 @@ def test_resume_moves_between_folder_and_object_store(dataset):
     """The identity is the content's, so a state from the folder is restored from the store."""
     all_rows, _ = rows(dataset, 5)
     _, state = rows(dataset, 2)
-    rest, _ = rows("msc://pictures/sets/first", 3, state)
+    rest, _ = rows("msc://images/sets/first", 3, state)
 
     assert all(same(one, other) for one, other in zip(all_rows[2:], rest, strict=True))
 
@@ -134,7 +134,7 @@ def test_resume_moves_between_folder_and_object_store(dataset):
 def test_forked_process_opens_its_own_connections(dataset):
     """The client forgets its connections in a fork, but paths that exist already keep theirs."""
     folder = tiny_checkpoint("qwen2_5_vl")
-    loader = build_loader(config("msc://pictures/sets/first"), read_spec(folder), folder)
+    loader = build_loader(config("msc://images/sets/first"), read_spec(folder), folder)
     data = loader._planning_context.datasets[0]
     before = data.path.fs
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
@@ -160,7 +160,7 @@ def requests(monkeypatch):
 @pytest.fixture
 def sets(dataset):
     """The data set in the store as Energon knows it, and a reader of the folder."""
-    folder, here, there = tiny_checkpoint("qwen2_5_vl"), dataset, "msc://pictures/sets/first"
+    folder, here, there = tiny_checkpoint("qwen2_5_vl"), dataset, "msc://images/sets/first"
     loaders = [build_loader(config(path), read_spec(folder), folder) for path in (here, there)]
     local, stored = (loader._planning_context.datasets[0] for loader in loaders)
     return stored, open_sample_reader(local, bytes)
@@ -216,7 +216,7 @@ def test_object_store_loses_only_samples_of_a_damaged_shard(dataset, store, tmp_
     store.upload_file(str(second), BUCKET, f"sets/damaged{workers}/{second.name}")
 
     both = []
-    for path in (copy, f"msc://pictures/sets/damaged{workers}"):
+    for path in (copy, f"msc://images/sets/damaged{workers}"):
         found, _ = rows(path, 12, num_workers=workers, max_bad_share=1.0)
         dropped = Counter((one.key, one.reason) for row in found for one in row.dropped_samples)
         both.append(([row.sample_keys for row in found], dropped))
@@ -238,7 +238,7 @@ def test_object_store_request_without_answer_costs_its_samples_alone(dataset, mo
 
     monkeypatch.setattr(store_reading, "_read_bytes", stalls)
     monkeypatch.setattr(tolerant_reader, "SAMPLE_TIMEOUT_S", 1.0)
-    found, _ = rows("msc://pictures/sets/first", 12, num_workers=workers, max_bad_share=1.0)
+    found, _ = rows("msc://images/sets/first", 12, num_workers=workers, max_bad_share=1.0)
     never.set()
     dropped = {one.key: one.reason for row in found for one in row.dropped_samples}
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(5)}
@@ -272,7 +272,7 @@ def test_object_store_errors_that_are_permanent_are_not_retried(sets, monkeypatc
 
 def test_killed_reading_process_ends_the_run(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
-    loader = build_loader(config("msc://pictures/sets/first", num_workers=2), read_spec(folder), folder)
+    loader = build_loader(config("msc://images/sets/first", num_workers=2), read_spec(folder), folder)
     next(loader)
     os.kill(loader._rank_rows._store_samples._manager._process.pid, signal.SIGKILL)
     with closing(loader), pytest.raises(LoaderError, match="reads from the object store has ended"):
@@ -282,7 +282,7 @@ def test_killed_reading_process_ends_the_run(dataset):
 
 def test_object_store_gives_the_validation_rows_of_the_folder(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
-    paths = (dataset, "msc://pictures/sets/first")
+    paths = (dataset, "msc://images/sets/first")
     here, there = (list(validation_rows(config(path), read_spec(folder), folder, "train")) for path in paths)
     assert len(here) > 1 and all(same(one, other) for one, other in zip(here, there, strict=True))
 
@@ -295,28 +295,28 @@ def test_object_store_blend_names_data_sets_beside_it(dataset, store):
         "splits": {"train": {"blend": parts}},
     }
     store.put_object(Bucket=BUCKET, Key="blend.yaml", Body=yaml.safe_dump(blend))
-    found = read_description(resolve_location("msc://pictures/blend.yaml")).split_facts("train")
+    found = read_description(resolve_location("msc://images/blend.yaml")).split_facts("train")
 
     mixture = found.dataset_identity["mixture"]["blend"]
     inner = read_description(dataset).split_facts("train").dataset_identity
     assert [part["data"] for part in mixture] == [inner, inner]
-    assert len(rows("msc://pictures/blend.yaml", 2)[0]) == 2
+    assert len(rows("msc://images/blend.yaml", 2)[0]) == 2
 
 
 def test_object_store_rejects_names_that_leave_the_folder(dataset, store, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)
     split = copy / ".nv-meta" / "split.yaml"
-    for number, name in enumerate(("../first/x.tar", "/other/x.tar", "msc://pictures/x.tar")):
+    for number, name in enumerate(("../first/x.tar", "/other/x.tar", "msc://images/x.tar")):
         split.write_text(yaml.safe_dump({"split_parts": {"train": [name]}, "exclude": []}))
         upload(store, copy, f"sets/bad{number}")
         with pytest.raises(DescriptionError, match="is not inside"):
-            read_description(resolve_location(f"msc://pictures/sets/bad{number}"))
+            read_description(resolve_location(f"msc://images/sets/bad{number}"))
 
 
 def test_object_store_names_what_is_missing(store, tmp_path):
     with pytest.raises(LoaderError, match="is not a data set"):
-        read_description(resolve_location("msc://pictures/sets/none"))
+        read_description(resolve_location("msc://images/sets/none"))
     with pytest.raises(ObjectStoreError, match="msc://PROFILE/FOLDER"):
         resolve_location("s3://rows/sets/first")
     with pytest.raises(ObjectStoreError, match="MSC_CONFIG names must describe the profile"):

@@ -317,9 +317,7 @@ def test_members_are_found_by_the_given_extensions(tmp_path, hf):
     assert trained_texts(tmp_path / "out", hf, r"An alt text\.<|B\.<") == {"An alt text.<": 2, "B.<": 1}
 
 
-@pytest.mark.parametrize(
-    "word", ["picture=jpg", "image=", "image=jpg||png", "image", "image=txt", "image=a:b"]
-)
+@pytest.mark.parametrize("word", ["image=jpg", "image=", "image=jpg||png", "image", "image=txt", "image=a:b"])
 def test_members_that_cannot_be_read_are_refused(word):
     with pytest.raises(TarListError, match="--members"):
         parse_fields([word])
@@ -437,9 +435,9 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf):  # n
     for path in folder.iterdir():
         store.upload_file(str(path), BUCKET, f"pairs/{path.name}")
     index(tmp_path / "here", hf, folder)
-    index(tmp_path / "there", hf, "msc://pictures/pairs/{00000..00001}.tar", workers=2)
+    index(tmp_path / "there", hf, "msc://images/pairs/{00000..00001}.tar", workers=2)
     with pytest.raises(TarIndexError, match="pairs/00002.tar does not exist"):
-        index(tmp_path / "missing", hf, "msc://pictures/pairs/{00000..00002}.tar")
+        index(tmp_path / "missing", hf, "msc://images/pairs/{00000..00002}.tar")
     files = [".nv-meta/tars.idx", ".nv-meta/index.uuid", ".nv-meta/split.yaml"]
     assert all((tmp_path / "here" / f).read_bytes() == (tmp_path / "there" / f).read_bytes() for f in files)
 
@@ -451,7 +449,7 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf):  # n
     for path in (tmp_path / "there").rglob("*"):
         if path.is_file():
             store.upload_file(str(path), BUCKET, f"set/{path.relative_to(tmp_path / 'there')}")
-    assert trained_texts("msc://pictures/set", hf, r"the number (\d+)") == numbers
+    assert trained_texts("msc://images/set", hf, r"the number (\d+)") == numbers
     store.put_object(Bucket=BUCKET, Key="pairs/00001.tar", Body=b"other")
     with pytest.raises(LoaderError, match="00001.tar"):
         read_description(str(tmp_path / "there"))

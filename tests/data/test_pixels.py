@@ -30,7 +30,7 @@ from megatron_vl.data.sample.pixel_settings import (
 )
 from megatron_vl.data.sample.videos import probe_video, video_planes
 
-from .media import encoded, picture, video
+from .media import encoded, image, video
 
 BASE = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -120,11 +120,11 @@ def test_pixels_of_every_format_equal_the_hf_processor(folder, kind):
 def test_pixels_of_transparent_and_16_bit_images(folder, kind):
     """It drops transparency and clips 16 bits, so its processor gets an RGB image that is made by hand."""
     if kind == "rgba":
-        values = picture(90, 130, channels=4).astype(np.float64)
+        values = image(90, 130, channels=4).astype(np.float64)
         alpha = values[..., 3:] / 255
         rgb = (values[..., :3] * alpha + 255 * (1 - alpha)).round().astype(np.uint8)
     else:
-        rgb = picture(90, 130, channels=1).repeat(3, -1)  # the file has these values times 257
+        rgb = image(90, 130, channels=1).repeat(3, -1)  # the file has these values times 257
     out = io.BytesIO()
     Image.fromarray(rgb).save(out, "PNG")
     data = encoded(90, 130, kind)
@@ -153,7 +153,7 @@ def test_unusable_media_say_why():
     with pytest.raises(PixelError, match="200 times as long"):
         resized_image_size(1, 201, 28, 3136, 50176)
     with pytest.raises(PixelError, match="not a readable image"):
-        decode_image(b"no picture")
+        decode_image(b"no image")
     whole = encoded(200, 200, "jpeg")
     with pytest.raises(PixelError, match="not a readable image"):
         decode_image(whole[: len(whole) // 2])

@@ -29,16 +29,16 @@ def grouped(row_of: np.ndarray) -> list[list[int]]:
 
 
 def test_plan_of_two_rows_by_hand():
-    """0.8 patches a token. Each picture shares a row with a text, so that both rows have 8 patches."""
+    """0.8 patches a token. Each image shares a row with a text, so that both rows have 8 patches."""
     assert grouped(plan_rows(ints(5, 5, 5, 5), ints(8, 0, 0, 8), 2, 10)) == [[0, 2], [1, 3]]
 
 
 def test_plan_keeps_the_limit_of_patches_by_hand():
-    """With 8 patches at most, two pictures of 5 never share a row. Each gets the text that makes it 1.25
+    """With 8 patches at most, two images of 5 never share a row. Each gets the text that makes it 1.25
     patches a token, as in all samples."""
     both = grouped(plan_rows(ints(2, 2, 2, 2), ints(5, 5, 0, 0), 2, 10, max_patches=8))
     assert [len({0, 1} & set(row)) for row in both] == [1, 1]
-    # Without the limit, the second picture joins the first.
+    # Without the limit, the second image joins the first.
     assert grouped(plan_rows(ints(2, 2, 6), ints(5, 5, 0), 1, 10)) == [[0, 1, 2]]
 
 
@@ -93,7 +93,7 @@ def test_permutation_moves_samples_everywhere():
 
 
 def mixed_sizes(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Text, single pictures, several pictures and videos, in rows of 1,024 tokens."""
+    """Text, single images, several images and videos, in rows of 1,024 tokens."""
     chance = np.random.default_rng(seed)
     kinds = chance.choice(4, count, p=[0.3, 0.45, 0.15, 0.1])
     text = np.clip(chance.lognormal(3.5, 0.9, count), 5, 300).astype(np.int64)
@@ -190,8 +190,8 @@ def test_ranks_exchange_whole_rows(monkeypatch):
 def test_rows_of_two_to_four_samples_are_full(rows):
     """Rows of 320 tokens, of which a sample takes a fourth on average."""
     chance = np.random.default_rng(0)
-    pictures = chance.choice([0, 16, 36, 64, 100, 144], 20_000, p=[0.2, 0.2, 0.2, 0.2, 0.1, 0.1])
-    tokens, patches = pictures + chance.integers(20, 80, 20_000), 4 * pictures
+    images = chance.choice([0, 16, 36, 64, 100, 144], 20_000, p=[0.2, 0.2, 0.2, 0.2, 0.1, 0.1])
+    tokens, patches = images + chance.integers(20, 80, 20_000), 4 * images
     order = SampleOrder([20_000], [1.0], 5, is_shuffled=True)
     plan = BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, 320, 0)
     batches = [plan.next_batch() for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Prompts of Qwen3.5 with pictures, videos, thinking and calls, worked out by hand: tokens and positions.
+"""Prompts of Qwen3.5 with images, videos, thinking and calls, worked out by hand: tokens and positions.
 
 The rules are those of the models' own code, as vLLM serves them (its Qwen3.5 takes the processor and the
 positions of its Qwen3-VL):
@@ -6,7 +6,7 @@ positions of its Qwen3-VL):
 * The pair of tokens that the template writes around a video is replaced by the frame groups, each
   ``<TIME seconds><|vision_start|>...<|vision_end|>``. TIME is the mean of the times of the group's first and
   last frame, to a tenth.
-* A picture or a frame group at position p spans p + (0, row, column), in units of 32 pixels. What follows
+* An image or a frame group at position p spans p + (0, row, column), in units of 32 pixels. What follows
   goes on one after the largest of these positions. Everything else counts up in all three rows alike.
 
 The vocabulary is Qwen2's released one with Qwen3.5's tokens for thinking and tools.
@@ -30,7 +30,7 @@ from tests.data.helpers import spec_of
 from tests.data.test_thinking import CALL, DRY, LARGE, RESULT, TOOL_CALL, write_thinking_folder
 
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
-PICTURE = (250, 330)
+IMAGE = (250, 330)
 """Pixels. The nearest multiples of 32 are 256 x 320, more than the least area of 65,536: 8 x 10 units."""
 CLIP = VideoInfo(frame_count=100, fps=25.0, height=70, width=100)
 """4 seconds at 2 frames a second are 8 frames. Evenly from 0 to 99, every 14.14:
@@ -52,7 +52,7 @@ def time(whole: str, tenth: str) -> list[str]:
 
 @dataclass
 class Unit:
-    """A picture, or a frame group of a video."""
+    """An image, or a frame group of a video."""
 
     at: int
     rows: int
@@ -71,7 +71,7 @@ def text(content: str) -> dict[str, str]:
 # The numbers are counted by hand: a run of n tokens at p ends at p + n - 1, and 8 x 10 units at p end at
 # p + 9 (the last column), 2 x 3 units at p + 2.
 GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
-    "a picture": (
+    "an image": (
         [{"role": "user", "content": [IMAGE, text("What?")]}],
         None,
         [
@@ -96,7 +96,7 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
         ],
     ),
     # What was thought before the first answer is left out.
-    "a picture, an answer, and a video": (
+    "an image, an answer, and a video": (
         [
             {"role": "user", "content": [IMAGE, text("What?")]},
             {"role": "assistant", "reasoning_content": "Hm.", "content": "A cat."},
@@ -125,7 +125,7 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
         ],
     ),
     # The call belongs to the last question, so that what was thought before it stays.
-    "a picture, a call and its result": (
+    "an image, a call and its result": (
         [{"role": "user", "content": [text("Hi"), IMAGE]}, CALL, RESULT],
         None,
         [
@@ -176,7 +176,7 @@ def test_video_times_worked_out_by_hand(folder) -> None:
 def test_tokens_and_positions_worked_out_by_hand(folder, ours, name) -> None:
     messages, think, runs = GOLDEN[name]
     settings = read_pixel_settings(folder)
-    made = {"image": image_grid(*PICTURE, settings), "video": video_grid(CLIP, settings)}
+    made = {"image": image_grid(*IMAGE, settings), "video": video_grid(CLIP, settings)}
     parts = [part for turn in messages if turn["role"] == "user" for part in turn["content"]]
     grids = [made[part["type"]] for part in parts if part["type"] in made]
 

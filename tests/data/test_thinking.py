@@ -320,7 +320,7 @@ IMAGE = {"type": "image"}
 
 
 def random_conversation(draw: random.Random, features: bool) -> list[dict]:
-    """Up to about eight turns with pictures and weights; with ``features`` also with thinking and calls."""
+    """Up to about eight turns with images and weights; with ``features`` also with thinking and calls."""
 
     def content() -> str | list[dict]:
         words = [draw.choice(WORDS) for _ in range(draw.choice([1, 1, 2]))]
@@ -365,11 +365,11 @@ def test_answers_found_together_equal_those_found_one_by_one(folders, model, rul
         except ChatError:  # the template has no question in it
             continue
         plain = [{k: v for k, v in m.items() if k != "loss_weight"} for m in messages]
-        pictures = ours.render_conversation(plain, tools=tools).count(
+        images = ours.render_conversation(plain, tools=tools).count(
             ours.image_token
         )  # thinking may hold some, and is dropped
         try:
-            ids, mask = ours.encode(messages, [GridTHW(1, 2, 2)] * pictures, tools)
+            ids, mask = ours.encode(messages, [GridTHW(1, 2, 2)] * images, tools)
         except ChatError:
             # What is refused for its text has marks of turns or of thinking.
             assert any(mark in str(messages) for mark in ("<|im_", "think>")), messages

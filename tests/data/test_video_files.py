@@ -1,7 +1,7 @@
 """Frames of every container, of variable rates, of long and of damaged files.
 
 Each frame says its own number: eight squares, black or white, are its binary digits. So what comes back is
-checked by what the picture shows, not by what another decoder says.
+checked by what the image shows, not by what another decoder says.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ CONTAINERS = [
 
 def numbered(number: int) -> np.ndarray:
     """uint8 [64, 64, 3]: twelve squares of 16 x 20 pixels that are the number's binary digits."""
-    picture = np.zeros((SIDE, SIDE, 3), np.uint8)
+    image = np.zeros((SIDE, SIDE, 3), np.uint8)
     for digit in range(DIGITS):
         row, column = divmod(digit, 4)
-        picture[row * 20 : row * 20 + 20, column * 16 : column * 16 + 16] = 255 * (number >> digit & 1)
-    return picture
+        image[row * 20 : row * 20 + 20, column * 16 : column * 16 + 16] = 255 * (number >> digit & 1)
+    return image
 
 
 def numbers(frames: torch.Tensor) -> list[int]:
@@ -294,9 +294,9 @@ def test_video_decoding_keeps_memory_flat():
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
-        picture = np.zeros((720, 1280, 3), np.uint8)
+        image = np.zeros((720, 1280, 3), np.uint8)
         for _ in range(120):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         container.mux(stream.encode())
 
     process_context = multiprocessing.get_context("fork")

@@ -27,15 +27,15 @@ from .test_video_files import SIDE, written
 
 def clip(form: str = "mp4", count: int = 12, height: int = 32, width: int = 64, **options: str) -> bytes:
     """Frames with a white quarter at the top left and a grey one at the top right, 10 a second."""
-    picture = np.zeros((height, width, 3), np.uint8)
-    picture[: height // 2, : width // 2] = 255
-    picture[: height // 2, width // 2 :] = 128
+    image = np.zeros((height, width, 3), np.uint8)
+    image[: height // 2, : width // 2] = 255
+    image[: height // 2, width // 2 :] = 128
     out = io.BytesIO()
     with av.open(out, "w", format=form, options=options) as container:
         stream = container.add_stream("libx264", rate=10)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for _ in range(count):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image)))
         container.mux(stream.encode())
     return out.getvalue()
 
@@ -113,9 +113,9 @@ def tracks(
             frame.sample_rate, frame.pts = 48000, i * 1024
             container.mux(sound.encode(frame))
         for stream, shade, count in streams:
-            picture = np.full((stream.height, stream.width, 3), shade, np.uint8)
+            image = np.full((stream.height, stream.width, 3), shade, np.uint8)
             for _ in range(count):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(image)))
             container.mux(stream.encode())
         if sound:
             container.mux(sound.encode())
@@ -183,8 +183,8 @@ def noisy(form: str, **options: str) -> bytes:
             stream = container.add_stream("libx264", rate=10, options={"preset": "ultrafast", "qp": "30"})
             stream.width = stream.height = 64
             stream.pix_fmt = "yuv420p"
-            for picture in NOISE:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+            for image in NOISE:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(image)))
             container.mux(stream.encode())
         return file.read()
 

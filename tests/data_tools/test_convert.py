@@ -488,7 +488,7 @@ def test_media_are_looked_for_beside_the_records(tmp_path, capsys):
 
 
 def test_limit_of_pixels_applies_to_the_header(tmp_path):
-    """The limit applies to the header: this picture has no pixels at all, and larger limits
+    """The limit applies to the header: this image has no pixels at all, and larger limits
     change the reason."""
     write(tmp_path / "media/a.png", encoded(100, 100))
     write(tmp_path / "media/b.png", bomb(10_000, 20_000))
@@ -607,12 +607,10 @@ def test_command_lists_what_was_quarantined(tmp_path, capsys):
 def test_command_names_what_has_no_effect(tmp_path, capsys):
     """Only samples are counted."""
     write(tmp_path / "m/a.png", encoded(30, 30))
-    picture = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
-    answer = {"role": "assistant", "content": [picture, {"type": "text", "text": "That one."}], "mood": 0.5}
-    record = {
-        "messages": [{"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}, answer]
-    }
-    bad = {"messages": [{"role": "user", "content": [{**picture, "image": "none.png"}]}, answer]}
+    image = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
+    answer = {"role": "assistant", "content": [image, {"type": "text", "text": "That one."}], "mood": 0.5}
+    record = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "Which?"}]}, answer]}
+    bad = {"messages": [{"role": "user", "content": [{**image, "image": "none.png"}]}, answer]}
     many = {f"k{i:03d}" + "x" * 100: 1 for i in range(120)}
 
     assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0

@@ -182,8 +182,8 @@ def test_columns_name_captions_and_texts(tmp_path):
 
 
 def test_interleaved_parquet_with_bytes_and_nulls(tmp_path):
-    picture = encoded(56, 84, "png")
-    images = [None, {"bytes": picture, "path": None}, None]
+    image = encoded(56, 84, "png")
+    images = [None, {"bytes": image, "path": None}, None]
     table = pa.Table.from_pylist([{"texts": ["One ", None, "two."], "images": images, "url": "x"}])
     pq.write_table(table, tmp_path / "in.parquet")
     report = convert(tmp_path, tmp_path / "in.parquet")

@@ -1,4 +1,4 @@
-"""Records whose videos are pictures: as users write them, through the conversion, to the loader."""
+"""Records whose videos are images: as users write them, through the conversion, to the loader."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_images_of_a_folder_are_in_natural_order(tmp_path):
 
 @pytest.fixture
 def media(tmp_path) -> Path:
-    """Five pictures, which are frames 1 to 5 of one clip, a picture of another size and one cut short."""
+    """Five images, which are frames 1 to 5 of one clip, an image of another size and one cut short."""
     for number, seed in ((1, 0), (2, 1), (3, 2), (4, 3), (10, 4)):
         write(tmp_path / f"media/clip/frame_{number}.png", encoded(70, 100, seed=seed))
     write(tmp_path / "media/wide.png", encoded(70, 128))
@@ -120,7 +120,7 @@ def frames(*numbers: int) -> list[str]:
 
 
 def test_videos_as_images_reach_the_model(media, tmp_path, capsys):
-    """The rates give Qwen2.5-VL's seconds of a group: 2 / 1 and 2 / 2; five pictures fill three groups."""
+    """The rates give Qwen2.5-VL's seconds of a group: 2 / 1 and 2 / 2; five images fill three groups."""
     uri = "data:image/png;base64," + base64.b64encode(encoded(70, 100, seed=2)).decode()
     records = [
         part(video=frames(1, 2, 3, 4, 10), sample_fps=1),
@@ -158,7 +158,7 @@ def test_show_and_summary_name_videos_as_images(media, tmp_path, capsys):
 
 
 def test_qwen3_vl_gets_the_times_of_images(media, tmp_path, capsys):
-    """Pictures at 0, 1, 2, 3, 4 (and 5) s: the groups are at 0.5, 2.5 and 4.5 s."""
+    """Images at 0, 1, 2, 3, 4 (and 5) s: the groups are at 0.5, 2.5 and 4.5 s."""
     out, _ = converted(tmp_path, [part(video=frames(1, 2, 3, 4, 10), sample_fps=1)])
     seen = inspected(out, 0, capsys, "qwen3_vl")
     assert seen["media"][0]["timestamps"] == [0.5, 2.5, 4.5]

@@ -1,4 +1,4 @@
-"""Tests of files other than plain JSON: tables with pictures in them, compressed files, folders, an index."""
+"""Tests of files other than plain JSON: tables with images in them, compressed files, folders, an index."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from data_tools.records import ReadError, read_records
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import refused, shards
 
-PICTURE = encoded(40, 60)
+IMAGE = encoded(40, 60)
 SAY = {"role": "assistant", "content": "A cat."}
 CALL = {"name": "look", "arguments": {"where": "left"}}
 
 
 def rows(count: int) -> list[dict]:
-    """Conversations with pictures as tables hold them: two with bytes, one with a path, one without."""
+    """Conversations with images as tables hold them: two with bytes, one with a path, one without."""
     turns = [{"role": "user", "content": "<image>What?"}, SAY]
     text = {"id": None, "images": [], "messages": [{"role": "user", "content": "Hi"}, SAY]}
     kinds = [
-        {"id": "a", "images": [{"bytes": PICTURE, "path": None}], "messages": turns},
-        {"id": "b", "images": [{"bytes": PICTURE, "path": "named.png"}], "messages": turns},
+        {"id": "a", "images": [{"bytes": IMAGE, "path": None}], "messages": turns},
+        {"id": "b", "images": [{"bytes": IMAGE, "path": "named.png"}], "messages": turns},
         {"id": "c", "images": [{"bytes": None, "path": "here.png"}], "messages": turns},
         text,
     ]
@@ -48,9 +48,9 @@ def test_tables_give_the_samples_of_the_same_records_in_json(tmp_path):
     """In Parquet, in a folder of `datasets` and as data URIs: the same samples."""
     import datasets
 
-    write(tmp_path / "media/here.png", PICTURE)
+    write(tmp_path / "media/here.png", IMAGE)
     table = rows(30)
-    uri = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+    uri = "data:image/png;base64," + base64.b64encode(IMAGE).decode()
     plain = [{**row, "images": [uri if i["bytes"] else i["path"] for i in row["images"]]} for row in table]
     (tmp_path / "x.json").write_text(json.dumps(plain))
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "x.parquet", row_group_size=7)
@@ -67,7 +67,7 @@ def test_tables_give_the_samples_of_the_same_records_in_json(tmp_path):
         for sample in samples:
             del sample["source"], sample["crc32"]
         found[name] = (samples, [data for member, data in members.items() if not member.endswith(".json")])
-    assert len(found["x.json"][0]) == 30 and found["x.json"][1] == [PICTURE] * 23
+    assert len(found["x.json"][0]) == 30 and found["x.json"][1] == [IMAGE] * 23
     assert found["x.parquet"] == found["x.json"] and found["disk"] == found["x.json"]
 
 
@@ -126,7 +126,7 @@ def test_index_names_files_columns_and_tags(tmp_path):
     chats = [
         {
             "talk": [{"who": "person", "says": "<image>?"}, {"who": "model", "says": "Yes."}],
-            "pictures": ["a.png"],
+            "images": ["a.png"],
             "rules": "Be brief.",
         }
     ]
@@ -140,7 +140,7 @@ def test_index_names_files_columns_and_tags(tmp_path):
             "second": {
                 "file_name": "chats",
                 "formatting": "sharegpt",
-                "columns": {"messages": "talk", "images": "pictures", "system": "rules"},
+                "columns": {"messages": "talk", "images": "images", "system": "rules"},
                 "tags": {
                     "role_tag": "who",
                     "content_tag": "says",
@@ -165,7 +165,7 @@ def test_index_names_files_columns_and_tags(tmp_path):
     ]
     assert read[1].media_references == [("image", "a.png")] and read[1].ignored_keys == []
 
-    write(tmp_path / "media/a.png", PICTURE)
+    write(tmp_path / "media/a.png", IMAGE)
     out = out_of(tmp_path, Path(f"{index}:second"))
     assert len([name for name in shards(out) if name.endswith(".json")]) == 1
 
@@ -192,7 +192,7 @@ def test_index_may_say_that_markers_are_text(tmp_path):
         ({"script_url": "x"}, "is on a hub"),
         ({"file_name": "in.json", "ranking": True}, "preferences"),
         ({"file_name": "in.json", "formatting": "csv"}, "formatting 'csv'; valid: alpaca, sharegpt, openai"),
-        ({"file_name": "in.json", "columns": {"picture": "x"}}, "columns picture are unknown"),
+        ({"file_name": "in.json", "columns": {"image": "x"}}, "columns image are unknown"),
         ({"file_name": "in.json", "columns": ["x"]}, "columns must give a field.s name"),
         ({"file_name": "in.json", "tags": {"tool_tag": "x"}}, "tags tool_tag are unknown"),
         ({"file_name": "in.json", "num_samples": 5}, "num_samples"),

@@ -175,9 +175,9 @@ def test_results_without_ids_stay_in_their_order(calls, results):
 
 
 def test_results_with_media_are_not_moved():
-    picture = {"role": "tool", "tool_call_id": "2", "content": [{"type": "image", "image": "a.png"}]}
+    image = {"role": "tool", "tool_call_id": "2", "content": [{"type": "image", "image": "a.png"}]}
     with pytest.raises(RecordError, match="write them in that order"):
-        results_read([call_of("1"), call_of("2")], [picture, result_of("1")])
+        results_read([call_of("1"), call_of("2")], [image, result_of("1")])
 
 
 def test_calls_as_turns_have_ids_too():

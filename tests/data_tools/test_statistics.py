@@ -97,7 +97,7 @@ def test_samples_count_as_in_the_rows_of_the_loader(out):
     assert not rows
     assert found.left_out_reasons() == {"longer than seq_len": 1}
     assert dropped.keys() == {"longer than seq_len"}
-    # Of five records, three have pictures, one of them two; two have a video; one has two turns.
+    # Of five records, three have images, one of them two; two have a video; one has two turns.
     assert one.sizes["images"][:5].tolist() == [1, 0, 2, 0, 1] and one.sizes["images"].sum() == 24
     assert one.sizes["videos"][:5].tolist() == [0, 0, 0, 1, 1] and one.sizes["videos"].sum() == 12
     assert one.assistant_turns == 24 + 2 * 6 + 1
@@ -128,7 +128,7 @@ def test_splits_have_numbers_of_their_own(texts):
 
 
 def test_limits_are_those_of_the_run(out):
-    """The largest samples have 108 patches: those with two pictures or with a video and a large picture."""
+    """The largest samples have 108 patches: those with two images or with a video and a large image."""
     (one,) = _statistics(out).sources
     patches, tokens = one.sizes["patches"], one.sizes["tokens"]
     found = _statistics(out, max_patches=100)
@@ -169,11 +169,11 @@ def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     assert describe_values(*found.sample_quantity("tokens"))["mean"] == pytest.approx(mean)
     assert found.num_samples == 31 + found.sources[1].source.num_samples
     packed = [sample for row in module._pack_rows(found.sources, found.data_config) for sample in row]
-    pictures = sum(patches > 0 for _, patches, _ in packed)
+    images = sum(patches > 0 for _, patches, _ in packed)
     # Four of five records of the first source have media, and none of the second.
     rows = found.num_samples * mean * sum(shares) / (found.row_quantities["fill"].mean() * 512)
     assert found.pass_facts(1)["rows"] == math.ceil(rows)
-    assert pictures / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
+    assert images / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
 
 
 def test_subset_is_counted_alone(out, tmp_path):

@@ -1,4 +1,4 @@
-"""Sends mutated records and pictures through the data tool, mutated samples and shards through the loader,
+"""Sends mutated records and images through the data tool, mutated samples and shards through the loader,
 and damages what lies on the disk: shards, indices, links, and files that do not answer.
 
     python -m tests.fuzz.data --count 5000
@@ -54,13 +54,13 @@ def unchanged(data: bytes, draw: random.Random) -> bytes:
 
 
 def medium(draw: random.Random) -> tuple[str, bytes]:
-    """Kind and bytes of a picture or video, mutated or not."""
+    """Kind and bytes of an image or video, mutated or not."""
     if draw.random() < 0.1:
         return "video", draw.choice([*BYTE_CHANGES, unchanged])(draw.choice([_VIDEO, _FRAMES]), draw)
-    return "image", draw.choice([*BYTE_CHANGES, unchanged])(draw.choice(_PICTURES), draw)
+    return "image", draw.choice([*BYTE_CHANGES, unchanged])(draw.choice(_IMAGES), draw)
 
 
-_PICTURES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumerate(KINDS)]
+_IMAGES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumerate(KINDS)]
 _VIDEO = video(6, 64, 64)
 _FRAMES = pack_frames(
     ((f"{i}.png", encoded(30, 40, seed=i)) for i in range(5)), FrameArchiveInfo(2.0, "whole")
@@ -347,7 +347,7 @@ def _guarded(work: Callable[[], Any], seconds: float) -> Any:
 
 def _used_little_memory() -> None:
     peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    assert peak_gib < 4, f"{peak_gib:.1f} GiB of memory for small pictures"
+    assert peak_gib < 4, f"{peak_gib:.1f} GiB of memory for small images"
 
 
 def main() -> None:

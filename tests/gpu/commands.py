@@ -2,7 +2,7 @@
 
     python -m tests.gpu.commands --ranks 2 [--out FOLDER] [--platform cpu]
 
-It uses small checkpoints with the released head dimensions and synthetic pictures. `evaluate` distributes its
+It uses small checkpoints with the released head dimensions and synthetic images. `evaluate` distributes its
 questions over the GPUs; it is left out if VLMEvalKit cannot be imported. The program prints one line per
 check and returns exit code 1 if one fails.
 """
@@ -44,7 +44,7 @@ global_batch_size: 4
 """
 
 
-def picture(folder: Path, name: str) -> Path:
+def image(folder: Path, name: str) -> Path:
     """A gradient into one colour."""
     path = folder / f"{name}.png"
     ramp = Image.linear_gradient("L").resize((196, 140))
@@ -55,13 +55,13 @@ def picture(folder: Path, name: str) -> Path:
 
 
 def write_inputs(folder: Path) -> None:
-    """Pictures, conversations about them and a table of questions."""
+    """Images, conversations about them and a table of questions."""
     media = folder / "media"
     media.mkdir()
     (folder / "lmu").mkdir()
     rows, conversations = [], []
     for number, name in enumerate(COLOURS):
-        path = picture(media, name)
+        path = image(media, name)
         encoded = base64.b64encode(path.read_bytes()).decode()
         rows += [
             [2 * number + i, encoded, f"Which colour is it? {i}", *COLOURS, "ABCD"[number]] for i in range(2)

@@ -3,13 +3,13 @@
     python -m tests.gpu.parity --ranks 1 [--out FOLDER]
 
 Head dimensions are the released ones (80 in the tower, 72 in Qwen3-VL's; 128 in the language model, 256
-and 128 in Qwen3.5's), every row has at least two samples and two pictures, RoPE is the fused one. Exit code 1
+and 128 in Qwen3.5's), every row has at least two samples and two images, RoPE is the fused one. Exit code 1
 when a case fails.
 
 With ``--platform cpu``, a tower with LayerNorm, such as Qwen3-VL's, fails in the gradients of its norms,
 although losses and outputs agree. On CPU, torch 2.11's LayerNorm sums these gradients over rows in bf16, so
 their error grows with the rows in a call: about 2 % for 400 patches, 4 to 6 % for 1,600. The tower takes
-all pictures of a row in one call; the reference takes one sample after another.
+all images of a row in one call; the reference takes one sample after another.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from megatron_vl.models.embedding import add_to_rows
 @pytest.mark.parametrize("num_tokens, vocabulary", [(1, 9), (40, 1000), (5000, 64)])
 def test_rows_get_the_bits_of_the_whole_gradient(num_tokens: int, vocabulary: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(3)
-    # As in rows with pictures, most tokens are the same one.
+    # As in rows with images, most tokens are the same one.
     token_ids = torch.randint(vocabulary, (num_tokens,), generator=generator)
     token_ids[num_tokens // 3 :] = vocabulary - 1
     vector_grads = torch.randn(num_tokens, 24, generator=generator).to(dtype)

@@ -25,7 +25,7 @@ MIXED_ROWS = [
 TEXT_LAST = [["image", "text"], ["two_images"], ["video", "text"], ["text", "short_text"]]
 """With two data-parallel ranks, the last micro-batch of the second rank has no image."""
 TEXT_ONE_RANK = [["text"], ["short_text"], ["image"], ["mixed", "text"]]
-"""With two data-parallel ranks, the first has no picture at all."""
+"""With two data-parallel ranks, the first has no image at all."""
 TEXT_ALL = [["text"], ["text", "short_text"], ["short_text"], ["text"]]
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
@@ -85,8 +85,8 @@ def kinds(kind: str) -> list[Any]:
     return [[[kind]]]
 
 
-ONE_PICTURE = [[["image"], ["text"]], [["text"], ["short_text"]], [["text", "image"], ["text"]]]
-"""Fewer pictures in a step than ranks, and none at all."""
+ONE_IMAGE = [[["image"], ["text"]], [["text"], ["short_text"]], [["text", "image"], ["text"]]]
+"""Fewer images in a step than ranks, and none at all."""
 
 DECOUPLED: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -94,11 +94,11 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         case("PP2, decoupled, qwen2_vl", Q2, pp=2),
-        quick("PP2, decoupled, a rank without a picture", pp=2, steps=ONE_PICTURE, overlap=True),
+        quick("PP2, decoupled, a rank without an image", pp=2, steps=ONE_IMAGE, overlap=True),
         case(
-            "PP2, decoupled, language frozen, a rank without a picture",
+            "PP2, decoupled, language frozen, a rank without an image",
             pp=2,
-            steps=ONE_PICTURE,
+            steps=ONE_IMAGE,
             **NO_LANGUAGE,
         ),
         quick("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
@@ -109,10 +109,10 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         quick("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, **TP2_SP),
         quick("EP2, experts, decoupled", MOE, ep=2),
         case(
-            "PP2, decoupled, qwen3_5, language frozen, a rank without a picture",
+            "PP2, decoupled, qwen3_5, language frozen, a rank without an image",
             Q35,
             pp=2,
-            steps=ONE_PICTURE,
+            steps=ONE_IMAGE,
             **NO_LANGUAGE,
         ),
         case("TP2 + SP, ETP2, decoupled, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
@@ -143,7 +143,7 @@ ON_EDGES = [
     ["text", "short_text", "words"] * 11,
 ]
 """The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge and
-some documents have 1 to 3 tokens; every rank has several documents, and none a picture. In all but the last,
+some documents have 1 to 3 tokens; every rank has several documents, and none an image. In all but the last,
 the last ranks have only padding."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
 TWO_HEADS = {"heads": 2, "kv_heads": 1, "mrope_section": (4, 6, 6)}
@@ -190,7 +190,7 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         case("CP4 x TP2 + SP beyond the heads", cp=4, **TP2_SP, steps=SHARED),
     ],
 }
-"""Cases of context parallelism. Their pictures, videos and documents cross the edges of the ranks' parts."""
+"""Cases of context parallelism. Their images, videos and documents cross the edges of the ranks' parts."""
 
 HYBRID: dict[int, list[dict[str, Any]]] = {
     1: [

@@ -112,7 +112,7 @@ ROWS: Features = {
     "Several images": has_sample("two_images", "mixed", "video_between"),
     "Video": has_sample("video", "video_between", "mixed"),
     "Several samples packed into a row": has_rows("packed"),
-    "Rows with pictures beside rows without": has_rows("with and without pictures"),
+    "Rows with images beside rows without": has_rows("with and without images"),
     "Samples without loss tokens": has_sample("without_loss"),
 }
 

@@ -66,7 +66,7 @@ def settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
     text_only = {"text", "short_text", "without_loss"}
     rows = [row for step in case["steps"] for row in step]
     if kinds - text_only and any(set(row) <= text_only for row in rows):
-        found.add(("rows", "with and without pictures"))
+        found.add(("rows", "with and without images"))
     if any(len(row) > 1 for row in rows):
         found.add(("rows", "packed"))
     if len(case["steps"]) > 1:

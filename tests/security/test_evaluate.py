@@ -19,7 +19,7 @@ from toolkit.evaluate.sandbox import choose_sandbox, copy_data
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
 
 
-def test_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
+def test_adapter_reads_images_of_the_data_set_only(hf, tmp_path):
     settings = {"dtype": "float32", "min_pixels": None, "max_pixels": None, "max_new_tokens": (1, 1)}
     write(tmp_path / "set/a.png", encoded(40, 40))
     write(tmp_path / "secret.png", encoded(40, 40))
@@ -102,4 +102,4 @@ def test_tables_of_a_user_are_copied_and_all_else_is_linked(work, tmp_path, monk
     assert sorted(path.name for path in tables) == ["set.tsv", "set_cn.tsv"]
     assert not any(path.is_symlink() for path in tables)
     assert (data / "photos").is_symlink() and (data / "images" / "mine").is_symlink()
-    assert not (data / "images" / "set").exists(), "pictures of an earlier table of that name"
+    assert not (data / "images" / "set").exists(), "images of an earlier table of that name"

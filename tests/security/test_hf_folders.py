@@ -38,10 +38,10 @@ def use_all_of(hf: Path, out: Path) -> None:
     read_pixel_settings(hf, DataConfig(path="unused"))
     load_hf_for_training(hf)
     DemoReference(hf, video_fps=2.0, video_max_frames=4)
-    picture = out / "picture.png"
-    Image.new("RGB", (56, 56)).save(picture)
+    image = out / "image.png"
+    Image.new("RGB", (56, 56)).save(image)
     CheckpointModel(hf, ASKED, [out]).generate_answer(
-        [{"type": "image", "value": str(picture)}, {"type": "text", "value": "What?"}]
+        [{"type": "image", "value": str(image)}, {"type": "text", "value": "What?"}]
     )
 
 

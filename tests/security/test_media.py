@@ -45,22 +45,22 @@ def converted(tmp_path: Path, records: list[dict]) -> tuple[bytes, dict[str, int
 
 @pytest.fixture
 def secret(tmp_path) -> bytes:
-    """A picture beside the media root, with a link, a linked folder and a hard path to it."""
+    """An image beside the media root, with a link, a linked folder and a hard path to it."""
     data = encoded(40, 40, seed=9)
-    write(tmp_path / "secret/picture.png", data)
+    write(tmp_path / "secret/image.png", data)
     write(tmp_path / "secret/clip.mp4", video(6))
     write(tmp_path / "media/good.png", encoded(40, 40))
-    (tmp_path / "media/link.png").symlink_to(tmp_path / "secret/picture.png")
-    (tmp_path / "media/relative.png").symlink_to("../secret/picture.png")
+    (tmp_path / "media/link.png").symlink_to(tmp_path / "secret/image.png")
+    (tmp_path / "media/relative.png").symlink_to("../secret/image.png")
     (tmp_path / "media/folder").symlink_to(tmp_path / "secret")
     (tmp_path / "media/chain.png").symlink_to("link.png")
     return data
 
 
 def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
-    outside = "../secret/picture.png link.png relative.png chain.png folder/picture.png".split()
+    outside = "../secret/image.png link.png relative.png chain.png folder/image.png".split()
     outside += [
-        f"{scheme}{tmp_path}/secret/picture.png" for scheme in ("", "file://", "FILE://", "good.png/../..")
+        f"{scheme}{tmp_path}/secret/image.png" for scheme in ("", "file://", "FILE://", "good.png/../..")
     ]
     outside += (
         "../../../../../../../../etc/passwd /etc/passwd /proc/self/environ /dev/zero ~/.ssh/id_rsa".split()
@@ -119,7 +119,7 @@ def test_formats_that_start_other_programs_are_not_opened(tmp_path, secret, name
 
 
 def flat(width: int, height: int, kind: str) -> bytes:
-    """A real picture of one colour, with many pixels in few bytes."""
+    """A real image of one colour, with many pixels in few bytes."""
     out = io.BytesIO()
     Image.new("1", (width, height)).save(out, kind)
     return out.getvalue()
@@ -173,4 +173,4 @@ def test_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
     root = (tmp_path / "alias").resolve()
     assert resolve_reference("good.png", MediaRoots((root,))) == tmp_path / "media/good.png"
     with pytest.raises(ValueError, match="not inside"):
-        resolve_reference("../secret/picture.png", MediaRoots((root,)))
+        resolve_reference("../secret/image.png", MediaRoots((root,)))

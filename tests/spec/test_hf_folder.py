@@ -196,7 +196,7 @@ ACCEPTED: dict[str, Callable[[Path], object]] = {
     "one template twice": template_in_both,
     # As in the released Qwen2.5-VL, whose tokenizer_config.json has a template for tools.
     "another template of the tokenizer": fields("tokenizer_config.json", chat_template="{{ tools }}"),
-    "pictures that are pointers": file("figure.png", POINTER),
+    "images that are pointers": file("figure.png", POINTER),
     "other templates": file("additional_chat_templates/rag.jinja", "{{ messages }}"),
 }
 

@@ -1,4 +1,4 @@
-"""Pictures, tables, videos and checkpoints for the tests of `megatron-vl evaluate`."""
+"""Images, tables, videos and checkpoints for the tests of `megatron-vl evaluate`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
 def photographs() -> list[Image.Image]:
     from skimage import data
 
-    pictures = [
-        Image.fromarray(getattr(data, name)()) for name in ("astronaut", "chelsea", "coffee", "rocket")
-    ]
-    for picture in pictures:
-        picture.thumbnail((160, 160))
-    return pictures
+    images = [Image.fromarray(getattr(data, name)()) for name in ("astronaut", "chelsea", "coffee", "rocket")]
+    for image in images:
+        image.thumbnail((160, 160))
+    return images
 
 
 def write_table(path: Path, rows: list[list[object]], columns: tuple[str, ...] = COLUMNS) -> Path:
@@ -43,19 +41,18 @@ def write_table(path: Path, rows: list[list[object]], columns: tuple[str, ...] =
     return path
 
 
-def encoded(picture: Image.Image) -> str:
+def encoded(image: Image.Image) -> str:
     data = io.BytesIO()
-    picture.save(data, "PNG")
+    image.save(data, "PNG")
     return base64.b64encode(data.getvalue()).decode()
 
 
 def photograph_table(path: Path) -> Path:
     """Eight questions about four photographs; the right answers alternate between A, B, C and D."""
-    pictures = photographs()
+    images = photographs()
     options = ("a person", "a cat", "a cup", "a rocket")
     rows = [
-        [i + 1, encoded(pictures[i // 2]), f"What is in picture {i}?", *options, "ABCD"[i // 2]]
-        for i in range(8)
+        [i + 1, encoded(images[i // 2]), f"What is in image {i}?", *options, "ABCD"[i // 2]] for i in range(8)
     ]
     return write_table(path, rows)
 
@@ -67,17 +64,17 @@ DIALOGUES = (
 
 
 def dialogue_table(folder: Path) -> Path:
-    """MMDU's form: lists of base64 pictures, of questions (``DIALOGUES``) and of reference answers."""
-    pictures = [encoded(picture) for picture in photographs()]
+    """MMDU's form: lists of base64 images, of questions (``DIALOGUES``) and of reference answers."""
+    images = [encoded(image) for image in photographs()]
     rows: list[list[object]] = [
-        [1, str(pictures[:2]), str(DIALOGUES[0]), "['The second.', 'A person.']"],
-        [2, str(pictures[2:3]), str(DIALOGUES[1]), "['A cup.', 'It is red.', 'Nobody.']"],
+        [1, str(images[:2]), str(DIALOGUES[0]), "['The second.', 'A person.']"],
+        [2, str(images[2:3]), str(DIALOGUES[1]), "['A cup.', 'It is red.', 'Nobody.']"],
     ]
     return write_table(folder / "MMDU.tsv", rows, ("index", "image", "question", "answer"))
 
 
 def answers_letters(folder: Path, seed: int) -> Path:
-    """Makes a tiny checkpoint whose first token is always one of A to D, depending on the picture."""
+    """Makes a tiny checkpoint whose first token is always one of A to D, depending on the image."""
     tokens = load_hf_processor(folder).tokenizer
     letters = [tokens.convert_tokens_to_ids(letter) for letter in "ABCD"]
     file = next(file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file))
@@ -125,10 +122,10 @@ def damage(converted: Path, folder: Path) -> Path:
     return folder
 
 
-def write_video(path: Path, picture: Image.Image, frames: int) -> None:
-    """Writes a video of a picture that moves to the left."""
+def write_video(path: Path, image: Image.Image, frames: int) -> None:
+    """Writes a video of an image that moves to the left."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = np.asarray(picture.convert("RGB").resize((96 + frames, 64)))
+    whole = np.asarray(image.convert("RGB").resize((96 + frames, 64)))
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width = 96
@@ -149,8 +146,8 @@ def video_mme(hub: Path) -> Path:
     """
     repository = hub / "datasets--lmms-lab--Video-MME"
     folder = repository / "snapshots" / ("0" * 40)
-    for i, picture in enumerate(photographs()):
-        write_video(folder / "video" / f"clip{i}.mp4", picture, 24 + i)
+    for i, image in enumerate(photographs()):
+        write_video(folder / "video" / f"clip{i}.mp4", image, 24 + i)
     for name in ("subtitle", "videomme"):
         (folder / name).mkdir()
     (repository / "refs").mkdir()

@@ -208,8 +208,8 @@ def test_images_on_the_page_are_the_pixels_of_the_row(family):
     seen = planes_to_pixels(image_planes(data, grid, settings), grid, settings)
     side = settings.patch_size
     assert seen.shape == (1, 3, grid.h * side, grid.w * side)
-    with Image.open(io.BytesIO(data)) as picture:
-        own = picture.convert("RGB").resize((grid.w * side, grid.h * side), Image.Resampling.BICUBIC)
+    with Image.open(io.BytesIO(data)) as image:
+        own = image.convert("RGB").resize((grid.w * side, grid.h * side), Image.Resampling.BICUBIC)
     apart = (
         seen[0].permute(1, 2, 0).int() - torch.tensor(list(own.getdata())).view(grid.h * side, -1, 3)
     ).abs()

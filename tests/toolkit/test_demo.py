@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.cli import main
 from toolkit.demo import command
-from toolkit.demo.demo_data import ANSWER_BY_PICTURE, load_pictures, write_raw_data
+from toolkit.demo.demo_data import ANSWER_BY_IMAGE, load_images, write_raw_data
 from toolkit.demo.reference import read_sharegpt_sample
 
 TAUGHT = ("The loss has fallen", "One question about", "Several images, text")
@@ -51,7 +51,7 @@ def test_demo_passes(tmp_path):
     report = json.loads((tmp_path / "here" / "report.json").read_text())
     assert report["passed"] and len(report["checks"]) == 9
     question, answer = done.stdout.strip().splitlines()[-2:]
-    assert question.endswith("--prompt 'What is in this picture?'") and answer == ANSWER_BY_PICTURE["chelsea"]
+    assert question.endswith("--prompt 'What is in this picture?'") and answer == ANSWER_BY_IMAGE["chelsea"]
 
 
 @pytest.mark.ranks
@@ -93,7 +93,7 @@ def test_demo_fails_if_a_resumed_run_does_not_repeat_its_losses():
 
 
 def test_demo_compares_answers(tmp_path):
-    taught = [*ANSWER_BY_PICTURE.values(), "Red."]
+    taught = [*ANSWER_BY_IMAGE.values(), "Red."]
     lines = [{"reference": answer, "answer": answer} for answer in taught]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert [check[1:] for check in command.check_answers(tmp_path / "a.jsonl")] == [
@@ -119,8 +119,8 @@ def test_demo_replaces_an_earlier_demo_but_nothing_else(tmp_path):
 
 def test_conversations_and_media_fit(tmp_path):
     samples = json.loads(write_raw_data(tmp_path).read_text())
-    answers = {sample["conversations"][1]["value"] for sample in samples[: len(ANSWER_BY_PICTURE)]}
-    assert answers == set(ANSWER_BY_PICTURE.values())
+    answers = {sample["conversations"][1]["value"] for sample in samples[: len(ANSWER_BY_IMAGE)]}
+    assert answers == set(ANSWER_BY_IMAGE.values())
     counts = []
     for sample in samples:
         messages, images, videos = read_sharegpt_sample(sample, tmp_path / "media")
@@ -132,9 +132,9 @@ def test_conversations_and_media_fit(tmp_path):
 
 
 def test_images_are_drawn_without_scikit_image(monkeypatch, tmp_path):
-    photographs = load_pictures()
+    photographs = load_images()
     monkeypatch.setitem(sys.modules, "skimage", None)
-    drawn = load_pictures()
+    drawn = load_images()
     assert drawn.keys() == photographs.keys()
     assert len({load().tobytes() for load in drawn.values()}) == len(photographs)
     assert len(json.loads(write_raw_data(tmp_path).read_text())) == 11

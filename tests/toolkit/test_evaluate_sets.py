@@ -113,7 +113,7 @@ def judge():
     server.server_close()
 
 
-def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image]) -> list[str]:
+def dialogue_of(folder: Path, questions: list[str], images: list[Image.Image]) -> list[str]:
     """Each turn's answer by transformers, given its own answers before."""
     processor = load_hf_processor(folder)
     model = load_hf_model(folder, torch.float32)
@@ -127,7 +127,7 @@ def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image])
             used += i > 0
         messages.append({"role": "user", "content": content})
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        batch = processor(text=[text], images=pictures[:used], return_tensors="pt")
+        batch = processor(text=[text], images=images[:used], return_tensors="pt")
         with torch.no_grad():
             answers.append(processor.decode(model(**batch).logits[0, -1].argmax()))
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answers[-1]}]})
@@ -151,9 +151,9 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(
     assert report["questions"] == 5
 
     lines = answers_of(tmp_path / "out", "original")
-    pictures = photographs()
+    images = photographs()
     said = [line["answer"] for line in lines]
-    shown = (pictures[:2], pictures[2:3])
+    shown = (images[:2], images[2:3])
     assert said == [
         answer
         for questions, some in zip(DIALOGUES, shown, strict=True)

@@ -37,7 +37,7 @@ Check = tuple[str, str, bool]  # what was checked, what was measured, whether it
 
 def demo(options: DemoOptions) -> int:
     """Empties the folder and runs every command in it. Returns exit code 1 if a check fails."""
-    from toolkit.demo.demo_data import ANSWER_BY_PICTURE, FILE_NAMES, PICTURE_QUESTION, write_raw_data
+    from toolkit.demo.demo_data import ANSWER_BY_IMAGE, FILE_NAMES, IMAGE_QUESTION, write_raw_data
 
     start_time = time.perf_counter()
     folder, steps = options.dir, options.steps
@@ -86,9 +86,9 @@ def demo(options: DemoOptions) -> int:
     run(f"generate --checkpoint {d}/hf_trained {answers} {VIDEO_WORDS}")
     checks += check_answers(folder / "answers.jsonl")
     exit_code = write_report(folder, checks, time.perf_counter() - start_time)
-    print(f"the trained model answers; the right answer is {ANSWER_BY_PICTURE['chelsea']!r}:")
+    print(f"the trained model answers; the right answer is {ANSWER_BY_IMAGE['chelsea']!r}:")
     image = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
-    run(f"generate --checkpoint {d}/hf_trained {image} --prompt {shlex.quote(PICTURE_QUESTION)}")
+    run(f"generate --checkpoint {d}/hf_trained {image} --prompt {shlex.quote(IMAGE_QUESTION)}")
     return exit_code
 
 
@@ -196,12 +196,12 @@ def compare_losses(folder: Path, when: str, hf_name: str, samples: list[dict[str
 
 def check_answers(answers_path: Path) -> list[Check]:
     """The answers that transformers generates from the exported folder are those in the data."""
-    from toolkit.demo.demo_data import ANSWER_BY_PICTURE
+    from toolkit.demo.demo_data import ANSWER_BY_IMAGE
 
     right: dict[bool, list[bool]] = {True: [], False: []}
     for line in map(json.loads, answers_path.read_text().splitlines()):
         taught, answer = line["reference"].strip(), line["answer"].strip()
-        right[taught in ANSWER_BY_PICTURE.values()].append(answer == taught)
+        right[taught in ANSWER_BY_IMAGE.values()].append(answer == taught)
         print(f"{answer!r}", "as taught" if answer == taught else f"taught: {taught!r}")
     claims = {
         "One question about five photographs: transformers generates the right answers": right[True],

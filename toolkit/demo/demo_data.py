@@ -18,24 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-PICTURE_QUESTION = "What is in this picture?"
+IMAGE_QUESTION = "What is in this picture?"
 
-ANSWER_BY_PICTURE = {
+ANSWER_BY_IMAGE = {
     "astronaut": "An astronaut in an orange space suit, with a flag behind her.",
     "chelsea": "A tabby cat that looks straight at you.",
     "coffee": "A cup of coffee on a wooden table, with a spoon beside it.",
     "rocket": "A rocket on its launch pad at dusk.",
     "motorcycle": "A red motorcycle parked in a garage.",
 }
-"""Answers to :data:`PICTURE_QUESTION`; it is always the same, so they can only come from the image."""
+"""Answers to :data:`IMAGE_QUESTION`; it is always the same, so they can only come from the image."""
 
-FILE_NAMES = {name: f"{name}.jpg" for name in (*ANSWER_BY_PICTURE, "hubble")} | {"chelsea": "chelsea.png"}
+FILE_NAMES = {name: f"{name}.jpg" for name in (*ANSWER_BY_IMAGE, "hubble")} | {"chelsea": "chelsea.png"}
 
 DEMO_CONVERSATIONS: list[tuple[str, dict[str, Any], str]] = [
-    *[
-        (n, {"image": FILE_NAMES[n]}, f"<image>\n{PICTURE_QUESTION}|{a}")
-        for n, a in ANSWER_BY_PICTURE.items()
-    ],
+    *[(n, {"image": FILE_NAMES[n]}, f"<image>\n{IMAGE_QUESTION}|{a}") for n, a in ANSWER_BY_IMAGE.items()],
     (
         "two_images",
         {"image": ["chelsea.png", "coffee.jpg"]},
@@ -66,9 +63,9 @@ def write_raw_data(raw_dir: Path) -> Path:
     """Writes ``media/*`` and ``conversations.json`` (ShareGPT style), whose path it returns."""
     media_dir = raw_dir / "media"
     media_dir.mkdir(parents=True, exist_ok=True)
-    pictures = load_pictures()
-    for name, load_picture in pictures.items():
-        image = Image.fromarray(load_picture())
+    images = load_images()
+    for name, load_image in images.items():
+        image = Image.fromarray(load_image())
         image.thumbnail((256, 256))
         image.save(media_dir / FILE_NAMES[name], quality=92)  # PNG ignores it
     shutil.copyfile(VIDEO_FILE, media_dir / VIDEO_FILE.name)
@@ -84,13 +81,13 @@ def write_raw_data(raw_dir: Path) -> Path:
 
 def conversation_texts() -> list[str]:
     """All texts of the conversations, from which the tokenizer is made."""
-    texts = [PICTURE_QUESTION, *ANSWER_BY_PICTURE.values()]
-    for _, _, turns in DEMO_CONVERSATIONS[len(ANSWER_BY_PICTURE) :]:
+    texts = [IMAGE_QUESTION, *ANSWER_BY_IMAGE.values()]
+    for _, _, turns in DEMO_CONVERSATIONS[len(ANSWER_BY_IMAGE) :]:
         texts += turns.split("|")
     return [*texts, "system", "user", "assistant", "You are a helpful assistant."]
 
 
-def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
+def load_images() -> dict[str, Callable[[], NDArray[np.uint8]]]:
     """Maps each name to a function that returns the image, height x width x 3."""
     try:
         from skimage import data

@@ -215,7 +215,7 @@ def _check_environment(has_gpu: bool) -> Iterator[Finding]:
 
     allocator = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if has_gpu and "expandable_segments:True" not in allocator:
-        finding_text = "expandable_segments is off; pictures of different sizes fragment the memory"
+        finding_text = "expandable_segments is off; images of different sizes fragment the memory"
         advice = "start with megatron-vl train, or export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         yield Finding("allocator", finding_text, "note", advice)
 

@@ -166,7 +166,7 @@ class MegatronActivationRecorder(ActivationRecorder):
         for location, recorded_rows in self.recorded_values.items():
             if not location.startswith(VISION_LOCATIONS) or grid.tp_rank:
                 continue  # all tensor-parallel ranks have the same values
-            # The tower skipped rows without pictures, or encoded a dummy.
+            # The tower skipped rows without images, or encoded a dummy.
             called_rows = encoded_rows if len(recorded_rows) < num_rows else range(num_rows)
             for row_number, values in zip(called_rows, recorded_rows, strict=True):
                 if row_number in encoded_rows:

@@ -1,4 +1,4 @@
-"""Carries out ``megatron-vl parity``: prepares pictures, weights and the reference, and runs the layouts."""
+"""Carries out ``megatron-vl parity``: prepares images, weights and the reference, and runs the layouts."""
 
 from __future__ import annotations
 

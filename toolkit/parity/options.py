@@ -22,7 +22,7 @@ transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go through files in
 
 @dataclass(kw_only=True)
 class ParityOptions(CommandOptions):
-    """Compare loss, logits, layers and gradients of any layout with transformers, on real pictures.
+    """Compare loss, logits, layers and gradients of any layout with transformers, on real images.
 
     Names the first layer that departs. Exit code 1 if a layout departs.
     """
@@ -42,7 +42,7 @@ class ParityOptions(CommandOptions):
     """Data type of the layouts. float32 must agree with transformers within rounding. bfloat16 may depart
     from float32 at most 1.5 times as far as transformers in bfloat16; use it on GPUs. (On CPU,
     Megatron-core rounds RoPE's factors to bfloat16, and transformers does not. torch's LayerNorm sums its
-    gradients in bfloat16 there, here over all pictures of a row.)"""
+    gradients in bfloat16 there, here over all images of a row.)"""
     lora: int = option(0, metavar="RANK", minimum=1)
     """Give every matrix a random LoRA adapter of this rank, made by peft, and compare the gradients of the
     adapters instead."""

@@ -257,7 +257,7 @@ class ReferenceTrainer:
         loss = backward_mean_loss(self.model, samples, self.spec, self.pixel_norm, batch_size=self.batch_size)
         for weight in self.main_weights.values():
             if weight.grad is None:
-                # In a step without pictures, torch skips the vision tower, while Megatron-core's optimizer
+                # In a step without images, torch skips the vision tower, while Megatron-core's optimizer
                 # continues with its moments.
                 weight.grad = torch.zeros_like(weight)
 

@@ -3,7 +3,7 @@
     python -m toolkit.parity.reference_job JOB.json
 
 ``JOB.json`` holds the fields of :class:`ReferenceJob`. ``megatron-vl parity`` runs this in a process of its
-own, which frees its memory before the layouts run. Pictures and text then go through the checkpoint's own
+own, which frees its memory before the layouts run. Images and text then go through the checkpoint's own
 processor in ``transformers``.
 """
 
@@ -179,8 +179,8 @@ def check_processor(job: ReferenceJob, samples: list[TokenizedSample]) -> None:
     for number, (sample, conversation) in enumerate(zip(samples, conversations, strict=True)):
         text = processor.apply_chat_template(conversation["messages"], tokenize=False)
         # In RGB as the loader opens them: releases of transformers differ in transparency and depth.
-        pictures = [to_pil_image(decode_image(Path(path).read_bytes())) for path in conversation["images"]]
-        output = processor(text=[text], images=pictures or None, return_tensors="pt")
+        images = [to_pil_image(decode_image(Path(path).read_bytes())) for path in conversation["images"]]
+        output = processor(text=[text], images=images or None, return_tensors="pt")
         for name, ours in hf_inputs([sample], spec, pixel_norm).items():
             if output[name].shape != ours.shape or (output[name] - ours).abs().max() > PIXEL_TOLERANCE:
                 raise UserError(f"conversation {number}: the checkpoint's own processor makes other {name}")
