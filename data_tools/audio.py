@@ -1,7 +1,7 @@
 """Finds audio in records, because no Qwen-VL model can hear it.
 
 A record with audio is useless without it: the model would learn to guess the answer, and a placeholder would
-be learnt as text. Sounds are listed beside the conversation or a turn (``audios`` of LLaMA-Factory and
+be trained on as text. Sounds are listed beside the conversation or a turn (``audios`` of LLaMA-Factory and
 ms-swift, ``audio`` of OpenAI's answers and of Hugging Face's data sets), are content parts (``input_audio``
 of OpenAI, ``audio`` of transformers' processors, ``audio_url`` of vLLM), or have a placeholder in the text.
 

@@ -28,7 +28,7 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
 ALL_LINEAR = ("language", "vision", "merger")
 """The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
-LossOn = Literal["learnt", "masked"]
+LossOn = Literal["trained", "masked"]
 """Whether these tokens are trained on."""
 
 
@@ -236,11 +236,11 @@ class DataConfig:
     qwen2_vl_tools: the template of Qwen2-VL and Qwen2.5-VL with tools, which theirs leaves out."""
     empty_think: LossOn = "masked"
     """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
-    without thinking. masked: none, as a request without thinking already contains the block. learnt: the
+    without thinking. masked: none, as a request without thinking already contains the block. trained: the
     model learns to close the block at once, so that it answers without thinking where it may think."""
-    earlier_answers: LossOn = "learnt"
+    earlier_answers: LossOn = "trained"
     """Loss on the answers before the last question, from which the chat templates of thinking models leave
-    out the thinking. learnt: they are trained on as the template writes them, without thinking. masked: only
+    out the thinking. trained: they are trained on as the template writes them, without thinking. masked: only
     the answers after the last question are trained on, which look as the served model writes them."""
     num_workers: int = option(2, minimum=0)
     """Loader processes of each data-parallel rank. 0: load in the training process."""

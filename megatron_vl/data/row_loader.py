@@ -41,6 +41,8 @@ ADVICE_BY_FIELD = {
     "packing_buffer": "resume with the program that saved it",
 }
 
+FORMER_VALUES = {"learnt": "trained"}
+"""How states of version 0.2.0 name a value."""
 NEW_FIELDS = {"too_long": "cut"}
 """Fields that states of version 0.2.0 do not have, and the values that make the same rows."""
 
@@ -188,6 +190,7 @@ class RowLoader:
 
         for field_name, current_value in self._identity.items():
             saved_value = saved_identity.get(field_name, NEW_FIELDS.get(field_name))
+            saved_value = FORMER_VALUES.get(str(saved_value), saved_value)
             if field_name != "dataset" and saved_value != current_value:
                 advice = ADVICE_BY_FIELD.get(field_name, f"set data.{field_name} back")
                 if field_name.startswith(PROCESSOR_PREFIX):

@@ -146,7 +146,7 @@ def test_text_and_tokens_equal_transformers(encoder, name):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, name):
-    """Without the turn's content, `<|im_start|>assistant\\n` remains; what is missing is what is learnt."""
+    """Without the turn's content, `<|im_start|>assistant\\n` remains; what is missing is trained on."""
     _, ours = encoder
     messages, grids = CONVERSATIONS[name]
     ids, mask = ours.encode(messages, grids)
@@ -168,8 +168,8 @@ def test_text_that_merges_with_the_header_is_not_trained_on(encoder):
     _, ours = encoder
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nHello"}]
     ids, mask = ours.encode(messages, [])
-    learnt = ours.tokenizer.decode(ids[mask])
-    assert learnt.endswith("Hello<|im_end|>") and "assistant" not in learnt
+    trained = ours.tokenizer.decode(ids[mask])
+    assert trained.endswith("Hello<|im_end|>") and "assistant" not in trained
     assert ids.tolist() == ours.tokenizer(ours.render_conversation(messages))["input_ids"]
 
 

@@ -1,4 +1,4 @@
-"""Tools, calls and loss weights: what the released template of Qwen3.5 writes, and what is learnt of it.
+"""Tools, calls and loss weights: what the released template of Qwen3.5 writes, and what is trained on of it.
 
 The template (Apache-2.0) was released with Qwen3.5-4B and larger. The expected text below was written by hand
 from it, and transformers renders the same file.
@@ -87,8 +87,8 @@ def test_tool_calls_of_all_formats_equal_the_released_template(folder):
 def test_tool_call_is_trained_on_and_its_result_is_not(folder):
     encoder = ChatEncoder(folder, read_spec(folder))
     conversation = read_conversation(WITH_TOOLS["openai"])
-    ids, learnt = encoder.encode(conversation.messages, [], conversation.tool_definitions)
-    said = encoder.tokenizer.decode(ids[learnt.bool()])
+    ids, trained = encoder.encode(conversation.messages, [], conversation.tool_definitions)
+    said = encoder.tokenizer.decode(ids[trained.bool()])
     assert "<function=weather>" in said and "Oslo" in said and "Yes.<|im_end|>" in said
     assert "rain" not in said and "Rain" not in said and "# Tools" not in said
 

@@ -196,9 +196,9 @@ def test_loss_mask_covers_the_answers_alone(dataset):
     for row in validation(dataset):
         for i, key in enumerate(row.sample_keys):
             span = slice(int(row.cu_seqlens[i]), int(row.cu_seqlens[i + 1]))
-            learnt = tokenizer.decode(row.labels[span][row.loss_mask[span].bool()])
+            trained = tokenizer.decode(row.labels[span][row.loss_mask[span].bool()])
             answers = [m["content"] for m in samples[key][0]["messages"] if m["role"] == "assistant"]
-            assert learnt == "".join(f"{a}<|im_end|>" for a in answers)
+            assert trained == "".join(f"{a}<|im_end|>" for a in answers)
 
 
 def test_resume_continues_with_the_same_rows(dataset):
@@ -232,7 +232,7 @@ def same(a, b) -> bool:
     )
 
 
-@pytest.mark.parametrize(("field", "other"), [("empty_think", "learnt"), ("earlier_answers", "masked")])
+@pytest.mark.parametrize(("field", "other"), [("empty_think", "trained"), ("earlier_answers", "masked")])
 def test_resume_rejects_another_rule_for_thinking(dataset, tmp_path, field, other):
     """The rule belongs to a state only if the checkpoint's template writes thinking."""
     folder = tmp_path / "thinking"
@@ -315,7 +315,7 @@ def test_damaged_image_is_grey_and_not_trained_on(tmp_path):
         "image": "a.png",
         "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "y"}],
     }
-    text = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "learnt"}]}
+    text = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "trained"}]}
     path, _ = converted(tmp_path, [record, text])
     shard = path / "train-000000.tar"
     data = shard.read_bytes()

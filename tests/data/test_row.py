@@ -21,10 +21,10 @@ def test_loss_index_has_every_loss_token(seq_len: int, share: float) -> None:
         assert len(index) - max(1, mask.sum()) < LOSS_INDEX_MULTIPLE
 
 
-@pytest.mark.parametrize("learnt", [1024, 1000, 897])
-def test_loss_index_of_a_row_of_loss_tokens_is_none(learnt: int) -> None:
+@pytest.mark.parametrize("trained", [1024, 1000, 897])
+def test_loss_index_of_a_row_of_loss_tokens_is_none(trained: int) -> None:
     mask = torch.zeros(1024)
-    mask[:learnt] = 1.0
+    mask[:trained] = 1.0
     assert loss_index(mask) is None
     mask[896:] = 0.0
     assert loss_index(mask).tolist() == list(range(896))

@@ -1,4 +1,4 @@
-"""What is learnt under the released templates of thinking models, written out by hand, token by token.
+"""What is trained on under the released templates of thinking models, written out by hand, token by token.
 
 The vocabulary is Qwen2's released one with Qwen3.5's tokens for thinking and tools: where tokens begin and
 end around thinking is the same in Qwen3.5's.
@@ -105,14 +105,14 @@ def encoder(folder: Path, **rule: str) -> ChatEncoder:
 
 
 def pieces(ours: ChatEncoder, messages: list[dict]) -> list[tuple[list[str], bool]]:
-    """The text of each token; neighbours that are both learnt, or both not, are together."""
+    """The text of each token; neighbours that are both trained on, or both not, are together."""
     ids, mask = ours.encode(messages, [])
     rendered = ours.render_conversation(messages)
     assert ids.tolist() == ours.tokenizer(rendered)["input_ids"]
     found: list[tuple[list[str], bool]] = []
-    for token, learnt in zip(ids, mask.tolist(), strict=True):
-        if not found or found[-1][1] != learnt:
-            found.append(([], learnt))
+    for token, trained in zip(ids, mask.tolist(), strict=True):
+        if not found or found[-1][1] != trained:
+            found.append(([], trained))
         found[-1][0].append(ours.tokenizer.decode(token))
     return found
 
@@ -124,10 +124,10 @@ GOLDEN = {
         {},
         [(HI + OPEN + BLOCK, 0), (["Yes", ".", "<|im_end|>"], 1), (["\n"], 0)],
     ),
-    "without thinking, learnt": (
+    "without thinking, trained": (
         [QUESTION, PLAIN],
-        {"empty_think": "learnt"},
-        # "\n\n" is one token; a request ends within it, so it cannot be learnt.
+        {"empty_think": "trained"},
+        # "\n\n" is one token; a request ends within it, so it cannot be trained on.
         [(HI + OPEN + BLOCK[:2], 0), ([*BLOCK[2:], "Yes", ".", "<|im_end|>"], 1), (["\n"], 0)],
     ),
     "with thinking": (
@@ -283,7 +283,7 @@ def test_stop_tokens_are_required(tmp_path) -> None:
         read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))
 
 
-# --- What is learnt -----------------------------------------------------------------------------------------
+# --- What is trained on -----------------------------------------------------------------------------------------
 
 
 def test_reasoning_may_stand_in_a_field_of_its_own(folders) -> None:
@@ -351,7 +351,7 @@ def random_conversation(draw: random.Random, features: bool) -> list[dict]:
     return messages
 
 
-@pytest.mark.parametrize("rule", [{}, {"empty_think": "learnt", "earlier_answers": "masked"}])
+@pytest.mark.parametrize("rule", [{}, {"empty_think": "trained", "earlier_answers": "masked"}])
 @pytest.mark.parametrize("model", [LARGE, SMALL, LATER, "Qwen2-VL"])
 def test_answers_found_together_equal_those_found_one_by_one(folders, model, rule) -> None:
     ours = encoder(folders.get(model) or marked_folder(), **rule)

@@ -526,7 +526,7 @@ def test_duplicate_ids_are_refused_or_kept(tmp_path):
     assert report.samples == 5 and refused(out) == {2: "no conversation"}
 
 
-def test_files_of_one_name_are_told_apart(tmp_path):
+def test_files_of_one_name_keep_their_identities(tmp_path):
     for name in ("x", "y"):
         write(tmp_path / name / "in.json", json.dumps([{}]).encode())
     (tmp_path / "m").mkdir()

@@ -128,7 +128,7 @@ def test_auto_takes_no_more_than_host_memory_allows(spec) -> None:
     )
 
 
-def test_a_run_that_may_not_fit_is_told_which_share_would(spec) -> None:
+def test_message_names_the_share_that_would_fit(spec) -> None:
     config = run("--failures.check_memory false")
     full = peak_stage_gib(estimate_stage_memory(config, spec, 2))
 

@@ -43,7 +43,7 @@ def test_every_low_half_under_even_odd_and_extreme_upper_halves() -> None:
         assert bits_of(again) == bits_of(master) and bits_of(moment) == bits_of(second), hex(upper)
 
 
-def test_ties_are_told_apart_by_the_sign_of_the_second_moment() -> None:
+def test_sign_of_the_second_moment_separates_ties() -> None:
     """Without it, both would come back as the same number."""
     sign = 1 << 31
     master = numbers(TIE, ODD_TIE, TIE | sign, ODD_TIE | sign, TIE - 1, ODD_TIE + 1)

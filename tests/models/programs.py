@@ -75,7 +75,7 @@ def losses_of_chosen_tokens(hf: str) -> dict[str, Any]:
         "outside": (some * (1 - inside)).abs().max().item(),
         "loss": ((some - all_losses) * inside).abs().max().item(),
         "loss in chunks": (some - chunked_losses).abs().max().item(),
-        "learnt": (row.loss_mask[row.loss_index].sum() - row.loss_mask.sum()).item(),
+        "trained": (row.loss_mask[row.loss_index].sum() - row.loss_mask.sum()).item(),
         "without gradient": [name for name, gradient in whole.items() if not gradient.any()],
         "gradients": {
             name: max(

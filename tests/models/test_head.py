@@ -20,7 +20,7 @@ def test_losses_and_gradients_equal_those_with_all_logits(tiny_checkpoint, tied:
     # Chunks are computed again in the backward pass.
     assert result["rows of logits"] == [128, *chunks, *chunks, 256, 256]
     assert result["loss in chunks"] < 1e-6
-    assert result["outside"] == 0.0 and result["learnt"] == 0.0
+    assert result["outside"] == 0.0 and result["trained"] == 0.0
     assert result["loss"] < 1e-5 and result["without gradient"] == []
     assert max(result["gradients"].values()) < 1e-5
 

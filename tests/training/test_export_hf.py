@@ -182,7 +182,7 @@ def test_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capfd) 
 
 
 @pytest.mark.slow
-def test_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: Steps, capfd) -> None:
+def test_failed_export_is_named_leaves_nothing_and_stops_nothing(steps: Steps, capfd) -> None:
     broken, whole = steps.save(4), steps.save(8)
     for path in (broken.path / "weights").glob("*.safetensors"):
         data = bytearray(path.read_bytes())

@@ -151,7 +151,7 @@ def test_death_or_stop_of_the_first_rank_ends_the_others(prepared: dict[str, Pat
     assert "no sign of life for" in ended.message
 
 
-def test_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_hanging_loader_is_named_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Its rank is alive and says where it stands; the processes that hang do not outlive it."""
     ended = disturb(prepared, tmp_path / "run", "stop_loader", 0, 3, "step")
     assert ended.codes == [1, 1, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended

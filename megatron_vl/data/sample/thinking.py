@@ -12,8 +12,8 @@ what follows the empty block. The text is always what the template writes. Only 
 options:
 
 * ``data.empty_think``: with ``masked``, the default, nothing of an empty block is trained on. With
-  ``learnt``, what follows its opening is trained on, so that a model that may think learns when not to.
-* ``data.earlier_answers``: with ``learnt``, the default, answers that the template writes without a block are
+  ``trained``, what follows its opening is trained on, so that a model that may think learns when not to.
+* ``data.earlier_answers``: with ``trained``, the default, answers that the template writes without a block are
   trained on too. With ``masked``, only answers with a block are: those that a served model writes.
 
 :func:`split_thinking` separates the block from the answer in generated text.
@@ -37,7 +37,7 @@ class ThinkingRule:
     """Says which tokens have loss. The fields are those of :class:`megatron_vl.config.DataConfig`."""
 
     empty_think: LossOn = "masked"
-    earlier_answers: LossOn = "learnt"
+    earlier_answers: LossOn = "trained"
 
     @classmethod
     def from_data_config(cls, data_config: DataConfig) -> ThinkingRule:
@@ -49,7 +49,7 @@ class ThinkingRule:
             return len(EMPTY_THINK_BLOCK if self.empty_think == "masked" else THINK_OPENING)
         if turn_text.startswith(THINK_OPENING) and THINK_CLOSING in turn_text:
             return len(THINK_OPENING)
-        return 0 if self.earlier_answers == "learnt" else None
+        return 0 if self.earlier_answers == "trained" else None
 
 
 def template_has_thinking(chat_template: str) -> bool:
