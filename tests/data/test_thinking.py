@@ -283,7 +283,7 @@ def test_stop_tokens_are_required(tmp_path) -> None:
         read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))
 
 
-# --- What is trained on -----------------------------------------------------------------------------------------
+# --- What is trained on -------------------------------------------------------------------------------------
 
 
 def test_reasoning_may_stand_in_a_field_of_its_own(folders) -> None:

@@ -13,8 +13,8 @@ options:
 
 * ``data.empty_think``: with ``masked``, the default, nothing of an empty block is trained on. With
   ``trained``, what follows its opening is trained on, so that a model that may think learns when not to.
-* ``data.earlier_answers``: with ``trained``, the default, answers that the template writes without a block are
-  trained on too. With ``masked``, only answers with a block are: those that a served model writes.
+* ``data.earlier_answers``: with ``trained``, the default, answers that the template writes without a block
+  are trained on too. With ``masked``, only answers with a block are: those that a served model writes.
 
 :func:`split_thinking` separates the block from the answer in generated text.
 """
