@@ -139,7 +139,7 @@ def is_touched(reach: scan.Reach) -> bool:
 
 def test_every_subclass_has_an_entry() -> None:
     found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.subclasses()}
-    assert len(found) >= 15
+    assert len(found) >= 14
     known = FIXES.keys() | PUBLIC_BASE_CLASSES.keys()
     assert {text for place, text in found.items() if place not in known} == set()
     assert PUBLIC_BASE_CLASSES.keys() <= found.keys()

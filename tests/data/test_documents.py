@@ -34,7 +34,7 @@ from .media import encoded, write
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 START, END, STOP = "<|vision_start|>", "<|vision_end|>", "<|endoftext|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
-IMAGE = GridTHW(1, 4, 6)
+GRID = GridTHW(1, 4, 6)
 """2 x 3 tokens."""
 
 
@@ -123,7 +123,7 @@ def test_document_tokens_loss_and_positions_by_hand(family):
         assert row.loss_mask.tolist() == [*mask[1:], 0, 0, 0, 0]
 
     for _, parts, tokens, mask, positions in HAND_WRITTEN:
-        check(parts, [IMAGE] if IMAGE in tokens else [], tokens, mask, positions)
+        check(parts, [GRID] if IMAGE in tokens else [], tokens, mask, positions)
 
     grid, tokens, positions = video_tokens(family)
     first = positions.pop()[0]
@@ -131,7 +131,7 @@ def test_document_tokens_loss_and_positions_by_hand(family):
     image = [[first + 3, first + 3 + row, first + 3 + column] for row in range(2) for column in range(3)]
     rest = [*([first + i] * 3 for i in range(3)), *image, [first + 6] * 3, [first + 7] * 3]
     tokens = [*tokens, *"Go", START, *[IMAGE] * 6, END, STOP]
-    check(VIDEO_DOCUMENT, [grid, IMAGE], tokens, mask, [*positions, *rest])
+    check(VIDEO_DOCUMENT, [grid, GRID], tokens, mask, [*positions, *rest])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -317,7 +317,7 @@ def test_members_are_found_by_the_given_extensions(tmp_path, hf):
     assert trained_texts(tmp_path / "out", hf, r"An alt text\.<|B\.<") == {"An alt text.<": 2, "B.<": 1}
 
 
-@pytest.mark.parametrize("word", ["image=jpg", "image=", "image=jpg||png", "image", "image=txt", "image=a:b"])
+@pytest.mark.parametrize("word", ["photo=jpg", "image=", "image=jpg||png", "image", "image=txt", "image=a:b"])
 def test_members_that_cannot_be_read_are_refused(word):
     with pytest.raises(TarListError, match="--members"):
         parse_fields([word])

@@ -30,7 +30,7 @@ from tests.data.helpers import spec_of
 from tests.data.test_thinking import CALL, DRY, LARGE, RESULT, TOOL_CALL, write_thinking_folder
 
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
-IMAGE = (250, 330)
+SIZE = (250, 330)
 """Pixels. The nearest multiples of 32 are 256 x 320, more than the least area of 65,536: 8 x 10 units."""
 CLIP = VideoInfo(frame_count=100, fps=25.0, height=70, width=100)
 """4 seconds at 2 frames a second are 8 frames. Evenly from 0 to 99, every 14.14:
@@ -176,7 +176,7 @@ def test_video_times_worked_out_by_hand(folder) -> None:
 def test_tokens_and_positions_worked_out_by_hand(folder, ours, name) -> None:
     messages, think, runs = GOLDEN[name]
     settings = read_pixel_settings(folder)
-    made = {"image": image_grid(*IMAGE, settings), "video": video_grid(CLIP, settings)}
+    made = {"image": image_grid(*SIZE, settings), "video": video_grid(CLIP, settings)}
     parts = [part for turn in messages if turn["role"] == "user" for part in turn["content"]]
     grids = [made[part["type"]] for part in parts if part["type"] in made]
 

@@ -54,7 +54,7 @@ def test_gpu_before_hopper_takes_other_kernels_and_no_fp8(fake: pytest.MonkeyPat
     for recipe in ("tensorwise", "delayed", "blockwise"):
         stated = f"fp8.recipe {recipe} needs Hopper .*, and this GPU has 8.{capability % 10}; set fp8.recipe"
         with pytest.raises(RunConfigError, match=stated):
-            _fp8_settings(found, parse_config(["--fp8.recipe", recipe]))
+            _fp8_settings(found, parse_config(["--fp8.recipe", recipe, "--dtype", "bfloat16"]))
     assert _fp8_settings(found, parse_config([])) == {}
 
 
@@ -62,5 +62,5 @@ def test_gpu_before_hopper_takes_other_kernels_and_no_fp8(fake: pytest.MonkeyPat
 def test_hopper_and_blackwell_have_everything(fake: pytest.MonkeyPatch, capability: int) -> None:
     found = platform_of(fake, capability)
     assert choose_backend("auto", platform=found.name, head_dim=128, causal=True) == "flash_attn"
-    fp8 = _fp8_settings(found, parse_config(["--fp8.recipe", "delayed"]))
+    fp8 = _fp8_settings(found, parse_config(["--fp8.recipe", "delayed", "--dtype", "bfloat16"]))
     assert fp8 == {"fp8": "hybrid", "fp8_recipe": "delayed"}

@@ -31,20 +31,20 @@ LAYOUTS = [
 def write_samples(folder: Path) -> Path:
     image = folder / "a.png"
     write(image, encoded(56, 84, "png", seed=1))
-    image = {"type": "image"}
+    marker = {"type": "image"}
     samples = [
         {"document": [{"type": "text", "text": "Only text. " * 6}], "images": []},
         {
             "document": [
                 {"type": "text", "text": "First "},
-                image,
+                marker,
                 {"type": "text", "text": " then this:"},
-                image,
+                marker,
                 {"type": "text", "text": "the end."},
             ],
             "images": [str(image)] * 2,
         },
-        {"document": [image, {"type": "text", "text": "A thing."}], "images": [str(image)]},
+        {"document": [marker, {"type": "text", "text": "A thing."}], "images": [str(image)]},
         {"messages": TALK, "images": []},
     ]
     (folder / "samples.json").write_text(json.dumps(samples))

@@ -11,17 +11,16 @@ import json
 import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from megatron.energon.edataclass import edataclass
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import skip_meta_re
 from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
-from megatron.energon.flavors.webdataset.structs import ShardInfo
 from numpy.typing import NDArray
 
 from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
@@ -48,10 +47,13 @@ HEADER_TYPES = (
 JPEG_MAGIC = b"\xff\xd8"
 
 
-@edataclass
-class TarShard(ShardInfo):
-    """A tar that is read where it lies."""
+@dataclass
+class TarShard:
+    """A tar that is read where it lies, with the fields of Energon's ``ShardInfo``."""
 
+    name: str
+    path: EPath
+    count: int
     fields: PairFields
     offsets: NDArray[np.uint64]
     """uint64 [count + 1]: the first byte of each pair, and the end of the last one."""
