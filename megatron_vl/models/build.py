@@ -219,7 +219,7 @@ class _ModelBuilder:
             gathers_keys=gathers_keys,
         )
         backend = choose()
-        if self.platform.name == "cpu":
+        if self.platform.name == "cpu" and backend != "flash_attn":
             return backend
 
         query_heads, key_value_heads = attention_heads(self.spec, self.layout)

@@ -54,7 +54,8 @@ for data in ("docs", "pyproject.toml"):
     options = ["--model.hf", hf, "--nproc-per-node", "1", "--data.path", data, "--global_batch_size", "1"]
     assert main(["bench", *options]) == 1, data
 assert "torch" not in sys.modules
-assert main(["train", "--parallel.tp", "3", "--nproc-per-node", "4"]) == 1
+run = ["--model.hf", hf, "--model.checkpoint", "random", "--data.path", "synthetic:images"]
+assert main(["train", *run, "--parallel.tp", "3", "--nproc-per-node", "4"]) == 1
 assert "torch" not in sys.modules
 assert main(["data", "verify", "pyproject.toml"]) == 1  # a file where a folder belongs
 wrong = ("doctor --config run.yaml", "verify a b --forse", "train", "train --config pyproject.toml", "convrt")
