@@ -231,7 +231,7 @@ def test_the_tokenizers_template_is_noted(hf: Path) -> None:
 
 COMMANDS = {
     "convert": ["convert", "--hf", "HF", "--out", "OUT"],
-    "train": ["train", "--model.hf", "HF", "--data.path", "synthetic:images", "--dry-run"],
+    "train": ["train", "--model.hf", "HF", "--data.path", "synthetic:images", "--steps", "1", "--dry-run"],
     "plan": ["plan", "--hf", "HF", "--gpu", "H100", "--gpus", "1"],
     "parity": ["parity", "--hf", "HF", "--layouts", "1"],
     "export": ["export", "--checkpoint", "WEIGHTS", "--hf", "HF", "--out", "OUT"],

@@ -54,7 +54,7 @@ for data in ("docs", "pyproject.toml"):
     options = ["--model.hf", hf, "--nproc-per-node", "1", "--data.path", data, "--global_batch_size", "1"]
     assert main(["bench", *options]) == 1, data
 assert "torch" not in sys.modules
-run = ["--model.hf", hf, "--model.checkpoint", "random", "--data.path", "synthetic:images"]
+run = ["--model.hf", hf, "--model.checkpoint", "random", "--data.path", "synthetic:images", "--steps", "1"]
 assert main(["train", *run, "--parallel.tp", "3", "--nproc-per-node", "4"]) == 1
 assert "torch" not in sys.modules
 assert main(["data", "verify", "pyproject.toml"]) == 1  # a file where a folder belongs
