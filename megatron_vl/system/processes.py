@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -117,10 +118,12 @@ def end_with_parent(parent: int = 0) -> None:
     """Lets the kernel kill this process when the thread that started it ends, for whatever reason.
 
     Args:
-        parent: id of the process that started this one, which may have ended already; 0: it is alive.
+        parent: id of the process that started this one; 0: ``multiprocessing`` knows it, or it is alive.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have ended before the kernel was asked.
+    parent = parent or getattr(multiprocessing.parent_process(), "pid", 0)
     if parent and os.getppid() != parent:
         os._exit(1)
 
