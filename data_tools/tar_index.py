@@ -33,7 +33,14 @@ from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.location import STORE_PREFIX, Location, is_in_object_store, resolve_location
 from megatron_vl.data.source.pair_reader import TarMember, iter_members, read_pair
 from megatron_vl.data.source.store_reading import StoreFile
-from megatron_vl.data.source.tar_list import OFFSETS_FILE, TARS_FILE, PairFields, TarList, tar_stamp
+from megatron_vl.data.source.tar_list import (
+    SPANS_FILE,
+    TARS_FILE,
+    PairFields,
+    TarList,
+    read_tar_list,
+    tar_stamp,
+)
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
@@ -42,7 +49,7 @@ from megatron_vl.system.progress_bar import progress
 from .sample_sizes import ARRAY_DTYPES, ShardSizes, measure_samples, run_tasks, write_sizes
 
 RESULTS_DIR = "tar-index"
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 WINDOW_BYTES = 1 << 20
 """Bytes of an object that are read together. What lies between two windows is skipped."""
 MAX_TAIL_BYTES = 1 << 20
@@ -176,7 +183,7 @@ def _read_tar_once(number: int) -> tuple[Path, bool]:
         raise TarIndexError(f"{tar_path} changed while it was read; start again when it is complete")
     facts = {"sizes": sizes.facts, "stamp": stamp, "refused": pairs.refused}
     facts["digest"] = pairs.digest.hexdigest()
-    arrays: dict[str, Any] = {**sizes.arrays, "offsets": np.array(pairs.offsets, "<u8")}
+    arrays: dict[str, Any] = {**sizes.arrays, "spans": np.array(pairs.spans, "<u8")}
     arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     with durable_files.open_new_file(result_path) as result_file:
         np.savez_compressed(result_file, **arrays)
@@ -188,7 +195,7 @@ class _TarPairs:
 
     def __init__(self, tar_path: Location, name: str, fields: PairFields, tar_bytes: int) -> None:
         self.tar_path, self.name, self.fields, self.tar_bytes = tar_path, name, fields, tar_bytes
-        self.offsets: list[int] = []
+        self.spans: list[tuple[int, int]] = []
         self.refused: list[dict[str, str]] = []
         self.digest = hashlib.sha256()
 
@@ -198,7 +205,6 @@ class _TarPairs:
             raw_file = self.tar_path.open("rb")
         else:
             raw_file = io.BufferedReader(StoreFile(self.tar_path), WINDOW_BYTES)
-        end = 0
         seen_keys: set[int] = set()
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
             for key, group in itertools.groupby(self._members(tar_file), lambda member: member.key):
@@ -212,10 +218,8 @@ class _TarPairs:
                     self._refuse(key, error.reason, str(error))
                     continue
                 self.digest.update(pair["json"] + str([member.info.size for member in members]).encode())
-                self.offsets.append(members[0].info.offset)
-                end = members[-1].end
-                yield cook_sample({**pair, "__key__": f"{self.name}[{len(self.offsets) - 1}]"})
-        self.offsets.append(end)
+                self.spans.append((members[0].info.offset, members[-1].end))
+                yield cook_sample({**pair, "__key__": f"{self.name}[{len(self.spans) - 1}]"})
 
     def _members(self, tar_file: ITarFile) -> Iterator[TarMember]:
         """All members. Notes where a tar ends too early, which raises no error."""
@@ -256,7 +260,7 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
         for name, result_path in zip(index.names, result_paths, strict=True):
             with np.load(result_path, allow_pickle=False) as result:
                 facts = json.loads(result["facts"].tobytes())
-                offsets_file.write(result["offsets"].tobytes())
+                spans_file.write(result["spans"].tobytes())
                 arrays = {key: result[key] for key in ARRAY_DTYPES}
             for refusal in facts["refused"]:
                 report.broken[refusal["reason"]] += 1
@@ -270,7 +274,7 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
     sizes_dir.mkdir(parents=True)
     with (
         durable_files.open_new_file(index.out_dir / "quarantine.jsonl") as quarantine_file,
-        (new_dir / OFFSETS_FILE).open("wb") as offsets_file,
+        (new_dir / SPANS_FILE).open("wb") as spans_file,
     ):
         write_sizes(sizes_dir, sizes_by_tar(), lambda: content_hasher.hexdigest()[:32], lambda _: None)
     root = "." if index.root == index.out_dir.absolute() else index.root
@@ -289,7 +293,14 @@ def _splits(out_dir: Path, counts: dict[str, int]) -> dict[str, Any]:
     """The splits of an earlier index, with new tars in ``train``. Tars without pairs are left out."""
     split_path = out_dir / METADATA_DIR / "split.yaml"
     splits = yaml.safe_load(split_path.read_text()) if split_path.exists() else {"split_parts": {}}
-    parts = {"train": [], **splits["split_parts"]}
-    parts["train"] += counts.keys() - {name for names in parts.values() for name in names}
+    named = {
+        split: dataset_description.expand_shard_names(split_path, names or [])
+        for split, names in splits["split_parts"].items()
+    }
+    parts = {"train": [], **named}
+    earlier = read_tar_list(split_path.parent)
+    # A tar that was taken out of all splits stays out.
+    known = {name for name, count in earlier.samples_by_tar.items() if count} if earlier else set()
+    parts["train"] += counts.keys() - known - {name for names in parts.values() for name in names}
     parts = {split: sorted(name for name in names if counts.get(name)) for split, names in parts.items()}
     return {"exclude": [], **splits, "split_parts": parts}

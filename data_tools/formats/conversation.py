@@ -8,18 +8,20 @@ with an object of arguments) and ``loss_weight`` (a float; without it the weight
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
+from megatron_vl.data.sample.conversation_checks import (
+    CONTROL_TOKEN,
+    MEDIA_PLACEHOLDER,
+    control_token_text,
+)
 from megatron_vl.data.sample.medium import UnusableError
 
 from .. import audio
 
 Message = dict[str, Any]
-MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 
 
 class RecordError(UnusableError):

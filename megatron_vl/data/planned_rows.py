@@ -236,11 +236,11 @@ def read_planned_row(
         crude_sample = readers[planned.source][planned.index]
         if crude_sample is None:
             continue  # the data set's description excludes it
-        sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source))
+        sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source), planned.part)
+        if sample.refused and row_encoder.is_counted_refusal:
+            continue
         if planned.part < max(1, len(sample.document_parts)):
             sample = row_encoder.sample_part(sample, planned.part)
-        elif sample.refused:
-            continue  # it is counted with its first part
 
         # A larger sample might not fit into the row, and the other ranks count on the planned size.
         tokens, patches = sample.token_and_patch_count

@@ -147,6 +147,10 @@ class RowEncoder:
         self.logged_samples: dict[str, set[tuple[str, ...]]] = {}
         """The samples whose message was logged, by reason."""
         self.consecutive_refusals = 0
+        self.last_refused: tuple[int, str, str] | None = None
+        self.last_refused_part = 0
+        self.is_counted_refusal = False
+        """Whether the last refused sample is a document that was counted with an earlier part."""
 
     def copy_for_process(self) -> RowEncoder:
         """A copy with separate counts, for one process."""
@@ -154,8 +158,11 @@ class RowEncoder:
         process_encoder._reset_counts()
         return process_encoder
 
-    def preencode_sample(self, sample: RawSample) -> RawSample:
+    def preencode_sample(self, sample: RawSample, part: int = 0) -> RawSample:
         """Tokenizes a sample without decoding its media. An unusable sample comes back ``refused``.
+
+        Args:
+            part: the part that is needed, if the sample is a document that is cut.
 
         Raises:
             LoaderError: the data set was not written by this toolkit.
@@ -171,7 +178,14 @@ class RowEncoder:
             refusal = refusal_of_error(error)
 
         reason, detail, size = refusal.reason, str(refusal), refusal.size
-        self._count_refusal(sample.key, reason, detail, size)
+        place = (sample.source_index, sample.shard_name, sample.key)
+        # Each part of a document is read on its own, and all are refused together. A whole sample that is
+        # drawn again counts again.
+        is_document = bool(part or self.last_refused_part)
+        self.is_counted_refusal = is_document and place == self.last_refused
+        self.last_refused, self.last_refused_part = place, part
+        if not self.is_counted_refusal:
+            self._count_refusal(sample.key, reason, detail, size)
         self._log_bad_sample(sample, reason, detail)
         return RawSample(
             sample.key,

@@ -159,6 +159,11 @@ def test_document_refuses_what_it_cannot_write():
         encode_document(encoder, [text("a"), {"type": "image"}], [])
     with pytest.raises(ValueError):
         encode_document(encoder, [text("a<|image_pad|>b")], [])
+    # One number would be repeated for both placeholders.
+    with pytest.raises(ChatError, match="stand for no medium"):
+        encode_document(encoder, [{"type": "image"}, text("a<|image_pad|>b")], [GRID])
+    with pytest.raises(ChatError, match="control token"):
+        encode_document(encoder, [text("a<|im_"), text("end|>b")], [])
 
 
 # --- Cuts ---------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from megatron_vl.data.loader import build_loader
 from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.data.source.location import ObjectStoreError
+from megatron_vl.data.source.pair_reader import read_tar_shards
 from megatron_vl.data.source.tar_list import TarListError, parse_fields
 from megatron_vl.spec.families import read_spec
 from tests.support.tiny_run import metrics, prepare, trainings
@@ -152,6 +153,11 @@ def control_token(members: Members, at: int) -> tuple[Members, set[int], str]:
     return members, {at}, "control token in text"
 
 
+def placeholder(members: Members, at: int) -> tuple[Members, set[int], str]:
+    members[2 * at + 1] = (members[2 * at + 1][0], b"An image <|image_pad|> within.")
+    return members, {at}, "placeholder token in text"
+
+
 def other_content(members: Members, at: int) -> tuple[Members, set[int], str]:
     members[2 * at] = (members[2 * at][0], b"<html>404</html>")
     return members, {at}, "image does not decode"
@@ -220,7 +226,15 @@ MEMBER_MUTATIONS = [
     empty_text,
     latin_text,
 ]
-MEMBER_MUTATIONS += [control_token, other_content, other_format, cut_header, other_files, names_outside]
+MEMBER_MUTATIONS += [
+    control_token,
+    placeholder,
+    other_content,
+    other_format,
+    cut_header,
+    other_files,
+    names_outside,
+]
 FILE_MUTATIONS = [truncated, damaged_header, link]
 
 
@@ -230,7 +244,7 @@ def test_mutated_tars_lose_only_broken_pairs(tmp_path, hf):
     (tmp_path / "tars").mkdir()
     usable, expected_reasons = set(), Counter()
     for number in range(50):
-        mutation = (MEMBER_MUTATIONS + FILE_MUTATIONS)[number % 16]
+        mutation = (MEMBER_MUTATIONS + FILE_MUTATIONS)[number % 17]
         at, path = draw.randrange(KEYS), tmp_path / "tars" / f"{number:05d}.tar"
         members: Members = []
         for i in range(KEYS):
@@ -286,6 +300,30 @@ def test_member_of_any_claimed_size_takes_no_memory(tmp_path, hf, kind):
     report = index(tmp_path / "out", hf, path)
     reasons = {tarfile.REGTYPE: "member truncated", tarfile.GNUTYPE_SPARSE: "sparse member"}
     assert report.pairs == 1 and report.broken == {reasons.get(kind, "tar damaged"): 1}
+
+
+def test_member_of_a_negative_size_ends_its_tar(tmp_path, hf):
+    """It would be found again and again."""
+    path = write_tar(tmp_path / "a.tar", pair_members("a", 0, "Good."))
+    info = tarfile.TarInfo("b.mp4")
+    info.size = -512
+    with path.open("r+b") as file, tarfile.open(path) as tar_file:
+        tar_file.getmembers()
+        file.seek(tar_file.offset)
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+    report = index(tmp_path / "out", hf, path)
+    assert report.pairs == 1 and report.broken == {"tar damaged": 1}
+
+
+def test_incomplete_copy_of_an_index_is_refused(tars, tmp_path, hf):
+    index(tmp_path / "out", hf, tars[0])
+    spans = tmp_path / "out/.nv-meta/tars.idx"
+    spans.write_bytes(spans.read_bytes()[:40])
+    with pytest.raises(TarListError, match=r"tars.idx does not fit tars.json"):
+        read_tar_shards(tmp_path / "out")
+    (spans.parent / "tars.json").write_text("[" * 200_000)
+    with pytest.raises(TarListError, match="is damaged"):
+        read_tar_shards(tmp_path / "out")
 
 
 def test_image_with_a_long_head_is_measured(tmp_path, hf):
@@ -371,7 +409,7 @@ def test_changed_and_new_tars_are_named_and_read_alone(tmp_path, hf):
     index(out, hf, folder)
     before = read_description(str(out)).split_facts("train").dataset_identity
     split = out / ".nv-meta/split.yaml"
-    split.write_text('{"split_parts": {"train": ["00000.tar"], "val": ["00001.tar"]}, "exclude": []}')
+    split.write_text('{"split_parts": {"train": ["{00000..00000}.tar"], "val": ["0{0001..0001}.tar"]}}')
 
     write_tar(folder / "00001.tar", pair_members("z", 1, "Changed."))
     write_tar(folder / "00002.tar", pair_members("y", 2, "New."))
@@ -383,6 +421,11 @@ def test_changed_and_new_tars_are_named_and_read_alone(tmp_path, hf):
     assert description.shards_by_split == {"train": ["00000.tar", "00002.tar"], "val": ["00001.tar"]}
     assert description.split_facts("train").dataset_identity["content"] != before["content"]
     assert len(list((out / "tar-index").iterdir())) == 3, "no results of earlier tars are left"
+
+    # A tar that was taken out of all splits stays out.
+    split.write_text('{"split_parts": {"train": ["00000.tar"], "val": ["00001.tar"]}}')
+    index(out, hf, folder)
+    assert read_description(str(out)).shards_by_split == {"train": ["00000.tar"], "val": ["00001.tar"]}
 
     (folder / "00002.tar").unlink()
     with pytest.raises(LoaderError, match="00002.tar"):

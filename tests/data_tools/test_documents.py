@@ -162,6 +162,8 @@ def test_caption_prompt_makes_a_conversation_of_a_caption_alone():
     others = [record for name, record, *_ in FORMS if name != "document"]
     for record in ({"text": "no image"}, {"images": ["a.png"], "text": "See <image> here"}, *others):
         assert read_conversation(record, caption_prompt="What is it?").document
+    talk = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    assert read_conversation(talk, caption_prompt="What is it?") == read_conversation(talk)
 
 
 def convert(root: Path, input_path: Path, **options: Any) -> Any:

@@ -275,8 +275,14 @@ class BatchPlanner:
         order.total_draws, order.draw_counts = total_draws, current_draws
         self._draws_of_removed, self._draws_set_aside = draw_counts, set_aside
         samples = self._with_sizes(*waiting)
-        for place, sizes in self._parts_of(samples).items():
-            samples[3:, place] = sizes[samples[1, place] >> PART_SHIFT]
+        part_numbers = samples[1] >> PART_SHIFT
+        parts = self._parts_of(samples)
+        for place in range(samples.shape[1]):
+            sizes = parts.get(place, [])
+            if part_numbers[place] >= max(1, len(sizes)):
+                raise LoaderStateError("the loader state is damaged: it names parts that no document has")
+            if sizes:
+                samples[3:, place] = sizes[part_numbers[place]]
         self._waiting_samples = samples
 
     def _restore_waiting(self, saved_state: dict[str, Any], set_aside: dict[str, list[int]]) -> Integers:

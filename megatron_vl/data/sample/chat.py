@@ -405,7 +405,11 @@ class ChatEncoder:
         repeats = np.ones(len(token_ids), dtype=np.int64)
         merge_size = self.spec.vision.spatial_merge_size
         run_grids = placeholder_runs(media_grids, self.spec)
-        repeats[self._is_media(token_ids)] = [grid.num_tokens(merge_size) for grid in run_grids]
+        is_media = self._is_media(token_ids)
+        # NumPy would repeat a single number for any number of placeholders.
+        if np.count_nonzero(is_media) != len(run_grids):
+            raise ChatError("the text has placeholders of images or videos that stand for no medium")
+        repeats[is_media] = [grid.num_tokens(merge_size) for grid in run_grids]
         return repeats
 
     def _insert_timestamps(

@@ -21,6 +21,7 @@ from megatron_vl.system.errors import UserError
 CONTROL_TOKEN = re.compile(r"<\|(?:im_start|im_end|endoftext|vision_start|vision_end|vision_pad)\|>")
 """Tokens that begin or end turns, documents and media. Those of boxes and of code may stand in a text; the
 placeholders of images and videos have rules of their own."""
+MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 THINKING_TAGS = re.compile(f"({THINK_TAG}|{THINK_CLOSING})")
 
 

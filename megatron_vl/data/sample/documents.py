@@ -14,6 +14,7 @@ text after ``<img>...</img>`` alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -62,7 +63,10 @@ def encode_document(
         ChatError: the parts do not match the media, a text has a control token, or the tokenizer has no
             ``<|endoftext|>``.
     """
-    check_control_tokens([part for part in parts if part["type"] == "text"], ())
+    # Neighbouring texts are read as one, in which pieces of a token could meet.
+    runs = groupby(parts, key=lambda part: part["type"] == "text")
+    texts = ["".join(part["text"] for part in run) for is_text, run in runs if is_text]
+    check_control_tokens([{"content": text} for text in texts], ())
     if [part["type"] for part in parts if part["type"] != "text"] != [grid.kind for grid in grids]:
         raise ChatError("the media of the document are not those that it names")
     if encoder.tokenizer.backend_tokenizer.token_to_id(END_TOKEN) is None:

@@ -366,10 +366,10 @@ def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]
         raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
 
     shards_by_split = {
-        split_name: _expand_shard_names(split_file, patterns)
+        split_name: expand_shard_names(split_file, patterns)
         for split_name, patterns in patterns_by_split.items()
     }
-    return shards_by_split, _expand_shard_names(split_file, split_fields.get("exclude") or [])
+    return shards_by_split, expand_shard_names(split_file, split_fields.get("exclude") or [])
 
 
 def _read_content_id(id_path: Location) -> str:
@@ -437,7 +437,7 @@ def _names_code(field_value: Any) -> bool:
     return isinstance(field_value, list) and any(map(_names_code, field_value))
 
 
-def _expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
+def expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
     """The names of shards, with braces expanded."""
     if not isinstance(shard_patterns, list) or not all(isinstance(item, str) for item in shard_patterns):
         raise DescriptionError(f"{file_path}: a split is a list of shard names")

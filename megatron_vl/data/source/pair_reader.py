@@ -23,13 +23,23 @@ from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from numpy.typing import NDArray
 
-from megatron_vl.data.sample.conversation_checks import CONTROL_TOKEN, control_token_text
+from megatron_vl.data.sample.conversation_checks import (
+    CONTROL_TOKEN,
+    MEDIA_PLACEHOLDER,
+    control_token_text,
+)
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO
 from megatron_vl.data.sample.images import image_size
 from megatron_vl.data.sample.medium import UnusableError
 from megatron_vl.data.source.location import Location
-from megatron_vl.data.source.tar_list import OFFSETS_FILE, PairFields, read_tar_list
+from megatron_vl.data.source.tar_list import (
+    SPANS_FILE,
+    TARS_FILE,
+    PairFields,
+    TarListError,
+    read_tar_list,
+)
 
 BROKEN_FIELD = "__broken__"
 """Field of a crude sample that could not be read; its value is (reason, detail)."""
@@ -55,8 +65,8 @@ class TarShard:
     path: EPath
     count: int
     fields: PairFields
-    offsets: NDArray[np.uint64]
-    """uint64 [count + 1]: the first byte of each pair, and the end of the last one."""
+    spans: NDArray[np.uint64]
+    """uint64 [count, 2]: the first byte of each pair, and the byte after it."""
 
 
 def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
@@ -65,17 +75,20 @@ def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
     tar_list = read_tar_list(metadata_dir)
     if tar_list is None:
         return {}
-    offsets_path = metadata_dir / OFFSETS_FILE
-    offsets: Any
-    if isinstance(offsets_path, Path):
-        offsets = np.asarray(np.memmap(offsets_path, "<u8", "r"))
+    spans_path = metadata_dir / SPANS_FILE
+    spans: Any
+    if isinstance(spans_path, Path):
+        spans = np.asarray(np.memmap(spans_path, "<u8", "r"))
     else:
-        offsets = np.frombuffer(offsets_path.read_bytes(), "<u8")
+        spans = np.frombuffer(spans_path.read_bytes(), "<u8")
+    if len(spans) != 2 * sum(tar_list.samples_by_tar.values()):
+        raise TarListError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
+    spans = spans.reshape(-1, 2)
     shards, start, root = {}, 0, EPath(tar_list.root)
     for name, count in tar_list.samples_by_tar.items():
-        facts = {"fields": tar_list.fields, "offsets": offsets[start : start + count + 1]}
+        facts = {"fields": tar_list.fields, "spans": spans[start : start + count]}
         shards[name] = TarShard(name=name, path=root / name, count=count, **facts)
-        start += count + 1
+        start += count
     return shards
 
 
@@ -116,6 +129,8 @@ def iter_members(
     tar_file.tarinfo = _BoundedTarInfo
     while tar_file.offset < end and (info := tar_file.next()) is not None:
         tar_file.members.clear()  # it would remember each member
+        if info.size < 0 or tar_file.offset <= info.offset:
+            raise tarfile.ReadError(f"a file of {info.size} bytes")
         # Names may have any length and any bytes.
         name = info.name.encode(errors="backslashreplace").decode()
         folder, slash, file_name = name.rpartition("/")
@@ -218,6 +233,8 @@ def _caption_text(member: Any, json_keys: str) -> str:
         text.encode()  # half of a surrogate pair is no text
     except (ValueError, AttributeError, RecursionError) as error:
         raise UnusableError("caption unreadable", f"{member.name}: {error!r}") from error
+    if placeholder := MEDIA_PLACEHOLDER.search(text):
+        raise UnusableError("placeholder token in text", f"{member.name}: {placeholder[0]}")
     if control_token := CONTROL_TOKEN.search(text):
         detail = control_token_text(control_token[0])
         raise UnusableError("control token in text", f"{member.name}: {detail}")
@@ -237,7 +254,7 @@ class PairReader(ShardInfosITarReader):
         shard, shard_number, number = self._shard_place(sample_index)
         if not isinstance(shard, TarShard):
             return super()._get_itar_sample_pointer(sample_index)
-        start, end = shard.offsets[number : number + 2].tolist()
+        start, end = shard.spans[number].tolist()
         tar_file_id = self.shard_tar_file_idxs[shard_number]
         return ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=start, byte_size=end - start)
 

@@ -238,23 +238,25 @@ class StoreShards:
             OSError: the store does not give them.
         """
         shard, index_in_shard = self._shard_position(indices[0])
-        offsets = self._read_offsets(shard, index_in_shard, index_in_shard + len(indices))
-        mean_bytes = (offsets[-1] - offsets[0]) / len(indices)
+        spans = self._read_spans(shard, index_in_shard, index_in_shard + len(indices))
+        mean_bytes = (spans[-1][1] - spans[0][0]) / len(indices)
         self.mean_bytes += 0.1 * (mean_bytes - self.mean_bytes) if self.mean_bytes else mean_bytes
-        if offsets[-1] - offsets[0] > max_bytes:
+        if spans[-1][1] - spans[0][0] > max_bytes:
             position = index - indices[0]
-            indices, offsets = range(index, index + 1), offsets[position : position + 2]
+            indices, spans = range(index, index + 1), spans[position : position + 1]
 
-        content = _read_bytes(self._shards[shard].path, offsets[0], offsets[-1])
+        block_start = spans[0][0]
+        content = _read_bytes(self._shards[shard].path, block_start, spans[-1][1])
         return {
-            sample_index: content[start - offsets[0] : end - offsets[0]]
-            for sample_index, (start, end) in zip(indices, pairwise(offsets), strict=True)
+            sample_index: content[start - block_start : end - block_start]
+            for sample_index, (start, end) in zip(indices, spans, strict=True)
         }
 
-    def _read_offsets(self, shard: int, first_sample: int, end_sample: int) -> list[int]:
-        """The first byte of each of some samples of a shard, and the end of the last one."""
+    def _read_spans(self, shard: int, first_sample: int, end_sample: int) -> list[tuple[int, int]]:
+        """The first byte of each of some samples of a shard, and the byte after it."""
         if isinstance(self._shards[shard], TarShard):
-            return list(self._shards[shard].offsets[first_sample : end_sample + 1].tolist())
+            spans = self._shards[shard].spans[first_sample:end_sample]
+            return [(start, end) for start, end in spans.tolist()]
         page = first_sample // PAGE_SIZE
         page_start = page * PAGE_SIZE
         offsets = self._pages.get((shard, page))
@@ -265,7 +267,7 @@ class StoreShards:
             self._pages[shard, page] = offsets
             if len(self._pages) > MAX_PAGES:
                 self._pages.popitem(last=False)
-        return [int(offset) for offset in offsets[first_sample - page_start : end_sample - page_start + 1]]
+        return list(pairwise(offsets[first_sample - page_start : end_sample - page_start + 1].tolist()))
 
     def _shard_position(self, index: int) -> tuple[int, int]:
         """The shard of a sample, and the sample's number in it."""

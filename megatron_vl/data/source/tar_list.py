@@ -16,8 +16,8 @@ from megatron_vl.data.source.location import Location, location_is_file, read_te
 from megatron_vl.system.errors import UserError
 
 TARS_FILE = "tars.json"
-OFFSETS_FILE = "tars.idx"
-"""uint64 values: of each tar in order, the first byte of each pair and the end of the last one."""
+SPANS_FILE = "tars.idx"
+"""uint64 values: of each pair of each tar in order, the first byte and the byte after it."""
 DEFAULT_FIELDS = {"image": "jpg|jpeg|png|webp", "caption": "txt|json:caption"}
 STAT_THREADS = 32
 
@@ -54,8 +54,13 @@ def parse_fields(words: Iterable[str]) -> PairFields:
         if name not in fields or not all(alternatives.split("|")) or is_image_key:
             raise TarListError(f"--members {word}: write image=jpg|png, caption=txt|json:KEY or prompt=TEXT")
         fields[name] = alternatives
-    image, caption = (tuple(fields[name].split("|")) for name in DEFAULT_FIELDS)
-    pair_fields = PairFields(tuple(map(str.lower, image)), caption, fields["prompt"])
+    # Extensions are compared in small letters, and keys of JSON as they are.
+    parts = {name: [text.partition(":") for text in fields[name].split("|")] for name in DEFAULT_FIELDS}
+    image, caption = (
+        tuple(f"{extension.lower()}{colon}{keys}" for extension, colon, keys in parts[name])
+        for name in DEFAULT_FIELDS
+    )
+    pair_fields = PairFields(image, caption, fields["prompt"])
     if pair_fields.text_extensions & {*pair_fields.image}:
         raise TarListError(f"--members image={fields['image']}: image and caption are files of their own")
     return pair_fields
@@ -68,7 +73,7 @@ class TarList:
     root: Location | str
     fields: PairFields
     samples_by_tar: dict[str, int]
-    """Number of pairs of each tar, by its path below ``root``, in the order of the offsets."""
+    """Number of pairs of each tar, by its path below ``root``, in the order of their places."""
     stamps: dict[str, str]
     """For each tar, what changes with it (:func:`tar_stamp`)."""
 
@@ -98,8 +103,10 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
         image, caption = (tuple(map(str, values["fields"][name])) for name in DEFAULT_FIELDS)
         fields = PairFields(image, caption, str(values["fields"]["prompt"]))
         samples = {name: int(count) for name, count in values["samples"].items()}
+        if min(samples.values(), default=0) < 0:
+            raise ValueError("a negative number of pairs")
         return TarList(root, fields, samples, {name: str(values["stamps"][name]) for name in samples})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TarListError(
             f"{list_path} is damaged ({error!r}); run `megatron-vl data index --input`"
         ) from error
