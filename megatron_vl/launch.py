@@ -58,6 +58,11 @@ _ranks_seen = threading.Event()
 """Set when this process has ranks, or had them."""
 
 
+def was_asked_to_stop() -> bool:
+    """Whether a signal has asked this process to end its ranks."""
+    return bool(_received_signals)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the ranks and waits for them.
 

@@ -77,6 +77,7 @@ def test_help_explains_every_field(capsys):
     [
         ("--optimizer.lrx 3", r"optimizer.lrx is unknown; did you mean optimizer.lr"),
         ("--optimizer.offload_fraction most", r"expected a number or 'auto', got most"),
+        ("--lr 3", r"^lr is unknown; did you mean optimizer.lr\?"),
         ("--step 3", r"^step is unknown; did you mean steps"),  # no abbreviations
         ("--stepz 3", r"^stepz is unknown; did you mean steps"),
         (

@@ -158,7 +158,8 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
         "no conversation",
         "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output', nor 'text', "
         "'caption', 'texts' or 'text_list'; "
-        f"it has {shorten_value(sorted(record))}; --columns names other columns",
+        f"it has {shorten_value(sorted(record))}; name its columns, as in"
+        " --columns question=user,answer=assistant,image=images",
     )
 
 

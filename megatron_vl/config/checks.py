@@ -206,6 +206,11 @@ def _check_export(config: TrainConfig) -> None:
         f"checkpoint.export_hf {export_hf} needs checkpoint.dir: what is exported is a saved step",
     )
     _refuse_if(
+        config.eval.answers and config.lora.rank and config.model.checkpoint,
+        f"eval.answers {config.eval.answers} merges adapters into model.hf, and model.checkpoint may hold"
+        " other weights; leave it out, or set eval.answers to 0",
+    )
+    _refuse_if(
         config.eval.answers and not config.checkpoint.dir,
         f"eval.answers {config.eval.answers} needs checkpoint.dir: the last saved step answers",
     )

@@ -54,7 +54,10 @@ def exported_media(hf_dir: Path) -> dict[str, float]:
 def exported_facts(exported_dir: Path) -> dict[str, Any]:
     """The entries of an exported folder of a model or of adapters."""
     facts = _known_facts(read_export_facts(exported_dir))
-    if facts.pop(TEMPLATE_KEY, "") and (template_path := exported_dir / CHAT_TEMPLATE_FILE).is_file():
+    if facts.pop(TEMPLATE_KEY, ""):
+        template_path = exported_dir / CHAT_TEMPLATE_FILE
+        if not template_path.is_file():
+            raise WeightsError(f"{exported_dir / EXPORT_FACTS_FILE} names {template_path.name}; copy it too")
         facts[TEMPLATE_KEY] = template_path.read_text(encoding="utf-8")
     return facts
 

@@ -144,3 +144,8 @@ def test_disk_too_small_for_a_checkpoint_is_named_at_the_start(
     save_steps(run, 10, 20)
     free(1.1)
     assert check_free_space(config, spec) == "", "a resumed run deletes one for each that it writes"
+    free(0.9)  # a kill has left half a checkpoint, which this start deletes
+    save_steps(run, 30)
+    (run / "step_00000040.partial").mkdir()
+    (run / "step_00000040.partial" / "data").write_bytes(bytes(size // 2))
+    check_free_space(config, spec)

@@ -147,6 +147,8 @@ def answer_dataset(
     Returns:
         A line with the share of answers that equal their reference.
     """
+    partial_path = out_path.with_name(f"{out_path.name}.partial")  # of an answering that was killed, too
+    partial_path.unlink(missing_ok=True)
     equal = answered = 0
     left_out: Counter[str] = Counter()
     samples = _encoded_samples(answerer, config, left_out)
@@ -157,7 +159,7 @@ def answer_dataset(
         answer = answerer.answer(prompt)[0].answer_text
         prompt_text = answerer.decode(prompt.token_ids)
         line = {"key": key, "prompt": prompt_text, "reference": reference, "answer": answer}
-        with naming_file(out_path), out_path.open("a", encoding="utf-8") as out_file:
+        with naming_file(out_path), partial_path.open("a", encoding="utf-8") as out_file:
             print(json.dumps(line, ensure_ascii=False), file=out_file)
         answered += 1
         equal += answer.strip() == reference.strip()
@@ -166,6 +168,7 @@ def answer_dataset(
     reasons = "".join(f"; {count} left out: {reason}" for reason, count in left_out.items())
     if not answered:
         raise UserError(f"{config.data.path}: no sample of {config.eval.split} can be answered{reasons}")
+    partial_path.replace(out_path)
     return f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference{reasons}"
 
 

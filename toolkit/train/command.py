@@ -14,7 +14,7 @@ from megatron_vl.config.checks import check_inputs, check_output_dir, check_weig
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.processes import python_path_with_tools
-from megatron_vl.system.signals import hide_native_warnings
+from megatron_vl.system.signals import hide_native_warnings, requested_stop_signal
 from megatron_vl.weights.run_folder import export_dir_path, find_latest_checkpoint
 from toolkit.common.launch import single_rank_variables, usable_gpus
 
@@ -56,11 +56,12 @@ def train(options: TrainOptions) -> int:
     if not launch_environment.is_rank:
         launcher_arguments, run_args = _prepare_launch(options, launch_environment)
         if launcher_arguments is not None:
-            from megatron_vl.launch import main as launch
+            from megatron_vl import launch
 
             sys.stdout.flush()
-            exit_code = launch([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
-            if exit_code == 0 and _is_first_node(options, launch_environment):
+            exit_code = launch.main([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
+            is_done = exit_code == 0 and not launch.was_asked_to_stop()
+            if is_done and _is_first_node(options, launch_environment):
                 _answer_samples(run_args, environment)
             return exit_code
 
@@ -76,7 +77,7 @@ def train(options: TrainOptions) -> int:
     is_rank = launch_environment.is_rank
     os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
     exit_code = main(run_args)
-    if exit_code == 0 and os.environ["RANK"] == "0":
+    if exit_code == 0 and os.environ["RANK"] == "0" and not requested_stop_signal():
         _answer_samples(run_args, environment)
     return exit_code
 
@@ -93,11 +94,8 @@ def _answer_samples(run_args: list[str], environment: Mapping[str, str]) -> None
         return
     steps = json.loads((saved.path / "run.json").read_text())["fields"]["steps"]
     out_path = export_dir_path(run_dir, saved.step).with_name(f"{saved.path.name}_answers.jsonl")
-    num_answered = len(out_path.read_text().splitlines()) if out_path.exists() else 0
-    # A signal may have stopped the run.
-    if saved.step < min(steps, config.stop_after or steps) or num_answered == config.eval.answers:
+    if saved.step < min(steps, config.stop_after or steps) or out_path.exists():
         return
-    out_path.unlink(missing_ok=True)
     words = ["-P", "-m", "toolkit", "generate", "--checkpoint", str(run_dir), "--out", str(out_path)]
     variables = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
     variables["PYTHONPATH"] = python_path_with_tools()
@@ -135,14 +133,13 @@ def _prepare_launch(
     config = _read_config(run_args)
     nnodes = options.nnodes or launch_environment.nnodes
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
-    _check_files(config)
+    is_first_node = _is_first_node(options, launch_environment)
+    _check_files(config, needs_records=is_first_node)
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
-    run_args = prepare_run(
-        run_args, config, options, is_first_node=_is_first_node(options, launch_environment)
-    )
+    run_args = prepare_run(run_args, config, options, is_first_node=is_first_node)
     check_inputs(_read_config(run_args))
 
     # The ranks inherit this environment.
@@ -154,10 +151,10 @@ def _prepare_launch(
     return [*launcher_arguments, *rendezvous_arguments], run_args
 
 
-def _check_files(config: TrainConfig) -> None:
+def _check_files(config: TrainConfig, *, needs_records: bool = True) -> None:
     """Refuses what can be seen from the names of files, before torch is imported or data are converted."""
     if is_records(config.data.path):
-        if not records_file(Path(str(config.data.path))).exists():
+        if needs_records and not records_file(Path(str(config.data.path))).exists():
             raise RunConfigError(f"data.path {config.data.path} does not exist")
     elif not config.data.is_synthetic:
         check_data_path(config.data.path)

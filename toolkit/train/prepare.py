@@ -102,7 +102,8 @@ def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
     """The words of a run, with the default ``checkpoint.dir`` of one that begins with records."""
     if config.checkpoint.dir or not is_records(config.data.path):
         return run_args
-    return [*run_args, f"--checkpoint.dir={Path('runs') / Path(str(config.data.path)).name.split('.')[0]}"]
+    name = Path(str(config.data.path)).resolve().name.split(".")[0]
+    return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
 
 
 # --- The model ----------------------------------------------------------------------------------------------
@@ -173,6 +174,11 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
             _print_progress(f"{dataset_dir} was converted from {records_path} before")
             return
         shutil.rmtree(dataset_dir)  # too many of its records could not be used
+    # The run's own files would be read as records at the next start.
+    if records_path.is_dir() and dataset_dir.resolve().is_relative_to(records_path.resolve()):
+        raise PrepareError(
+            f"checkpoint.dir {dataset_dir.parent} lies in data.path {records_path}; give another one"
+        )
     if dataset_dir.exists():
         raise PrepareError(f"{dataset_dir} was not converted from {records_path} by a run; rename it")
 

@@ -119,6 +119,9 @@ def part_folders(dataset_path: Location) -> list[Location]:
     return [dataset_path / name for name in sorted(names)]
 
 
+TARS_REMEDY = "make a data set of tars of images and captions with `megatron-vl data index --input`"
+
+
 def check_data_path(data_path: DataPath) -> None:
     """Raises RunConfigError unless ``data_path`` is a data set's folder, a metadataset or a list of them.
 
@@ -142,10 +145,13 @@ def check_data_path(data_path: DataPath) -> None:
     if not dataset_dir.exists():
         raise RunConfigError(f"data.path {data_path} does not exist; {remedy_text}")
     if dataset_dir.is_file():
+        if dataset_dir.suffix == ".tar":
+            raise RunConfigError(f"data.path {data_path} is a tar; {TARS_REMEDY}")
         if dataset_dir.suffix != ".yaml":
             raise RunConfigError(
                 f"data.path {data_path} is neither a data set's folder nor a metadataset (.yaml);"
                 f" {remedy_text}"
             )
     elif not (dataset_dir / ".nv-meta").is_dir() and not part_folders(dataset_dir):
+        remedy_text = TARS_REMEDY if any(dataset_dir.glob("*.tar")) else remedy_text
         raise RunConfigError(f"data.path {data_path} is not a data set (it holds no .nv-meta); {remedy_text}")
