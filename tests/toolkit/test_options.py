@@ -80,7 +80,7 @@ def test_invalid_option_is_one_line_with_exit_code_2(line, message):
 SLIPS = {
     # misspelled fields, options and commands
     "train --optimizer.lrr 3": "--optimizer.lrr is unknown; did you mean --optimizer.lr?",
-    "train --seq_len 8": "--seq_len is unknown; did you mean --data.seq_len or --seed?",
+    "train --seq_len 8": "--seq_len is unknown; did you mean --data.seq_len?",
     "train --nprocs 2 --steps 3": "--nprocs is unknown; did you mean --nproc-per-node?",
     "split --checkpoit a --out b": "--checkpoit is unknown; did you mean --checkpoint or ",
     "doctr": "doctr is unknown; did you mean doctor?",
