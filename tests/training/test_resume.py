@@ -55,7 +55,7 @@ def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     assert "step_00000002 is not needed any more and could not be deleted" in first
     assert saved_checkpoints(run)[-1].step == 6 and "NOTE: fields" not in first
     assert "NOTE: fields have changed since the checkpoint: steps was 4, is 6\n" in second
-    assert "NOTE: the learning rate goes on at 3.250e-04, and was to be 1.000e-04\n" in second
+    assert "NOTE: the learning rate continues at 3.250e-04, and not at 1.000e-04\n" in second
 
 
 RATE = ["--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0"]
@@ -79,7 +79,7 @@ def test_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_c
         " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8",
         "fields without effect on a resumed run have changed: model.checkpoint was 'a', is 'b';"
         " seed was 1234, is 1",
-        "the learning rate goes on at 8.536e-04, and was to be 5.000e-04",
+        "the learning rate continues at 8.536e-04, and not at 5.000e-04",
     ]
     assert field_change_notes(after, fields, saved, 2) == notes
     assert field_change_notes(after, fields, saved, 0) == notes[:2], "the schedules begin alike"
@@ -97,13 +97,13 @@ def test_resumed_run_names_another_decay_and_its_rate(tiny_checkpoint) -> None:
     config, fields = recorded(hf, "--steps", "8", *decay, "2")
     assert field_change_notes(config, fields, saved, 7) == [
         "fields have changed since the checkpoint: optimizer.schedule was 'cosine', is 'wsd'",
-        "the learning rate goes on at 5.000e-04, and was to be 3.806e-05",
+        "the learning rate continues at 5.000e-04, and not at 3.806e-05",
     ]
     assert field_change_notes(config, fields, fields, 7) == []
     longer, after = recorded(hf, "--steps", "8", *decay, "4")
     assert field_change_notes(longer, after, fields, 5) == [
         "fields have changed since the checkpoint: optimizer.decay_steps was 2, is 4",
-        "the learning rate goes on at 7.500e-04, and was to be 1.000e-03",
+        "the learning rate continues at 7.500e-04, and not at 1.000e-03",
     ]
 
 
@@ -134,7 +134,7 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
     tower_alone = "--model.freeze_language true --optimizer.vision_lr 2e-3 --steps 4"
     assert "goes on at" not in notes_text(dense, tower_alone, f"{tower_alone} --optimizer.lr 5e-4")
     tower_note = notes_text(dense, tower_alone, f"{tower_alone} --optimizer.vision_lr 4e-3")
-    assert tower_note.endswith("the learning rate goes on at 2.000e-03, and was to be 1.000e-03")
+    assert tower_note.endswith("the learning rate continues at 2.000e-03, and not at 1.000e-03")
 
     # It is what the model's config says, unless a field says something else.
     assert notes_text(experts, "", "--model.moe_aux_loss 0") == ""

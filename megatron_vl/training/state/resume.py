@@ -118,4 +118,4 @@ def _rate_change_notes(config: TrainConfig, saved_fields: dict[str, Any], step: 
     current_rate = scheduled_rate(config, step, peak_rate)
     if saved_rate == current_rate:
         return []
-    return [f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}"]
+    return [f"the learning rate continues at {current_rate:.3e}, and not at {saved_rate:.3e}"]
