@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from braceexpand import braceexpand
 from megatron.energon import __version__ as energon_version
 from megatron.energon.flavors.webdataset.itar import ITarFile
 
@@ -109,7 +108,7 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
         if Path(given).is_dir():
             paths += sorted(map(str, Path(given).glob("*.tar")))
         elif given.endswith(".tar"):
-            paths += itertools.islice(braceexpand(given), MAX_SHARDS + 1)
+            paths += dataset_description.expand_shard_names(Path("--input"), [given])
         else:
             paths += filter(None, Path(given).read_text().split("\n"))
     for path in paths[:1]:

@@ -12,11 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from megatron_vl.data.sample.conversation_checks import (
-    CONTROL_TOKEN,
-    MEDIA_PLACEHOLDER,
-    control_token_text,
-)
+from megatron_vl.data.sample.conversation_checks import find_special_token
 from megatron_vl.data.sample.medium import UnusableError
 
 from .. import audio
@@ -215,11 +211,8 @@ def checked_text(text_value: Any, field_path: str) -> str:
         raise RecordError(
             "bad text", f"a string is required, but this is a {type(text_value).__name__}", field_path
         )
-    if MEDIA_PLACEHOLDER.search(text_value):
-        detail = "the text holds a token that stands for image or video features"
-        raise RecordError("placeholder token in text", detail, field_path)
-    if control_token := CONTROL_TOKEN.search(text_value):
-        raise RecordError("control token in text", control_token_text(control_token[0]), field_path)
+    if special_token := find_special_token(text_value):
+        raise RecordError(*special_token, field_path)
     if audio_token := audio.AUDIO_TOKEN.search(text_value):
         raise unsupported_audio_error(audio_token[0], field_path)
     try:

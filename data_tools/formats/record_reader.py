@@ -411,8 +411,7 @@ class RecordReader:
         if not is_listed:
             prefix = f"{field_path}."
             medium, rate_key = self.medium_reference(media_kind, media_value, media_field_path, item, prefix)
-            self.media_references.append((media_kind, medium))
-            self.field_paths.append(media_field_path)
+            self._add_medium(media_kind, medium, media_field_path)
         self.note_ignored_keys("content parts", item, "type", reference_key, rate_key)
         self.ignored_keys += ignored_value_keys
         return self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}
@@ -422,9 +421,7 @@ class RecordReader:
         with both counts."""
         self.marker_counts[media_kind] += 1
         if self.unplaced_media[media_kind]:
-            reference, field_path = self.unplaced_media[media_kind].pop(0)
-            self.media_references.append((media_kind, reference))
-            self.field_paths.append(field_path)
+            self._add_medium(media_kind, *self.unplaced_media[media_kind].pop(0))
         return {"type": media_kind}
 
     def all_listed_media(self) -> list[dict[str, Any]]:
@@ -439,9 +436,13 @@ class RecordReader:
         """The part of a medium that the format places itself. Arguments as :meth:`medium_reference`."""
         reference, rate_key = self.medium_reference(media_kind, media_value, field_path, parent_object, "")
         self.ignored_keys = [entry for entry in self.ignored_keys if entry != ("records", rate_key)]
+        self._add_medium(media_kind, reference, field_path)
+        return {"type": media_kind}
+
+    def _add_medium(self, media_kind: str, reference: Any, field_path: str) -> None:
+        """Adds a medium to those that have a place in the text."""
         self.media_references.append((media_kind, reference))
         self.field_paths.append(field_path)
-        return {"type": media_kind}
 
     def place_media_first(self, messages: list[Message]) -> None:
         """Puts the listed media before the text of the first question, if no text has a marker."""

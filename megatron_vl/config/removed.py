@@ -205,7 +205,8 @@ def explain_unknown(name: str, known_names: Sequence[str], command: str = "") ->
     near = [known for known in known_names if len(commonprefix([name, known])) >= max(4, len(name) - 1)]
     by_leaf = {known.rpartition(".")[2]: known for known in known_names}
     leaf = name.removeprefix("--").rpartition(".")[2]
-    near = near or [by_leaf[leaf]] if leaf in by_leaf else near or get_close_matches(name, known_names, 3)
+    if not near:
+        near = [by_leaf[leaf]] if leaf in by_leaf else get_close_matches(name, known_names, 3)
     near = near or [by_leaf[each] for each in get_close_matches(leaf, by_leaf, 3)]
     if near:
         return f"{name} is unknown; did you mean {' or '.join(near[:3])}?"

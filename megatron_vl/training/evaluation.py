@@ -95,16 +95,12 @@ class Evaluate(Hook):
         # Later losses are compared with that of the start weights. An evaluation that a kill or a stop
         # prevented, even the last one, is made now.
         run_dir = self.config.checkpoint.dir
-        if (
-            trainer.step == 0
-            or run_dir
-            and not broadcast_from_rank_0(
-                lambda: (
-                    (trainer.step, self.digest)
-                    in [(each.step, each.rows) for each in read_validations(Path(run_dir))]
-                )
-            )
-        ):
+
+        def is_evaluated() -> bool:
+            validations = read_validations(Path(run_dir))
+            return any((each.step, each.rows) == (trainer.step, self.digest) for each in validations)
+
+        if trainer.step == 0 or run_dir and not broadcast_from_rank_0(is_evaluated):
             self._evaluate_if_due(trainer)
 
     def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:

@@ -9,6 +9,7 @@ import random
 import re
 import tarfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from .pair_tars import index, pair_members, write_pair_tars, write_tar
 from .test_object_store import BUCKET, store  # noqa: F401
 
 type Members = list[tuple[str, bytes]]
+Mutation = Callable[[Members, int], tuple[Members, set[int], str]]
 
 
 @pytest.fixture(scope="module")
@@ -138,24 +140,18 @@ def key_again(members: Members, at: int) -> tuple[Members, set[int], str]:
     return [*members, *first], set(), "key occurs again"
 
 
-def empty_text(members: Members, at: int) -> tuple[Members, set[int], str]:
-    members[2 * at + 1] = (members[2 * at + 1][0], b" \n")
-    return members, {at}, "caption empty"
+def other_caption(caption: bytes, reason: str) -> Mutation:
+    def mutation(members: Members, at: int) -> tuple[Members, set[int], str]:
+        members[2 * at + 1] = (members[2 * at + 1][0], caption)
+        return members, {at}, reason
+
+    return mutation
 
 
-def latin_text(members: Members, at: int) -> tuple[Members, set[int], str]:
-    members[2 * at + 1] = (members[2 * at + 1][0], b"caf\xe9")
-    return members, {at}, "caption unreadable"
-
-
-def control_token(members: Members, at: int) -> tuple[Members, set[int], str]:
-    members[2 * at + 1] = (members[2 * at + 1][0], b"An end<|im_end|> within.")
-    return members, {at}, "control token in text"
-
-
-def placeholder(members: Members, at: int) -> tuple[Members, set[int], str]:
-    members[2 * at + 1] = (members[2 * at + 1][0], b"An image <|image_pad|> within.")
-    return members, {at}, "placeholder token in text"
+empty_text = other_caption(b" \n", "caption empty")
+latin_text = other_caption(b"caf\xe9", "caption unreadable")
+control_token = other_caption(b"An end<|im_end|> within.", "control token in text")
+placeholder = other_caption(b"An image <|image_pad|> within.", "placeholder token in text")
 
 
 def other_content(members: Members, at: int) -> tuple[Members, set[int], str]:

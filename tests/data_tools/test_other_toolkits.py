@@ -21,7 +21,7 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def said(question: str, answer: str = "It is.") -> list[dict[str, str]]:
+def asked(question: str, answer: str = "It is.") -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
 
@@ -110,30 +110,30 @@ READ: dict[str, tuple[dict[str, Any], str]] = {
         "<|box_start|>(101,201),(150,266)<|box_end|>",
     ),
     "LLaVA": (
-        {"id": "9", "image": "p/9.png", "conversations": said("<image>\nIs it?")},
+        {"id": "9", "image": "p/9.png", "conversations": asked("<image>\nIs it?")},
         "[image]\nIs it? > It is.",
     ),
-    "LLaVA without an image": ({"id": "w", "model": "", "conversations": said("Is it?")}, "Is it? > It is."),
+    "LLaVA without an image": ({"id": "w", "model": "", "conversations": asked("Is it?")}, "Is it? > It is."),
     "ShareGPT4V": (
-        {"id": "0", "image": "coco/0.png", "conversations": said("Is it?\n<image>")},
+        {"id": "0", "image": "coco/0.png", "conversations": asked("Is it?\n<image>")},
         "Is it?\n[image] > It is.",
     ),
     "Qwen's image": (
-        {"image": "a.png", "conversations": said("<image>\nIs it?")},
+        {"image": "a.png", "conversations": asked("<image>\nIs it?")},
         "[image]\nIs it? > It is.",
     ),
     "Qwen's images": (
-        {"images": ["a.png", "b.png"], "conversations": said("<image>\n<image>\nIs it?")},
+        {"images": ["a.png", "b.png"], "conversations": asked("<image>\n<image>\nIs it?")},
         "[image]\n[image]\nIs it? > It is.",
     ),
     "Qwen's video": (
-        {"video": "a.mp4", "conversations": said("<video>\nIs it?")},
+        {"video": "a.mp4", "conversations": asked("<video>\nIs it?")},
         "[video]\nIs it? > It is.",
     ),
     "Qwen's boxes": (
         {
             "image": "a.png",
-            "conversations": said("<image>\nWhere?", '{\n"bbox_2d": [135, 114, 1016, 672]\n}'),
+            "conversations": asked("<image>\nWhere?", '{\n"bbox_2d": [135, 114, 1016, 672]\n}'),
         },
         '[image]\nWhere? > {\n"bbox_2d": [135, 114, 1016, 672]\n}',
     ),
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "audio",
     ),
     "LLaMA-Factory's preferences": (
-        {"conversations": said("a")[:1], "chosen": said("a", "b")[1], "rejected": said("a", "c")[1]},
+        {"conversations": asked("a")[:1], "chosen": asked("a", "b")[1], "rejected": asked("a", "c")[1]},
         "preferences",
     ),
     "LLaMA-Factory's kto": ({"messages": [user("a"), assistant("b")], "label": True}, "KTO"),
@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"messages": [user("Draw."), assistant("<image>")], "images": ["a.png"]},
         "no text",
     ),
-    "Qwen's pack": ([{"conversations": said("a")}], "write each as a record of its own"),
+    "Qwen's pack": ([{"conversations": asked("a")}], "write each as a record of its own"),
     "TRL's preferences": (
         {"prompt": [user("a")], "chosen": [assistant("b")], "rejected": [assistant("c")]},
         "preferences",
@@ -265,7 +265,7 @@ def test_index_of_llamafactory_is_followed(tmp_path: Path):
 
 def test_repeated_ids_need_an_option(tmp_path: Path):
     """LLaVA's mixtures join sets whose ids are the same."""
-    record = {"id": "9", "conversations": said("Is it?")}
+    record = {"id": "9", "conversations": asked("Is it?")}
     (tmp_path / "mix.json").write_text(json.dumps([record, record]))
 
     def samples(**options: Any) -> int:

@@ -21,7 +21,7 @@ from megatron_vl.system.errors import UserError
 CONTROL_TOKEN = re.compile(r"<\|(?:im_start|im_end|endoftext|vision_start|vision_end|vision_pad)\|>")
 """Tokens that begin or end turns, documents and media. Those of boxes and of code may stand in a text; the
 placeholders of images and videos have rules of their own."""
-MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
+_MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 THINKING_TAGS = re.compile(f"({THINK_TAG}|{THINK_CLOSING})")
 
 
@@ -55,6 +55,16 @@ def control_token_text(control_token: str) -> str:
         f"the text has the control token {control_token}, which would begin or end a turn, a document or an"
         " image; remove it, or write it otherwise (for instance with a space)"
     )
+
+
+def find_special_token(text: str) -> tuple[str, str] | None:
+    """Why a text of a record is refused: reason and detail; None if it has no token with a meaning."""
+    if _MEDIA_PLACEHOLDER.search(text):
+        detail = "the text holds a token that stands for image or video features"
+        return "placeholder token in text", detail
+    if control_token := CONTROL_TOKEN.search(text):
+        return "control token in text", control_token_text(control_token[0])
+    return None
 
 
 def check_control_tokens(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> None:

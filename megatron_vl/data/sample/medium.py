@@ -117,14 +117,15 @@ def inspect_medium(
         plain_message = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
         raise UnusableError(f"{media_kind} does not decode", f"{shown_reference}: {plain_message}") from error
 
-    if max(media_info.height, media_info.width) > MAX_ASPECT_RATIO * min(media_info.height, media_info.width):
-        raise UnusableError(
-            f"{media_kind} too narrow",
-            f"{shown_reference}: {pixels_text(media_info.height, media_info.width)} is more than"
-            f" {MAX_ASPECT_RATIO} to 1",
-        )
-
+    refuse_narrow(media_kind, shown_reference, media_info.height, media_info.width)
     return media_info
+
+
+def refuse_narrow(media_kind: str, name: str, height: int, width: int) -> None:
+    """Raises UnusableError for an image or video that the models' processors refuse for its shape."""
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        detail = f"{name}: {pixels_text(height, width)} is more than {MAX_ASPECT_RATIO} to 1"
+        raise UnusableError(f"{media_kind} too narrow", detail)
 
 
 def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:

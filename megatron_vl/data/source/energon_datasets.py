@@ -111,11 +111,9 @@ class SizedSource:
         self, size_counter: SampleSizeCounter, sample_indices: Integers
     ) -> tuple[Integers, Integers]:
         """Tokens and patches of samples, int64 [n] each."""
-        shard_indices = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
-        size_numbers = self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
+        size_numbers, parts = self._size_numbers(sample_indices)
         if len(self._stored_sizes) == 1:
             return size_counter.count_samples(self._stored_sizes[0], size_numbers)
-        parts = self._part_of_shard[shard_indices]
         sample_sizes = np.zeros((2, len(sample_indices)), np.int64)
         for part in np.unique(parts).tolist():
             is_of_part = parts == part
@@ -128,12 +126,14 @@ class SizedSource:
         self, size_counter: SampleSizeCounter, sample_index: int, seq_len: int, max_patches: int
     ) -> list[tuple[int, int]]:
         """Tokens and patches of each part of a document, as :meth:`SampleSizeCounter.cut_sample`."""
-        shard_index = int(np.searchsorted(self._shard_starts, sample_index, side="right")) - 1
-        size_number = (
-            int(self._first_numbers[shard_index]) + sample_index - int(self._shard_starts[shard_index])
-        )
-        stored_sizes = self._stored_sizes[self._part_of_shard[shard_index]]
-        return size_counter.cut_sample(stored_sizes, size_number, seq_len, max_patches)
+        [size_number], [part] = self._size_numbers(np.array([sample_index]))
+        return size_counter.cut_sample(self._stored_sizes[part], int(size_number), seq_len, max_patches)
+
+    def _size_numbers(self, sample_indices: Integers) -> tuple[Integers, Integers]:
+        """The numbers of samples in the stored sizes of their parts, and these parts, int64 [n] each."""
+        shard_indices = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
+        size_numbers = self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
+        return size_numbers, self._part_of_shard[shard_indices]
 
     def shard_sizes(self, first_sample: int, sample_count: int) -> Integers:
         """Number of samples of each shard of a subset, int64 [shards].

@@ -25,6 +25,7 @@ PART_NAME = re.compile(r"part-(\d{5})-of-(\d{5})")
 
 STORE_PREFIX = "msc://"
 """Beginning of the path of a data set in an object store: ``msc://PROFILE/FOLDER``."""
+TARS_REMEDY = "make a data set of tars of images and captions with `megatron-vl data index --input`"
 
 
 class ObjectStoreError(UserError, ValueError):
@@ -117,9 +118,6 @@ def part_folders(dataset_path: Location) -> list[Location]:
         problem = "is missing" if name in wanted_names else "is no part"
         raise RunConfigError(f"data.path {dataset_path} holds the parts of a data set, and {name} {problem}")
     return [dataset_path / name for name in sorted(names)]
-
-
-TARS_REMEDY = "make a data set of tars of images and captions with `megatron-vl data index --input`"
 
 
 def check_data_path(data_path: DataPath) -> None:

@@ -23,15 +23,11 @@ from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from numpy.typing import NDArray
 
-from megatron_vl.data.sample.conversation_checks import (
-    CONTROL_TOKEN,
-    MEDIA_PLACEHOLDER,
-    control_token_text,
-)
+from megatron_vl.data.sample.conversation_checks import find_special_token
 from megatron_vl.data.sample.frame_archive import PixelError
-from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO
 from megatron_vl.data.sample.images import image_size
-from megatron_vl.data.sample.medium import UnusableError
+from megatron_vl.data.sample.medium import UnusableError, refuse_narrow
+from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.data.source.location import Location
 from megatron_vl.data.source.tar_list import (
     SPANS_FILE,
@@ -71,7 +67,7 @@ class TarShard:
 
 def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
     """The tars of an indexed data set by name; none for a converted one."""
-    metadata_dir = dataset_path / ".nv-meta"
+    metadata_dir = dataset_path / METADATA_DIR
     tar_list = read_tar_list(metadata_dir)
     if tar_list is None:
         return {}
@@ -196,8 +192,7 @@ def read_pair(
             height, width = image_size(tar_file.fileobj.read(image.info.size))
     except PixelError as error:
         raise UnusableError("image does not decode", f"{image.name}: {error}") from error
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise UnusableError("image too narrow", f"{image.name}: {height} x {width}")
+    refuse_narrow("image", image.name, height, width)
     medium = {"key": image.extension, "kind": "image", "height": height, "width": width}
     record = {**pair_text(image.extension, caption, fields.prompt), "media": [medium], "source": origin}
     return {"json": json.dumps(record).encode(), image.extension: image.content}
@@ -233,11 +228,9 @@ def _caption_text(member: Any, json_keys: str) -> str:
         text.encode()  # half of a surrogate pair is no text
     except (ValueError, AttributeError, RecursionError) as error:
         raise UnusableError("caption unreadable", f"{member.name}: {error!r}") from error
-    if placeholder := MEDIA_PLACEHOLDER.search(text):
-        raise UnusableError("placeholder token in text", f"{member.name}: {placeholder[0]}")
-    if control_token := CONTROL_TOKEN.search(text):
-        detail = control_token_text(control_token[0])
-        raise UnusableError("control token in text", f"{member.name}: {detail}")
+    if special_token := find_special_token(text):
+        reason, detail = special_token
+        raise UnusableError(reason, f"{member.name}: {detail}")
     return str(text)
 
 

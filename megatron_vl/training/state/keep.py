@@ -81,20 +81,21 @@ def check_free_space(config: TrainConfig, spec: ModelSpec) -> str:
     run_dir, num_kept = Path(config.checkpoint.dir), config.checkpoint.keep
     existing_dir = next(part for part in (run_dir, *run_dir.absolute().parents) if part.exists())
     free_bytes, size = shutil.disk_usage(existing_dir).free, checkpoint_bytes(config, spec)
-    # This start deletes what a kill or a stop has left, before its first save.
-    old_dirs = [saved.path for saved in saved_checkpoints(run_dir)[:-num_kept]] if num_kept else []
-    leftovers = [
-        path for folder in (*run_dir.glob("step_*.partial"), *old_dirs) for path in folder.rglob("*")
-    ]
-    free_bytes += sum(path.stat().st_size for path in leftovers if path.is_file())
+    checkpoints = saved_checkpoints(run_dir)
+    # Old ones are deleted once the next one is written.
+    num_more = num_kept + 1 - len(checkpoints) if config.checkpoint.interval else 1
+    if free_bytes < max(1, num_more) * size:
+        # This start deletes what a kill or a stop has left, before its first save.
+        old_dirs = [saved.path for saved in checkpoints[:-num_kept]] if num_kept else []
+        folders = (*run_dir.glob("step_*.partial"), *old_dirs)
+        leftovers = (path for folder in folders for path in folder.rglob("*"))
+        free_bytes += sum(path.stat().st_size for path in leftovers if path.is_file())
     room_text = (
         f"checkpoint.dir {run_dir}: a checkpoint takes {size / 1e9:.2f} GB, and the disk has"
         f" {free_bytes / 1e9:.2f} GB free"
     )
     if free_bytes < size:
         raise RunConfigError(f"{room_text}; make room, or give a checkpoint.dir on another disk")
-    # Old ones are deleted once the next one is written.
-    num_more = num_kept + 1 - len(saved_checkpoints(run_dir)) if config.checkpoint.interval else 1
     if num_kept and free_bytes < num_more * size:
         return f"{room_text}, but {num_more} more are kept at a time (checkpoint.keep {num_kept})"
     return ""

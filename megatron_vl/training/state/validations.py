@@ -28,18 +28,18 @@ def read_validations(run_dir: Path) -> list[Validation]:
     A run that went back to an older step has left the later ones, so their lines do not count any more.
     """
     path = run_dir / EVALUATIONS_FILE
-    validations: list[Validation] = []
+    validations: dict[tuple[int, str], Validation] = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
             new = Validation(record["step"], record["loss"], record.get("rows", ""))
         except (ValueError, KeyError, TypeError):  # a line that a kill has torn
             continue
-        validations = [
-            old for old in validations if old.step < new.step or old.step == new.step and old.rows != new.rows
-        ]
-        validations.append(new)
-    return validations
+        while validations and next(reversed(validations))[0] > new.step:
+            validations.popitem()
+        validations.pop((new.step, new.rows), None)  # the new one comes last
+        validations[new.step, new.rows] = new
+    return list(validations.values())
 
 
 def best_validation(validations: Collection[Validation]) -> Validation | None:
