@@ -41,7 +41,8 @@ PACKING_BUFFER = 64
 """Smallest number of samples among which the packer chooses."""
 SHARED_MEMORY_ADVICE = "`docker run --shm-size=16g` or `--ipc=host`"
 PREFETCHED = 2
-"""Number of rows that a loader process makes, and of steps that are planned, before they are asked for."""
+"""Number of rows that a loader process makes at least, and of steps that are planned, before they are asked
+for."""
 
 
 class PlanningContext:
@@ -188,12 +189,13 @@ class RowDataset(Dataset[bytes | TrainingRow]):
             return bytes(ForkingPickler.dumps(row))
 
 
-def start_loader(dataset: Any, sampler: Any, worker_count: int) -> Any:
+def start_loader(dataset: Any, sampler: Any, worker_count: int, prefetched: int = PREFETCHED) -> Any:
     """Torch's iterator over a data set, with processes that work ahead.
 
     Args:
         sampler: yields the arguments of ``dataset``; None for an iterable data set.
         worker_count: 0: no processes.
+        prefetched: number of items that each process makes before they are asked for.
     """
     torch_loader = partial(
         DataLoader,
@@ -201,7 +203,7 @@ def start_loader(dataset: Any, sampler: Any, worker_count: int) -> Any:
         batch_size=None,
         sampler=sampler,
         num_workers=worker_count,
-        prefetch_factor=PREFETCHED if worker_count else None,
+        prefetch_factor=prefetched if worker_count else None,
         multiprocessing_context="fork" if worker_count else None,
         worker_init_fn=_prepare_process,
         collate_fn=lambda item: item,
@@ -298,7 +300,10 @@ class PlannedRankRows:
         self._rows: Any = None
         self._planned_steps = start_loader(planned_steps, None, min(worker_count, 1))
         try:
-            self._rows = start_loader(row_dataset, self._samples_of_rows(), worker_count)
+            # A step takes all of its rows at once. With fewer made ahead, it waited for the others: 300 ms of
+            # each 3.5 s of a 3B, 8 rows of 8192 tokens a step on one H200.
+            prefetched = max(PREFETCHED, -(-self.rows_per_rank // max(worker_count, 1)))
+            self._rows = start_loader(row_dataset, self._samples_of_rows(), worker_count, prefetched)
         except BaseException:
             self.close()
             raise

@@ -413,6 +413,22 @@ def test_tokenizer_digest_ignores_how_files_are_written(tmp_path):
     assert compute_tokenizer_digest(Tokenizer.from_file(rewritten)) != digest
 
 
+def test_loader_makes_all_rows_of_the_next_step_ahead(dataset, monkeypatch):
+    made = multiprocessing.Value("i", 0)
+    read_row = planned_rows.read_planned_row
+
+    def count_row(*arguments: Any) -> Any:
+        with made.get_lock():
+            made.value += 1
+        return read_row(*arguments)
+
+    monkeypatch.setattr(planned_rows, "read_planned_row", count_row)
+    run = Run(dataset, 1, workers=2, rows=12)
+    run.steps(1)
+    wait_until(lambda: made.value >= 24)
+    run.stop()
+
+
 def test_resume_finds_damage_when_the_state_is_loaded(dataset):
     """With processes too, which would find it only later."""
     first = Run(dataset, 1)
