@@ -85,7 +85,7 @@ class DataReport:
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but is not trained on them."""
     unsaid_boxes: int = 0
-    """The assistant's turns with boxes whose frame of reference no record says. They are trained on as text."""
+    """The assistant's turns with boxes whose frame of reference is not said. They are trained on as text."""
     assumed_fps: int = 0
     """Videos whose frame rate neither the record nor the file gives."""
     first_images: int = 0

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_bytes, refusal_of_error
-from megatron_vl.data.sample.boxes import BOX_DTYPE, SampleObjects
+from megatron_vl.data.sample.boxes import FRAMES, SampleObjects
 from megatron_vl.data.sample.chat import ChatError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
@@ -39,7 +39,7 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.sample_sizes import (
-    BOX_FILES,
+    COORDINATE,
     DOCUMENTS_FILE,
     MEDIUM_DTYPE,
     SAMPLE_DTYPE,
@@ -63,8 +63,6 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "media": MEDIUM_DTYPE,
     "documents": np.dtype("?"),
     "text_before": np.dtype("<u4"),
-    "boxes": BOX_DTYPE,
-    "box_media": np.dtype("<i8"),
 }
 """The files of sizes, without ``.npy``."""
 
@@ -170,7 +168,7 @@ def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
         samples=len(samples),
         unusable=int((samples["tokens"] == 0).sum()),
         reasons=sum((Counter(shard["unusable"]) for shard in shards), Counter[str]()),
-        media=len(media),
+        media=int((media["frames"] != COORDINATE).sum()),
         bytes=sum(file.stat().st_size for file in sizes_dir.iterdir()),
     )
 
@@ -224,7 +222,7 @@ class ShardSizes(NamedTuple):
     """The sizes of the samples of a shard."""
 
     arrays: dict[str, NDArray[Any]]
-    """One for each of :data:`ARRAY_DTYPES`. Media are counted from the first one of the shard."""
+    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` counts from the first medium of the shard."""
     facts: dict[str, Any]
 
 
@@ -240,7 +238,7 @@ def write_sizes(
         content_id: returns the id of the content; called after the last shard.
     """
     shards: dict[str, dict[str, Any]] = {}
-    media_count, has_documents, has_boxes = 0, False, False
+    media_count, has_documents = 0, False
     with ExitStack() as open_files:
         append = {
             name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
@@ -248,17 +246,15 @@ def write_sizes(
         }
         for shard_name, (arrays, facts) in sizes_by_shard:
             arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
-            arrays["box_media"] += media_count
             media_count += len(arrays["media"])
-            has_boxes |= len(arrays["boxes"]) > 0
             has_documents |= bool(arrays["documents"].any())
             for name, values in arrays.items():
                 append[name](values)
             shards[shard_name] = facts
             show_progress(1)
-    unused_files = () if has_documents else (DOCUMENTS_FILE, TEXT_BEFORE_FILE)
-    for file_name in (*unused_files, *(() if has_boxes else BOX_FILES)):
-        (sizes_dir / file_name).unlink()
+    if not has_documents:
+        for file_name in (DOCUMENTS_FILE, TEXT_BEFORE_FILE):
+            (sizes_dir / file_name).unlink()
     (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
 
 
@@ -307,10 +303,6 @@ class MeasuredSample(NamedTuple):
     is_document: bool = False
     text_before: NDArray[np.uint32] = np.zeros(0, np.uint32)
     """uint32 [media]: number of tokens of a document's text before each medium."""
-    boxes: NDArray[np.void] = np.zeros(0, BOX_DTYPE)
-    """The boxes whose coordinates follow from a run's limits. ``text_tokens`` does not count their digits."""
-    box_media: NDArray[np.int64] = np.zeros(0, np.int64)
-    """The numbers of their media in the sample, ascending."""
 
 
 def _measure_shard(task_number: int) -> ShardSizes:
@@ -325,7 +317,6 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
     """The sizes of the samples of a shard, as :func:`measure_sample` measures each."""
     sample_rows, document_flags = [], []
     media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
-    box_arrays, box_media = [np.zeros(0, BOX_DTYPE)], [np.zeros(0, np.int64)]
     unusable_reasons: Counter[str] = Counter()
     media_count = all_turns = 0
     for raw_sample in samples:
@@ -335,8 +326,6 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
             unusable_reasons[sample.unusable_reason] += 1
         media_arrays.append(sample.media)
         text_arrays.append(sample.text_before)
-        box_arrays.append(sample.boxes)
-        box_media.append(sample.box_media + media_count)
         media_count += len(sample.media)
         sample_rows.append((sample.text_tokens, media_count))
         document_flags.append(sample.is_document)
@@ -346,8 +335,6 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
         "media": np.concatenate(media_arrays),
         "documents": np.array(document_flags, np.bool_),
         "text_before": np.concatenate(text_arrays),
-        "boxes": np.concatenate(box_arrays),
-        "box_media": np.concatenate(box_media),
     }
     return ShardSizes(arrays, facts)
 
@@ -382,8 +369,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         record = json.loads(checked_json_bytes(sample))
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
-        text_before = np.zeros(len(media), np.uint32)
-        boxes, box_media, num_digits = MeasuredSample().boxes, MeasuredSample().box_media, 0
+        text_before, num_digits = np.zeros(len(media), np.uint32), 0
         if "document" in record:
             token_ids, _, spans = encode_document(chat_encoder, record["document"], grids)
             media_tokens = np.array([end - start for start, end in spans], np.int64)
@@ -391,7 +377,9 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         else:
             objects = SampleObjects(record, grids, chat_encoder.spec.vision)
             token_ids, _ = chat_encoder.encode(objects.written_messages(), grids, record.get("tools", ()))
-            boxes, box_media, num_digits = objects.sized_boxes()
+            num_digits = sum(len(str(n)) for box in objects.sized_boxes() for n in objects.numbers(box))
+            media = np.append(media, _coordinate_rows(objects, media))
+            text_before = np.zeros(len(media), np.uint32)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
@@ -402,8 +390,17 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
     text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids)) - num_digits
     turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
-    is_document = "document" in record
-    return MeasuredSample(text_tokens, turns, media, "", is_document, text_before, boxes, box_media)
+    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before)
+
+
+def _coordinate_rows(objects: SampleObjects, media: NDArray[np.void]) -> NDArray[np.void]:
+    """A row for each coordinate whose digits follow from the limits of a run: that of its image, with
+    :data:`COORDINATE` frames, the number in ``fps``, and its frame of reference and axis in ``whole``."""
+    boxes = objects.sized_boxes()
+    rows = media[[box["medium"] for box in boxes for _ in box["box"]]]
+    rows["frames"], rows["fps"] = COORDINATE, [number for box in boxes for number in box["box"]]
+    rows["whole"] = [2 * FRAMES.index(box["frame"]) + i % 2 for box in boxes for i in range(len(box["box"]))]
+    return rows
 
 
 def _medium_row(item: dict[str, Any]) -> MediumFields:

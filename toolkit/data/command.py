@@ -99,8 +99,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         )
     if report.unsaid_boxes:
         print(
-            f"  {report.unsaid_boxes} answers with boxes whose frame of reference is not said: they are trained on"
-            " as they are written; give 'boxes' or 'objects' (docs/boxes.md)"
+            f"  {report.unsaid_boxes} answers with boxes whose frame of reference is not said: "
+            "they are trained on as written; give the records 'boxes' or 'objects'"
         )
     if report.first_images:
         print(f"  {report.first_images} images are animated or have several pages: only the first is used")

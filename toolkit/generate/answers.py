@@ -146,7 +146,7 @@ def answer_dataset(
     They are all of them, or the first ``eval.answers``.
 
     Returns:
-        A line with the share of answers that equal their reference, and the mean IoU of the reference's boxes.
+        A line with the share of answers that equal their reference, and the mean IoU of boxes.
     """
     partial_path = out_path.with_name(f"{out_path.name}.partial")  # of an answering that was killed, too
     partial_path.unlink(missing_ok=True)

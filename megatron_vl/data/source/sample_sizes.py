@@ -6,11 +6,10 @@ the sizes of its media as they are stored. Patches and placeholders follow from 
 reads them.
 
 * ``samples.npy``: :data:`SAMPLE_DTYPE`, 12 bytes for each sample.
-* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video.
+* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video, and for each coordinate of a box that
+  has more or fewer digits under other settings.
 * ``documents.npy`` and ``text_before.npy``, if there are documents: whether each sample is one, 1 byte, and
   the number of tokens of text before each medium, 4 bytes. They say where a document can be cut.
-* ``boxes.npy`` and ``box_media.npy``, if the limits of pixels of a run change the digits of boxes: the boxes, 33
-  bytes each, and the number of the medium of each, 8 bytes.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
@@ -33,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.sample.boxes import BOX_DTYPE, count_digits, frame_sizes
+from megatron_vl.data.sample.boxes import FRAMES, frame_sizes, scale_number
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.chat_template import read_run_template
 from megatron_vl.data.sample.documents import cut_document
@@ -54,7 +53,6 @@ from megatron_vl.system.errors import UserError
 SHARDS_FILE = "shards.json"
 DOCUMENTS_FILE = "documents.npy"
 TEXT_BEFORE_FILE = "text_before.npy"
-BOX_FILES = ("boxes.npy", "box_media.npy")
 SIZES_VERSION = 2
 SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
@@ -63,6 +61,11 @@ MEDIUM_DTYPE = np.dtype(
 )
 """An image has 0 frames. ``whole`` says that the video is a list of images that is taken whole
 (:class:`~megatron_vl.data.sample.grids.VideoInfo`)."""
+
+COORDINATE = (1 << 32) - 1
+"""Frames of a row that is a coordinate on an image: ``fps`` is its number, ``whole`` twice the index of its
+frame in :data:`~megatron_vl.data.sample.boxes.FRAMES`, plus 1 for y. Qwen's tokenizers make a token of each
+digit."""
 
 type MediumFields = tuple[int, int, int, float, int]
 
@@ -89,7 +92,7 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
     special_token_ids = [spec.image_token_id, spec.video_token_id, *vision_markers]
     # A family that writes timestamps leaves out the pair of tokens around a video.
     text_rules = [SIZES_VERSION, special_token_ids, spec.vision.video_timestamps]
-    if spec.vision.box_tokens:  # the other families have one form of boxes, and differ in the rules above
+    if spec.vision.box_tokens:  # Qwen2-VL and Qwen2.5-VL may have one template, and write boxes otherwise
         text_rules.append("box tokens")
     hasher.update(json.dumps(text_rules).encode())
     return hasher.hexdigest()[:16]
@@ -192,11 +195,6 @@ class StoredSizes:
     """bool [samples]: whether each sample is a document; None: none is."""
     text_before: Any = None
     """uint32 [media]: number of tokens of text before each medium of a document."""
-    boxes: Any = None
-    """:data:`~megatron_vl.data.sample.boxes.BOX_DTYPE` [boxes], if there are any with digits that are not
-    counted in ``sample_records``."""
-    box_media: Any = None
-    """int64 [boxes], ascending: number in ``medium_records`` of the medium of each box."""
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -237,12 +235,10 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
         sample_records = _load_array(sizes_dir / "samples.npy")
         medium_records = _load_array(sizes_dir / "media.npy")
 
-        document_flags = text_before = boxes = box_media = None
+        document_flags = text_before = None
         if location_is_file(sizes_dir / DOCUMENTS_FILE):
             document_flags = _load_array(sizes_dir / DOCUMENTS_FILE)
             text_before = _load_array(sizes_dir / TEXT_BEFORE_FILE)
-        if location_is_file(sizes_dir / BOX_FILES[0]):
-            boxes, box_media = (_load_array(sizes_dir / name) for name in BOX_FILES)
 
         shard_ranges = {}
         sample_total = 0
@@ -256,7 +252,6 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and media_count == len(medium_records)
             and (document_flags is None or len(document_flags) == len(sample_records))
             and (text_before is None or len(text_before) == len(medium_records))
-            and (boxes is None or (boxes.dtype == BOX_DTYPE and len(boxes) == len(box_media)))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
@@ -268,9 +263,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    optional_arrays = (document_flags, text_before, boxes, box_media)
     return StoredSizes(
-        sample_records, medium_records, shard_ranges, content_id, shard_facts, *optional_arrays
+        sample_records, medium_records, shard_ranges, content_id, shard_facts, document_flags, text_before
     )
 
 
@@ -278,13 +272,6 @@ def _load_array(array_path: Location) -> Any:
     if isinstance(array_path, Path):
         return np.load(array_path, mmap_mode="r", allow_pickle=False)
     return np.load(io.BytesIO(array_path.read_bytes()), allow_pickle=False)
-
-
-def _flatten_ranges(starts: Integers, counts: Integers) -> tuple[Integers, Integers]:
-    """The numbers in ranges, one after the other, and the range of each: (range, number), int64 [sum] each."""
-    range_of_number = np.repeat(np.arange(len(counts)), counts)
-    first_of_range = np.repeat(np.cumsum(counts) - counts, counts)
-    return range_of_number, np.repeat(starts, counts) + np.arange(len(range_of_number)) - first_of_range
 
 
 class SampleSizeCounter:
@@ -310,7 +297,11 @@ class SampleSizeCounter:
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
 
-        sample_of_medium, medium_numbers = _flatten_ranges(media_starts, media_counts)
+        # All media of all samples, one after the other.
+        sample_of_medium = np.repeat(np.arange(len(sample_numbers)), media_counts)
+        first_of_sample = np.repeat(np.cumsum(media_counts) - media_counts, media_counts)
+        index_in_sample = np.arange(len(sample_of_medium)) - first_of_sample
+        medium_numbers = np.repeat(media_starts, media_counts) + index_in_sample
         media_sizes = self._count_media(stored_sizes.medium_records[medium_numbers])
         media_tokens, media_patches = np.divmod(media_sizes, 1 << 32)
 
@@ -318,33 +309,9 @@ class SampleSizeCounter:
         media_tokens[media_tokens == 0] = -(1 << 40)
         np.add.at(token_counts, sample_of_medium, media_tokens)
         is_usable = token_counts > 0
-        if stored_sizes.boxes is not None:
-            token_counts += self._count_digits(stored_sizes, media_starts, np.where(is_usable, media_ends, 0))
         patch_counts = np.zeros_like(token_counts)
         np.add.at(patch_counts, sample_of_medium, media_patches)
         return np.where(is_usable, token_counts, 0), np.where(is_usable, patch_counts, 0)
-
-    def _count_digits(
-        self, stored_sizes: StoredSizes, media_starts: Integers, media_ends: Integers
-    ) -> Integers:
-        """Number of digits of the stored boxes of samples with these media, int64 [n]."""
-        starts, ends = (
-            np.searchsorted(stored_sizes.box_media, bounds) for bounds in (media_starts, media_ends)
-        )
-        sample_of_box, box_numbers = _flatten_ranges(starts, np.maximum(ends - starts, 0))
-        digit_counts = np.zeros(len(starts), np.int64)
-        media = stored_sizes.medium_records[stored_sizes.box_media[box_numbers]]
-        different_media, medium_of_box = np.unique(media, return_inverse=True)
-        patch_size = self.pixel_settings.patch_size
-        sizes = [
-            frame_sizes(*fields[:2], self._medium_grid(*fields), patch_size)
-            for fields in different_media.tolist()
-        ]
-        if sizes:
-            box_sizes, box_frame = np.array(sizes)[medium_of_box], self.chat_encoder.spec.vision.box_frame
-            digits = count_digits(stored_sizes.boxes[box_numbers], box_sizes, box_frame)
-            np.add.at(digit_counts, sample_of_box, digits)
-        return digit_counts
 
     def cut_sample(
         self, stored_sizes: StoredSizes, sample_number: int, seq_len: int, max_patches: int
@@ -385,12 +352,21 @@ class SampleSizeCounter:
         uncached_fields = medium_records[uncached_media].tolist()
         for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
             try:
+                if medium_fields[2] == COORDINATE:
+                    self._cached_media_sizes[keys[number]] = self._count_digits(*medium_fields) << 32
+                    continue
                 grid = self._medium_grid(*medium_fields)
                 media_size = (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
             except PixelError:
                 media_size = 0
             self._cached_media_sizes[keys[number]] = media_size
         return np.fromiter(map(self._cached_media_sizes.__getitem__, keys), np.int64, len(keys))
+
+    def _count_digits(self, height: int, width: int, _: int, number: float, code: int) -> int:
+        """Number of digits of a stored coordinate."""
+        vision, (frame, axis) = self.chat_encoder.spec.vision, divmod(code, 2)
+        sizes = frame_sizes(height, width, self._medium_grid(height, width, 0, 0.0, 0), vision)
+        return len(str(scale_number(number, FRAMES[frame], axis, sizes, vision.box_frame)))
 
     def _medium_grid(
         self, medium_height: int, medium_width: int, frame_count: int, fps: float, takes_all_frames: int
