@@ -38,7 +38,7 @@ MAX_MEDIA_SHOWN = 8
 """Images and videos of a sample, and frames of a video."""
 MAX_IMAGE_SIDE = 360
 """Pixels on the page."""
-BOX_COLOUR = "red"
+BOX_COLOUR = "blue"
 MAX_PIECE_CHARACTERS = 4000
 """Of a longer text, the middle is left out."""
 MAX_BARS = 30

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import batched
 from typing import Any
 
-from megatron_vl.data.sample.conversation_checks import ChatError
+from megatron_vl.data.sample.medium import UnusableError
 from megatron_vl.spec.families import VisionSpec
 from megatron_vl.spec.positions import GridTHW
 
@@ -96,11 +96,12 @@ class SampleObjects:
         ]
 
     def check_inside(self) -> None:
-        """Raises ChatError if a box is beyond the resized image, whose size follows from the run."""
+        """Raises UnusableError if a box is beyond the resized image, whose size follows from the run."""
         for item in self.objects:
             if item.get("frame") == "resized":
                 if outside := find_outside(item["box"], "resized", self.sizes[item["medium"]]["resized"]):
-                    raise ChatError(f"{outside}; give the run the limits of pixels that it was written for")
+                    detail = f"{outside}; give the run the limits of pixels that it was written for"
+                    raise UnusableError("box outside the image", detail)
 
     def numbers(self, item: dict[str, Any]) -> list[int]:
         """The coordinates of a box or point in the frame of the family."""
