@@ -155,14 +155,15 @@ def answer_dataset(
     vision = answerer.encoder.spec.vision
     left_out: Counter[str] = Counter()
     samples = _encoded_samples(answerer, config, left_out)
-    for key, sample in itertools.islice(samples, config.eval.answers or None):
+    for key, sample, has_objects in itertools.islice(samples, config.eval.answers or None):
         prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
         begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
         reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
         answer = answerer.answer(prompt)[0].answer_text
         prompt_text = answerer.decode(prompt.token_ids)
         line: dict[str, Any] = {"key": key, "prompt": prompt_text, "reference": reference, "answer": answer}
-        if reference_boxes := boxes_in_text(reference, vision):
+        has_boxes = has_objects or "bbox_2d" in reference  # other lists of four numbers are none
+        if has_boxes and (reference_boxes := boxes_in_text(reference, vision)):
             line["iou"] = compare_boxes(boxes_in_text(answer, vision), reference_boxes)
             ious += line["iou"]
         with naming_file(out_path), partial_path.open("a", encoding="utf-8") as out_file:
@@ -186,8 +187,9 @@ def answer_dataset(
 
 def _encoded_samples(
     answerer: Answerer, config: TrainConfig, left_out: Counter[str]
-) -> Iterator[tuple[str, TokenizedSample]]:
-    """(key, sample) as a run trains on it. Counts the samples that a run leaves out in ``left_out``."""
+) -> Iterator[tuple[str, TokenizedSample, bool]]:
+    """(key, sample as a run trains on it, whether it has objects). Counts what a run leaves out in
+    ``left_out``."""
     data_config = answerer.encoder.data_config
     row_encoder = open_encoder(data_config, answerer.encoder.spec, answerer.hf_dir)
     for source in read_sources(data_config.path, config.eval.split):
@@ -207,7 +209,7 @@ def _encoded_samples(
                     reason = dropped[0].reason if dropped else (encoded.refused or ("no answer", ""))[0]
                     left_out[reason] += 1
                     continue
-                yield raw_sample.key, sample
+                yield raw_sample.key, sample, bool(encoded.objects and encoded.objects.objects)
 
 
 def split_at_answer(sample: TokenizedSample, spec: Any) -> tuple[TokenizedSample, Tensor]:
