@@ -114,15 +114,15 @@ class SampleObjects:
 
         def written(marker: re.Match[str]) -> str:
             value, before = next(values), marker["before"] or ""
-            is_name = isinstance(value, str)
-            in_json = before == '"' if is_name else ":" in before
-            if self.vision.box_tokens and not in_json:
-                token = "object_ref" if is_name else "box"
-                text = value if is_name else ",".join(f"({x},{y})" for x, y in batched(value, 2))
-                return f"{before}<|{token}_start|>{text}<|{token}_end|>"
-            if is_name:
-                return before + (json.dumps(value, ensure_ascii=False)[1:-1] if in_json else value)
-            return before + json.dumps(value)
+            has_tokens = self.vision.box_tokens
+            if isinstance(value, str):
+                if before == '"':
+                    return before + json.dumps(value, ensure_ascii=False)[1:-1]
+                return before + (f"<|object_ref_start|>{value}<|object_ref_end|>" if has_tokens else value)
+            if ":" in before or not has_tokens:
+                return before + json.dumps(value)
+            pairs = ",".join(f"({x},{y})" for x, y in batched(value, 2))
+            return f"{before}<|box_start|>{pairs}<|box_end|>"
 
         def change(value: Any, key: str) -> Any:
             if not isinstance(value, str):
