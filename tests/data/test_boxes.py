@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoTokenizer
 
 from data_tools.formats import RecordError, read_conversation
 from data_tools.sample_sizes import index_datasets
@@ -40,6 +41,7 @@ from toolkit.generate.answers import Answerer, answer_dataset
 
 from .datasets import converted
 from .helpers import spec_of
+from .test_chat import released_tokenizer_folder
 
 SIZE = {"height": 200, "width": 400}
 """Of the stored image in the golden values. Qwen2.5-VL resizes it to 392 x 196, multiples of 28."""
@@ -307,7 +309,8 @@ def test_boxes_cover_the_object_as_the_model_sees_it(family: str, drawn: Path, t
     pixel, in the digits that are trained on, and the sizes in the index are those of the samples."""
     hf = tiny_files(family, tmp_path)
     spec = read_spec(hf)
-    index_datasets(DataConfig(path=str(drawn)), spec, hf)
+    (result,) = index_datasets(DataConfig(path=str(drawn)), spec, hf)
+    assert (result.samples, result.media, result.unusable) == (16, 16, 0)
     texts = {}
     for name, limits in LIMITS.items():
         data = DataConfig(path=str(drawn), seq_len=8192, **limits)
@@ -386,6 +389,38 @@ def test_boxes_beyond_the_upright_image_are_refused(answer, fields, tmp_path: Pa
     path, report = converted(tmp_path, [record_of(answer, images=[name], **fields), inside])
     assert report.samples == 1 and report.refused["in.json"] == {"box outside the image": 1}
     assert "is beyond the image, which is" in (path / "quarantine.jsonl").read_text()
+
+
+def test_coordinates_in_the_index_are_no_media(drawn: Path, tmp_path: Path, capsys) -> None:
+    hf = tiny_files("qwen2_5_vl", tmp_path)
+    assert main(["data", "show", "--data", str(drawn), "--processor", str(hf), "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["splits"]["train"]["sources"].values()
+    assert (source["images"], source["videos"]) == (16, 0)
+    # One folder of a tokenizer and a template, and two forms of boxes.
+    ids = {
+        compute_tokenization_id(hf, spec_of(family), DataConfig()) for family in ("qwen2_vl", "qwen2_5_vl")
+    }
+    assert len(ids) == 2
+
+
+@pytest.mark.slow
+def test_released_vocabulary_has_a_token_for_each_digit() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(released_tokenizer_folder())
+    for text in ("[{}, 2]", "({},{})", '"bbox_2d":{}', "a{}b", " {} "):
+        counts = [len(tokenizer(text.format(number, number))["input_ids"]) for number in (7, 12, 999, 10000)]
+        steps = text.count("{}")
+        assert [count - counts[0] for count in counts] == [0, steps, 2 * steps, 4 * steps]
+
+
+def test_conversion_says_how_many_answers_have_boxes_of_an_unsaid_frame(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.png").write_bytes(image_file("upright")[1])
+    records = [record_of('{"bbox_2d": [1, 2, 3, 4]}'), record_of('{"bbox_2d": [1, 2, 3, 4]}', boxes="pixels")]
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    assert (
+        main(["data", "convert", "--input", str(tmp_path / "in.json"), "--out", str(tmp_path / "out")]) == 0
+    )
+    assert "  1 answer with boxes whose frame of reference is not said" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["unsaid_boxes"] == 1
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])

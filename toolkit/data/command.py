@@ -99,8 +99,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         )
     if report.unsaid_boxes:
         print(
-            f"  {report.unsaid_boxes} answers with boxes whose frame of reference is not said: "
-            "they are trained on as written; give the records 'boxes' or 'objects'"
+            f"  {pluralize(report.unsaid_boxes, 'answer')} with boxes whose frame of reference is not said: "
+            "trained on as written; give the records 'boxes' or 'objects'"
         )
     if report.first_images:
         print(f"  {report.first_images} images are animated or have several pages: only the first is used")
