@@ -19,10 +19,10 @@ BOX_TYPES = {"real": ("pixels", 1), "norm1": ("thousandths", 1000)}
 """Values of ``bbox_type``: the frame in which they are stored, and what a number is multiplied by."""
 OBJECT_KEYS = {"ref-object": "ref", "bbox": "bbox", "point": "points"}
 """The key of ``objects`` whose entries each marker stands for."""
-BOX_LENGTHS = {"bbox_2d": (4,), "point_2d": (2,), "points": (2,)}
+BOX_LENGTHS = {"bbox_2d": (4,), "point_2d": (2,)}
 _DIGIT_NEXT = r"(?=[\[(\s]*[-.\d])"
 _PIECE = re.compile(
-    rf"""(?P<key>["'](?P<name>bbox_2d|point_2d)["']\s*:\s*){_DIGIT_NEXT}(?P<list>\[[^\[\]]*\])?"""
+    rf"""(?P<key>["'](?P<name>bbox_2d|point_2d)["']\s*:\s*){_DIGIT_NEXT}(?P<list>\[[^\[\]<]*\])?"""
     rf"""|<\|box_start\|>{_DIGIT_NEXT}(?P<pairs>[^<]*)<\|box_end\|>|<(?P<marker>ref-object|bbox|point)>"""
 )
 """A box that is written in a text, or a marker."""
@@ -60,7 +60,7 @@ class ObjectReader:
             raise _bad(f"an object with lists {', '.join(keys)} is required", "objects")
         names, boxes, points, image_ids = (objects.get(key) or [] for key in keys)
         box_type = objects.get("bbox_type") or "real"
-        if box_type not in BOX_TYPES:
+        if str(box_type) not in BOX_TYPES:
             detail = f"{shorten_value(box_type)} is unknown; valid: {', '.join(BOX_TYPES)}"
             raise _bad(detail, "objects.bbox_type")
         if image_ids and len(image_ids) != len(boxes) + len(points):
@@ -68,12 +68,11 @@ class ObjectReader:
             raise _bad(detail, "objects.image_id")
 
         image_numbers = iter(image_ids or [0] * (len(boxes) + len(points)))
-        frame, factor = BOX_TYPES[box_type]
+        frame, factor = BOX_TYPES[str(box_type)]
         listed = {"ref-object": [{"ref": checked_text(name, "objects.ref")} for name in names]}
-        for marker, entries in (("bbox", boxes), ("point", points)):
+        for marker, name, entries in (("bbox", "", boxes), ("point", "point_2d", points)):
             listed[marker] = [
-                self._box(box, OBJECT_KEYS[marker], "objects", frame, next(image_numbers), factor)
-                for box in entries
+                self._box(box, name, "objects", frame, next(image_numbers), factor) for box in entries
             ]
         return listed
 

@@ -167,7 +167,7 @@ def test_written_boxes_become_objects() -> None:
     answer = '{"bbox_2d": [1, 2.5, 3, 4]} <|box_start|>(1,2),(3,4)<|box_end|> {"point_2d":[7,8]}'
     question = '<image>Answer with {"bbox_2d": [x1, y1, x2, y2]}'
     record = record_of(answer, question, boxes="resized")
-    arguments = {"bbox_2d": [5, 6, 7, 8], "other": [1, 2]}
+    arguments = {"bbox_2d": [5, 6, 7, 8], "points": [1, 2]}
     record["messages"][1]["tool_calls"] = [{"function": {"name": "zoom", "arguments": arguments}}]
     conversation = read_conversation(record)
     numbers = [[1, 2.5, 3, 4], [1, 2, 3, 4], [7, 8], [5, 6, 7, 8]]
@@ -175,7 +175,7 @@ def test_written_boxes_become_objects() -> None:
     assert conversation.messages[0]["content"][1]["text"] == question.removeprefix("<image>")
     assert conversation.messages[1]["content"] == '{"bbox_2d": <bbox>} <bbox> {"point_2d":<bbox>}'
     call = conversation.messages[1]["tool_calls"][0]["function"]
-    assert call["arguments"] == {"bbox_2d": "<bbox>", "other": [1, 2]}
+    assert call["arguments"] == {"bbox_2d": "<bbox>", "points": [1, 2]}
     assert conversation.unsaid_boxes == 0 and not conversation.ignored_keys
 
 
@@ -188,6 +188,7 @@ def test_written_boxes_become_objects() -> None:
         ("[1, 2, 3, 4]", {}, 0),
         ('"bbox_2d" means box', {}, 0),
         ('<bbox> {"point_2d": [1, 2]}', {"objects": {"bbox": [[1, 2, 3, 4]]}}, 1),
+        ('{"bbox_2d": [1, <point>]}', {"objects": {"points": [[1, 2]]}}, 1),
         ("none here", {"boxes": "pixels"}, 0),
     ],
 )
@@ -211,6 +212,7 @@ REFUSED = [
     (record_of("<bbox>", objects={"bbox": [[1, 2, 3, 10**400]]}), "is not .x, y. or"),
     (record_of("<point>", objects={"points": [[1, 2, 3, 4]]}), "is not .x, y. or"),
     (record_of("<bbox>", objects=ONE_BOX | {"bbox_type": "norm1000"}), "norm1000.*valid: real, norm1"),
+    (record_of("<bbox>", objects=ONE_BOX | {"bbox_type": ["real"]}), "'real'.*valid: real, norm1"),
     (record_of("<bbox>", objects="{"), "an object with lists"),
     (record_of("<bbox>", objects={"bbox": "<bbox>"}), "an object with lists"),
     (record_of("no marker", objects=ONE_BOX), "0 <bbox> in the text, but 1 in objects.bbox"),
