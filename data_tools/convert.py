@@ -38,6 +38,7 @@ from megatron_vl.system.progress_bar import progress
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
+from .formats.objects import check_boxes
 from .input_files import InputError, InputFile, find_input_files, input_names, parse_columns
 from .media import MediaRoots, is_embedded, read_media
 from .record_ids import RecordIds
@@ -83,6 +84,8 @@ class DataReport:
     parts``, ``listed media``) and key. At each location, keys beyond the first 100 are counted together."""
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but is not trained on them."""
+    unsaid_boxes: int = 0
+    """The assistant's turns with boxes whose frame of reference is not said. They are trained on as text."""
     assumed_fps: int = 0
     """Videos whose frame rate neither the record nor the file gives."""
     first_images: int = 0
@@ -104,6 +107,7 @@ class DataReport:
             key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += sample.answer_media
+        self.unsaid_boxes += sample.unsaid_boxes
         for info in sample.media_infos:
             self.images += info.kind == "image"
             self.videos += info.kind == "video"
@@ -423,6 +427,7 @@ def read_record(
             media.append((_inspect_once(kind, reference, media_bytes, options), media_bytes))
         except UnusableError as error:
             raise RecordError(error.reason, str(error), field_path) from error
+    check_boxes(conversation.objects, [info for info, _ in media])
     return conversation, media
 
 

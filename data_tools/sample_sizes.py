@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_bytes, refusal_of_error
+from megatron_vl.data.sample.boxes import FRAMES, SampleObjects
 from megatron_vl.data.sample.chat import ChatError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
@@ -38,6 +39,7 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.sample_sizes import (
+    COORDINATE,
     DOCUMENTS_FILE,
     MEDIUM_DTYPE,
     SAMPLE_DTYPE,
@@ -166,7 +168,7 @@ def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
         samples=len(samples),
         unusable=int((samples["tokens"] == 0).sum()),
         reasons=sum((Counter(shard["unusable"]) for shard in shards), Counter[str]()),
-        media=len(media),
+        media=int((media["frames"] != COORDINATE).sum()),
         bytes=sum(file.stat().st_size for file in sizes_dir.iterdir()),
     )
 
@@ -367,13 +369,17 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         record = json.loads(checked_json_bytes(sample))
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
-        text_before = np.zeros(len(media), np.uint32)
+        text_before, num_digits = np.zeros(len(media), np.uint32), 0
         if "document" in record:
             token_ids, _, spans = encode_document(chat_encoder, record["document"], grids)
             media_tokens = np.array([end - start for start, end in spans], np.int64)
             text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
         else:
-            token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
+            objects = SampleObjects(record, grids, chat_encoder.spec.vision)
+            token_ids, _ = chat_encoder.encode(objects.written_messages(), grids, record.get("tools", ()))
+            num_digits = sum(len(str(n)) for box in objects.sized_boxes() for n in objects.numbers(box))
+            media = np.append(media, _coordinate_rows(objects, media))
+            text_before = np.zeros(len(media), np.uint32)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
@@ -382,9 +388,19 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
         return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
-    text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids))
+    text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids)) - num_digits
     turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
     return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before)
+
+
+def _coordinate_rows(objects: SampleObjects, media: NDArray[np.void]) -> NDArray[np.void]:
+    """A row for each coordinate whose digits follow from the limits of a run: that of its image, with
+    :data:`COORDINATE` frames, the number in ``fps``, and its frame of reference and axis in ``whole``."""
+    boxes = objects.sized_boxes()
+    rows = media[[box["medium"] for box in boxes for _ in box["box"]]]
+    rows["frames"], rows["fps"] = COORDINATE, [number for box in boxes for number in box["box"]]
+    rows["whole"] = [2 * FRAMES.index(box["frame"]) + i % 2 for box in boxes for i in range(len(box["box"]))]
+    return rows
 
 
 def _medium_row(item: dict[str, Any]) -> MediumFields:

@@ -51,6 +51,7 @@ class StoredSample:
     record_identity: str
     ignored_keys: list[tuple[str, str]]
     answer_media: int
+    unsaid_boxes: int
     media_names: list[str]
     """The media's names in the record; empty for media in the record itself."""
 
@@ -101,6 +102,7 @@ def store_sample(
         conversation.record_identity,
         conversation.ignored_keys,
         conversation.answer_media,
+        conversation.unsaid_boxes,
         ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
 
@@ -141,6 +143,8 @@ def _sample_json(
         sample["messages"].append(message)
     if conversation.tool_definitions:
         sample["tools"] = conversation.tool_definitions
+    if conversation.objects:
+        sample["objects"] = conversation.objects
     sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
     sample["source"] = source
     return append_crc32(json.dumps(sample, ensure_ascii=False).encode())

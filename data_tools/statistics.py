@@ -26,6 +26,7 @@ from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
 from megatron_vl.data.source.sample_sizes import (
+    COORDINATE,
     SampleSizeCounter,
     SizesError,
     compute_tokenization_id,
@@ -238,13 +239,14 @@ def _shard_quantities(
 ) -> tuple[IntegerArray, ...]:
     """:data:`SAMPLE_QUANTITIES` of successive stored samples."""
     media_begins, media_ends = stored_sizes.media_ranges(sample_numbers)
-    first_medium = media_begins[0]
-    video_counts = np.append(
-        0, np.cumsum(stored_sizes.medium_records["frames"][first_medium : media_ends[-1]] > 0)
-    )
-    videos = video_counts[media_ends - first_medium] - video_counts[media_begins - first_medium]
+    frames = stored_sizes.medium_records["frames"][media_begins[0] : media_ends[-1]]
+
+    def count(is_counted: NDArray[np.bool_]) -> IntegerArray:
+        counts = np.append(0, np.cumsum(is_counted))
+        return counts[media_ends - media_begins[0]] - counts[media_begins - media_begins[0]]
+
     tokens_and_patches = sample_sizes.count_samples(stored_sizes, sample_numbers)
-    return *tokens_and_patches, media_ends - media_begins - videos, videos
+    return *tokens_and_patches, count(frames == 0), count((frames > 0) & (frames != COORDINATE))
 
 
 def _pack_rows(

@@ -4,7 +4,7 @@
 fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
 refused if its markers and media disagree, if its roles do not follow the order (system,) user, assistant,
 user, ..., if an answer has no text, or if it holds something that belongs to the task and cannot be shown to
-the model: boxes beside the text, preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys
+the model: boxes without markers, preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys
 that nothing reads are listed in :attr:`Conversation.ignored_keys`.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from megatron_vl.data.sample.boxes import MARKER
 from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens, order_results
 
 from . import alpaca, documents, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
@@ -28,6 +29,7 @@ from .conversation import (
     shorten_value,
 )
 from .loss_weights import RECORD_WEIGHT_KEYS, apply_record_weight, read_loss_weight
+from .objects import ObjectReader
 from .record_reader import (
     BOX_KEYS,
     CLIP_KEYS,
@@ -48,10 +50,10 @@ FORMATS: dict[str, RecordFormat] = {
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
-BOXES = "boxes beside the text; write them into the text as the model's family does"
+BOXES = "boxes without a place in the text; write 'objects' and markers, as docs/boxes.md says"
 PREFERENCES = "preferences, which supervised training cannot use"
 UNSUPERVISED_FIELDS = {
-    **dict.fromkeys(("objects", "bbox", "bboxes"), BOXES),
+    **dict.fromkeys(("bbox", "bboxes"), BOXES),
     **dict.fromkeys(("chosen", "rejected", "rejected_response"), PREFERENCES),
     **dict.fromkeys(("rejected_messages", "chosen_messages"), PREFERENCES),
     "kto_tag": "judgements of answers, which supervised training cannot use",
@@ -95,7 +97,8 @@ def read_conversation(
         reader.place_media_first(messages)
     reader.check_media_counts()
     if reader.media_references:
-        refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS), "")
+        has_frame = isinstance(record.get("boxes"), str) and not record_format.is_document
+        refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS[has_frame:]), "")
     if any(kind == "video" for kind, _ in reader.media_references):
         refuse_unread_keys(record, TIME_KEYS, "")
     if messages[0]["role"] == "document":
@@ -116,6 +119,8 @@ def read_conversation(
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
     check_result_counts(messages, record_format.turns_field)
+    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references])
+    messages, unsaid_boxes = object_reader.read_messages(messages)
     return Conversation(
         messages,
         reader.media_references,
@@ -123,6 +128,8 @@ def read_conversation(
         record_identity(record.get("id")),
         reader.ignored_keys,
         tools,
+        objects=object_reader.objects,
+        unsaid_boxes=unsaid_boxes,
     )
 
 
@@ -131,6 +138,9 @@ def _checked_document(
 ) -> Conversation:
     """A document. Raises RecordError if it is not to be trained on."""
     weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
+    if record.get("objects") and any(MARKER.search(part.get("text", "")) for part in parts):
+        detail = "the objects of a document are not read; write the boxes into its text"
+        raise RecordError("bad objects", detail, "objects")
     if weight[0] == 0:
         raise RecordError("no loss", "the document has the loss weight 0", weight[1])
     return Conversation(

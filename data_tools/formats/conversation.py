@@ -56,6 +56,10 @@ class Conversation:
     """The parts of a document (type text, image or video), which has no messages."""
     loss_weight: float = 1.0
     """Of a document."""
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    """What its markers stand for, in their order (:mod:`megatron_vl.data.sample.boxes`)."""
+    unsaid_boxes: int = 0
+    """Number of answers with boxes whose frame of reference nothing says."""
 
     @property
     def answer_media(self) -> int:

@@ -71,6 +71,7 @@ MAX_SHOWN_KEY = 60
 """Characters of an ignored key that are shown; keys come from untrusted input."""
 
 
+OBJECT_FIELDS = ("objects", "boxes")
 COMMON_FIELDS = ("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions")
 
 
@@ -138,6 +139,7 @@ class RecordReader:
 
         # The record's own keys come first, but which of them have an effect is known only now.
         read_keys = (*COMMON_FIELDS, *RECORD_WEIGHT_KEYS, self.turns_field, *record_format.read_fields)
+        read_keys += () if record_format.is_document else OBJECT_FIELDS
         self.ignored_keys[:0] = unread_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):

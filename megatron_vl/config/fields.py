@@ -333,7 +333,8 @@ class EvalConfig:
     answers: int = option(0, minimum=0)
     """Number of samples, the first ones of the split, that transformers answers with the exported last step
     when the ranks that `megatron-vl train` started have ended. The command prints how many answers equal
-    their reference; white space around them does not count. The answers are written to
+    their reference; white space around them does not count. If references hold boxes, it also prints their
+    mean intersection over union. The answers are written to
     checkpoint.dir/hf/step_NNNNNNNN_answers.jsonl. 0: answer none."""
 
 

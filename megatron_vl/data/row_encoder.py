@@ -30,6 +30,7 @@ from torch.utils.data import get_worker_info
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row, padding_token
 from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.data.sample.boxes import SampleObjects
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.documents import DocumentPart, cut_document, encode_document
@@ -84,6 +85,8 @@ class RawSample:
     media: list[dict[str, Any]] = field(default_factory=list)
     """The stored facts of each medium, in the order of the text."""
     grids: list[GridTHW] = field(default_factory=list)
+    objects: SampleObjects | None = None
+    """The boxes of a conversation and the names of its objects."""
     is_document: bool = False
     document_parts: list[DocumentPart] = field(default_factory=list)
     """The parts of a document that is cut because it does not fit into a row."""
@@ -223,8 +226,13 @@ class RowEncoder:
         if sample.is_document:
             self._encode_document(sample, record)
         else:
+            sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
+            sample.objects.check_inside()
             sample.token_ids, sample.loss_mask = self.chat_encoder.encode(
-                record["messages"], sample.grids, record.get("tools", ()), SampleDeadline(SAMPLE_TIMEOUT_S)
+                sample.objects.written_messages(),
+                sample.grids,
+                record.get("tools", ()),
+                SampleDeadline(SAMPLE_TIMEOUT_S),
             )
         if sample.document_parts:
             return  # which fit

@@ -137,6 +137,14 @@ READ: dict[str, tuple[dict[str, Any], str]] = {
         },
         '[image]\nWhere? > {\n"bbox_2d": [135, 114, 1016, 672]\n}',
     ),
+    "ms-swift's objects": (
+        {
+            "messages": [user("<image>Find the <ref-object>"), assistant("<bbox><bbox>")],
+            "images": ["a.png"],
+            "objects": {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]]},
+        },
+        "[image]Find the <ref-object> > <bbox><bbox>",
+    ),
     "TRL's messages": (
         {
             "messages": [user(TRL_PARTS), assistant([{"index": None, "text": "A dot.", "type": "text"}])],
@@ -164,13 +172,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "preferences",
     ),
     "LLaMA-Factory's kto": ({"messages": [user("a"), assistant("b")], "label": True}, "KTO"),
-    "ms-swift's objects": (
-        {
-            "messages": [user("<image>Find the <ref-object>"), assistant("<bbox>")],
-            "images": ["a.png"],
-            "objects": {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8]]},
-        },
-        "boxes beside the text; write them into the text",
+    "boxes without markers": (
+        {"messages": [user("a"), assistant("b")], "bbox": [[90.9, 160.8, 135, 212.8]]},
+        "boxes without a place in the text",
     ),
     "ms-swift's preferences": (
         {"messages": [user("a"), assistant("b")], "rejected_response": "c"},

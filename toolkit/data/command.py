@@ -97,6 +97,11 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but is not trained on them"
         )
+    if report.unsaid_boxes:
+        print(
+            f"  {pluralize(report.unsaid_boxes, 'answer')} with boxes whose frame of reference is not said: "
+            "trained on as written; give the records 'boxes' or 'objects'"
+        )
     if report.first_images:
         print(f"  {report.first_images} images are animated or have several pages: only the first is used")
     if report.assumed_fps:

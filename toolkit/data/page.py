@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
+from PIL import Image, ImageDraw
 
 from data_tools.sample_sources import SampleSource, SourceError
 from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_values
@@ -19,7 +18,7 @@ from megatron_vl.system.errors import UserError
 from toolkit.common.html_templates import template_environment
 
 from .prepared_dataset import PreparedDataset
-from .sample_view import SampleView, view_sample
+from .sample_view import MediumView, SampleView, view_sample
 from .statistics import (
     MAX_DETAIL_CHARACTERS,
     MAX_EXAMPLES,
@@ -39,6 +38,7 @@ MAX_MEDIA_SHOWN = 8
 """Images and videos of a sample, and frames of a video."""
 MAX_IMAGE_SIDE = 360
 """Pixels on the page."""
+BOX_COLOUR = "blue"
 MAX_PIECE_CHARACTERS = 4000
 """Of a longer text, the middle is left out."""
 MAX_BARS = 30
@@ -149,15 +149,20 @@ def choose_samples(counted: DatasetStatistics) -> list[tuple[str, SampleSource, 
     return list(chosen.values())[: max(SAMPLES_SHOWN, len(usable))]
 
 
-def _frame_images(pixels: Tensor | None) -> list[str]:
-    """Frames as JPEG in base64. If there are many, they are chosen at equal distances."""
-    if pixels is None:
+def _frame_images(medium: MediumView) -> list[str]:
+    """Frames with their boxes as JPEG in base64. If there are many, they are chosen at equal distances."""
+    if (pixels := medium.pixels) is None:
         return []
     frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_MEDIA_SHOWN)).round().astype(int)
     side = MAX_IMAGE_SIDE if len(frames) == 1 else MAX_IMAGE_SIDE // 2
     texts = []
     for frame in frames:
         image = Image.fromarray(pixels[int(frame)].permute(1, 2, 0).numpy())
+        line_width = max(1, max(image.size) // side)
+        for box in medium.boxes:
+            draw, edge = ImageDraw.Draw(image), 4 * line_width * (len(box) == 2)  # a point is a small square
+            corners = [box[0] - edge, box[1] - edge, box[-2] + edge, box[-1] + edge]
+            draw.rectangle(corners, outline=BOX_COLOUR, width=line_width)
         image.thumbnail((side, side))
         image.save(jpeg := io.BytesIO(), "JPEG", quality=80)
         texts.append(base64.b64encode(jpeg.getvalue()).decode())

@@ -43,6 +43,8 @@ class MediumView:
     num_tokens: int
     pixels: Tensor | None
     """uint8 [frames, 3, height, width] as the model sees them; None if the medium does not decode."""
+    boxes: list[list[float]]
+    """Boxes and points of its objects, in pixels of the resized image."""
 
     def __str__(self) -> str:
         item, (height, width) = self.media_item, self.resized_size
@@ -142,11 +144,12 @@ def view_sample(prepared: PreparedDataset, source: SampleSource, sample_index: i
     names = original_media_names(source.dataset.path, raw_sample.key)
     settings = encoder.pixel_settings
     media = zip_longest(encoded.media, encoded.grids, decoded.media_items, names[: len(encoded.media)])
-    for item, grid, medium, name in media:
+    for i, (item, grid, medium, name) in enumerate(media):
         pixels = None if view.problem else planes_to_pixels(medium.planes, grid, settings)
         size = (grid.h * settings.patch_size, grid.w * settings.patch_size)
         tokens = grid.num_tokens(spec.vision.spatial_merge_size)
-        view.media.append(MediumView(item, name or "", size, grid, tokens, pixels))
+        boxes = encoded.objects.seen_boxes(i) if encoded.objects else []
+        view.media.append(MediumView(item, name or "", size, grid, tokens, pixels, boxes))
     return view
 
 
@@ -190,6 +193,7 @@ def sample_as_json(sample: SampleView) -> dict[str, Any]:
         grid = medium.grid_thw
         facts = {"name": medium.original_name, "resized": medium.resized_size, "tokens": medium.num_tokens}
         facts |= {"grid_thw": [grid.t, grid.h, grid.w], "timestamps": grid.timestamps}
+        facts |= {"boxes": medium.boxes} if medium.boxes else {}
         media.append(medium.media_item | facts)
     return vars(sample) | {
         "turns": [vars(turn) for turn in sample.turns],

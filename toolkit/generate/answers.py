@@ -19,6 +19,7 @@ from transformers.utils import logging
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
+from megatron_vl.data.sample.boxes import boxes_in_text, compare_boxes
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
@@ -145,20 +146,26 @@ def answer_dataset(
     They are all of them, or the first ``eval.answers``.
 
     Returns:
-        A line with the share of answers that equal their reference.
+        A line with the share of answers that equal their reference, and the mean IoU of boxes.
     """
     partial_path = out_path.with_name(f"{out_path.name}.partial")  # of an answering that was killed, too
     partial_path.unlink(missing_ok=True)
     equal = answered = 0
+    ious: list[float] = []
+    vision = answerer.encoder.spec.vision
     left_out: Counter[str] = Counter()
     samples = _encoded_samples(answerer, config, left_out)
-    for key, sample in itertools.islice(samples, config.eval.answers or None):
+    for key, sample, has_objects in itertools.islice(samples, config.eval.answers or None):
         prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
         begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
         reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
         answer = answerer.answer(prompt)[0].answer_text
         prompt_text = answerer.decode(prompt.token_ids)
-        line = {"key": key, "prompt": prompt_text, "reference": reference, "answer": answer}
+        line: dict[str, Any] = {"key": key, "prompt": prompt_text, "reference": reference, "answer": answer}
+        has_boxes = has_objects or "bbox_2d" in reference  # other lists of four numbers are none
+        if has_boxes and (reference_boxes := boxes_in_text(reference, vision)):
+            line["iou"] = compare_boxes(boxes_in_text(answer, vision), reference_boxes)
+            ious += line["iou"]
         with naming_file(out_path), partial_path.open("a", encoding="utf-8") as out_file:
             print(json.dumps(line, ensure_ascii=False), file=out_file)
         answered += 1
@@ -169,13 +176,20 @@ def answer_dataset(
     if not answered:
         raise UserError(f"{config.data.path}: no sample of {config.eval.split} can be answered{reasons}")
     partial_path.replace(out_path)
-    return f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference{reasons}"
+    boxes_text = ""
+    if ious:
+        found = sum(iou >= 0.5 for iou in ious)
+        boxes_text = f"; mean IoU {sum(ious) / len(ious):.3f}, 0.5 or more for {found} of {len(ious)} boxes"
+    return (
+        f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference{boxes_text}{reasons}"
+    )
 
 
 def _encoded_samples(
     answerer: Answerer, config: TrainConfig, left_out: Counter[str]
-) -> Iterator[tuple[str, TokenizedSample]]:
-    """(key, sample) as a run trains on it. Counts the samples that a run leaves out in ``left_out``."""
+) -> Iterator[tuple[str, TokenizedSample, bool]]:
+    """(key, sample as a run trains on it, whether it has objects). Counts what a run leaves out in
+    ``left_out``."""
     data_config = answerer.encoder.data_config
     row_encoder = open_encoder(data_config, answerer.encoder.spec, answerer.hf_dir)
     for source in read_sources(data_config.path, config.eval.split):
@@ -195,7 +209,7 @@ def _encoded_samples(
                     reason = dropped[0].reason if dropped else (encoded.refused or ("no answer", ""))[0]
                     left_out[reason] += 1
                     continue
-                yield raw_sample.key, sample
+                yield raw_sample.key, sample, bool(encoded.objects and encoded.objects.objects)
 
 
 def split_at_answer(sample: TokenizedSample, spec: Any) -> tuple[TokenizedSample, Tensor]:

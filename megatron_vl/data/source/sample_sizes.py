@@ -6,7 +6,8 @@ the sizes of its media as they are stored. Patches and placeholders follow from 
 reads them.
 
 * ``samples.npy``: :data:`SAMPLE_DTYPE`, 12 bytes for each sample.
-* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video.
+* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video, and for each coordinate of a box that
+  has more or fewer digits under other settings.
 * ``documents.npy`` and ``text_before.npy``, if there are documents: whether each sample is one, 1 byte, and
   the number of tokens of text before each medium, 4 bytes. They say where a document can be cut.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
@@ -31,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data.sample.boxes import FRAMES, frame_sizes, scale_number
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.chat_template import read_run_template
 from megatron_vl.data.sample.documents import cut_document
@@ -60,6 +62,11 @@ MEDIUM_DTYPE = np.dtype(
 """An image has 0 frames. ``whole`` says that the video is a list of images that is taken whole
 (:class:`~megatron_vl.data.sample.grids.VideoInfo`)."""
 
+COORDINATE = (1 << 32) - 1
+"""Frames of a row that is a coordinate on an image: ``fps`` is its number, ``whole`` twice the index of its
+frame in :data:`~megatron_vl.data.sample.boxes.FRAMES`, plus 1 for y. Qwen's tokenizers make a token of each
+digit."""
+
 type MediumFields = tuple[int, int, int, float, int]
 
 Integers = NDArray[np.int64]
@@ -85,6 +92,8 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
     special_token_ids = [spec.image_token_id, spec.video_token_id, *vision_markers]
     # A family that writes timestamps leaves out the pair of tokens around a video.
     text_rules = [SIZES_VERSION, special_token_ids, spec.vision.video_timestamps]
+    if spec.vision.box_tokens:  # Qwen2-VL and Qwen2.5-VL may have one template, and write boxes otherwise
+        text_rules.append("box tokens")
     hasher.update(json.dumps(text_rules).encode())
     return hasher.hexdigest()[:16]
 
@@ -343,12 +352,21 @@ class SampleSizeCounter:
         uncached_fields = medium_records[uncached_media].tolist()
         for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
             try:
+                if medium_fields[2] == COORDINATE:
+                    self._cached_media_sizes[keys[number]] = self._count_digits(*medium_fields) << 32
+                    continue
                 grid = self._medium_grid(*medium_fields)
                 media_size = (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
             except PixelError:
                 media_size = 0
             self._cached_media_sizes[keys[number]] = media_size
         return np.fromiter(map(self._cached_media_sizes.__getitem__, keys), np.int64, len(keys))
+
+    def _count_digits(self, height: int, width: int, _: int, number: float, code: int) -> int:
+        """Number of digits of a stored coordinate."""
+        vision, (frame, axis) = self.chat_encoder.spec.vision, divmod(code, 2)
+        sizes = frame_sizes(height, width, self._medium_grid(height, width, 0, 0.0, 0), vision)
+        return len(str(scale_number(number, FRAMES[frame], axis, sizes, vision.box_frame)))
 
     def _medium_grid(
         self, medium_height: int, medium_width: int, frame_count: int, fps: float, takes_all_frames: int

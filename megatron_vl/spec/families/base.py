@@ -63,6 +63,11 @@ class VisionSpec:
     decoder layer 0, the second's after decoder layer 1, and so on."""
     video_timestamps: bool = False
     """Whether a video's placeholders are one run per frame group, each preceded by its time as text."""
+    box_frame: str = "thousandths"
+    """What coordinates of boxes count: ``thousandths`` of the image's sides, or pixels of the ``resized``
+    image."""
+    box_tokens: bool = False
+    """Whether boxes and the names of objects stand between tokens of their own, and not in JSON."""
 
     @property
     def head_dim(self) -> int:

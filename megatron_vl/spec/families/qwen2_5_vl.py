@@ -37,6 +37,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
         window_size=vision_fields.get("window_size", 112),
         full_attention_layers=tuple(vision_fields.get("fullatt_block_indexes", (7, 15, 23, 31))),
         tokens_per_second=float(vision_fields.get("tokens_per_second", 4)),
+        box_frame="resized",
     )
 
     return assemble_model_spec(

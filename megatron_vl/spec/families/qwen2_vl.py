@@ -35,6 +35,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
         norm_eps=1e-6,
         activation="quick_gelu",
         gated_mlp=False,
+        box_tokens=True,
     )
 
     return assemble_model_spec(

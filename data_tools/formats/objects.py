@@ -1,0 +1,151 @@
+"""Boxes and points of a record: ms-swift's ``objects`` with markers in the texts, and boxes in the texts with
+``boxes``, their frame of reference, beside them. Both become the ``objects`` of the stored sample
+(:mod:`megatron_vl.data.sample.boxes`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from megatron_vl.data.sample.boxes import FRAMES, find_outside, map_texts
+from megatron_vl.data.sample.medium import MediaInfo
+
+from ..exact_json import EXACT_DECODER
+from .conversation import Message, RecordError, checked_text, shorten_value
+
+BOX_TYPES = {"real": ("pixels", 1), "norm1": ("thousandths", 1000)}
+"""Values of ``bbox_type``: the frame in which they are stored, and what a number is multiplied by."""
+OBJECT_KEYS = {"ref-object": "ref", "bbox": "bbox", "point": "points"}
+"""The key of ``objects`` whose entries each marker stands for."""
+BOX_LENGTHS = {"bbox_2d": (4,), "point_2d": (2,)}
+_DIGIT_NEXT = r"(?=[\[(\s]*[-.\d])"
+_PIECE = re.compile(
+    rf"""(?P<key>["'](?P<name>bbox_2d|point_2d)["']\s*:\s*){_DIGIT_NEXT}(?P<list>\[[^\[\]<]*\])?"""
+    rf"""|<\|box_start\|>{_DIGIT_NEXT}(?P<pairs>[^<]*)<\|box_end\|>|<(?P<marker>ref-object|bbox|point)>"""
+)
+"""A box that is written in a text, or a marker."""
+
+
+class ObjectReader:
+    """Reads the objects of one record. All methods raise RecordError for what is wrong or ambiguous.
+
+    Args:
+        media_kinds: ``image`` or ``video`` of each medium, in the order of the text.
+    """
+
+    def __init__(self, record: dict[str, Any], media_kinds: Sequence[str]) -> None:
+        self.media_kinds = media_kinds
+        self.images = [i for i, kind in enumerate(media_kinds) if kind == "image"]
+        self.frame = record.get("boxes") or ""
+        if self.frame and self.frame not in FRAMES:
+            raise _bad(f"{shorten_value(self.frame)} is unknown; valid: {', '.join(FRAMES)}", "boxes")
+        self.listed = self._listed_objects(record.get("objects") or {})
+        self.counts = dict.fromkeys(OBJECT_KEYS, 0)
+        self.is_read = bool(self.frame) or any(self.listed.values())
+        """Whether markers in the texts stand for objects. In other records they are text."""
+        self.objects: list[dict[str, Any]] = []
+        """In the order of their markers."""
+        self.has_unsaid = False
+        """Whether the message has boxes whose frame of reference nothing says."""
+
+    def _listed_objects(self, objects: Any) -> dict[str, list[dict[str, Any]]]:
+        """The entries of ``objects`` by the marker that stands for them."""
+        if isinstance(objects, str):  # as tables hold them
+            with suppress(ValueError):
+                objects = EXACT_DECODER.decode(objects)
+        keys = (*OBJECT_KEYS.values(), "image_id")
+        if not isinstance(objects, dict) or not all(isinstance(objects.get(key) or [], list) for key in keys):
+            raise _bad(f"an object with lists {', '.join(keys)} is required", "objects")
+        names, boxes, points, image_ids = (objects.get(key) or [] for key in keys)
+        box_type = objects.get("bbox_type") or "real"
+        if str(box_type) not in BOX_TYPES:
+            detail = f"{shorten_value(box_type)} is unknown; valid: {', '.join(BOX_TYPES)}"
+            raise _bad(detail, "objects.bbox_type")
+        if image_ids and len(image_ids) != len(boxes) + len(points):
+            detail = f"{len(image_ids)} numbers for {len(boxes)} boxes and {len(points)} points"
+            raise _bad(detail, "objects.image_id")
+
+        image_numbers = iter(image_ids or [0] * (len(boxes) + len(points)))
+        frame, factor = BOX_TYPES[str(box_type)]
+        listed = {"ref-object": [{"ref": checked_text(name, "objects.ref")} for name in names]}
+        for marker, name, entries in (("bbox", "", boxes), ("point", "point_2d", points)):
+            listed[marker] = [
+                self._box(box, name, "objects", frame, next(image_numbers), factor) for box in entries
+            ]
+        return listed
+
+    def _box(
+        self, box: Any, key: str, field_path: str, frame: str, image_number: Any = 0, factor: int = 1
+    ) -> dict[str, Any]:
+        """A box or point as it is stored; ``image_number`` counts the record's images from 0."""
+        is_list = isinstance(box, list) and len(box) in BOX_LENGTHS.get(key, (2, 4))
+        if not is_list or not all(isinstance(n, int | float) and abs(n) < 1e9 for n in box):
+            raise _bad(f"{shorten_value(box)} is not [x, y] or [x1, y1, x2, y2]", field_path)
+        if len(box) == 4 and (box[2] < box[0] or box[3] < box[1]):
+            raise _bad(f"the box {shorten_value(box)} ends before it begins: x2 < x1 or y2 < y1", field_path)
+        if not self.images:
+            raise _bad(
+                f"the box {shorten_value(box)} is on no image; boxes of videos are not read", field_path
+            )
+        if not isinstance(image_number, int) or not 0 <= image_number < len(self.images):
+            detail = f"image_id {shorten_value(image_number)} is not in 0 to {len(self.images) - 1}"
+            raise _bad(f"{detail}, the numbers of the record's images", field_path)
+        return {"box": [n * factor for n in box], "medium": self.images[image_number], "frame": frame}
+
+    def read_messages(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+        """The messages with a marker in the place of each written box whose frame of reference is known, and
+        the number of answers with boxes of an unknown one."""
+        new_messages, unsaid = [], 0
+        for message in messages:
+            self.has_unsaid = False
+            new_messages += map_texts([message], self._changed)
+            unsaid += self.has_unsaid and message["role"] == "assistant"
+        for marker, key in OBJECT_KEYS.items():
+            if self.is_read and self.counts[marker] != len(self.listed[marker]):
+                counts = f"{self.counts[marker]} <{marker}> in the text, but {len(self.listed[marker])}"
+                raise RecordError("objects and markers differ", f"{counts} in objects.{key}", "objects")
+        return new_messages, unsaid
+
+    def _changed(self, value: Any, key: str) -> Any:
+        if isinstance(value, str):
+            return _PIECE.sub(self._replaced, value)
+        is_box = isinstance(value, list) and key in BOX_LENGTHS
+        return "<bbox>" if is_box and self._add_written(value, key) else value
+
+    def _replaced(self, match: re.Match[str]) -> str:
+        if marker := match["marker"]:
+            self.has_unsaid |= not self.is_read
+            self.objects += self.listed[marker][self.counts[marker] : self.counts[marker] + 1]
+            self.counts[marker] += 1
+            return match[0]
+        numbers: Any = re.sub(r"[\[\]()\s]", "", match["list"] or match["pairs"] or "").split(",")
+        with suppress(ValueError):
+            numbers = list(map(float, numbers))
+        is_added = self._add_written(numbers, match["name"] or "")
+        return f"{match['key'] or ''}<bbox>" if is_added else match[0]
+
+    def _add_written(self, box: Any, key: str) -> bool:
+        """Adds a box that is written in a text. Returns whether its frame of reference is known."""
+        if not self.frame:
+            self.has_unsaid = True
+            return False
+        if len(self.media_kinds) > 1:
+            raise _bad(f"boxes on one of {len(self.media_kinds)} media; write objects with image_id", "boxes")
+        self.objects.append(self._box(box, key, "boxes", self.frame))
+        return True
+
+
+def _bad(detail: str, field_path: str) -> RecordError:
+    return RecordError("bad objects", detail, field_path)
+
+
+def check_boxes(objects: Sequence[dict[str, Any]], media_infos: Sequence[MediaInfo]) -> None:
+    """Raises RecordError if a box is beyond its image. The size of the resized one follows from the run."""
+    for item in objects:
+        if item.get("frame") in ("pixels", "thousandths"):
+            info = media_infos[item["medium"]]
+            size = (info.width, info.height) if item["frame"] == "pixels" else (1000, 1000)
+            if outside := find_outside(item["box"], item["frame"], size):
+                raise RecordError("box outside the image", outside, "objects")

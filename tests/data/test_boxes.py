@@ -1,0 +1,514 @@
+"""Boxes and points: golden values by hand, and boxes drawn on images as each family sees them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+
+from data_tools.formats import RecordError, read_conversation
+from data_tools.sample_sizes import index_datasets
+from data_tools.sample_sources import SampleReader, open_encoder, read_sources
+from megatron_vl.config import DataConfig, EvalConfig, TrainConfig
+from megatron_vl.data.row_encoder import RawSample, RowEncoder
+from megatron_vl.data.sample.boxes import SampleObjects, boxes_in_text, compare_boxes
+from megatron_vl.data.sample.grids import image_grid
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.source.dataset_description import METADATA_DIR
+from megatron_vl.data.source.sample_sizes import (
+    SampleSizeCounter,
+    compute_tokenization_id,
+    open_stored_sizes,
+)
+from megatron_vl.spec.families import FAMILIES, read_spec
+from tests.support.tiny_run import metrics, prepare, train
+from tests.tiny import TinySizes, tiny_checkpoint
+from toolkit.cli import main
+from toolkit.common.tiny_checkpoint import DEFAULT_TEXTS, write_small_files
+from toolkit.data.sample_view import planes_to_pixels
+from toolkit.generate.answers import Answerer, answer_dataset
+
+from .datasets import converted
+from .helpers import spec_of
+from .test_chat import released_tokenizer_folder
+
+SIZE = {"height": 200, "width": 400}
+"""Of the stored image in the golden values. Qwen2.5-VL resizes it to 392 x 196, multiples of 28."""
+
+
+def written(family: str, objects: Sequence[dict[str, Any]], answer: Any, **turn: Any) -> Any:
+    """An answer with its objects, for a family and its default limits."""
+    spec = spec_of(family)
+    settings = PixelSettings(spec.vision.patch_size)
+    grid = image_grid(200, 400, settings)
+    message = {"role": "assistant", "content": answer, **turn}
+    record = {"messages": [message], "media": [SIZE], "objects": list(objects)}
+    return SampleObjects(record, [grid], spec.vision).written_messages()[0]
+
+
+def box(*numbers: float, frame: str = "pixels") -> dict[str, Any]:
+    return {"box": list(numbers), "medium": 0, "frame": frame}
+
+
+JSON_ANSWER = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}, {"point_2d": <point>}]'
+OBJECTS = [box(10, 20, 100, 200), {"ref": 'a "big" cat'}, box(390, 5)]
+GOLDEN = {
+    # 10 / 400, 20 / 200, 100 / 400 and 200 / 200 in thousandths.
+    "qwen2_vl": ("[25, 100, 250, 1000]", "[975, 25]"),
+    # 10 * 392 / 400 = 9.8, 20 * 196 / 200 = 19.6, 98, and 196, of which 195 is the last pixel; 382.2 and 4.9.
+    "qwen2_5_vl": ("[10, 20, 98, 195]", "[382, 5]"),
+    "qwen3_vl": ("[25, 100, 250, 1000]", "[975, 25]"),
+    "qwen3_5": ("[25, 100, 250, 1000]", "[975, 25]"),
+}
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_boxes_in_json_have_the_coordinates_of_the_family(family: str) -> None:
+    first, point = GOLDEN[family]
+    expected = f'[{{"bbox_2d": {first}, "label": "a \\"big\\" cat"}}, {{"point_2d": {point}}}]'
+    assert written(family, OBJECTS, JSON_ANSWER)["content"] == expected
+    assert json.loads(expected)[0]["label"] == 'a "big" cat'
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_boxes_in_prose_have_the_form_of_the_family(family: str) -> None:
+    parts = [{"type": "text", "text": "The <ref-object>: <bbox>, click(start_box='<bbox>')"}]
+    objects = [{"ref": "cat"}, box(10, 20, 100, 200), box(390, 5)]
+    first, point = GOLDEN[family]
+    expected = f"The cat: {first}, click(start_box='{point}')"
+    if family == "qwen2_vl":
+        name = "<|object_ref_start|>cat<|object_ref_end|>"
+        expected = f"The {name}: <|box_start|>(25,100),(250,1000)<|box_end|>, "
+        expected += "click(start_box='<|box_start|>(975,25)<|box_end|>')"
+    assert written(family, objects, parts)["content"] == [{"type": "text", "text": expected}]
+
+
+def test_boxes_of_calls_and_of_reasoning_are_written_in_the_order_of_the_template() -> None:
+    call = {
+        "type": "function",
+        "function": {"name": "click", "arguments": {"at": "<point>", "why": "<bbox>!"}},
+    }
+    objects = [box(40, 20), box(0, 0, 400, 200), box(390, 5), box(80, 40)]
+    turn = written("qwen3_vl", objects, "<bbox>", reasoning_content="<point>", tool_calls=[call])
+    assert (turn["reasoning_content"], turn["content"]) == ("[100, 100]", "[0, 0, 1000, 1000]")
+    assert turn["tool_calls"][0]["function"]["arguments"] == {"at": [975, 25], "why": "[200, 200]!"}
+
+
+@pytest.mark.parametrize(
+    "frame,numbers,thousandths,resized",
+    [
+        ("pixels", (101, 50.5, 399.6, 200), "[252, 252, 999, 1000]", "[99, 49, 391, 195]"),
+        ("thousandths", (100, 250, 500, 1000), "[100, 250, 500, 1000]", "[39, 49, 196, 195]"),
+        ("resized", (96, 48, 192, 191), "[250, 250, 500, 995]", "[96, 48, 192, 191]"),
+    ],
+)
+def test_each_frame_of_reference_becomes_that_of_the_family(frame, numbers, thousandths, resized) -> None:
+    """101 / 400 is 252.5 thousandths: halves go to even, once. 96 of the 384 pixels of Qwen3.5's
+    resized image are a quarter."""
+    objects = [box(*numbers, frame=frame)]
+    assert written("qwen3_5", objects, "<bbox>")["content"] == thousandths
+    assert written("qwen2_5_vl", objects, "<bbox>")["content"] == resized
+
+
+def test_pixels_equal_qwens_tool_for_training_data() -> None:
+    """By the formula of ``process_bbox.ipynb`` and the ``smart_resize`` of qwen-vl-utils."""
+    utils = pytest.importorskip("qwen_vl_utils.vision_process")
+    vision, draw = spec_of("qwen2_5_vl").vision, random.Random(0)
+    for _ in range(200):
+        height, width = draw.randint(300, 2000), draw.randint(300, 2000)
+        min_pixels = 28 * 28 * draw.choice([64, 256, 1280])
+        max_pixels = min_pixels * draw.choice([1, 4, 16])
+        new_height, new_width = utils.smart_resize(height, width, 28, min_pixels, max_pixels)
+        x, y = draw.uniform(0, width), draw.uniform(0, height)
+        settings = PixelSettings(min_pixels=min_pixels, max_pixels=max_pixels)
+        record = {"media": [{"height": height, "width": width}], "objects": [box(x, y)]}
+        objects = SampleObjects(record, [image_grid(height, width, settings)], vision)
+        wanted = [min(round(x * (new_width / width)), new_width - 1)]
+        wanted += [min(round(y * (new_height / height)), new_height - 1)]
+        assert objects.numbers(record["objects"][0]) == wanted
+
+
+# --- Records ------------------------------------------------------------------------------------------------
+
+
+def record_of(answer: str, question: str = "<image>Where?", **fields: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "images": ["a.png"], **fields}
+
+
+def test_objects_are_stored_in_the_order_of_their_markers() -> None:
+    objects = {"ref": ["cat", "dog"], "bbox": [[1, 2, 3, 4], [5, 6]], "points": [[0.5, 0.25]]}
+    objects |= {"bbox_type": "norm1", "image_id": [1, 0, 1]}
+    record = record_of("<bbox> <ref-object><point>", "<image><image><ref-object><bbox>", objects=objects)
+    record["images"] = ["a.png", "b.png"]
+    for written_objects in (objects, json.dumps(objects)):  # text, as tables hold it
+        found = read_conversation(record | {"objects": written_objects}).objects
+        assert found == [
+            {"ref": "cat"},
+            {"box": [1000, 2000, 3000, 4000], "medium": 1, "frame": "thousandths"},
+            {"box": [5000, 6000], "medium": 0, "frame": "thousandths"},
+            {"ref": "dog"},
+            {"box": [500, 250], "medium": 1, "frame": "thousandths"},
+        ]
+
+
+def test_written_boxes_become_objects() -> None:
+    answer = '{"bbox_2d": [1, 2.5, 3, 4]} <|box_start|>(1,2),(3,4)<|box_end|> {"point_2d":[7,8]}'
+    question = '<image>Answer with {"bbox_2d": [x1, y1, x2, y2]}'
+    record = record_of(answer, question, boxes="resized")
+    arguments = {"bbox_2d": [5, 6, 7, 8], "points": [1, 2]}
+    record["messages"][1]["tool_calls"] = [{"function": {"name": "zoom", "arguments": arguments}}]
+    conversation = read_conversation(record)
+    numbers = [[1, 2.5, 3, 4], [1, 2, 3, 4], [7, 8], [5, 6, 7, 8]]
+    assert conversation.objects == [box(*each, frame="resized") for each in numbers]
+    assert conversation.messages[0]["content"][1]["text"] == question.removeprefix("<image>")
+    assert conversation.messages[1]["content"] == '{"bbox_2d": <bbox>} <bbox> {"point_2d":<bbox>}'
+    call = conversation.messages[1]["tool_calls"][0]["function"]
+    assert call["arguments"] == {"bbox_2d": "<bbox>", "points": [1, 2]}
+    assert conversation.unsaid_boxes == 0 and not conversation.ignored_keys
+
+
+@pytest.mark.parametrize(
+    "answer,fields,unsaid",
+    [
+        ('{"bbox_2d": [1, 2, 3, 4]}', {}, 1),
+        ("<|box_start|>(1,2),(3,4)<|box_end|> and <|box_start|>(1,2),(3,4)<|box_end|>", {}, 1),
+        ("<bbox>", {"objects": {"ref": [], "bbox": []}}, 1),
+        ("[1, 2, 3, 4]", {}, 0),
+        ('"bbox_2d" means box', {}, 0),
+        ('<bbox> {"point_2d": [1, 2]}', {"objects": {"bbox": [[1, 2, 3, 4]]}}, 1),
+        ('{"bbox_2d": [1, <point>]}', {"objects": {"points": [[1, 2]]}}, 1),
+        ("none here", {"boxes": "pixels"}, 0),
+    ],
+)
+def test_answers_with_boxes_of_an_unsaid_frame_are_counted(answer, fields, unsaid) -> None:
+    conversation = read_conversation(record_of(answer, **fields))
+    assert conversation.unsaid_boxes == unsaid
+    assert conversation.messages[1]["content"] == answer
+
+
+ONE_BOX = {"bbox": [[1, 2, 3, 4]]}
+VIDEO = {"images": [], "videos": ["a.mp4"]}
+REFUSED = [
+    (record_of("<bbox>", objects=ONE_BOX | {"image_id": [1]}), "image_id 1 is not in 0 to 0"),
+    (record_of("<bbox>", objects=ONE_BOX | {"image_id": ["a"]}), "image_id 'a' is not in 0 to 0"),
+    (record_of("<bbox>", objects=ONE_BOX | {"image_id": [0, 0]}), "2 numbers for 1 boxes"),
+    (record_of("<bbox>", objects={"bbox": [[3, 2, 1, 4]]}), "x2 < x1 or y2 < y1"),
+    (record_of("<bbox>", objects={"bbox": [[1, 4, 3, 2]]}), "x2 < x1 or y2 < y1"),
+    (record_of("<bbox>", objects={"bbox": [[1, 2, 3]]}), "is not .x, y. or"),
+    (record_of("<bbox>", objects={"bbox": [[1, 2, 3, "4"]]}), "is not .x, y. or"),
+    (record_of("<bbox>", objects={"bbox": [[1, 2, 3, float("nan")]]}), "is not .x, y. or"),
+    (record_of("<bbox>", objects={"bbox": [[1, 2, 3, 10**400]]}), "is not .x, y. or"),
+    (record_of("<point>", objects={"points": [[1, 2, 3, 4]]}), "is not .x, y. or"),
+    (record_of("<bbox>", objects=ONE_BOX | {"bbox_type": "norm1000"}), "norm1000.*valid: real, norm1"),
+    (record_of("<bbox>", objects=ONE_BOX | {"bbox_type": ["real"]}), "'real'.*valid: real, norm1"),
+    (record_of("<bbox>", objects="{"), "an object with lists"),
+    (record_of("<bbox>", objects={"bbox": "<bbox>"}), "an object with lists"),
+    (record_of("no marker", objects=ONE_BOX), "0 <bbox> in the text, but 1 in objects.bbox"),
+    (record_of("<bbox><bbox>", objects=ONE_BOX), "2 <bbox> in the text, but 1"),
+    (record_of("<bbox><ref-object>", objects=ONE_BOX), "1 <ref-object> in the text, but 0 in objects.ref"),
+    (record_of("<bbox><point>", objects=ONE_BOX), "1 <point> in the text, but 0 in objects.points"),
+    (record_of("<ref-object>", objects={"ref": ["<|im_end|>"]}), "control token"),
+    (record_of("<bbox>", "<video>Where?", objects=ONE_BOX, **VIDEO), "boxes of videos are not read"),
+    (record_of('"bbox_2d": [1, 2, 3, 4]', "<video>?", boxes="pixels", **VIDEO), "boxes of videos"),
+    (record_of('"bbox_2d": [1, 2, 3, 4]', boxes="metres"), "'metres' is unknown; valid: pixels"),
+    (record_of('"bbox_2d": [1, 2, 3]', boxes="pixels"), "is not .x, y. or"),
+    (record_of('"bbox_2d": [[1, 2, 3, 4]]', boxes="pixels"), "is not .x, y. or"),
+    (record_of('"point_2d": [1, 2, 3, 4]', boxes="pixels"), "is not .x, y. or"),
+    (record_of('"bbox_2d": [1, 2, 3, 4]', "<image><video>?", boxes="pixels", videos=["a.mp4"]), "of 2 media"),
+    (record_of("<bbox>", boxes="pixels"), "1 <bbox> in the text, but 0"),
+    ({"text": "a cat <bbox>", "image": "a.png", "objects": ONE_BOX}, "objects of a document"),
+]
+
+
+@pytest.mark.parametrize("record,message", REFUSED, ids=[message for _, message in REFUSED])
+def test_wrong_objects_are_refused(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        read_conversation(record)
+
+
+# --- On the image -------------------------------------------------------------------------------------------
+
+CORNERS = (140, 60, 260, 170)
+"""x1, y1, x2 and y2 of the red object on the upright image, which has the first and the last on no edge."""
+IMAGES = {"upright": (300, 360), "turned": (300, 360), "transparent": (300, 360), "wide": (240, 480)}
+"""Height and width of the upright images."""
+LIMITS: dict[str, dict[str, int]] = {
+    "as they are": {},
+    "small": {"min_pixels": 3136, "max_pixels": 200 * 200},
+    "enlarged": {"min_pixels": 900 * 900, "max_pixels": 1000 * 1000},
+}
+
+
+def image_file(kind: str) -> tuple[str, bytes]:
+    """A grey image with a red object; the transparent one is transparent around it."""
+    height, width = IMAGES[kind]
+    x1, y1, x2, y2 = CORNERS
+    values = np.full((height, width, 4), (200, 200, 200, 0 if kind == "transparent" else 255), np.uint8)
+    values[y1:y2, x1:x2] = (255, 0, 0, 255)
+    image, options, out = Image.fromarray(values, "RGBA"), {}, io.BytesIO()
+    if kind == "turned":  # stored lying on its side: a viewer turns it by 90 degrees clockwise
+        image = image.convert("RGB").transpose(Image.Transpose.ROTATE_90)
+        options = {"exif": Image.Exif(), "quality": 95, "subsampling": 0}
+        options["exif"][0x0112] = 6
+    elif kind != "transparent":
+        image = image.convert("RGB")
+    image.save(out, "JPEG" if kind == "turned" else "PNG", **options)
+    return f"{kind}.{'jpg' if kind == 'turned' else 'png'}", out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Path:
+    """Each image with its box in four forms of one record each: objects, shares, written pixels, and JSON."""
+    folder = tmp_path_factory.mktemp("boxes")
+    (folder / "media").mkdir()
+    records = []
+    for kind, (height, width) in IMAGES.items():
+        name, content = image_file(kind)
+        (folder / "media" / name).write_bytes(content)
+        shares = [corner / side for corner, side in zip(CORNERS, (width, height) * 2, strict=True)]
+        label = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
+        fields = [
+            ("It is <bbox>.", {"objects": {"bbox": [CORNERS]}}),
+            (f"[{label}]", {"objects": {"bbox": [shares], "ref": ["red"], "bbox_type": "norm1"}}),
+            (f'{{"bbox_2d": {list(CORNERS)}}}', {"boxes": "pixels"}),
+            (f'{{"bbox_2d": {[1000 * share for share in shares]}}}', {"boxes": "thousandths"}),
+        ]
+        records += [record_of(answer, **field, images=[name]) for answer, field in fields]
+    path, report = converted(folder, records)
+    assert report.samples == 4 * len(IMAGES) and not report.unsaid_boxes
+    return path
+
+
+def tiny_files(family: str, folder: Path) -> Path:
+    """The files of a tiny checkpoint without its tensors."""
+    folder.mkdir(exist_ok=True)
+    write_small_files(folder, family, DEFAULT_TEXTS, TinySizes())
+    return folder
+
+
+def raw_samples(encoder: RowEncoder, path: Path) -> list[RawSample]:
+    (source,) = read_sources(str(path), "train")
+    reader = SampleReader(source)
+    samples = [reader.read_sample(i, with_media=True) for i in range(len(source))]
+    return [encoder.preencode_sample(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_boxes_cover_the_object_as_the_model_sees_it(family: str, drawn: Path, tmp_path: Path) -> None:
+    """Converted, indexed with one run's limits and read with three others': each box lies on the object to a
+    pixel, in the digits that are trained on, and the sizes in the index are those of the samples."""
+    hf = tiny_files(family, tmp_path)
+    spec = read_spec(hf)
+    (result,) = index_datasets(DataConfig(path=str(drawn)), spec, hf)
+    assert (result.samples, result.media, result.unusable) == (16, 16, 0)
+    texts = {}
+    for name, limits in LIMITS.items():
+        data = DataConfig(path=str(drawn), seq_len=8192, **limits)
+        encoder = open_encoder(data, spec, hf)
+        settings = encoder.pixel_settings
+        counter = SampleSizeCounter(encoder.chat_encoder, settings)
+        sizes = open_stored_sizes(drawn / METADATA_DIR, compute_tokenization_id(hf, spec, data))
+        tokens, patches = counter.count_samples(sizes, np.arange(4 * len(IMAGES)))
+        samples = raw_samples(encoder, drawn)
+        counts = [sample.token_and_patch_count for sample in samples]
+        assert counts == list(zip(tokens.tolist(), patches.tolist(), strict=True))
+
+        for sample in samples:
+            (item,) = encoder.postencode_sample(sample).media_items
+            pixels = planes_to_pixels(item.planes, item.grid_thw, settings)[0].int()
+            rows, columns = torch.nonzero(pixels[0] - pixels[1] > 128, as_tuple=True)
+            seen = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            (found,) = sample.objects.seen_boxes(0)
+            assert found == pytest.approx([int(edge) for edge in seen], abs=1.01), sample.source
+
+            # The text that is trained on has these numbers.
+            answer = encoder.chat_encoder.tokenizer.decode(sample.token_ids[sample.loss_mask])
+            (numbers,) = boxes_in_text(answer, spec.vision)
+            height, width = pixels.shape[1:]
+            new_sizes = (width, height) if family == "qwen2_5_vl" else (1000, 1000)
+            scaled = [n * (width, height)[i % 2] / new_sizes[i % 2] for i, n in enumerate(numbers)]
+            assert scaled == pytest.approx(found)
+        texts[name] = tokens.tolist()
+    assert len({tuple(counts) for counts in texts.values()}) == 3
+
+
+def test_boxes_of_the_resized_image_follow_the_limits_of_each_run(tmp_path: Path) -> None:
+    """Thousandths of pixels that a record counts on the resized image have other digits, too. A box that is
+    not on the image under a run's limits is left out by that run alone."""
+    (tmp_path / "media").mkdir()
+    name, content = image_file("upright")
+    (tmp_path / "media" / name).write_bytes(content)
+    answers = ['{"bbox_2d": [7, 8, 30, 40]}', '{"bbox_2d": [7, 8, 900, 40]}']
+    path, _ = converted(tmp_path, [record_of(each, images=[name], boxes="resized") for each in answers])
+    hf = tiny_files("qwen3_vl", tmp_path / "hf")
+    spec = read_spec(hf)
+    index_datasets(DataConfig(path=str(path)), spec, hf)
+    for limits, refused in ((LIMITS["small"], [False, True]), (LIMITS["enlarged"], [False, False])):
+        data = DataConfig(path=str(path), **limits)
+        encoder = open_encoder(data, spec, hf)
+        sizes = open_stored_sizes(path / METADATA_DIR, compute_tokenization_id(hf, spec, data))
+        tokens, _ = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings).count_samples(
+            sizes, np.arange(2)
+        )
+        samples = raw_samples(encoder, path)
+        assert [bool(sample.refused) for sample in samples] == refused
+        for sample in samples:
+            assert not sample.refused or sample.refused[0] == "box outside the image"
+        usable = [i for i in range(2) if not refused[i]]
+        assert [len(samples[i].token_ids) for i in usable] == tokens[usable].tolist()
+
+
+@pytest.mark.parametrize(
+    "answer,fields",
+    [
+        ("<bbox>", {"objects": {"bbox": [[1, 2, 361, 4]]}}),
+        ("<bbox>", {"objects": {"bbox": [[-1, 2, 3, 4]]}}),
+        ("<point>", {"objects": {"points": [[3, 301]]}}),
+        ("<bbox>", {"objects": {"bbox": [[0, 0, 1.001, 1]], "bbox_type": "norm1"}}),
+        ('"bbox_2d": [1, 2, 3, 1001]', {"boxes": "thousandths"}),
+        ('"bbox_2d": [1, 2, 3, 301]', {"boxes": "pixels"}),
+    ],
+)
+def test_boxes_beyond_the_upright_image_are_refused(answer, fields, tmp_path: Path) -> None:
+    """The turned image is stored with 300 x 360 pixels and has 360 x 300 upright ones; half a pixel beyond is
+    a rounding."""
+    (tmp_path / "media").mkdir()
+    name, content = image_file("turned")
+    (tmp_path / "media" / name).write_bytes(content)
+    inside = record_of("<bbox>", objects={"bbox": [[-0.5, 0, 360.5, 300]]}, images=[name])
+    path, report = converted(tmp_path, [record_of(answer, images=[name], **fields), inside])
+    assert report.samples == 1 and report.refused["in.json"] == {"box outside the image": 1}
+    assert "is beyond the image, which is" in (path / "quarantine.jsonl").read_text()
+
+
+def test_coordinates_in_the_index_are_no_media(drawn: Path, tmp_path: Path, capsys) -> None:
+    hf = tiny_files("qwen2_5_vl", tmp_path)
+    assert main(["data", "show", "--data", str(drawn), "--processor", str(hf), "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["splits"]["train"]["sources"].values()
+    assert (source["images"], source["videos"]) == (16, 0)
+    # One folder of a tokenizer and a template, and two forms of boxes.
+    ids = {
+        compute_tokenization_id(hf, spec_of(family), DataConfig()) for family in ("qwen2_vl", "qwen2_5_vl")
+    }
+    assert len(ids) == 2
+
+
+@pytest.mark.slow
+def test_released_vocabulary_has_a_token_for_each_digit() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(released_tokenizer_folder())
+    for text in ("[{}, 2]", "({},{})", '"bbox_2d":{}', "a{}b", " {} "):
+        counts = [len(tokenizer(text.format(number, number))["input_ids"]) for number in (7, 12, 999, 10000)]
+        steps = text.count("{}")
+        assert [count - counts[0] for count in counts] == [0, steps, 2 * steps, 4 * steps]
+
+
+def test_conversion_says_how_many_answers_have_boxes_of_an_unsaid_frame(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.png").write_bytes(image_file("upright")[1])
+    records = [record_of('{"bbox_2d": [1, 2, 3, 4]}'), record_of('{"bbox_2d": [1, 2, 3, 4]}', boxes="pixels")]
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    assert (
+        main(["data", "convert", "--input", str(tmp_path / "in.json"), "--out", str(tmp_path / "out")]) == 0
+    )
+    assert "  1 answer with boxes whose frame of reference is not said" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["unsaid_boxes"] == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_page_draws_the_boxes_that_the_sample_reads(family: str, drawn: Path, tmp_path: Path, capsys) -> None:
+    hf, page = tiny_files(family, tmp_path / "hf"), tmp_path / "page.html"
+    words = ["data", "show", "--data", str(drawn), "--processor", str(hf), "--sample", "000000004", "--json"]
+    assert main([*words, "--html", str(page)]) == 0
+    (medium,) = json.loads(capsys.readouterr().out)["media"]
+    height, width = medium["resized"]
+    x1, y1, x2, y2 = (n * (width / 360, height / 300)[i % 2] for i, n in enumerate(CORNERS))
+    assert medium["boxes"] == [pytest.approx([x1, y1, x2, y2], abs=1)]
+    source = re.search('src="data:image/jpeg;base64,([^"]+)"', page.read_text())
+    image = Image.open(io.BytesIO(base64.b64decode(source[1]))).convert("RGB")
+    blue = np.asarray(image, int)
+    blue = (blue[..., 2] - blue[..., 0] > 60).nonzero()
+    scale = image.width / width
+    drawn_edges = [blue[1].min(), blue[0].min(), blue[1].max(), blue[0].max()]
+    # JPEG smears colours over some pixels.
+    assert drawn_edges == pytest.approx([edge * scale for edge in (x1, y1, x2, y2)], abs=5)
+
+
+OTHER_FAMILIES = [
+    pytest.param(family, marks=pytest.mark.full) for family in FAMILIES if family != "qwen2_5_vl"
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHER_FAMILIES])
+def test_step_trains_on_boxes(family: str, drawn: Path, tmp_path: Path) -> None:
+    """With other limits than those of the index: no sample is left out, and the tokens of answers count."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    spec = read_spec(hf)
+    index_datasets(DataConfig(path=str(drawn)), spec, hf)
+    limits = [word for name, value in LIMITS["small"].items() for word in (f"--data.{name}", str(value))]
+    options = ["--data.path", str(drawn), "--data.seq_len", "512", "--data.num_workers", "0", *limits]
+    options += ["--log.samples", "true", "--global_batch_size", "8", "--optimizer.warmup_steps", "0"]
+    prepared = prepare(tmp_path / "prepared", hf, samples=4)
+    done = train(prepared, tmp_path / "run", *options, ranks=1, steps=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (step,), (rows,) = metrics(tmp_path / "run"), metrics(tmp_path / "run", "samples.jsonl")
+    assert np.isfinite(step["loss"]) and not (tmp_path / "run" / "quarantine.jsonl").exists()
+    keys = sum(rows["rows"], [])
+    assert len(keys) >= 8
+
+    data = DataConfig(path=str(drawn), **LIMITS["small"])
+    encoded = {sample.key: sample for sample in raw_samples(open_encoder(data, spec, hf), drawn)}
+    assert step["loss_tokens"] == sum(int(encoded[key].loss_mask[1:].sum()) for key in keys)
+
+
+# --- Answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_answers_to_a_split_with_boxes_have_an_iou(family: str, drawn: Path, tmp_path: Path) -> None:
+    """The small model answers no box. Of the first sample, the text around its box is the family's."""
+    hf, out = tiny_checkpoint(family), tmp_path / "answers.jsonl"
+    config = TrainConfig(data=DataConfig(path=str(drawn)), eval=EvalConfig(split="train", answers=3))
+    line = answer_dataset(Answerer(hf, config.data, (4, 4)), config, out, print)
+    assert line == "0 of 3 answers (0.0%) equal their reference; mean IoU 0.000, 0.5 or more for 0 of 3 boxes"
+    answers = [json.loads(answer) for answer in out.read_text().splitlines()]
+    assert [answer["iou"] for answer in answers] == 3 * [[0.0]]
+    first = "(389,200),(722,567)" if family == "qwen2_vl" else "[142, 62, 263, 175]"
+    assert answers[0]["reference"] == f"It is {first}."
+
+
+def test_boxes_in_text_are_those_of_the_family() -> None:
+    text = 'a [1, 2,3.5, 4] "bbox_2d": [5, 6, 7, 8], [1, 2], [1, 2, 3, 4, 5] (1,2),(3,4) (5,6)'
+    lists = [[1, 2, 3.5, 4], [5, 6, 7, 8]]
+    assert boxes_in_text(text, spec_of("qwen2_5_vl").vision) == lists
+    assert boxes_in_text(text, spec_of("qwen2_vl").vision) == [*lists, [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "answer,reference,ious",
+    [
+        ([[0, 0, 10, 10]], [[0, 0, 10, 10]], [1]),
+        ([[0, 0, 10, 10]], [[5, 0, 15, 10]], [1 / 3]),
+        ([], [[5, 0, 15, 10]], [0]),
+        ([[0, 0, 4, 4]], [[4, 4, 8, 8]], [0]),
+        # The first has a third of each, the second is the second reference: each is used once.
+        ([[5, 0, 15, 10], [10, 0, 20, 10]], [[0, 0, 10, 10], [10, 0, 20, 10]], [1 / 3, 1]),
+        ([[0, 0, 10, 10]], [[0, 0, 10, 10], [0, 0, 10, 10]], [0, 1]),
+        ([[10, 10, 0, 0]], [[0, 0, 10, 10]], [0]),
+        ([[3, 3, 3, 3]], [[3, 3, 3, 3]], [0]),
+    ],
+)
+def test_iou_is_that_of_the_best_partners(answer, reference, ious) -> None:
+    assert sorted(compare_boxes(answer, reference)) == pytest.approx(sorted(ious))
