@@ -41,9 +41,9 @@ SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS]
-THREE = [MIXED_ROWS] * 3
-SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
-NO_LOSS = [WITHOUT_LOSS] * 3
+TWICE = [MIXED_ROWS] * 2
+SEVERAL = [TEXT_LAST, MIXED_ROWS]
+NO_LOSS = [WITHOUT_LOSS] * 2
 TP2_SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 SMALL_BUCKETS: dict[str, Any] = {"overlap": True, "bucket_size": 10_000}
 TRAIN: dict[str, Any] = {"steps": TRAINING, "train": True}
@@ -67,7 +67,7 @@ after four steps, in ``transformers`` alone. With this seed, that is 1.4e-4 (wit
 
 
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
-    defaults = {"tied": False, "steps": steps or [MIXED_ROWS], "seq_len": 512}
+    defaults = {"tied": False, "steps": steps or [MIXED_ROWS], "seq_len": 256}
     return {"name": name, "family": family, **defaults, **layout}
 
 
@@ -140,7 +140,7 @@ ON_EDGES = [
     ["text", "text", "short_text", "short_text", "image"],
     ["text", "text", "short_text", "short_text", "short_text", "short_text", "image"],
     ["word", "words", "image", "word", "short_text", "video", "words", "word"],
-    ["text", "short_text", "words"] * 11,
+    ["text", "short_text", "words"] * 4,
 ]
 """The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge and
 some documents have 1 to 3 tokens; every rank has several documents, and none an image. In all but the last,
@@ -227,11 +227,11 @@ HYBRID: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         case("TP4 above the key/value heads + SP, qwen3_5", Q35, tp=4, sequence_parallel=True),
-        case("TP2 x PP2 x VPP2 + SP, qwen3_5", Q35, **UNTIED, steps=THREE),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_5", Q35, **UNTIED, steps=TWICE),
         case("training, TP2 x PP2 x VPP2 + SP, qwen3_5, tied", Q35, **TRAIN, **TRAINED),
         case("PP4, qwen3_5", Q35, pp=4),
         case("EP4 x TP2 + SP, qwen3_5 with experts", MOE35, **TP2_SP, ep=4),
-        case("TP2 x PP2 x VPP2 + SP, qwen3_5 with experts", MOE35, **UNTIED, steps=THREE),
+        case("TP2 x PP2 x VPP2 + SP, qwen3_5 with experts", MOE35, **UNTIED, steps=TWICE),
     ],
 }
 """Cases of the families with linear attention. Most of what those without :func:`quick` hold in pairs, other
@@ -269,7 +269,7 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case(
             "DP2, overlap, small buckets, tied",
             tied=True,
-            steps=[TEXT_LAST, TEXT_LAST, TEXT_LAST],
+            steps=[TEXT_LAST] * 2,
             overlap=True,
             bucket_size=40_000,
         ),
@@ -292,7 +292,7 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case(
             "DP2, qwen3_vl, merger alone, overlap",
             Q3,
-            steps=[TEXT_LAST, MIXED_ROWS],
+            steps=SEVERAL,
             overlap=True,
             **MERGER_ALONE,
         ),
@@ -302,7 +302,7 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
             MOE,
             ep=2,
             freeze=["vision"],
-            steps=[TEXT_LAST, MIXED_ROWS],
+            steps=SEVERAL,
             overlap=True,
         ),
         case("TP2 + SP, EP2, experts", MOE, **TP2_SP, ep=2, steps=[BETWEEN]),
@@ -321,14 +321,14 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         *(
-            case(f"TP2 x PP2 x VPP2 + SP, {family}", family, **TP2_SP, pp=2, vpp=2, overlap=True, steps=THREE)
+            case(f"TP2 x PP2 x VPP2 + SP, {family}", family, **TP2_SP, pp=2, vpp=2, overlap=True, steps=TWICE)
             for family in (Q25, Q2)
         ),
         case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
         case("PP4", pp=4),
         case("EP2 x PP2 x VPP2, experts, tied", MOE, tied=True, pp=2, vpp=2, ep=2),
         case("EP4 x TP2 + SP, experts", MOE, **TP2_SP, ep=4),
-        case("TP2 x PP2 x VPP2 + SP, experts", MOE, **TP2_SP, pp=2, vpp=2, overlap=True, steps=THREE),
+        case("TP2 x PP2 x VPP2 + SP, experts", MOE, **TP2_SP, pp=2, vpp=2, overlap=True, steps=TWICE),
         case("training, EP2 x PP2, experts", MOE, pp=2, ep=2, layers=[1, 3], **SMALL_BUCKETS, **TRAIN),
         case("training, EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2, **TRAIN),
         case(
@@ -351,7 +351,7 @@ CASES = {
     ranks: [
         *PLAIN_CASES.get(ranks, []),
         *HYBRID.get(ranks, []),
-        *({"cp": 2, "seq_len": EDGE_TOKENS} | entry for entry in CONTEXT.get(ranks, [])),
+        *({"cp": 2} | entry | {"seq_len": EDGE_TOKENS} for entry in CONTEXT.get(ranks, [])),
         *(entry | {"decoupled": True} for entry in DECOUPLED.get(ranks, [])),
     ]
     for ranks in (1, 2, 4, 8)
