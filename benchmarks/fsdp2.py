@@ -375,26 +375,20 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
 
 def run(options: BenchRun, given: argparse.Namespace) -> None:
     """Measures the random workloads and reports them on rank 0. Collective."""
-    config = options.config
-    spec = options.spec
-    device = _init_distributed()
+    config, spec, device = options.config, options.spec, _init_distributed()
     world = dist.get_world_size()
     if config.global_batch_size % world:
         raise UsageError(f"global_batch_size {config.global_batch_size} is no multiple of the {world} ranks")
     notes = use_liger(spec.family) + linear_attention_notes(spec)
-    if config.lora.rank:
-        model = build_with_adapters(options, spec, device)
-    else:
-        model = build(hf_config(options), device)
+    has_lora = bool(config.lora.rank)
+    model = build_with_adapters(options, spec, device) if has_lora else build(hf_config(options), device)
     trainer = Trainer(options, model, device, given.gradient_sync == "every")
     import transformers
 
-    settings = (
-        f"fully_shard over {world} ranks, gradients reduced {given.gradient_sync} row, "
-        f"{config.global_batch_size} rows of "
-    )
-    notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
-    system = f"transformers {transformers.__version__} + {'PEFT' if config.lora.rank else 'FSDP2'}"
+    settings = f"fully_shard over {world} ranks, gradients reduced {given.gradient_sync} row"
+    shape = f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step"
+    notes = [f"{settings}, {shape}, full activation checkpointing", *notes]
+    system = f"transformers {transformers.__version__} + {'PEFT' if has_lora else 'FSDP2'}"
     figures = report.describe_run(options, device.type, system, notes)
     workloads = {name: measure(trainer, name, figures["machine"]) for name in options.workloads}
     report.finish_report(options.options.out, figures | {"workloads": workloads})
@@ -407,14 +401,12 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
 
 
 def _init_distributed() -> torch.device:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 To add a row, write a :func:`case` into the table of its kind, under its number of ranks: a name that no other
 case has, the family, its rows (:data:`MIXED_ROWS` if left out), and the settings that differ from one rank
-with everything trained (fields of :class:`toolkit.parity.case.ParityCase`). ``make test`` chooses among the
+with everything trained (fields of :class:`.training.TableCase`). ``make test`` chooses among the
 cases of :data:`PLAIN_CASES` and those written with :func:`quick`, so that every pair of their settings is run
 (:mod:`.pairwise`); ``make test-full`` runs all. The support matrix (:mod:`.matrix`) counts them by itself.
 """
