@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -17,7 +16,7 @@ from megatron_vl.estimate.flops import needed_flops, row_sizes
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.support import ranks
-from tests.support.ranks import call, python_path, run_module
+from tests.support.ranks import call, run_module
 from tests.support.tiny_run import prepare
 from tests.toolkit.programs import busiest_experts
 from toolkit.bench import command, step_parts
@@ -29,22 +28,18 @@ WARM_UP, TIMED, ROWS, RANKS = 2, 1, 2, 2
 
 @pytest.fixture(scope="module")
 def figures(tiny_checkpoint, tmp_path_factory) -> dict:
-    """A pipeline of two stages: seeded rows, started as a user does, and a data set with a tower on every
-    rank."""
+    """A pipeline of two stages: seeded rows, and a data set with a tower on every rank."""
     folder, hf = tmp_path_factory.mktemp("bench"), tiny_checkpoint("qwen2_5_vl")
     data = prepare(folder, hf)["data"]
     shape = f"--timed {TIMED} --dtype float32 --data.seq_len {SEQ_LEN} --global_batch_size {ROWS}"
     layout = "--parallel.pp 2 --recompute.vision full --log.peak_tflops 0.5 --data.num_workers 1"
     words = [*f"bench --nproc-per-node {RANKS} {layout} {shape}".split(), "--model.hf", str(hf), "--out"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    line = [sys.executable, "-m", "toolkit", *words, str(folder / "random.json")]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "  images:\n" in done.stdout and "stage 1: " in done.stdout
     of_data = ["--data.path", str(data), "--vision.placement", "decoupled"]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
         patch.setattr(command, "run_group", ranks.run_group)
-        assert main([*words, str(folder / "data.json"), *of_data]) == 0
+        assert main([*words, str(folder / "random.json")]) == 0, said.getvalue()
+        assert "  images:\n" in said.getvalue() and "stage 1: " in said.getvalue()
+        assert main([*words, str(folder / "data.json"), *of_data]) == 0, said.getvalue()
     found, of_data = (json.loads((folder / f"{name}.json").read_text()) for name in ("random", "data"))
     found["workloads"] |= of_data["workloads"]
     return found

@@ -26,11 +26,7 @@ from .options import BenchRun
 
 
 def speed_figures(
-    bench_run: BenchRun,
-    totals: StepMetrics,
-    loss_tokens: int,
-    step_seconds: list[float],
-    machine: dict[str, Any],
+    bench_run: BenchRun, totals: StepMetrics, loss_tokens: int, step_seconds: list[float], machine: Any
 ) -> dict[str, Any]:
     """The trainer's metrics of speed of the timed steps, and what they do not have.
 
@@ -38,25 +34,19 @@ def speed_figures(
         totals: what all ranks did in these steps.
         loss_tokens: tokens for which they computed the output layer.
     """
-    config, num_steps = bench_run.config, len(step_seconds)
-    speed = totals.speed_metrics(sum(step_seconds), num_steps, machine["gpus"], machine["peak_tflops"])
-    one_token = row_sizes([1], [], [], loss_tokens=1)
-    left_out = needed_flops(bench_run.spec, config.model, config.lora, one_token).output
-    left_out *= totals.num_real_tokens - loss_tokens
-    counted = totals.language_flops + totals.vision_flops
+    config, num_steps, seconds = bench_run.config, len(step_seconds), sum(step_seconds)
+    speed = totals.speed_metrics(seconds, num_steps, machine["gpus"], machine["peak_tflops"])
+    one_token = needed_flops(bench_run.spec, config.model, config.lora, row_sizes([1], [], [], loss_tokens=1))
+    left_out = (totals.num_real_tokens - loss_tokens) * one_token.output
+    share = left_out / (totals.language_flops + totals.vision_flops)
+    work = {name: getattr(totals, name) for name in ("samples", "images", "patches")}
+    work |= {"rows": num_steps * config.global_batch_size, "tokens": totals.num_real_tokens}
     return speed | {
         "step_s_min": min(step_seconds),
         "step_s_max": max(step_seconds),
-        "images_per_s": totals.images / sum(step_seconds),
-        "mfu_all_tokens": speed["mfu"] and speed["mfu"] * (1 + left_out / counted),
-        "work": {
-            "rows": num_steps * config.global_batch_size,
-            "samples": totals.samples,
-            "images": totals.images,
-            "patches": totals.patches,
-            "tokens": totals.num_real_tokens,
-            "loss_tokens": loss_tokens,
-        },
+        "images_per_s": totals.images / seconds,
+        "mfu_all_tokens": speed["mfu"] and speed["mfu"] * (1 + share),
+        "work": work | {"loss_tokens": loss_tokens},
     }
 
 
@@ -65,27 +55,15 @@ def describe_run(bench_run: BenchRun, platform_name: str, system: str, notes: li
     checkpoints."""
     config, spec = bench_run.config, bench_run.spec
     device_name = torch.cuda.get_device_name() if platform_name == "cuda" else "cpu"
+    peak = peak_tflops(device_name, config.log.peak_tflops) or None
+    machine = {"device": device_name, "gpus": dist.get_world_size(), "peak_tflops": peak}
+    machine |= {"torch": torch.__version__, "cuda": torch.version.cuda if platform_name == "cuda" else None}
     parameters, trained = count_parameters(config, spec)
-    return {
-        "system": system,
-        "machine": {
-            "device": device_name,
-            "gpus": dist.get_world_size(),
-            "peak_tflops": peak_tflops(device_name, config.log.peak_tflops) or None,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda if platform_name == "cuda" else None,
-        },
-        "model": {
-            "hf": config.model.hf,
-            "family": spec.family,
-            "parameters": parameters,
-            "trained_parameters": trained,
-            "language_layers": spec.language.num_layers,
-            "vision_layers": spec.vision.num_layers,
-        },
-        "notes": notes,
-        "config": dataclasses.asdict(config),
-    }
+    model = {"hf": config.model.hf, "family": spec.family, "parameters": parameters}
+    model |= {"trained_parameters": trained, "language_layers": spec.language.num_layers}
+    model |= {"vision_layers": spec.vision.num_layers}
+    facts = {"system": system, "machine": machine, "model": model, "notes": notes}
+    return facts | {"config": dataclasses.asdict(config)}
 
 
 def finish_report(out: str, figures: dict[str, Any]) -> None:

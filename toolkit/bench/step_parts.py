@@ -14,6 +14,7 @@ that the host never waits for them. Waits for other ranks count for the part tha
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from typing import Any
@@ -127,14 +128,11 @@ class PartTimer:
         for name, start, end in self.spans:
             seconds[name] += (start.elapsed_time(end) / 1e3 if self.on_cuda else end - start) / num_steps
         self.spans = []
-        parts_by_rank: list[tuple[int, dict[str, float]]] = [(0, {})] * dist.get_world_size()
-        dist.all_gather_object(parts_by_rank, (stage, split_into_parts(seconds)))
-        stages = [
-            [parts for of_stage, parts in parts_by_rank if of_stage == number]
-            for number in sorted({of_stage for of_stage, _ in parts_by_rank})
-        ]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (stage, split_into_parts(seconds)))
+        by_stage = [[parts for at, parts in found if at == n] for n in sorted({at for at, _ in found})]
         return [
-            {name: sum(parts[name] for parts in ranks) / len(ranks) for name in ranks[0]} for ranks in stages
+            {name: statistics.mean(parts[name] for parts in ranks) for name in ranks[0]} for ranks in by_stage
         ]
 
 
