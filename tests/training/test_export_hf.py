@@ -13,7 +13,7 @@ import torch
 
 from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
-from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.config.checks import check_export_weights
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
@@ -22,26 +22,6 @@ from tests.support.tiny_run import metrics, train, trainings
 from tests.tiny import tiny_checkpoint
 
 # --- What is refused ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--checkpoint.export_hf", "last"], "export_hf last needs checkpoint.dir"),
-        (
-            ["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"],
-            "multiple of checkpoint.interval 0",
-        ),
-        (["--checkpoint.dir", "run", "--checkpoint.export_hf", "4"], "multiple of checkpoint.interval 0"),
-        (
-            ["--checkpoint.dir", "run", "--checkpoint.export_hf", "4", "--checkpoint.interval", "3"],
-            "4 must be a multiple of checkpoint.interval 3",
-        ),
-    ],
-)
-def test_impossible_values_are_refused_by_name(options: list[str], message: str) -> None:
-    with pytest.raises(RunConfigError, match=message):
-        validate_config(parse_config(["--global_batch_size", "4", *options]), 1)
 
 
 def test_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
