@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import time
@@ -176,6 +177,38 @@ def test_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, mome
 
 def test_slow_disk_in_a_save_that_training_waits_for_is_no_hang(slow_run: Path) -> None:
     assert last_is_good(slow_run) == STEPS and (slow_run / "fault.json").is_file()
+
+
+KILLS = 10
+LONG = ["--steps", "120", "--log.samples", "true"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("offload", [False, True])
+def test_run_killed_at_any_moment_is_the_undisturbed_one(
+    prepared: dict[str, Path], tmp_path: Path, offload: bool
+) -> None:
+    """Of a random rank, often within a save. Each start may have another share of the optimizer state in host
+    memory. Losses, norms and samples of every step are equal, those that were lost and taken again too."""
+    whole, run, rng = tmp_path / "whole", tmp_path / "run", random.Random(3)
+    done = train(prepared, whole, *OPTIONS, *LONG)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    def share() -> list[str]:
+        return ["--optimizer.offload_fraction", rng.choice(["0.3", "1.0", "0.0"])] if offload else []
+
+    for _ in range(KILLS):
+        rank, moment = rng.randrange(4), f"{rng.uniform(0, 1.5):.2f}"
+        ended = disturb(prepared, run, "kill", rank, 1, moment, *LONG, *share())
+        assert ended.codes[rank] == -signal.SIGKILL and max(numbers(run)) < 120, ended
+    done = train(prepared, run, *OPTIONS, *LONG, *share())
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    expected, samples = numbers(whole), {line["step"]: line for line in metrics(whole, "samples.jsonl")}
+    assert numbers(run).keys() == expected.keys()
+    for line in metrics(run):
+        assert [line[name] for name in EXACT] == expected[line["step"]], line["step"]
+    assert all(line == samples[line["step"]] for line in metrics(run, "samples.jsonl"))
 
 
 EXPORTS = ["--checkpoint.interval", "2", "--checkpoint.export_hf", "2"]
