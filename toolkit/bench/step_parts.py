@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 from megatron_vl.training.trainer import Trainer
 
 MEASURED_PARTS = ("data", "vision recompute", "vision exchange", "gradient finalisation", "optimizer")
+CORE_SPANS = {"forward-compute": "chunk forward", "backward-compute": "chunk backward"}
+"""The span of each of core's timers; there are others."""
 DECOUPLED_SPANS = {
     "forward": "tower forward",
     "run_forward_again": "vision recompute",
@@ -44,17 +47,21 @@ class PartTimer:
         self.on_cuda, self.is_running = trainer.platform.name == "cuda", False
         self.spans: list[tuple[str, Any, Any]] = []
         self.open_spans: dict[str, Any] = {}
-        for chunk in trainer.model_chunks:
-            self._time_module(chunk.module, "chunk")
-            if (tower := getattr(chunk.module, "vision_model", None)) is not None:
-                self._time_module(tower, "vision")
         first_chunk = trainer.model_chunks[0].module
-        if first_chunk.decoupled is not None:
-            for method, name in DECOUPLED_SPANS.items():
-                self.time_method(first_chunk.decoupled, method, name)
+        first_chunk.config.timers = self  # core's schedules begin and end the passes of chunks
         self.time_method(first_chunk.config, "finalize_model_grads_func", "gradient finalisation")
         self.time_method(trainer.optimizer, "prepare_grads", "optimizer")
         self.time_method(trainer.optimizer, "step_with_ready_grads", "optimizer")
+        for method, name in DECOUPLED_SPANS.items() if first_chunk.decoupled is not None else ():
+            self.time_method(first_chunk.decoupled, method, name)
+        for chunk in trainer.model_chunks:
+            if chunk.module.vision_model is not None:
+                self._time_tower(chunk.module.vision_model)
+
+    def __call__(self, name: str, log_level: int = 0) -> SimpleNamespace:
+        """The timer that core asks for."""
+        span = CORE_SPANS.get(name, "")
+        return SimpleNamespace(start=lambda **_: self._begin(span), stop=lambda **_: self._end(span))
 
     def begin_step(self) -> None:
         """Begins a step on all ranks at once. Collective."""
@@ -67,11 +74,11 @@ class PartTimer:
         self.is_running = False
 
     def _begin(self, name: str) -> None:
-        if self.is_running:
+        # A span may have begun already: a tower has several outputs.
+        if self.is_running and name and name not in self.open_spans:
             self.open_spans[name] = self._timestamp()
 
     def _end(self, name: str) -> None:
-        """Ends a span. One that was not begun is not counted."""
         if (start := self.open_spans.pop(name, None)) is not None:
             self.spans.append((name, start, self._timestamp()))
 
@@ -94,32 +101,21 @@ class PartTimer:
 
         setattr(owner, method, timed_call)
 
-    def _time_module(self, module: nn.Module, name: str) -> None:
-        """Times both passes of a chunk or its tower.
-
-        The backward pass of a chunk ends with the whole backward pass, that of a tower with the gradient of
-        its first parameter that is trained.
-        """
-        backward = f"{name} backward"
-
-        def begin_backward(_: Any) -> None:
-            if not self.is_running or backward in self.open_spans:  # another output has begun it
-                return
-            self._begin(backward)
-            if name == "chunk":
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward))
+    def _time_tower(self, tower: nn.Module) -> None:
+        """Times both passes of a tower. The backward pass ends with the gradient of its first trained
+        parameter."""
 
         def end_forward(_module: Any, _args: Any, output: Any) -> None:
-            self._end(f"{name} forward")
+            self._end("vision forward")
             for tensor in output if isinstance(output, (list, tuple)) else [output]:
                 if self.is_running and isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(begin_backward)
+                    tensor.register_hook(lambda _: self._begin("vision backward"))
 
-        module.register_forward_pre_hook(lambda *_: self._begin(f"{name} forward"))
-        module.register_forward_hook(end_forward)
-        first_trained = next((weight for weight in module.parameters() if weight.requires_grad), None)
-        if name == "vision" and first_trained is not None:
-            first_trained.register_post_accumulate_grad_hook(lambda _: self._end(backward))
+        tower.register_forward_pre_hook(lambda *_: self._begin("vision forward"))
+        tower.register_forward_hook(end_forward)
+        first_trained = next((weight for weight in tower.parameters() if weight.requires_grad), None)
+        if first_trained is not None:
+            first_trained.register_post_accumulate_grad_hook(lambda _: self._end("vision backward"))
 
     def mean_parts(self, stage: int, num_steps: int) -> list[dict[str, float]]:
         """The mean seconds of each part of a step on the ranks of each pipeline stage, of which this rank's
