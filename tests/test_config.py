@@ -80,10 +80,7 @@ def test_help_explains_every_field(capsys):
         ("--lr 3", r"^lr is unknown; did you mean optimizer.lr\?"),
         ("--step 3", r"^step is unknown; did you mean steps"),  # no abbreviations
         ("--stepz 3", r"^stepz is unknown; did you mean steps"),
-        (
-            "--optimizer.schedule step",
-            r"'optimizer.schedule': expected one of 'cosine', .*, got step",
-        ),
+        ("--optimizer.schedule step", r"'optimizer.schedule': expected one of 'cosine', .*, got step"),
         ("--data.seq_len many", r"field 'data.seq_len': expected a whole number, got many$"),
         ("--stop_after soon", r"'stop_after': expected a whole number or nothing \(null\), got soon$"),
         ("--parallel.layers [1,x]", r"expected a list of whole numbers such as \[8,20\] or 'auto' or"),

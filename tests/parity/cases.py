@@ -89,17 +89,12 @@ ONE_IMAGE = [[["image"], ["text"]], [["text"], ["short_text"]], [["text", "image
 """Fewer images in a step than ranks, and none at all."""
 
 DECOUPLED: dict[int, list[dict[str, Any]]] = {
-    1: [
-        case("One rank, decoupled, qwen3_5", Q35, patches=64, steps=[[FOUR]]),
-    ],
+    1: [case("One rank, decoupled, qwen3_5", Q35, patches=64, steps=[[FOUR]])],
     2: [
         case("PP2, decoupled, qwen2_vl", Q2, pp=2),
         quick("PP2, decoupled, a rank without an image", pp=2, steps=ONE_IMAGE, overlap=True),
         case(
-            "PP2, decoupled, language frozen, a rank without an image",
-            pp=2,
-            steps=ONE_IMAGE,
-            **NO_LANGUAGE,
+            "PP2, decoupled, language frozen, a rank without an image", pp=2, steps=ONE_IMAGE, **NO_LANGUAGE
         ),
         quick("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
         case("PP2, decoupled, vision and merger frozen", pp=2, **NO_VISION),
@@ -289,21 +284,10 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("training, DP2, tied, no distributed optimizer", tied=True, **TRAIN, **PLAIN),
         case("PP2, qwen3_vl, language frozen", Q3, pp=2, **NO_LANGUAGE),
-        case(
-            "DP2, qwen3_vl, merger alone, overlap",
-            Q3,
-            steps=SEVERAL,
-            overlap=True,
-            **MERGER_ALONE,
-        ),
+        case("DP2, qwen3_vl, merger alone, overlap", Q3, steps=SEVERAL, overlap=True, **MERGER_ALONE),
         case("EP2, experts, without distributed optimizer", MOE, ep=2, **PLAIN),
         case(
-            "EP2, experts, vision frozen, overlap",
-            MOE,
-            ep=2,
-            freeze=["vision"],
-            steps=SEVERAL,
-            overlap=True,
+            "EP2, experts, vision frozen, overlap", MOE, ep=2, freeze=["vision"], steps=SEVERAL, overlap=True
         ),
         case("TP2 + SP, EP2, experts", MOE, **TP2_SP, ep=2, steps=[BETWEEN]),
         case(

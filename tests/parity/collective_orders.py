@@ -108,10 +108,7 @@ def main(argv: list[str]) -> int:
         result = run_training(case, platform) if case.train else run_case(case, platform)
         entries_by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(entries_by_rank, log.take())
-        return result | {
-            "collectives": len(entries_by_rank[0]),
-            "order": first_difference(entries_by_rank),
-        }
+        return result | {"collectives": len(entries_by_rank[0]), "order": first_difference(entries_by_rank)}
 
     references = Path(argv[2])
     references.mkdir(exist_ok=True)
