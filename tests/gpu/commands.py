@@ -1,5 +1,6 @@
-"""Runs the commands around a training on real GPUs: dry run, training with validation and
-with optimizer state in host memory, generate, evaluate.
+"""Runs the commands around a training on real GPUs.
+
+These are a dry run, trainings with validation and with optimizer state in host memory, generate and evaluate.
 
     python -m tests.gpu.commands --ranks 2 [--out FOLDER] [--platform cpu]
 
