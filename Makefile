@@ -49,7 +49,6 @@ test-full: $(READY) ## every test, the whole parity table, long fuzzing and twen
 	$(PYTEST) $(SPREAD) --durations=10 $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.data --count 5000
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.checkpoints --count 500
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.kills --kills 20
 
 test-next: $(READY) ## the tests with the newest released Megatron-core in place of the pinned one
 	rm -rf $(NEXT)

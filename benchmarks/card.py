@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,15 +142,11 @@ def prepare_curve(
         content = [{"type": "image"}, {"type": "text", "text": question}]
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         samples.append(encoder.encode_sample(turns, [encoder.encode_medium("image", "image.jpg", jpeg)]))
-    rows = fill_rows(repeat_shuffled(samples), ROW_TOKENS)
-    return CurveRun(config, [list(itertools.islice(rows, ROWS_PER_STEP)) for _ in range(steps)])
-
-
-def repeat_shuffled(samples: Sequence[Any]) -> Iterator[Any]:
-    """Yields all samples again and again, each time in another order."""
+    # All samples again and again, each time in another order.
     generator = random.Random(0)
-    while True:
-        yield from generator.sample(samples, len(samples))
+    drawn = itertools.chain.from_iterable(generator.sample(samples, len(samples)) for _ in itertools.count())
+    rows = fill_rows(drawn, ROW_TOKENS)
+    return CurveRun(config, [list(itertools.islice(rows, ROWS_PER_STEP)) for _ in range(steps)])
 
 
 def write_random_checkpoint(spec: ModelSpec, hf_dir: Path, texts: list[str], config: TrainConfig) -> None:
@@ -191,8 +187,8 @@ def train_in_transformers(run: CurveRun, attention: str = "sdpa") -> list[float]
     """Trains with ``transformers`` and its implementation ``attention``. Returns the loss of each step."""
     import torch
 
+    from benchmarks.reference_trainer import ReferenceTrainer
     from megatron_vl.training.optimizer import scheduled_rate
-    from toolkit.parity.reference import ReferenceTrainer
 
     config = run.config
     device = {"dtype": getattr(torch, config.dtype), "device": config.platform}

@@ -27,7 +27,6 @@ import math
 import os
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +36,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import ModelConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.pixel_settings import PixelNorm
 from megatron_vl.data.synthetic import draw_rows
+from megatron_vl.estimate.flops import needed_flops, row_sizes
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.lora import fused_lora
 from megatron_vl.system.errors import UsageError, UserError
+from megatron_vl.training.report.metrics import StepMetrics
 from toolkit.bench import report
 from toolkit.bench.options import BenchRun, parse_bench_options
 from toolkit.parity.reference import hf_pixels
@@ -54,7 +55,6 @@ ATTENTION = "packed_flash"
 """The name under which the attention function is registered. Vision towers pass ``cu_seqlens`` only to a
 function with ``flash`` in its name. No mask is made for a function without a mask function."""
 IGNORED = -100
-GIB = 2**30
 
 
 @dataclass
@@ -375,52 +375,38 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
 
 def run(options: BenchRun, given: argparse.Namespace) -> None:
     """Measures the random workloads and reports them on rank 0. Collective."""
-    config = options.config
-    spec = options.spec
-    device = _init_distributed()
+    config, spec, device = options.config, options.spec, _init_distributed()
     world = dist.get_world_size()
     if config.global_batch_size % world:
         raise UsageError(f"global_batch_size {config.global_batch_size} is no multiple of the {world} ranks")
     notes = use_liger(spec.family) + linear_attention_notes(spec)
-    if config.lora.rank:
-        model = build_with_adapters(options, spec, device)
-    else:
-        model = build(hf_config(options), device)
-    machine = report.describe_machine(device.type, config.log.peak_tflops)
+    has_lora = bool(config.lora.rank)
+    model = build_with_adapters(options, spec, device) if has_lora else build(hf_config(options), device)
     trainer = Trainer(options, model, device, given.gradient_sync == "every")
-    workloads = {name: measure(trainer, name, machine) for name in options.workloads}
     import transformers
 
-    settings = (
-        f"fully_shard over {world} ranks, gradients reduced {given.gradient_sync} row, "
-        f"{config.global_batch_size} rows of "
-    )
-    notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
-    figures = {
-        "system": f"transformers {transformers.__version__} + {'PEFT' if config.lora.rank else 'FSDP2'}",
-        "machine": machine,
-        "model": report.describe_model(config, spec),
-        "notes": notes,
-        "workloads": workloads,
-    }
-    report.finish_report(options.options, figures)
+    settings = f"fully_shard over {world} ranks, gradients reduced {given.gradient_sync} row"
+    shape = f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step"
+    notes = [f"{settings}, {shape}, full activation checkpointing", *notes]
+    system = f"transformers {transformers.__version__} + {'PEFT' if has_lora else 'FSDP2'}"
+    figures = report.describe_run(options, device.type, system, notes)
+    workloads = {name: measure(trainer, name, figures["machine"]) for name in options.workloads}
+    report.finish_report(options.options.out, figures | {"workloads": workloads})
     if given.ours and dist.get_rank() == 0:
         ours = json.loads(given.ours.read_text())["workloads"]
         for name, mine in workloads.items():
             if name in ours:
-                ratio = ours[name]["tokens_per_s_per_gpu"] / mine["tokens_per_s_per_gpu"]
-                print(f"{name}: {ratio:.2f} x the tokens/s of {figures['system']}")
+                ratio = ours[name]["tokens_per_s_per_rank"] / mine["tokens_per_s_per_rank"]
+                print(f"{name}: {ratio:.2f} x the tokens/s of {system}")
 
 
 def _init_distributed() -> torch.device:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[str, Any]:
@@ -428,8 +414,7 @@ def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[st
     run, options = trainer.options, trainer.options.options
     cuda = trainer.device.type == "cuda"
     rank, per_step = dist.get_rank(), run.config.global_batch_size // dist.get_world_size()
-    full = RecomputeConfig(language="full", vision="full")
-    config = dataclasses.replace(run.config, model=ModelConfig(), recompute=full)  # nothing is frozen here
+    config = dataclasses.replace(run.config, model=ModelConfig())  # nothing is frozen here
     rows = [
         hf_row(samples, run.spec, config.data.seq_len)
         for samples in draw_rows(run.workloads[workload], run.spec)
@@ -445,41 +430,30 @@ def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[st
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
-    held = torch.cuda.memory_allocated() if cuda else 0
-    works = []
+    metrics, loss_tokens = StepMetrics(), 0
     dist.barrier()
     clock = [time.perf_counter()]
     for step in range(options.warm_up, options.warm_up + options.timed):
         loss = trainer.step(step_rows(step))  # reads the loss from the device
         clock.append(time.perf_counter())
         for row in step_rows(step):
-            works.append(
-                report.row_work(run.spec, config, row.lengths, row.loss_tokens, row.images, whole_head=True)
-            )
+            sizes = row_sizes(*row.lengths, row.loss_tokens)
+            flops = needed_flops(run.spec, config.model, config.lora, sizes)
+            metrics.language_flops += flops.language
+            metrics.vision_flops += flops.tower
+            metrics.num_real_tokens += sum(row.lengths[0])
+            metrics.samples += len(row.lengths[0])
+            metrics.patches += sum(row.lengths[1])
+            metrics.images += row.images
+            loss_tokens += row.loss_tokens
 
-    work = sum(report.gather_to_all(sum(works, Counter())), Counter())
-    figures = report.speed_figures(work, [end - begin for begin, end in itertools.pairwise(clock)], machine)
-    return figures | {"loss": loss, "memory": _memory(model=trainer.model, held=held, cuda=cuda)}
-
-
-def _memory(model: Any, held: int, cuda: bool) -> dict[str, Any]:
-    if not cuda:
-        import resource
-
-        return {"peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    weights = sum(p.numel() * p.element_size() for p in local)
-    peak = torch.cuda.max_memory_allocated()
-    everyone = report.gather_to_all(
-        {
-            "peak_gib": peak / GIB,
-            "weights_gib": weights / GIB,
-            "optimizer_gib": (held - weights) / GIB,
-            # Gradients live only during the backward pass, so they count as temporary memory.
-            "activations_gib": (peak - held) / GIB,
-        }
-    )
-    return max(everyone, key=lambda m: m["peak_gib"])
+    metrics.memory_gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    totals = metrics.reduce_over_ranks(trainer.device)
+    all_loss_tokens = torch.tensor(loss_tokens, device=trainer.device)
+    dist.all_reduce(all_loss_tokens)
+    seconds = [end - begin for begin, end in itertools.pairwise(clock)]
+    run = dataclasses.replace(run, config=config)
+    return report.speed_figures(run, totals, int(all_loss_tokens), seconds, machine) | {"loss": loss}
 
 
 def main() -> int:

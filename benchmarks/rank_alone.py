@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
         trainer.run()
     for workload, speed in measure.figures["workloads"].items():
         step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
-        print(f"{workload}: {step_text}, measured {speed['memory']}", flush=True)
+        print(f"{workload}: {step_text}, measured {speed['memory_gib']:.2f} GiB", flush=True)
 
 
 if __name__ == "__main__":

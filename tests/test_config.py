@@ -80,10 +80,7 @@ def test_help_explains_every_field(capsys):
         ("--lr 3", r"^lr is unknown; did you mean optimizer.lr\?"),
         ("--step 3", r"^step is unknown; did you mean steps"),  # no abbreviations
         ("--stepz 3", r"^stepz is unknown; did you mean steps"),
-        (
-            "--optimizer.schedule step",
-            r"'optimizer.schedule': expected one of 'cosine', .*, got step",
-        ),
+        ("--optimizer.schedule step", r"'optimizer.schedule': expected one of 'cosine', .*, got step"),
         ("--data.seq_len many", r"field 'data.seq_len': expected a whole number, got many$"),
         ("--stop_after soon", r"'stop_after': expected a whole number or nothing \(null\), got soon$"),
         ("--parallel.layers [1,x]", r"expected a list of whole numbers such as \[8,20\] or 'auto' or"),
@@ -191,6 +188,31 @@ IMPOSSIBLE = [
     (f"--seed {2**32}", 1, "seed 4294967296 must be between 0 and"),
     (f"--vision.patches_a_call {2**16 + 1}", 1, "vision.patches_a_call 65537 must be between 1 and"),
     ("--data.num_workers -1", 1, "data.num_workers -1 must be at least 0"),
+    ("--recompute.offload_inputs true", 1, "set recompute.language to full, or recompute.vision"),
+    ("--data.seq_len 4096 --parallel.cp 3", 3, r"of 3 \(parallel.cp 3\); take 4095 or 4098"),
+    (
+        "--data.seq_len 4098 --parallel.cp 2 --parallel.tp 2 --parallel.sequence_parallel true",
+        4,
+        r"multiple of 4 \(parallel.cp 2 x tp 2 with sequence_parallel\); take 4096 or 4100",
+    ),
+    ("--parallel.cp 2", 3, "tp 1 x cp 2 x pp 1 = 2 ranks do not divide the world size 3"),
+    ("--checkpoint.export_hf last", 1, "export_hf last needs checkpoint.dir"),
+    ("--checkpoint.dir r --checkpoint.export_hf -2", 1, "multiple of checkpoint.interval 0"),
+    ("--checkpoint.dir r --checkpoint.export_hf 4", 1, "multiple of checkpoint.interval 0"),
+    (
+        "--checkpoint.dir r --checkpoint.export_hf 4 --checkpoint.interval 3",
+        1,
+        "4 must be a multiple of checkpoint.interval 3",
+    ),
+    ("--profile.steps [5,7]", 4, "profile.steps needs checkpoint.dir"),
+    ("--checkpoint.dir r --profile.steps [5]", 4, r"profile.steps \[5\] must be the first and the last"),
+    ("--checkpoint.dir r --profile.steps [5,6,7]", 4, "must be the first and the last step"),
+    ("--checkpoint.dir r --profile.steps [0,2]", 4, "between 1 and the last step"),
+    ("--checkpoint.dir r --profile.steps [7,5]", 4, "must be the first and the last step"),
+    ("--checkpoint.dir r --profile.steps [99,101] --steps 100", 4, "between 1 and steps 100"),
+    ("--checkpoint.dir r --profile.steps [5,7] --profile.ranks [0,4]", 4, "ranks of this run, 0 to 3"),
+    ("--checkpoint.dir r --profile.steps [5,7] --profile.ranks [-1]", 4, "ranks of this run, 0 to 3"),
+    ("--checkpoint.dir r --profile.steps [5,7] --profile.ranks []", 4, "at least one"),
 ]
 
 

@@ -45,12 +45,7 @@ def _common_settings(
 
 
 def language_config(
-    platform: Platform,
-    spec: ModelSpec,
-    layout: Layout,
-    config: TrainConfig,
-    *,
-    aux_loss_coefficient: float,
+    platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig, *, aux_loss_coefficient: float
 ) -> TransformerConfig:
     """The language model's config, which also controls the pipeline schedules and gradient finalisation.
 

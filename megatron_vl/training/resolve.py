@@ -24,12 +24,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.lora import freeze_parts_without_lora
 from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
-from megatron_vl.training.lora import (
-    check_lora_base,
-    check_same_lora,
-    check_same_model,
-    with_start_lora,
-)
+from megatron_vl.training.lora import check_lora_base, check_same_lora, check_same_model, with_start_lora
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.state.keep import check_free_space
 from megatron_vl.weights.run_folder import SavedCheckpoint, find_latest_checkpoint
@@ -206,10 +201,7 @@ def read_split_facts(
 
 
 def check_own_checkpoint(
-    config: TrainConfig,
-    spec: ModelSpec,
-    checkpoint_path: Path,
-    base_digest: str = "",
+    config: TrainConfig, spec: ModelSpec, checkpoint_path: Path, base_digest: str = ""
 ) -> None:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
 
@@ -224,11 +216,7 @@ def check_own_checkpoint(
         RunConfigError: the checkpoint holds another model than ``model.hf``, or other LoRA.
     """
     from megatron_vl.training.start_weights import start_weights_path
-    from megatron_vl.training.state.load import (
-        open_checkpoint_weights,
-        read_run_metadata,
-        suggest_remedy,
-    )
+    from megatron_vl.training.state.load import open_checkpoint_weights, read_run_metadata, suggest_remedy
     from megatron_vl.weights.model_digest import recorded_base
 
     with suggest_remedy(checkpoint_path):

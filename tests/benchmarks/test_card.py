@@ -44,7 +44,7 @@ def test_the_card_has_what_was_measured(card_file: Path) -> None:
     assert (model["vision_layers"], model["config_vision_layers"]) == (2, 4)
 
     speed = card["speed"]
-    assert speed["work"]["rows"] == TIMED_ROWS * TIMED_STEPS and speed["tokens_per_s_per_gpu"] > 0
+    assert speed["work"]["rows"] == TIMED_ROWS * TIMED_STEPS and speed["tokens_per_s_per_rank"] > 0
 
     curve = card["curve"]
     assert curve["dtype"] == "float32" and curve["optimizer"]["lr"] == LR

@@ -317,11 +317,7 @@ class Bench:
                 raise Refused("None: the run would start anew")
             step = newest.step
             restored = saved.load_checkpoint(
-                newest.path,
-                live_tensors=parameters,
-                optimizer=run.optimizer,
-                spec=run.spec,
-                grid=run.grid,
+                newest.path, live_tensors=parameters, optimizer=run.optimizer, spec=run.spec, grid=run.grid
             )
             loader = restored.loader_state
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:

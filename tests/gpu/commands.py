@@ -1,4 +1,6 @@
-"""Runs the commands around a training on real GPUs: dry run, generate, training with validation, evaluate.
+"""Runs the commands around a training on real GPUs.
+
+These are a dry run, trainings with validation and with optimizer state in host memory, generate and evaluate.
 
     python -m tests.gpu.commands --ranks 2 [--out FOLDER] [--platform cpu]
 
@@ -24,7 +26,7 @@ from PIL import Image
 from converters.convert import convert_weights, export_weights
 from tests.gpu.parity import MOE_SIZES, SIZES
 from tests.gpu.results import Results, option_parser, work_folders
-from tests.support.tiny_run import torchrun
+from tests.support.tiny_run import metrics, torchrun
 from toolkit.common.hf_loading import load_hf_model, load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
@@ -140,6 +142,21 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     checks.add("validation", bool(lines), f"{len(lines)} lines")
 
 
+def check_offload(checks: Checks, work: Path, ranks: int, platform: str) -> None:
+    """Optimizer state in host memory, with moments of both types: losses are those without, bit for bit."""
+    for moments in ("float32", "bfloat16"):
+        curves = []
+        for share in (0, 1):
+            run = work / f"{moments}_{share}"
+            options = ["--checkpoint.dir", run, "--steps", 12, "--optimizer.moments_dtype", moments]
+            options += ["--optimizer.offload_fraction", share]
+            train = [*torchrun(ranks)[1:], "-m", "megatron_vl.train", "--config", work / "run.yaml"]
+            checks.run(f"{moments} moments, {share} in host memory", *train, *options)
+            curves.append([line["loss"] for line in metrics(run)])
+        is_same = len(curves[0]) == 12 and curves[0] == curves[1]
+        checks.add(f"{moments} moments in host memory", is_same, str(curves[0][-1:]))
+
+
 def check_generate(checks: Checks, work: Path, ranks: int, platform: str) -> None:
     """Answers of the folder, and of the trained run, which is exported first."""
     image = work / "media" / "red.png"
@@ -169,7 +186,7 @@ def main() -> int:
     work, out = work_folders(args.out, "commands")
     checks = Checks(out)
     prepare(work, args.ranks)
-    for check in (check_training, check_generate, check_evaluate):
+    for check in (check_training, check_offload, check_generate, check_evaluate):
         check(checks, work, args.ranks, args.platform)
     return checks.exit_code()
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from megatron_vl.platform import Platform
 from toolkit.parity import reference_job, worker
-from toolkit.parity.case import ParityCase
+
+from .training import TableCase, run_training
 
 COLLECTIVES = (
     "allreduce",
@@ -102,20 +103,17 @@ def main(argv: list[str]) -> int:
     log = CollectiveLog()
     run_case = worker.run_case
 
-    def run_and_compare(case: ParityCase, platform: Platform) -> dict[str, Any]:
+    def run_and_compare(case: TableCase, platform: Platform) -> dict[str, Any]:
         log.take()
-        result = run_case(case, platform)
+        result = run_training(case, platform) if case.train else run_case(case, platform)
         entries_by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(entries_by_rank, log.take())
-        return result | {
-            "collectives": len(entries_by_rank[0]),
-            "order": first_difference(entries_by_rank),
-        }
+        return result | {"collectives": len(entries_by_rank[0]), "order": first_difference(entries_by_rank)}
 
     references = Path(argv[2])
     references.mkdir(exist_ok=True)
     reference_job._references_root = lambda: references
-    worker.run_case = run_and_compare
+    worker.run_case, worker.ParityCase = run_and_compare, TableCase
     return worker.main(argv[:2])
 
 

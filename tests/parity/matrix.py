@@ -187,7 +187,7 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
         "tests/converters/test_restart.py::test_killed_conversion_gives_the_same_bytes": (Q25,)
     },
     "Killed runs equal the undisturbed one, bit for bit": {
-        "tests/fuzz/test_kills.py::test_killed_run_equals_the_undisturbed_one": (Q25,)
+        "tests/training/test_faults.py::test_run_killed_at_any_moment_is_the_undisturbed_one": (Q25,)
     },
     "A run goes on in another layout": {
         "tests/training/test_run.py::test_another_layout_goes_on_where_the_run_stopped": (Q25,),

@@ -7,7 +7,7 @@ case's result.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 from .cases import CASES, SEEDS, chosen_by_make_test, considered_by_make_test
 from .pairwise import pairs, pairwise
+from .training import TableCase
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
 
@@ -66,7 +67,7 @@ def run_group(
                     seed=SEEDS.get(family, 0),
                     **fields.pop("sizes", {}),
                 )
-                cases.append(ParityCase(hf=str(hf), weights=str(weights(hf)), **fields))
+                cases.append(TableCase(hf=str(hf), weights=str(weights(hf)), **fields))
         return run_cases(cases, ranks, folder / str(ranks))
 
     return run
@@ -76,7 +77,7 @@ def _is_case(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and item.originalname == test_parity.__name__
 
 
-def run_cases(cases: list[ParityCase], ranks: int, folder: Path) -> dict[str, Any]:
+def run_cases(cases: Sequence[ParityCase], ranks: int, folder: Path) -> dict[str, Any]:
     """Runs cases in one group and maps names to results.
 
     Cases that the group did not reach are missing. The entry ``log`` is the end of the group's output.

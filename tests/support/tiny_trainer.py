@@ -30,9 +30,9 @@ from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.parity.training import read_full_state
 from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step, resolve_on_given_rows
 from toolkit.parity.random_samples import make_sample
-from toolkit.parity.training import read_full_state
 
 SEQ_LEN = 256
 ROWS = 2

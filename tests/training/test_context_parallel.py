@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.config import ParallelConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import loss_index
 from megatron_vl.estimate.activations import ActivationEstimator
@@ -286,23 +286,6 @@ def token_losses(trainer: Trainer, samples: list[TokenizedSample]) -> Tensor:
 def _config(cp: int, seq_len: int = 4096, **parallel: object) -> TrainConfig:
     config = TrainConfig(parallel=ParallelConfig(cp=cp, **parallel))  # type: ignore[arg-type]
     return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len))
-
-
-@pytest.mark.parametrize(
-    ("config", "world", "message"),
-    [
-        (_config(3), 3, r"data.seq_len 4096 must be a multiple of 3 \(parallel.cp 3\); take 4095 or 4098"),
-        (
-            _config(2, 4098, tp=2, sequence_parallel=True),
-            4,
-            r"multiple of 4 \(parallel.cp 2 x tp 2 with sequence_parallel\); take 4096 or 4100",
-        ),
-        (_config(2), 3, r"tp 1 x cp 2 x pp 1 = 2 ranks do not divide the world size 3"),
-    ],
-)
-def test_config_rejects_rows_that_cannot_be_shared(config: TrainConfig, world: int, message: str) -> None:
-    with pytest.raises(RunConfigError, match=message):
-        validate_config(config, world)
 
 
 @pytest.mark.parametrize(

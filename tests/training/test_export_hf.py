@@ -13,7 +13,7 @@ import torch
 
 from converters.compare import compare_weights
 from converters.convert import convert_weights, export_weights
-from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.config.checks import check_export_weights
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
@@ -22,26 +22,6 @@ from tests.support.tiny_run import metrics, train, trainings
 from tests.tiny import tiny_checkpoint
 
 # --- What is refused ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--checkpoint.export_hf", "last"], "export_hf last needs checkpoint.dir"),
-        (
-            ["--checkpoint.dir", "run", "--checkpoint.export_hf", "-2"],
-            "multiple of checkpoint.interval 0",
-        ),
-        (["--checkpoint.dir", "run", "--checkpoint.export_hf", "4"], "multiple of checkpoint.interval 0"),
-        (
-            ["--checkpoint.dir", "run", "--checkpoint.export_hf", "4", "--checkpoint.interval", "3"],
-            "4 must be a multiple of checkpoint.interval 3",
-        ),
-    ],
-)
-def test_impossible_values_are_refused_by_name(options: list[str], message: str) -> None:
-    with pytest.raises(RunConfigError, match=message):
-        validate_config(parse_config(["--global_batch_size", "4", *options]), 1)
 
 
 def test_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
@@ -128,22 +108,6 @@ def test_file_that_names_the_step_stays_out_of_further_exports(steps: Steps, tmp
     assert not (tmp_path / "out" / EXPORT_FACTS_FILE).exists()
 
 
-@pytest.mark.slow
-def test_export_of_other_weights_is_set_aside(steps: Steps, tmp_path: Path) -> None:
-    exporter = steps.exporter(4, 8)
-    exporter.enqueue_export(steps.save(4))
-    wait(exporter)
-
-    other = tmp_path / "other"
-    shutil.copytree(steps.hf, other)
-    change_weights(other)
-    exporter.enqueue_missing_exports([steps.save(4, of=other)])
-    wait(exporter)
-    assert names(steps.run / "hf") == ["step_00000004", "step_00000004.earlier"]
-    assert not compare_weights(steps.run / "hf" / "step_00000004", other).differences
-    assert not compare_weights(steps.run / "hf" / "step_00000004.earlier", steps.hf).differences
-
-
 def change_weights(hf: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -152,12 +116,24 @@ def change_weights(hf: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_made_up_for_and_what_lost_its_checkpoint_goes(steps: Steps) -> None:
+def test_missing_exports_are_made_up_for_and_those_of_other_weights_set_aside(
+    steps: Steps, tmp_path: Path
+) -> None:
+    """What lost its checkpoint goes."""
     (steps.run / "hf" / "step_00000002.partial").mkdir(parents=True)
     exporter = steps.exporter(2, 8)
     exporter.enqueue_missing_exports([steps.save(4), steps.save(5), steps.save(6)])
     wait(exporter)
     assert names(steps.run / "hf") == ["step_00000004", "step_00000006"]
+
+    other = tmp_path / "other"
+    shutil.copytree(steps.hf, other)
+    change_weights(other)
+    exporter.enqueue_missing_exports([steps.save(4, of=other)])
+    wait(exporter)
+    assert names(steps.run / "hf") == ["step_00000004", "step_00000004.earlier", "step_00000006"]
+    assert not compare_weights(steps.run / "hf" / "step_00000004", other).differences
+    assert not compare_weights(steps.run / "hf" / "step_00000004.earlier", steps.hf).differences
 
 
 @pytest.mark.slow

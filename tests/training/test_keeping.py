@@ -58,11 +58,7 @@ def test_skipped_steps_delete_no_good_checkpoint(prepared: dict[str, Path], tmp_
 def test_run_that_stops_says_why_its_steps_were_skipped() -> None:
     told = [
         skipped_steps_message(reasons, 40)
-        for reasons in (
-            [NOT_FINITE] * 2,
-            [NO_LOSS_TOKENS] * 3,
-            [NO_LOSS_TOKENS, NOT_FINITE],
-        )
+        for reasons in ([NOT_FINITE] * 2, [NO_LOSS_TOKENS] * 3, [NO_LOSS_TOKENS, NOT_FINITE])
     ]
     assert told == [
         "2 consecutive steps (last: 40) had a loss or gradient that was not finite",

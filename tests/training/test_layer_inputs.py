@@ -12,7 +12,6 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_vl.config import RecomputeConfig, RunConfigError, TrainConfig, validate_config
 from megatron_vl.training.offload import layer_inputs
 from megatron_vl.training.offload.layer_inputs import LayerInputOffload
 from tests.support.ranks import in_ranks
@@ -22,11 +21,7 @@ from toolkit.parity.case import draw_samples, pack_step
 
 LORA = {"rank": 4, "targets": ["language", "vision"]}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {
-        "one rank": {},
-        "LoRA": {"lora": LORA},
-        "tower on every rank": {"decoupled": True, "patches": 32},
-    },
+    1: {"one rank": {}, "LoRA": {"lora": LORA}, "tower on every rank": {"decoupled": True, "patches": 32}},
     2: {
         "CP2": {"cp": 2},
         "PP2": {"pp": 2},
@@ -167,8 +162,3 @@ def test_copy_waits_for_the_layer_before(monkeypatch: pytest.MonkeyPatch, pre_pr
     offload.follow(block)  # type: ignore[arg-type]
     block(torch.randn(4, 1, 8, requires_grad=True))
     assert waited_for == [[], [0], [0, 1], [0, 1, 2]][not pre_process :]
-
-
-def test_offload_inputs_needs_full_recompute() -> None:
-    with pytest.raises(RunConfigError, match=r"set recompute.language to full, or recompute.vision"):
-        validate_config(TrainConfig(recompute=RecomputeConfig(offload_inputs=True)), 1)

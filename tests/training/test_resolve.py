@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.config import (
-    LoraConfig,
-    RunConfigError,
-    TrainConfig,
-    parse_config,
-)
+from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.config.checks import config_remarks
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError

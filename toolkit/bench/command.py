@@ -1,4 +1,4 @@
-"""``megatron-vl bench``: measures how fast a model trains, and where its time and memory go."""
+"""``megatron-vl bench``: measures how fast a model trains, and where its time goes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 def bench(options: BenchOptions) -> int:
     """Starts the ranks, which show the figures. Returns the exit code."""
-    bench_run = resolve_bench_run(options)
-    data_config = bench_run.workloads.get("data")
+    run = resolve_bench_run(options)
+    data_config = run.workloads.get("data")
     if data_config:  # before anything heavy is imported
         check_data_path(data_config.path)
     world_size = options.nproc_per_node or usable_gpus()
     if not world_size:
-        raise UsageError(
-            "torch sees no GPU here; give the number of ranks with --nproc-per-node N, also for a run on CPU"
-        )
-    validate_config(bench_run.config, world_size)
-    run_layout(bench_run.config, bench_run.spec, world_size)
-    on_cpu = bench_run.config.platform == "cpu" or not usable_gpus(world_size)
+        raise UsageError("torch sees no GPU here; give the number of ranks (also on CPU): --nproc-per-node N")
+    validate_config(run.config, world_size)
+    run_layout(run.config, run.spec, world_size)
+    on_cpu = run.config.platform == "cpu" or not usable_gpus(world_size)
     if data_config:
         from megatron_vl.training.missing_sizes import write_missing_sizes_alone
 
-        write_missing_sizes_alone(data_config, bench_run.config.model.hf)
+        write_missing_sizes_alone(data_config, run.config.model.hf)
     # The ranks parse the same options again.
     words = to_command_line(options, leave_out=("nproc_per_node",))
     variables = ALLOCATOR_VARIABLES
-    group = run_group("toolkit.bench", words, world_size, show="all", environment=variables, on_cpu=on_cpu)
-    return group.returncode
+    return run_group(
+        "toolkit.bench", words, world_size, show="all", environment=variables, on_cpu=on_cpu
+    ).returncode

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megatron_vl.config import RANDOM_WEIGHTS, DataConfig, LogConfig, TrainConfig, parse_config
@@ -44,10 +43,15 @@ class BenchOptions(CommandOptions):
     out: str = option("", metavar="FILE")
     """Write the figures to this file as JSON."""
 
-    warm_up: int = dataclasses.field(default=2, metadata={"hidden": True})
+    warm_up: int = field(default=2, metadata={"hidden": True})
     """Untimed steps of each workload before the timed ones."""
-    part_steps: int = dataclasses.field(default=2, metadata={"hidden": True})
+    part_steps: int = field(default=2, metadata={"hidden": True})
     """Steps after the timed ones whose parts are timed."""
+
+    @property
+    def steps_a_workload(self) -> int:
+        """The last step is not measured: the trainer logs it."""
+        return self.warm_up + self.timed + self.part_steps + 1
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,9 @@ class BenchRun:
     spec: ModelSpec
     """The model's sizes, with the numbers of layers that the options give."""
 
-    @property
-    def steps_a_workload(self) -> int:
-        """The last step is not measured: the trainer logs it."""
-        return self.options.warm_up + self.options.timed + self.options.part_steps + 1
-
     def place_of(self, step: int) -> tuple[str, int]:
         """The workload of a step of the run, and its number from the first timed step, which is 0."""
-        workload, number = divmod(step, self.steps_a_workload)
+        workload, number = divmod(step, self.options.steps_a_workload)
         return list(self.workloads)[workload], number - self.options.warm_up
 
 
@@ -81,7 +80,7 @@ def parse_bench_options(
         UsageError, RunConfigError: an option or field is invalid; the message names valid values.
     """
     options = parse_command_line(BenchOptions, argv, program_name)
-    return resolve_bench_run(dataclasses.replace(options, **hidden_options))
+    return resolve_bench_run(replace(options, **hidden_options))
 
 
 def resolve_bench_run(options: BenchOptions) -> BenchRun:
@@ -92,9 +91,7 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     data = config.data
     paths: dict[str, DataPath] = {kind: f"synthetic:{kind}" for kind in RANDOM_WORKLOADS}
     if data.path:
-        name = str(data.path).removeprefix("synthetic:") if data.is_synthetic else "data"
-        paths = {name: data.path}
-    workloads = {name: dataclasses.replace(data, path=path) for name, path in paths.items()}
+        paths = {str(data.path).removeprefix("synthetic:") if data.is_synthetic else "data": data.path}
     spec = read_spec(config.model.hf).replace_layers(
         num_language_layers=options.language_layers or None, num_vision_layers=options.vision_layers or None
     )
@@ -103,18 +100,19 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.
     if config.lora.adapter:
         config = with_start_lora(config, spec, find_source_checkpoint(config))
-    bench_run = BenchRun(options, config, workloads, spec)
-    step_count = len(workloads) * bench_run.steps_a_workload
-    first_path = "synthetic:images" if "data" in workloads else next(iter(paths.values()))
-    config = dataclasses.replace(
+    num_steps = len(paths) * options.steps_a_workload
+    # A data set is opened when its turn comes.
+    first_path = "synthetic:images" if "data" in paths else next(iter(paths.values()))
+    config = replace(
         config,
-        model=dataclasses.replace(config.model, checkpoint=RANDOM_WEIGHTS),
-        lora=dataclasses.replace(config.lora, adapter=""),
-        data=dataclasses.replace(data, path=first_path),
-        log=LogConfig(interval=step_count + 1, peak_tflops=config.log.peak_tflops),
-        failures=dataclasses.replace(config.failures, check_memory=False),  # memory is measured here
+        model=replace(config.model, checkpoint=RANDOM_WEIGHTS),
+        lora=replace(config.lora, adapter=""),
+        data=replace(data, path=first_path),
+        log=LogConfig(interval=num_steps + 1, peak_tflops=config.log.peak_tflops),
+        failures=replace(config.failures, check_memory=False),  # memory is measured here
         **{name: getattr(TrainConfig(), name) for name in UNMEASURED_SECTIONS},
-        steps=max(config.steps, step_count),
-        stop_after=step_count,
+        steps=max(config.steps, num_steps),
+        stop_after=num_steps,
     )
-    return dataclasses.replace(bench_run, config=config)
+    workloads = {name: replace(data, path=path) for name, path in paths.items()}
+    return BenchRun(options, config, workloads, spec)

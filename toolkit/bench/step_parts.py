@@ -1,24 +1,23 @@
 """Times the parts of a step on each rank.
 
 Marks around the parts are recorded in the order of the device's work, and read when all steps are done, so
-that the host never waits for them. The parts do not overlap:
+that the host never waits for them. Waits for other ranks count for the part that waits:
 
 - ``data``: the wait for rows, their copies and broadcasts.
-- ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: the compute of this
-  rank's chunks, including the tensor-parallel collectives and the recomputation inside them.
-- ``vision recompute``, ``vision exchange``: with a tower on every rank, its second forward pass, and the
-  messages with features and their gradients, including the time to wait for slower ranks.
-- ``gradient finalisation``: the part of the gradient reduction that remains after the backward pass, and the
-  time to wait for slower ranks.
+- ``vision`` and ``language``, ``forward`` and ``backward``: the compute of this rank's chunks, with the
+  tensor-parallel collectives and the recomputation inside them.
+- ``vision recompute``, ``vision exchange``: a decoupled tower's second forward pass, and its messages.
+- ``gradient finalisation``: the part of the gradient reduction that remains after the backward pass.
 - ``optimizer``: norm, clipping, update, and the part of the parameter gather that is not overlapped.
-- ``idle``: the rest of the step. In a pipeline, this is mostly the bubble and the time to wait for messages.
+- ``idle``: the rest of the step; in a pipeline, mostly the bubble.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ from torch import Tensor, nn
 from megatron_vl.training.trainer import Trainer
 
 MEASURED_PARTS = ("data", "vision recompute", "vision exchange", "gradient finalisation", "optimizer")
+CORE_SPANS = {"forward-compute": "chunk forward", "backward-compute": "chunk backward"}
+"""The span of each of core's timers; there are others."""
 DECOUPLED_SPANS = {
     "forward": "tower forward",
     "run_forward_again": "vision recompute",
@@ -46,23 +47,21 @@ class PartTimer:
         self.on_cuda, self.is_running = trainer.platform.name == "cuda", False
         self.spans: list[tuple[str, Any, Any]] = []
         self.open_spans: dict[str, Any] = {}
-        for chunk in trainer.model_chunks:
-            self._time_module(chunk.module, "chunk")
-            for name, module in chunk.module.named_modules():
-                if name == "vision_model":
-                    trained = (weight for weight in module.parameters() if weight.requires_grad)
-                    self._time_module(module, "vision", next(trained, None))
-                elif name.endswith("output_layer"):
-                    self._time_module(module, "output")
-                elif hasattr(module, "router"):
-                    self._time_module(module, "experts")
         first_chunk = trainer.model_chunks[0].module
-        if first_chunk.decoupled is not None:
-            for method, name in DECOUPLED_SPANS.items():
-                self.time_method(first_chunk.decoupled, method, name)
+        first_chunk.config.timers = self  # core's schedules begin and end the passes of chunks
         self.time_method(first_chunk.config, "finalize_model_grads_func", "gradient finalisation")
         self.time_method(trainer.optimizer, "prepare_grads", "optimizer")
         self.time_method(trainer.optimizer, "step_with_ready_grads", "optimizer")
+        for method, name in DECOUPLED_SPANS.items() if first_chunk.decoupled is not None else ():
+            self.time_method(first_chunk.decoupled, method, name)
+        for chunk in trainer.model_chunks:
+            if chunk.module.vision_model is not None:
+                self._time_tower(chunk.module.vision_model)
+
+    def __call__(self, name: str, log_level: int = 0) -> SimpleNamespace:
+        """The timer that core asks for."""
+        span = CORE_SPANS.get(name, "")
+        return SimpleNamespace(start=lambda **_: self._begin(span), stop=lambda **_: self._end(span))
 
     def begin_step(self) -> None:
         """Begins a step on all ranks at once. Collective."""
@@ -75,11 +74,11 @@ class PartTimer:
         self.is_running = False
 
     def _begin(self, name: str) -> None:
-        if self.is_running:
+        # A span may have begun already: a tower has several outputs.
+        if self.is_running and name and name not in self.open_spans:
             self.open_spans[name] = self._timestamp()
 
     def _end(self, name: str) -> None:
-        """Ends a span. One that was not begun is not counted."""
         if (start := self.open_spans.pop(name, None)) is not None:
             self.spans.append((name, start, self._timestamp()))
 
@@ -102,84 +101,42 @@ class PartTimer:
 
         setattr(owner, method, timed_call)
 
-    def _time_module(self, module: nn.Module, name: str, last_gradient: nn.Parameter | None = None) -> None:
-        """Times both passes of a module.
-
-        The backward pass ends with the gradient of ``last_gradient``, the module's first parameter; without
-        one, with that of its input, and that of a chunk with the whole backward pass.
-        """
-        forward, backward = f"{name} forward", f"{name} backward"
-
-        def begin_backward(_: Any) -> None:
-            if not self.is_running or backward in self.open_spans:  # another output has begun it
-                return
-            self._begin(backward)
-            if name == "chunk":
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward))
-
-        def begin_forward(_module: Any, args: tuple[Any, ...]) -> None:
-            self._begin(forward)
-            ends_with_input = self.is_running and name != "chunk" and last_gradient is None
-            if ends_with_input and args and args[0].requires_grad:
-                args[0].register_hook(lambda _: self._end(backward))
+    def _time_tower(self, tower: nn.Module) -> None:
+        """Times both passes of a tower. The backward pass ends with the gradient of its first trained
+        parameter."""
 
         def end_forward(_module: Any, _args: Any, output: Any) -> None:
-            self._end(forward)
+            self._end("vision forward")
             for tensor in output if isinstance(output, (list, tuple)) else [output]:
                 if self.is_running and isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(begin_backward)
+                    tensor.register_hook(lambda _: self._begin("vision backward"))
 
-        module.register_forward_pre_hook(begin_forward)
-        module.register_forward_hook(end_forward)
-        if last_gradient is not None:
-            last_gradient.register_post_accumulate_grad_hook(lambda _: self._end(backward))
+        tower.register_forward_pre_hook(lambda *_: self._begin("vision forward"))
+        tower.register_forward_hook(end_forward)
+        first_trained = next((weight for weight in tower.parameters() if weight.requires_grad), None)
+        if first_trained is not None:
+            first_trained.register_post_accumulate_grad_hook(lambda _: self._end("vision backward"))
 
-    def take_seconds(self) -> Counter[str]:
-        """The total time of each name since the last call. The device must have finished."""
+    def mean_parts(self, stage: int, num_steps: int) -> list[dict[str, float]]:
+        """The mean seconds of each part of a step on the ranks of each pipeline stage, of which this rank's
+        is ``stage``. The device must have finished. Collective."""
         seconds: Counter[str] = Counter()
         for name, start, end in self.spans:
-            seconds[name] += start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+            seconds[name] += (start.elapsed_time(end) / 1e3 if self.on_cuda else end - start) / num_steps
         self.spans = []
-        return seconds
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (stage, split_into_parts(seconds)))
+        by_stage = [[parts for at, parts in found if at == n] for n in sorted({at for at, _ in found})]
+        return [
+            {name: statistics.mean(parts[name] for parts in ranks) for name in ranks[0]} for ranks in by_stage
+        ]
 
 
-def split_into_parts(spans: Counter[str]) -> Counter[str]:
+def split_into_parts(spans: Counter[str]) -> dict[str, float]:
     """The seconds of each part on one rank. They add up to the step."""
-    parts: Counter[str] = Counter({name: spans[name] for name in MEASURED_PARTS})
+    parts = {name: float(spans[name]) for name in MEASURED_PARTS}
     # A tower inside a chunk is part of the chunk's span; a tower on every rank is not.
     for way in ("forward", "backward"):
         parts[f"language {way}"] = spans[f"chunk {way}"] - spans[f"vision {way}"]
         parts[f"vision {way}"] = spans[f"vision {way}"] + spans[f"tower {way}"]
-    parts["idle"] = spans["step"] - parts.total()
-    return parts
-
-
-def summarize_parts(
-    spans_by_rank: Sequence[tuple[Counter[str], int]], num_steps: int, work: Counter[str]
-) -> dict[str, Any]:
-    """The mean seconds of each part of a step on the ranks of each stage, and TFLOP/s that each part of the
-    model reaches in its own time on a rank, counting what training needs.
-
-    Args:
-        spans_by_rank: each rank's seconds in ``num_steps`` steps, and its pipeline stage.
-        work: FLOPs of the same steps, by part.
-    """
-    parts_by_stage = []
-    for stage in sorted({stage for _, stage in spans_by_rank}):
-        on_stage = [split_into_parts(spans) for spans, of_stage in spans_by_rank if of_stage == stage]
-        total = {name: sum(parts[name] for parts in on_stage) for name in on_stage[0]}
-        parts_by_stage.append({name: seconds / len(on_stage) / num_steps for name, seconds in total.items()})
-
-    spans: Counter[str] = sum((spans for spans, _ in spans_by_rank), Counter())
-    both = {
-        name: spans[f"{name} forward"] + spans[f"{name} backward"] for name in ("chunk", "vision", "tower")
-    }
-    seconds = {name: spans[f"{name} forward"] + spans[f"{name} backward"] for name in ("experts", "output")}
-    seconds |= {"tower": both["vision"] + both["tower"]}
-    seconds["decoder"] = both["chunk"] - both["vision"] - seconds["experts"] - seconds["output"]
-    reached = {
-        name: work[f"{name} flops"] / part_seconds / 1e12
-        for name, part_seconds in seconds.items()
-        if work[f"{name} flops"] and part_seconds > 0
-    }
-    return {"parts_by_stage": parts_by_stage, "tflops_by_part": reached}
+    return parts | {"idle": spans["step"] - sum(parts.values())}

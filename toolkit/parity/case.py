@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -81,8 +82,6 @@ class ParityCase:
     """float32 or bfloat16."""
     aux_loss: float = 0.0
     """Coefficient of the experts' load-balancing loss, which ``transformers`` computes only on request."""
-    train: bool = False
-    """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
     samples: str = ""
     """File of :func:`encode_conversations`; kind ``sample:2`` in ``steps`` is its third conversation."""
     reference: str = ""
@@ -235,6 +234,6 @@ def draw_samples(
     return [[draw(kind) for kind in row] for row in sample_kinds]
 
 
-def write_cases(cases: list[ParityCase], cases_path: Path) -> None:
+def write_cases(cases: Sequence[ParityCase], cases_path: Path) -> None:
     """Writes the input file of :mod:`toolkit.parity.worker`."""
     cases_path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))

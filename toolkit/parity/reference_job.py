@@ -17,7 +17,6 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,10 +35,9 @@ from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import load_hf_processor
 
 from .activations import HfActivationRecorder
-from .case import ADAM_CONFIG, ParityCase, draw_samples, encode_conversations
+from .case import ParityCase, draw_samples, encode_conversations
 from .errors import relative_error
 from .reference import (
-    ReferenceTrainer,
     add_random_adapter,
     backward_mean_loss,
     gradients_by_name,
@@ -58,12 +56,9 @@ class ReferenceJob:
     hf: str
     """Hugging Face checkpoint folder."""
     out: str
-    """Folder for ``reference.json``, ``activations.safetensors`` and the Megatron weights ``gradients``; of a
-    training, for ``reference.json`` and the Megatron weights ``weights``, ``exp_avg`` and ``exp_avg_sq``."""
+    """Folder for ``reference.json``, ``activations.safetensors`` and the Megatron weights ``gradients``."""
     dtype: str = "float32"
     device: str = "cpu"
-    steps: int = 0
-    """Number of optimizer steps of a training; 0: one forward and backward pass."""
     lora_rank: int = 0
     """Rank of an adapter of every matrix. It is written to ``adapter`` in ``out``, and its gradients are
     compared instead of the model's; 0: no adapter."""
@@ -77,24 +72,22 @@ def main(argv: list[str]) -> int:
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution there
     samples = encode_conversations(Path(job.conversations), job.hf)
     check_processor(job, samples)
-    write_reference(job, [samples])
+    write_reference(job, samples)
     return 0
 
 
-def find_reference(case: ParityCase, step_numbers: Sequence[int], device: str) -> Path:
-    """The folder of the reference of these steps. Computes it, unless a case before has had the same."""
+def find_reference(case: ParityCase, step_number: int, device: str) -> Path:
+    """The folder of the reference of a step. Computes it, unless a case before has had the same."""
     if case.reference:
         return Path(case.reference)
-    spec = read_spec(case.hf)
     # The samples follow from their kinds and the number of the step, however they are spread over rows.
-    kinds = {number: [*itertools.chain(*case.steps[number])] for number in step_numbers}
-    inputs = json.dumps([case.hf, case.dtype, case.train, case.samples, kinds])
+    kinds = [*itertools.chain(*case.steps[step_number])]
+    inputs = json.dumps([case.hf, case.dtype, case.samples, step_number, kinds])
     folder = _references_root() / hashlib.sha256(inputs.encode()).hexdigest()
     if not (folder / "reference.json").exists():
         folder.mkdir(exist_ok=True)
-        step_samples = [draw_samples([row], spec, number, case)[0] for number, row in kinds.items()]
-        job = ReferenceJob(case.hf, str(folder), case.dtype, device, len(kinds) if case.train else 0)
-        write_reference(job, step_samples)
+        [samples] = draw_samples([kinds], read_spec(case.hf), step_number, case)
+        write_reference(ReferenceJob(case.hf, str(folder), case.dtype, device), samples)
     return folder
 
 
@@ -105,17 +98,11 @@ def _references_root() -> Path:
     return root
 
 
-def write_reference(job: ReferenceJob, step_samples: list[list[TokenizedSample]]) -> None:
-    """Computes a reference on the samples of each step, and writes ``reference.json`` last."""
-    facts = _train(job, step_samples) if job.steps else _run_one_pass(job, step_samples[0])
-    (Path(job.out) / "reference.json").write_text(json.dumps(facts))
+def write_reference(job: ReferenceJob, samples: list[TokenizedSample]) -> None:
+    """Writes gradients and layer outputs in fp32, and then ``reference.json`` with the loss and the errors of
+    bf16, by tensor and location.
 
-
-def _run_one_pass(job: ReferenceJob, samples: list[TokenizedSample]) -> dict[str, Any]:
-    """Writes gradients and layer outputs in fp32, and returns the loss and the errors of bf16.
-
-    For a comparison in bf16, the loss is that of bf16, and the model runs a second time for the errors of
-    bf16 itself, by tensor and location.
+    For a comparison in bf16, the loss is that of bf16, and the model runs a second time for its own errors.
     """
     out = Path(job.out)
     loss, outputs = _run_transformers(job, samples, torch.float32, out / "gradients")
@@ -130,7 +117,7 @@ def _run_one_pass(job: ReferenceJob, samples: list[TokenizedSample]) -> dict[str
         exact, rounded = (WeightReader(out / name, takes_lora=True) for name in ("gradients", "bf16"))
         for name in exact.tensor_names():
             facts["gradient_noise"][name] = relative_error(rounded.read_shard(name), exact.read_shard(name))
-    return facts
+    (Path(job.out) / "reference.json").write_text(json.dumps(facts))
 
 
 def _run_transformers(
@@ -148,21 +135,6 @@ def _run_transformers(
     else:
         write_canonical(gradients_by_name(model), job.hf, gradients_dir)
     return mean_loss, recorder.tensors_by_location()
-
-
-def _train(job: ReferenceJob, step_samples: list[list[TokenizedSample]]) -> dict[str, Any]:
-    """Trains, writes the final weights and moments, and returns losses and gradient norms."""
-    trainer = ReferenceTrainer(job.hf, ADAM_CONFIG, device=job.device)
-    results = []
-    for step_number, samples in enumerate(step_samples):
-        warm_up = min(1.0, (step_number + 1) / (ADAM_CONFIG.warmup_steps or 1))
-        results.append(trainer.train_step(samples, ADAM_CONFIG.lr * warm_up))
-    write_canonical(trainer.main_weights, job.hf, Path(job.out) / "weights")
-    adam_state = trainer.adam_optimizer.state
-    for kind in ("exp_avg", "exp_avg_sq"):
-        moments = {name: adam_state[weight][kind] for name, weight in trainer.main_weights.items()}
-        write_canonical(moments, job.hf, Path(job.out) / kind)
-    return {"losses": [loss for loss, _ in results], "norms": [norm for _, norm in results]}
 
 
 def check_processor(job: ReferenceJob, samples: list[TokenizedSample]) -> None:

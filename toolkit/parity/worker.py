@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m toolkit.parity.worker CASES.json OUT.json [cpu|cuda]
 
-``CASES.json`` is a list of :class:`~toolkit.parity.case.ParityCase` fields. The trainer builds every case and
-runs its training; a single pass has the trainer's own schedule, DDP and gradient finalisation. ``megatron-vl
-parity`` and the tests run this program. Rank 0 computes a reference that does not exist yet.
+``CASES.json`` is a list of :class:`~toolkit.parity.case.ParityCase` fields. The trainer builds every case,
+and the pass has its schedule, DDP and gradient finalisation. ``megatron-vl parity`` and the tests run this
+program. Rank 0 computes a reference that does not exist yet.
 """
 
 from __future__ import annotations
@@ -41,29 +41,26 @@ from .activations import MegatronActivationRecorder
 from .errors import ErrorSums
 from .reference_job import find_reference
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
-from .training import run_training
 
 
 def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
     """Runs the steps of a case and compares each with the reference. Collective.
 
     Returns:
-        {"ok", "steps": outputs of :func:`run_one_pass`}; of a training, the output of :func:`run_training`.
+        {"ok", "steps": outputs of :func:`run_one_pass`}.
     """
     spec = read_spec(case.hf)
-    step_samples = [draw_samples(kinds, spec, number, case) for number, kinds in enumerate(case.steps)]
-    if case.train:
-        return run_training(case, step_samples, platform)
-
     trainer = build_case(case, platform)
     if case.optimizer:
         # The weights must not change, so that every step matches the reference.
         for parameter_group in trainer.optimizer.param_groups:
             parameter_group["lr"] = parameter_group["weight_decay"] = 0.0
     step_results = []
-    for step_number, samples in enumerate(step_samples):
-        find = partial(find_reference, case, [step_number], str(platform.device))
-        reference_dir = broadcast_from_rank_0(find)
+    for step_number, kinds in enumerate(case.steps):
+        samples = draw_samples(kinds, spec, step_number, case)
+        reference_dir = broadcast_from_rank_0(
+            partial(find_reference, case, step_number, str(platform.device))
+        )
         step_results.append(run_one_pass(case, trainer, samples, reference_dir))
     return {"ok": all(result["ok"] for result in step_results), "steps": step_results}
 

@@ -109,14 +109,7 @@ class _BiasedSum(torch.autograd.Function):
         num_rows = residual.numel() // width
         if num_rows:
             grid = launch_grid(num_rows, BLOCK_ROWS, width)
-            _sum_kernel[grid](
-                residual,
-                output,
-                bias,
-                total,
-                num_rows,
-                **_launch_options(width),
-            )
+            _sum_kernel[grid](residual, output, bias, total, num_rows, **_launch_options(width))
         return total
 
     @staticmethod

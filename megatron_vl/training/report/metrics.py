@@ -74,6 +74,23 @@ class StepMetrics:
                 reduced[name] = type(getattr(self, name))(value)
         return StepMetrics(**reduced)
 
+    def speed_metrics(
+        self, elapsed_s: float, num_steps: int, num_ranks: int, peak_tflops: float
+    ) -> dict[str, Any]:
+        """The speed of ``num_steps`` steps, from the numbers of all ranks. MFU is None without a peak."""
+        rank_seconds = elapsed_s * num_ranks
+        total_flops = self.language_flops + self.vision_flops
+        tflops = total_flops / rank_seconds / 1e12
+        return {
+            "step_s": elapsed_s / num_steps,
+            "tokens_per_s_per_rank": self.num_real_tokens / rank_seconds,
+            "tflops_per_rank": tflops,
+            "vision_flops_share": self.vision_flops / total_flops if total_flops else 0.0,
+            "mfu": tflops / peak_tflops if peak_tflops else None,
+            "memory_gib": self.memory_gib,
+            "data_wait_s": self.data_wait_s / num_steps,
+        }
+
 
 class MetricsLog:
     """Collects a step's numbers over all ranks and writes them on rank 0.
@@ -170,7 +187,7 @@ class MetricsLog:
             "lr": learning_rates["language"],
             **{f"lr/{part}": rate for part, rate in learning_rates.items()},
             **{f"skipped/{reason}": count for reason, count in skipped_steps.items()},
-            **self._speed_metrics(totals, elapsed_s),
+            **totals.speed_metrics(elapsed_s, self.interval_steps, self.grid.world_size, self.peak_tflops),
             **self._expert_load_metrics(step, step_result),
             "samples": totals.samples,
             "images": totals.images,
@@ -185,20 +202,6 @@ class MetricsLog:
                 sink.write_step(metrics)
         self.interval_steps, self.step_metrics = 0, StepMetrics()
         return metrics
-
-    def _speed_metrics(self, totals: StepMetrics, elapsed_s: float) -> dict[str, Any]:
-        rank_seconds = elapsed_s * self.grid.world_size
-        total_flops = totals.language_flops + totals.vision_flops
-        tflops = total_flops / rank_seconds / 1e12
-        return {
-            "step_s": elapsed_s / self.interval_steps,
-            "tokens_per_s_per_rank": totals.num_real_tokens / rank_seconds,
-            "tflops_per_rank": tflops,
-            "vision_flops_share": totals.vision_flops / total_flops if total_flops else 0.0,
-            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            "memory_gib": totals.memory_gib,
-            "data_wait_s": totals.data_wait_s / self.interval_steps,
-        }
 
     def _gather_sample_lists(self, step: int, totals: StepMetrics) -> tuple[dict[str, int], dict[str, Any]]:
         """Sends the lists of samples from the loaders' owners to rank 0, which writes them. Collective.

@@ -176,8 +176,7 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
     if len(query_parts) > 1:
         query_part = query_parts[rank * len(query_parts) // len(parts)]
         attention_segments = dataclasses.replace(
-            _segments_of_part(row.segments, query_part),
-            gathered_keys=_keys_of_part(row.segments, query_part),
+            _segments_of_part(row.segments, query_part), gathered_keys=_keys_of_part(row.segments, query_part)
         )
 
     return dataclasses.replace(

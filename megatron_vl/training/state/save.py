@@ -67,12 +67,7 @@ from megatron_vl.training.state.validations import best_steps
 from megatron_vl.weights.manifest import write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.model_digest import recorded_base
-from megatron_vl.weights.run_folder import (
-    CheckpointError,
-    SavedCheckpoint,
-    saved_checkpoints,
-    step_dir_path,
-)
+from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, saved_checkpoints, step_dir_path
 
 
 @dataclass

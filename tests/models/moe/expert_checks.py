@@ -34,11 +34,7 @@ from tests.support.expert_config import expert_config  # noqa: E402
 
 HIDDEN, FFN, EXPERTS = 32, 24, 4
 CONFIG = expert_config(HIDDEN, FFN, EXPERTS, calculate_per_token_loss=True)
-MICROBATCHES = [
-    [[3, 0, 13, 7], [0, 0, 0, 0]],
-    [[0, 0, 5, 1], [2, 0, 1, 0]],
-    [[1, 0, 2, 3], [0, 0, 0, 4]],
-]
+MICROBATCHES = [[[3, 0, 13, 7], [0, 0, 0, 0]], [[0, 0, 5, 1], [2, 0, 1, 0]], [[1, 0, 2, 3], [0, 0, 0, 4]]]
 """Rows of each expert by microbatch and rank; one rank has no rows, and one expert never has any.
 
 Experts with more rows than a tile has are in :func:`layer_error`: the interpreter is slow with each row.
