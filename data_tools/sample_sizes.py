@@ -373,7 +373,12 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
             media_tokens = np.array([end - start for start, end in spans], np.int64)
             text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
         else:
-            token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
+            token_ids, _ = chat_encoder.encode(
+                record["messages"],
+                grids,
+                record.get("tools", ()),
+                template_arguments=record.get("chat_template_kwargs"),
+            )
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):

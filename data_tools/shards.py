@@ -141,6 +141,8 @@ def _sample_json(
         sample["messages"].append(message)
     if conversation.tool_definitions:
         sample["tools"] = conversation.tool_definitions
+    if conversation.template_arguments:
+        sample["chat_template_kwargs"] = conversation.template_arguments
     sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
     sample["source"] = source
     return append_crc32(json.dumps(sample, ensure_ascii=False).encode())

@@ -37,7 +37,7 @@ from .record_reader import (
     RecordReader,
     refuse_unread_keys,
 )
-from .tool_calls import drop_null_arguments, read_tools
+from .tool_calls import drop_null_arguments, read_template_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
@@ -123,6 +123,7 @@ def read_conversation(
         record_identity(record.get("id")),
         reader.ignored_keys,
         tools,
+        read_template_arguments(record),
     )
 
 

@@ -52,6 +52,8 @@ class Conversation:
     ``content parts``, ``listed media`` or ``tool calls``."""
     tool_definitions: list[dict[str, Any]] = field(default_factory=list)
     """The functions that the assistant may call, as the chat template takes them."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """The record's ``chat_template_kwargs``."""
     document: list[dict[str, Any]] = field(default_factory=list)
     """The parts of a document (type text, image or video), which has no messages."""
     loss_weight: float = 1.0

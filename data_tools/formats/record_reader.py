@@ -71,7 +71,10 @@ MAX_SHOWN_KEY = 60
 """Characters of an ignored key that are shown; keys come from untrusted input."""
 
 
-COMMON_FIELDS = ("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions")
+COMMON_FIELDS = (
+    *("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions"),
+    "chat_template_kwargs",
+)
 
 
 def listed_turns(record: dict[str, Any], turns_field: str) -> list[Any]:

@@ -129,7 +129,11 @@ class RowEncoder:
     def __init__(self, data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         self.data_config, self.spec = data_config, spec
         self.chat_encoder = ChatEncoder(
-            hf_dir, spec, ThinkingRule.from_data_config(data_config), data_config.chat_template
+            hf_dir,
+            spec,
+            ThinkingRule.from_data_config(data_config),
+            data_config.chat_template,
+            data_config.template_arguments,
         )
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
@@ -224,7 +228,11 @@ class RowEncoder:
             self._encode_document(sample, record)
         else:
             sample.token_ids, sample.loss_mask = self.chat_encoder.encode(
-                record["messages"], sample.grids, record.get("tools", ()), SampleDeadline(SAMPLE_TIMEOUT_S)
+                record["messages"],
+                sample.grids,
+                record.get("tools", ()),
+                SampleDeadline(SAMPLE_TIMEOUT_S),
+                record.get("chat_template_kwargs"),
             )
         if sample.document_parts:
             return  # which fit

@@ -70,12 +70,14 @@ class SizesError(UserError, ValueError):
 
 
 def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: DataConfig) -> str:
-    """An id of what turns text into tokens: tokenizer, chat template, and the text written around videos.
+    """An id of what turns text into tokens: tokenizer, chat template and its arguments, text around videos.
 
     It is a hash of files. No tokenizer is built.
     """
     hf_path = Path(hf_dir)
     hasher = hashlib.sha256(read_run_template(hf_path, data_config.chat_template).encode())
+    if data_config.template_arguments:
+        hasher.update(json.dumps(data_config.template_arguments, sort_keys=True).encode())
     tokenizer_files = [hf_path / "tokenizer.json"]
     if not tokenizer_files[0].is_file():
         tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
@@ -139,8 +141,9 @@ def missing_sizes_advice(
     if not datasets_lacking_sizes:
         return ""
 
-    given_template = data_config.chat_template
+    given_template, arguments = data_config.chat_template, data_config.template_arguments
     template_words = f" --data.chat_template {given_template}" if given_template else ""
+    template_words += f" --data.template_arguments '{json.dumps(arguments)}'" if arguments else ""
     return (
         f"{datasets_lacking_sizes[0].path} has no sizes for this tokenizer and chat template: run"
         f" `megatron-vl data index --data {data_config.path} --processor {hf_dir}{template_words}`"
