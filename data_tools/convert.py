@@ -83,6 +83,8 @@ class DataReport:
     parts``, ``listed media``) and key. At each location, keys beyond the first 100 are counted together."""
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but is not trained on them."""
+    unfinished_turns: int = 0
+    """Turns after the last answer or call of their conversation, which are left out."""
     assumed_fps: int = 0
     """Videos whose frame rate neither the record nor the file gives."""
     first_images: int = 0
@@ -104,6 +106,7 @@ class DataReport:
             key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += sample.answer_media
+        self.unfinished_turns += sample.unfinished_turns
         for info in sample.media_infos:
             self.images += info.kind == "image"
             self.videos += info.kind == "video"

@@ -31,6 +31,7 @@ from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_byt
 from megatron_vl.data.sample.chat import ChatError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
+from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
     SIZES_DIR,
@@ -364,7 +365,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         return MeasuredSample()
     chat_encoder = encoder.chat_encoder
     try:
-        record = json.loads(checked_json_bytes(sample))
+        record = json.loads(checked_json_bytes(sample), parse_float=read_number)
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
         text_before = np.zeros(len(media), np.uint32)

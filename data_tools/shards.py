@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from megatron_vl.data.sample.medium import MediaInfo
+from megatron_vl.data.sample.written_numbers import dump_json
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.system import durable_files
@@ -51,6 +52,7 @@ class StoredSample:
     record_identity: str
     ignored_keys: list[tuple[str, str]]
     answer_media: int
+    unfinished_turns: int
     media_names: list[str]
     """The media's names in the record; empty for media in the record itself."""
 
@@ -101,6 +103,7 @@ def store_sample(
         conversation.record_identity,
         conversation.ignored_keys,
         conversation.answer_media,
+        conversation.unfinished_turns,
         ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
 
@@ -145,7 +148,7 @@ def _sample_json(
         sample["chat_template_kwargs"] = conversation.template_arguments
     sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
     sample["source"] = source
-    return append_crc32(json.dumps(sample, ensure_ascii=False).encode())
+    return append_crc32(dump_json(sample).encode())
 
 
 class _OpenShard:

@@ -2,10 +2,10 @@
 
 :data:`FORMATS` is the table of formats, one file each. A record's format is given, or recognised by its
 fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
-refused if its markers and media disagree, if its roles do not follow the order (system,) user, assistant,
-user, ..., if an answer has no text, or if it holds something that belongs to the task and cannot be shown to
-the model: boxes beside the text, preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys
-that nothing reads are listed in :attr:`Conversation.ignored_keys`.
+refused if its markers and media disagree, if its first turn is not the user's, if an answer has no text, or
+if it holds something that belongs to the task and cannot be shown to the model: boxes beside the text,
+preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys that nothing reads are listed in
+:attr:`Conversation.ignored_keys`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .conversation import (
     check_loss_weights,
     check_result_counts,
     check_role_order,
+    cut_unfinished_turns,
     record_identity,
     refuse_listed_audio,
     shorten_value,
@@ -105,6 +106,8 @@ def read_conversation(
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field)
+    unfinished_turns, unfinished_media = cut_unfinished_turns(messages)
+    num_media = len(reader.media_references) - unfinished_media
     apply_record_weight(record, messages)
     check_loss_weights(messages, record_format.turns_field)
 
@@ -118,12 +121,13 @@ def read_conversation(
     check_result_counts(messages, record_format.turns_field)
     return Conversation(
         messages,
-        reader.media_references,
-        reader.field_paths,
+        reader.media_references[:num_media],
+        reader.field_paths[:num_media],
         record_identity(record.get("id")),
         reader.ignored_keys,
         tools,
         read_template_arguments(record),
+        unfinished_turns,
     )
 
 

@@ -36,6 +36,7 @@ from megatron_vl.data.sample.documents import DocumentPart, cut_document, encode
 from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule
+from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.data.source.bad_samples import (
     MAX_LISTED_PER_ROW,
     NOT_IN_CHAT_TEMPLATE,
@@ -215,7 +216,7 @@ class RowEncoder:
             )
 
     def _encode_sample(self, sample: RawSample) -> None:
-        record = json.loads(checked_json_bytes(sample))
+        record = json.loads(checked_json_bytes(sample), parse_float=read_number)
         missing_keys = [item["key"] for item in record["media"] if item["key"] not in sample.media_bytes]
         if missing_keys:
             raise UnusableError("medium missing", f"the shard has no {', '.join(missing_keys)} of the sample")

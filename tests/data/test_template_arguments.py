@@ -103,9 +103,7 @@ def test_prompts_follow_the_arguments_of_the_run(folder) -> None:
 
 @pytest.mark.parametrize("name", ["keep_thinking", "messages", "tools", "add_generation_prompt"])
 def test_argument_that_is_not_the_templates_is_refused(folder, name) -> None:
-    with pytest.raises(
-        ChatError, match=rf"data\.template_arguments: the chat template never reads {name}; it"
-    ):
+    with pytest.raises(ChatError, match=rf"data\.template_arguments: .* never reads {name}; it"):
         encoder(folder, **{name: True})
     with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs: .* it reads .*preserve_thinking"):
         encoder(folder).encode([QUESTION, PLAIN], [], template_arguments={name: True})
@@ -157,9 +155,7 @@ def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
     one, other = open_loader(without, hf), open_loader(numbered, hf)
     assert other.row_settings["template_arguments"] == {"add_vision_id": True}
     for resumed, state in ((one, other.state_dict()), (other, one.state_dict())):
-        with pytest.raises(
-            LoaderStateError, match=r"template_arguments = .* set data\.template_arguments back"
-        ):
+        with pytest.raises(LoaderStateError, match=r"set data\.template_arguments back"):
             resumed.load_state_dict(state)
     state = one.state_dict()
     del state["identity"]["template_arguments"]  # as version 0.2.0 wrote it

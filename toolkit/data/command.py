@@ -97,6 +97,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but is not trained on them"
         )
+    if report.unfinished_turns:
+        print(f"  {report.unfinished_turns} turns after the last answer of their conversation are left out")
     if report.first_images:
         print(f"  {report.first_images} images are animated or have several pages: only the first is used")
     if report.assumed_fps:

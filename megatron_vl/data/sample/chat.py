@@ -25,6 +25,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from megatron_vl.data.sample.conversation_checks import (
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
+from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 from megatron_vl.system.errors import is_machine_fault
@@ -161,10 +163,16 @@ class ChatEncoder:
         Raises:
             ChatError: the template refuses the conversation.
         """
+        marked_messages = [
+            {**message, "tool_calls": mark_numbers(message["tool_calls"])}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
+            text = self.tokenizer.apply_chat_template(
+                marked_messages,
+                tools=mark_numbers(list(tools)) or None,
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -173,9 +181,13 @@ class ChatEncoder:
         except Exception as error:  # jinja errors, and whatever a template raises
             if is_machine_fault(error):
                 raise
+            roles = [message.get("role") for message in messages]
+            repeated = next((role for role, following in pairwise(roles) if role == following != "tool"), "")
+            advice = f"; the {repeated} has several turns in a row: join them" if repeated else ""
             raise ChatError(
-                f"the chat template refuses the conversation ({type(error).__name__}: {error})"
+                f"the chat template refuses the conversation ({type(error).__name__}: {error}){advice}"
             ) from error
+        return unmark_numbers(text)
 
     def encode(
         self,
@@ -322,6 +334,11 @@ class ChatEncoder:
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         has_reasoning = any(message.get("reasoning_content") for message in messages)
         missing_feature = ""
+        has_late_system = any(message.get("role") == "system" for message in messages[1:])
+        if has_late_system and not self._writes_late_system:
+            raise ChatTemplateError(
+                "the chat template writes a system turn only at the start; join them into one turn there"
+            )
         if tools and not self._writes_tools:
             missing_feature = "tools"
         elif has_calls and not self._writes_calls:
@@ -338,6 +355,11 @@ class ChatEncoder:
     @cached_property
     def _writes_tools(self) -> bool:
         return self._shows_probe(PROBE_TURNS[:1], [PROBE_TOOL])
+
+    @cached_property
+    def _writes_late_system(self) -> bool:
+        late_system = {"role": "system", "content": PROBE_FUNCTION}
+        return self._shows_probe([PROBE_TURNS[0], late_system, PROBE_TURNS[-1]], ())
 
     @cached_property
     def _writes_calls(self) -> bool:
