@@ -27,8 +27,10 @@ from itertools import batched
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import CLIP_LIMITS, clip_frames
 from megatron_vl.data.sample.images import DEFAULT_MAX_PIXELS
-from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium
+from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium, stored_video_info
 from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
@@ -83,6 +85,8 @@ class DataReport:
     parts``, ``listed media``) and key. At each location, keys beyond the first 100 are counted together."""
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but is not trained on them."""
+    clips: int = 0
+    """Videos of which a part is taken (``video_start``, ``video_end``)."""
     unfinished_turns: int = 0
     """Turns after the last answer or call of their conversation, which are left out."""
     assumed_fps: int = 0
@@ -106,6 +110,7 @@ class DataReport:
             key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += sample.answer_media
+        self.clips += sample.clips
         self.unfinished_turns += sample.unfinished_turns
         for info in sample.media_infos:
             self.images += info.kind == "image"
@@ -420,10 +425,17 @@ def read_record(
     )
     media = []
     references, field_paths = conversation.media_references, conversation.field_paths
-    for (kind, reference), field_path in zip(references, field_paths, strict=True):
+    for (kind, reference), field_path, limits in zip(
+        references, field_paths, conversation.media_limits, strict=True
+    ):
         try:
             media_bytes = read_media(kind, reference, options.roots)
-            media.append((_inspect_once(kind, reference, media_bytes, options), media_bytes))
+            info = _inspect_once(kind, reference, media_bytes, options)
+            if not limits.keys().isdisjoint(CLIP_LIMITS):
+                clip_frames(stored_video_info(info.loader_record("") | {"limits": limits}))
+            media.append((info, media_bytes))
+        except PixelError as error:
+            raise RecordError("clip outside of its video", str(error), field_path) from error
         except UnusableError as error:
             raise RecordError(error.reason, str(error), field_path) from error
     return conversation, media

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from megatron_vl.data.sample.grids import CLIP_LIMITS
 from megatron_vl.data.sample.medium import MediaInfo
 from megatron_vl.data.sample.written_numbers import dump_json
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
@@ -52,6 +53,7 @@ class StoredSample:
     record_identity: str
     ignored_keys: list[tuple[str, str]]
     answer_media: int
+    clips: int
     unfinished_turns: int
     media_names: list[str]
     """The media's names in the record; empty for media in the record itself."""
@@ -103,6 +105,7 @@ def store_sample(
         conversation.record_identity,
         conversation.ignored_keys,
         conversation.answer_media,
+        sum(not limits.keys().isdisjoint(CLIP_LIMITS) for limits in conversation.media_limits),
         conversation.unfinished_turns,
         ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
@@ -146,7 +149,10 @@ def _sample_json(
         sample["tools"] = conversation.tool_definitions
     if conversation.template_arguments:
         sample["chat_template_kwargs"] = conversation.template_arguments
-    sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
+    sample["media"] = [
+        info.loader_record(key) | ({"limits": limits} if limits else {})
+        for key, info, limits in zip(suffixed_keys, media_infos, conversation.media_limits, strict=True)
+    ]
     sample["source"] = source
     return append_crc32(dump_json(sample).encode())
 

@@ -127,6 +127,7 @@ def read_conversation(
         reader.ignored_keys,
         tools,
         read_template_arguments(record),
+        reader.media_limits[:num_media],
         unfinished_turns,
     )
 
@@ -144,6 +145,7 @@ def _checked_document(
         reader.field_paths,
         record_identity(record.get("id")),
         reader.ignored_keys,
+        media_limits=reader.media_limits,
         document=parts,
         loss_weight=weight[0],
     )

@@ -54,6 +54,8 @@ class Conversation:
     """The functions that the assistant may call, as the chat template takes them."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """The record's ``chat_template_kwargs``."""
+    media_limits: list[dict[str, Any]] = field(default_factory=list)
+    """The own limits of each medium, such as ``max_pixels``; empty if it has none."""
     unfinished_turns: int = 0
     """Number of turns after the last answer, which are left out."""
     document: list[dict[str, Any]] = field(default_factory=list)

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_KEYS = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
-SETTING_BY_IGNORED_KEY = {
-    "min_pixels": "data.min_pixels of the run applies",
-    "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
-    "fps": "data.video_fps of the run applies",
-    "nframes": "data.video_fps and data.video_max_frames of the run apply",
-    "max_frames": "data.video_max_frames of the run applies",
-    "start": "no video is cut",
-    "end": "no video is cut",
-}
+SETTING_BY_IGNORED_KEY = {"start": "no video is cut", "end": "no video is cut"}
 """The setting that applies instead of an ignored key."""
 TOO_MANY_QUARANTINED = 3
 """Exit code. 1 means failure, 2 an invalid command line."""
@@ -97,6 +89,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but is not trained on them"
         )
+    if report.clips:
+        print(f"  {report.clips} of the videos are clips (video_start, video_end)")
     if report.unfinished_turns:
         print(f"  {report.unfinished_turns} turns after the last answer of their conversation are left out")
     if report.first_images:

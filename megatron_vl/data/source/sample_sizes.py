@@ -9,6 +9,8 @@ reads them.
 * ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video.
 * ``documents.npy`` and ``text_before.npy``, if there are documents: whether each sample is one, 1 byte, and
   the number of tokens of text before each medium, 4 bytes. They say where a document can be cut.
+* ``limits.npy`` and ``limits_end.npy``, if media have limits of their own: these as JSON, in order, and
+  the byte at which those of each medium end, 8 bytes.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
@@ -34,8 +36,8 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.chat_template import read_run_template
 from megatron_vl.data.sample.documents import cut_document
-from megatron_vl.data.sample.frame_archive import PixelError, Sampling
-from megatron_vl.data.sample.grids import VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.medium import stored_media_grid
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -51,6 +53,8 @@ from megatron_vl.system.errors import UserError
 SHARDS_FILE = "shards.json"
 DOCUMENTS_FILE = "documents.npy"
 TEXT_BEFORE_FILE = "text_before.npy"
+LIMITS_FILE = "limits.npy"
+LIMITS_END_FILE = "limits_end.npy"
 SIZES_VERSION = 2
 SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
@@ -189,6 +193,17 @@ class StoredSizes:
     """bool [samples]: whether each sample is a document; None: none is."""
     text_before: Any = None
     """uint32 [media]: number of tokens of text before each medium of a document."""
+    limit_texts: Any = None
+    """uint8 [bytes]: the own limits of media as JSON; None: no medium has any."""
+    limits_end: Any = None
+    """uint64 [media]: where those of each medium end."""
+
+    def own_limits(self, medium_number: int) -> bytes:
+        """The own limits of a medium as JSON; empty if it has none."""
+        if self.limits_end is None:
+            return b""
+        start = self.limits_end[medium_number - 1] if medium_number else 0
+        return bytes(self.limit_texts[int(start) : int(self.limits_end[medium_number])])
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -234,6 +249,11 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             document_flags = _load_array(sizes_dir / DOCUMENTS_FILE)
             text_before = _load_array(sizes_dir / TEXT_BEFORE_FILE)
 
+        limit_texts = limits_end = None
+        if location_is_file(sizes_dir / LIMITS_FILE):
+            limit_texts = _load_array(sizes_dir / LIMITS_FILE)
+            limits_end = _load_array(sizes_dir / LIMITS_END_FILE)
+
         shard_ranges = {}
         sample_total = 0
         for name, facts in shard_facts.items():
@@ -246,6 +266,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and media_count == len(medium_records)
             and (document_flags is None or len(document_flags) == len(sample_records))
             and (text_before is None or len(text_before) == len(medium_records))
+            and (limits_end is None or len(limits_end) == len(medium_records))
+            and (limits_end is None or int(limits_end[-1]) == len(limit_texts))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
@@ -258,7 +280,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             " index`"
         )
     return StoredSizes(
-        sample_records, medium_records, shard_ranges, content_id, shard_facts, document_flags, text_before
+        *(sample_records, medium_records, shard_ranges, content_id, shard_facts),
+        *(document_flags, text_before, limit_texts, limits_end),
     )
 
 
@@ -296,7 +319,7 @@ class SampleSizeCounter:
         first_of_sample = np.repeat(np.cumsum(media_counts) - media_counts, media_counts)
         index_in_sample = np.arange(len(sample_of_medium)) - first_of_sample
         medium_numbers = np.repeat(media_starts, media_counts) + index_in_sample
-        media_sizes = self._count_media(stored_sizes.medium_records[medium_numbers])
+        media_sizes = self._count_media(stored_sizes, medium_numbers)
         media_tokens, media_patches = np.divmod(media_sizes, 1 << 32)
 
         # One unusable medium makes its sample unusable, whatever its other media add.
@@ -325,10 +348,13 @@ class SampleSizeCounter:
         num_tokens = int(stored_sizes.sample_records["tokens"][sample_number])
         spans, patch_counts, medium_tokens = [], [], 0
         fields_of_media = stored_sizes.medium_records[media].tolist()
-        for text_tokens, fields in zip(
-            stored_sizes.text_before[media].tolist(), fields_of_media, strict=True
+        for i, text_tokens, fields in zip(
+            range(media.start, media.stop),
+            stored_sizes.text_before[media].tolist(),
+            fields_of_media,
+            strict=True,
         ):
-            grid = self._medium_grid(*fields)
+            grid = self._medium_grid(stored_sizes.own_limits(i), *fields)
             start = text_tokens + medium_tokens
             medium_tokens += self.chat_encoder.document_token_count(grid)
             num_tokens += self.chat_encoder.media_token_count(grid)
@@ -337,30 +363,35 @@ class SampleSizeCounter:
         parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
         return [(part.end - part.start, part.patches) for part in parts]
 
-    def _count_media(self, medium_records: NDArray[np.void]) -> Integers:
+    def _count_media(self, stored_sizes: StoredSizes, medium_numbers: Integers) -> Integers:
         """``tokens << 32 | patches`` of media, int64 [n]; 0 for a medium that cannot be used."""
+        medium_records = stored_sizes.medium_records[medium_numbers]
         if len(self._cached_media_sizes) > MAX_CACHED_MEDIA:
             self._cached_media_sizes.clear()
         keys = np.ascontiguousarray(medium_records).view(f"V{MEDIUM_DTYPE.itemsize}").tolist()
+        if stored_sizes.limits_end is not None:
+            keys = [key + stored_sizes.own_limits(i) for key, i in zip(keys, medium_numbers, strict=True)]
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
         uncached_fields = medium_records[uncached_media].tolist()
         for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
             try:
-                grid = self._medium_grid(*medium_fields)
+                limits_json = keys[number][MEDIUM_DTYPE.itemsize :]
+                grid = self._medium_grid(limits_json, *medium_fields)
                 media_size = (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
             except PixelError:
                 media_size = 0
             self._cached_media_sizes[keys[number]] = media_size
         return np.fromiter(map(self._cached_media_sizes.__getitem__, keys), np.int64, len(keys))
 
-    def _medium_grid(
-        self, medium_height: int, medium_width: int, frame_count: int, fps: float, takes_all_frames: int
-    ) -> GridTHW:
-        if not frame_count:
-            return image_grid(medium_height, medium_width, self.pixel_settings)
-        frame_sampling: Sampling = "whole" if takes_all_frames else "as a file"
-        video_info = VideoInfo(frame_count, fps, medium_height, medium_width, frame_sampling)
-        return video_grid(video_info, self.pixel_settings)
+    def _medium_grid(self, limits_json: bytes, *fields: float) -> GridTHW:
+        names = ("height", "width", "frames", "fps", "whole")
+        medium: dict[str, Any] = dict(zip(names, fields, strict=True))
+        medium |= {
+            "kind": "video" if medium["frames"] else "image",
+            "limits": json.loads(limits_json or "{}"),
+        }
+        medium["sampling"] = "whole" if medium["whole"] else "as a file"
+        return stored_media_grid(medium, self.pixel_settings)
 
 
 MAX_CACHED_MEDIA = 1 << 20
