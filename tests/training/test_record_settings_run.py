@@ -45,7 +45,7 @@ def test_every_record_is_trained_on(tmp_path: Path) -> None:
     options += ["--data.chat_template", TOOLS_TEMPLATE, "--data.template_arguments", json.dumps(NUMBERED)]
     options += ["--log.samples", "true"]
     run = tmp_path / "run"
-    done = train(prepared, run, *options, ranks=1, steps=2)
+    done = train(prepared, run, *options, ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
     keys = {key for line in metrics(run, "samples.jsonl") for row in line["rows"] for key in row}
     assert keys == {f"{number:09d}" for number in range(len(seen))}
