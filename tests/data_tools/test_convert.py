@@ -609,12 +609,14 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     image = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
     answer = {"role": "assistant", "content": [image, {"type": "text", "text": "That one."}], "mood": 0.5}
     record = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "Which?"}]}, answer]}
+    record["max_pixels"] = 784  # of the record, and not of a medium
     bad = {"messages": [{"role": "user", "content": [{**image, "image": "none.png"}]}, answer]}
     many = {f"k{i:03d}" + "x" * 100: 1 for i in range(120)}
 
     assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0
     out = capsys.readouterr().out
-    assert "  ignored: mood in 2 turns\n  ignored: " in out
+    instead = "(data.max_pixels of the run applies, data.video_max_pixels for videos)"
+    assert f"max_pixels in 2 records {instead}" in out and "  ignored: mood in 2 turns\n" in out
     assert "and 91 more keys (see report.json)\n" in out
     assert (
         "  2 images or videos in the assistant's turns: the model sees them but is not trained on them\n"
@@ -625,7 +627,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
     records = report["ignored"].pop("records")
     assert report["ignored"] == {"turns": {"mood": 2}}
     assert report["answer_media"] == 2
-    assert len(records) == 101 and records["other keys"] == 20 and max(map(len, records)) == 60
+    assert len(records) == 101 and records["other keys"] == 21 and max(map(len, records)) == 60
 
 
 def test_exit_code_tells_whether_too_much_was_quarantined(tmp_path, capsys):

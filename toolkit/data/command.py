@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_KEYS = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
-SETTING_BY_IGNORED_KEY = {"start": "no video is cut", "end": "no video is cut"}
+SETTING_BY_IGNORED_KEY = {
+    "min_pixels": "data.min_pixels of the run applies",
+    "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
+    "fps": "data.video_fps of the run applies",
+    "nframes": "data.video_fps and data.video_max_frames of the run apply",
+    "max_frames": "data.video_max_frames of the run applies",
+    "start": "no video is cut",
+    "end": "no video is cut",
+}
 """The setting that applies instead of an ignored key."""
 TOO_MANY_QUARANTINED = 3
 """Exit code. 1 means failure, 2 an invalid command line."""

@@ -163,15 +163,9 @@ class ChatEncoder:
         Raises:
             ChatError: the template refuses the conversation.
         """
-        marked_messages = [
-            {**message, "tool_calls": mark_numbers(message["tool_calls"])}
-            if message.get("tool_calls")
-            else message
-            for message in messages
-        ]
         try:
             text = self.tokenizer.apply_chat_template(
-                marked_messages,
+                mark_numbers(list(messages)),
                 tools=mark_numbers(list(tools)) or None,
                 chat_template=self.chat_template,
                 tokenize=False,
@@ -333,20 +327,18 @@ class ChatEncoder:
         """Raises ChatTemplateError if the template would silently leave out a part of the conversation."""
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         has_reasoning = any(message.get("reasoning_content") for message in messages)
-        missing_feature = ""
         has_late_system = any(message.get("role") == "system" for message in messages[1:])
+        missing_feature = advice = ""
         if has_late_system and not self._writes_late_system:
-            raise ChatTemplateError(
-                "the chat template writes a system turn only at the start; join them into one turn there"
-            )
-        if tools and not self._writes_tools:
+            missing_feature, advice = "a system turn after the start", "; join them into one at the start"
+        elif tools and not self._writes_tools:
             missing_feature = "tools"
         elif has_calls and not self._writes_calls:
             missing_feature = "tool calls"
         elif has_reasoning and "reasoning_content" not in self.chat_template:
             missing_feature = "reasoning_content"
         if missing_feature:
-            given, advice = self.given_template, ""
+            given = self.given_template
             owner = f"chat template {given}" if given else "checkpoint's chat template"
             if missing_feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
                 advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"

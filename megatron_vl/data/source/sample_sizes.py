@@ -198,12 +198,14 @@ class StoredSizes:
     limits_end: Any = None
     """uint64 [media]: where those of each medium end."""
 
-    def own_limits(self, medium_number: int) -> bytes:
-        """The own limits of a medium as JSON; empty if it has none."""
+    def own_limits(self, medium_numbers: Integers) -> list[bytes]:
+        """The own limits of media as JSON; empty for a medium that has none."""
         if self.limits_end is None:
-            return b""
-        start = self.limits_end[medium_number - 1] if medium_number else 0
-        return bytes(self.limit_texts[int(start) : int(self.limits_end[medium_number])])
+            return [b""] * len(medium_numbers)
+        ends = self.limits_end[medium_numbers].astype(np.int64)
+        starts = np.where(medium_numbers > 0, self.limits_end[np.maximum(medium_numbers - 1, 0)], 0)
+        spans = zip(starts.astype(np.int64).tolist(), ends.tolist(), strict=True)
+        return [self.limit_texts[start:end].tobytes() if end > start else b"" for start, end in spans]
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -267,7 +269,6 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and (document_flags is None or len(document_flags) == len(sample_records))
             and (text_before is None or len(text_before) == len(medium_records))
             and (limits_end is None or len(limits_end) == len(medium_records))
-            and (limits_end is None or int(limits_end[-1]) == len(limit_texts))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
@@ -348,13 +349,11 @@ class SampleSizeCounter:
         num_tokens = int(stored_sizes.sample_records["tokens"][sample_number])
         spans, patch_counts, medium_tokens = [], [], 0
         fields_of_media = stored_sizes.medium_records[media].tolist()
-        for i, text_tokens, fields in zip(
-            range(media.start, media.stop),
-            stored_sizes.text_before[media].tolist(),
-            fields_of_media,
-            strict=True,
+        all_limits = stored_sizes.own_limits(np.arange(media.start, media.stop))
+        for text_tokens, fields, limits in zip(
+            stored_sizes.text_before[media].tolist(), fields_of_media, all_limits, strict=True
         ):
-            grid = self._medium_grid(stored_sizes.own_limits(i), *fields)
+            grid = self._medium_grid(limits, *fields)
             start = text_tokens + medium_tokens
             medium_tokens += self.chat_encoder.document_token_count(grid)
             num_tokens += self.chat_encoder.media_token_count(grid)
@@ -369,14 +368,13 @@ class SampleSizeCounter:
         if len(self._cached_media_sizes) > MAX_CACHED_MEDIA:
             self._cached_media_sizes.clear()
         keys = np.ascontiguousarray(medium_records).view(f"V{MEDIUM_DTYPE.itemsize}").tolist()
-        if stored_sizes.limits_end is not None:
-            keys = [key + stored_sizes.own_limits(i) for key, i in zip(keys, medium_numbers, strict=True)]
+        all_limits = stored_sizes.own_limits(medium_numbers)
+        keys = [key + limits for key, limits in zip(keys, all_limits, strict=True)]
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
         uncached_fields = medium_records[uncached_media].tolist()
         for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
             try:
-                limits_json = keys[number][MEDIUM_DTYPE.itemsize :]
-                grid = self._medium_grid(limits_json, *medium_fields)
+                grid = self._medium_grid(all_limits[number], *medium_fields)
                 media_size = (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
             except PixelError:
                 media_size = 0
@@ -386,10 +384,8 @@ class SampleSizeCounter:
     def _medium_grid(self, limits_json: bytes, *fields: float) -> GridTHW:
         names = ("height", "width", "frames", "fps", "whole")
         medium: dict[str, Any] = dict(zip(names, fields, strict=True))
-        medium |= {
-            "kind": "video" if medium["frames"] else "image",
-            "limits": json.loads(limits_json or "{}"),
-        }
+        medium["kind"] = "video" if medium["frames"] else "image"
+        medium["limits"] = json.loads(limits_json or "{}")
         medium["sampling"] = "whole" if medium["whole"] else "as a file"
         return stored_media_grid(medium, self.pixel_settings)
 
