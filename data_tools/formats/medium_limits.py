@@ -18,6 +18,7 @@ from .conversation import RecordError, shorten_value
 from .frame_sequence import FrameSequence, may_be_frame_folder
 
 REASON = "bad limits of a medium"
+LARGEST = 1e15
 SECOND_LIMITS = ("fps", *CLIP_LIMITS)
 """Limits that may have a fraction. The others are whole numbers from 1."""
 
@@ -43,7 +44,7 @@ def read_medium_limits(
     if media_kind == "video" and not is_list:
         is_folder = isinstance(medium, FrameSequence) or may_be_frame_folder(medium)
         names += FRAME_LIMITS[is_folder:]  # the first is the rate of a folder's images
-    limits = {
+    limits: dict[str, Any] = {
         name: _read_number(name, json_object[name], f"{key_prefix}{name}")
         for name in names
         if json_object.get(name) not in (None, "")
@@ -74,7 +75,7 @@ def _read_number(name: str, value: Any, field_path: str) -> float:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             number = float(value)
-    is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < LARGEST
     if is_number and name in SECOND_LIMITS and (number > 0 or name == "video_start" and number == 0):
         return float(number)
     if is_number and name not in SECOND_LIMITS and number >= 1 and number == int(number):
@@ -97,7 +98,7 @@ def _read_times(
         rate = _read_number("fps", json_object[rate_key], f"{key_prefix}{rate_key}")
     is_ascending = (
         isinstance(values, list)
-        and all(isinstance(each, int | float) and math.isfinite(each) and each >= 0 for each in values)
+        and all(isinstance(each, int | float) and 0 <= each < LARGEST for each in values)
         and all(earlier <= later for earlier, later in itertools.pairwise(values))
     )
     if not is_ascending or len(values) != len(medium.images):
