@@ -36,7 +36,7 @@ from megatron_vl.weights.tensor_files import (
     make_safetensors_header,
     read_safetensors_header,
 )
-from megatron_vl.weights.trained_media import TEMPLATE_KEY, exported_facts, trained_facts
+from megatron_vl.weights.trained_media import ARGUMENTS_KEY, TEMPLATE_KEY, exported_facts, trained_facts
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
@@ -442,6 +442,8 @@ def _write_training_facts(output_dir: Path, training_facts: dict[str, Any]) -> N
     if chat_template := training_facts.get(TEMPLATE_KEY):
         write_chat_template(output_dir, chat_template)
         training_facts = training_facts | {TEMPLATE_KEY: CHAT_TEMPLATE_FILE}
+    if not training_facts.get(ARGUMENTS_KEY):
+        training_facts = {key: value for key, value in training_facts.items() if key != ARGUMENTS_KEY}
     if training_facts:
         facts = training_facts | {"digest": manifest_digest(training_facts)}
         write_json(output_dir / EXPORT_FACTS_FILE, facts)

@@ -27,8 +27,10 @@ from itertools import batched
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import CLIP_LIMITS, clip_frames
 from megatron_vl.data.sample.images import DEFAULT_MAX_PIXELS
-from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium
+from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium, stored_video_info
 from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
@@ -86,6 +88,10 @@ class DataReport:
     """Images and videos in the assistant's turns; the model sees them but is not trained on them."""
     unsaid_boxes: int = 0
     """The assistant's turns with boxes whose frame of reference is not said. They are trained on as text."""
+    clips: int = 0
+    """Videos of which a part is taken (``video_start``, ``video_end``)."""
+    unfinished_turns: int = 0
+    """Turns after the last answer or call of their conversation, which are left out."""
     assumed_fps: int = 0
     """Videos whose frame rate neither the record nor the file gives."""
     first_images: int = 0
@@ -108,6 +114,8 @@ class DataReport:
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += sample.answer_media
         self.unsaid_boxes += sample.unsaid_boxes
+        self.clips += sample.clips
+        self.unfinished_turns += sample.unfinished_turns
         for info in sample.media_infos:
             self.images += info.kind == "image"
             self.videos += info.kind == "video"
@@ -421,10 +429,17 @@ def read_record(
     )
     media = []
     references, field_paths = conversation.media_references, conversation.field_paths
-    for (kind, reference), field_path in zip(references, field_paths, strict=True):
+    for (kind, reference), field_path, limits in zip(
+        references, field_paths, conversation.media_limits, strict=True
+    ):
         try:
             media_bytes = read_media(kind, reference, options.roots)
-            media.append((_inspect_once(kind, reference, media_bytes, options), media_bytes))
+            info = _inspect_once(kind, reference, media_bytes, options)
+            if not limits.keys().isdisjoint(CLIP_LIMITS):
+                clip_frames(stored_video_info(info.loader_record("") | {"limits": limits}))
+            media.append((info, media_bytes))
+        except PixelError as error:
+            raise RecordError("clip outside of its video", str(error), field_path) from error
         except UnusableError as error:
             raise RecordError(error.reason, str(error), field_path) from error
     check_boxes(conversation.objects, [info for info, _ in media])

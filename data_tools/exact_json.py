@@ -6,6 +6,7 @@ import json
 from decimal import Decimal
 from typing import Any
 
+from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.system.errors import UserError
 
 EXACT_DIGITS = 15
@@ -24,11 +25,11 @@ class RoundedNumber(float):
 
 
 def _read_float(number_text: str) -> float:
-    number = float(number_text)
+    number = read_number(number_text)
     if len(number_text) <= EXACT_DIGITS and "e" not in number_text and "E" not in number_text:
         return number
     try:
-        is_exact = Decimal(number_text) == Decimal(repr(number))
+        is_exact = Decimal(number_text) == Decimal(repr(float(number)))
     except ArithmeticError:  # an exponent that even Decimal does not read
         is_exact = False
     return number if is_exact else RoundedNumber(number)

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ from megatron_vl.data.sample.boxes import FRAMES, SampleObjects
 from megatron_vl.data.sample.chat import ChatError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
+from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
     SIZES_DIR,
@@ -41,6 +42,8 @@ from megatron_vl.data.source.dataset_description import (
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
     DOCUMENTS_FILE,
+    LIMITS_END_FILE,
+    LIMITS_FILE,
     MEDIUM_DTYPE,
     SAMPLE_DTYPE,
     SHARDS_FILE,
@@ -63,6 +66,8 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "media": MEDIUM_DTYPE,
     "documents": np.dtype("?"),
     "text_before": np.dtype("<u4"),
+    "limits": np.dtype("u1"),
+    "limits_end": np.dtype("<u8"),
 }
 """The files of sizes, without ``.npy``."""
 
@@ -222,7 +227,8 @@ class ShardSizes(NamedTuple):
     """The sizes of the samples of a shard."""
 
     arrays: dict[str, NDArray[Any]]
-    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` counts from the first medium of the shard."""
+    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` and ``limits_end`` count from the start of the
+    shard."""
     facts: dict[str, Any]
 
 
@@ -238,7 +244,7 @@ def write_sizes(
         content_id: returns the id of the content; called after the last shard.
     """
     shards: dict[str, dict[str, Any]] = {}
-    media_count, has_documents = 0, False
+    media_count, limits_bytes, has_documents = 0, 0, False
     with ExitStack() as open_files:
         append = {
             name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
@@ -247,6 +253,8 @@ def write_sizes(
         for shard_name, (arrays, facts) in sizes_by_shard:
             arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
             media_count += len(arrays["media"])
+            arrays["limits_end"] += np.uint64(limits_bytes)
+            limits_bytes += len(arrays["limits"])
             has_documents |= bool(arrays["documents"].any())
             for name, values in arrays.items():
                 append[name](values)
@@ -254,6 +262,9 @@ def write_sizes(
             show_progress(1)
     if not has_documents:
         for file_name in (DOCUMENTS_FILE, TEXT_BEFORE_FILE):
+            (sizes_dir / file_name).unlink()
+    if not limits_bytes:
+        for file_name in (LIMITS_FILE, LIMITS_END_FILE):
             (sizes_dir / file_name).unlink()
     (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
 
@@ -303,6 +314,8 @@ class MeasuredSample(NamedTuple):
     is_document: bool = False
     text_before: NDArray[np.uint32] = np.zeros(0, np.uint32)
     """uint32 [media]: number of tokens of a document's text before each medium."""
+    limits: Sequence[bytes] = ()
+    """The own limits of each medium as JSON; empty if it has none."""
 
 
 def _measure_shard(task_number: int) -> ShardSizes:
@@ -317,6 +330,7 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
     """The sizes of the samples of a shard, as :func:`measure_sample` measures each."""
     sample_rows, document_flags = [], []
     media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
+    limit_texts: list[bytes] = []
     unusable_reasons: Counter[str] = Counter()
     media_count = all_turns = 0
     for raw_sample in samples:
@@ -326,6 +340,7 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
             unusable_reasons[sample.unusable_reason] += 1
         media_arrays.append(sample.media)
         text_arrays.append(sample.text_before)
+        limit_texts += sample.limits
         media_count += len(sample.media)
         sample_rows.append((sample.text_tokens, media_count))
         document_flags.append(sample.is_document)
@@ -335,6 +350,8 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
         "media": np.concatenate(media_arrays),
         "documents": np.array(document_flags, np.bool_),
         "text_before": np.concatenate(text_arrays),
+        "limits": np.frombuffer(b"".join(limit_texts), np.uint8),
+        "limits_end": np.cumsum([len(text) for text in limit_texts], dtype=np.uint64),
     }
     return ShardSizes(arrays, facts)
 
@@ -366,8 +383,11 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         return MeasuredSample()
     chat_encoder = encoder.chat_encoder
     try:
-        record = json.loads(checked_json_bytes(sample))
+        record = json.loads(checked_json_bytes(sample), parse_float=read_number)
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
+        all_limits = [item.pop("limits", {}) for item in record["media"]]
+        limits = [json.dumps(each).encode() if each else b"" for each in all_limits]
+        # The text is the same without the limits, which a run's settings may contradict.
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
         text_before, num_digits = np.zeros(len(media), np.uint32), 0
         if "document" in record:
@@ -376,9 +396,16 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
             text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
         else:
             objects = SampleObjects(record, grids, chat_encoder.spec.vision)
-            token_ids, _ = chat_encoder.encode(objects.written_messages(), grids, record.get("tools", ()))
-            num_digits = sum(len(str(n)) for box in objects.sized_boxes() for n in objects.numbers(box))
-            media = np.append(media, _coordinate_rows(objects, media))
+            token_ids, _ = chat_encoder.encode(
+                objects.written_messages(),
+                grids,
+                record.get("tools", ()),
+                template_arguments=record.get("chat_template_kwargs"),
+            )
+            sized_boxes = objects.sized_boxes()
+            num_digits = sum(len(str(n)) for box in sized_boxes for n in objects.numbers(box))
+            limits += [limits[box["medium"]] for box in sized_boxes for _ in box["box"]]
+            media = np.append(media, _coordinate_rows(sized_boxes, media))
             text_before = np.zeros(len(media), np.uint32)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
@@ -390,13 +417,12 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
     text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids)) - num_digits
     turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
-    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before)
+    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before, limits)
 
 
-def _coordinate_rows(objects: SampleObjects, media: NDArray[np.void]) -> NDArray[np.void]:
+def _coordinate_rows(boxes: Sequence[dict[str, Any]], media: NDArray[np.void]) -> NDArray[np.void]:
     """A row for each coordinate whose digits follow from the limits of a run: that of its image, with
     :data:`COORDINATE` frames, the number in ``fps``, and its frame of reference and axis in ``whole``."""
-    boxes = objects.sized_boxes()
     rows = media[[box["medium"] for box in boxes for _ in box["box"]]]
     rows["frames"], rows["fps"] = COORDINATE, [number for box in boxes for number in box["box"]]
     rows["whole"] = [2 * FRAMES.index(box["frame"]) + i % 2 for box in boxes for i in range(len(box["box"]))]

@@ -22,7 +22,9 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from megatron_vl.data.sample.grids import CLIP_LIMITS
 from megatron_vl.data.sample.medium import MediaInfo
+from megatron_vl.data.sample.written_numbers import dump_json
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.system import durable_files
@@ -52,6 +54,8 @@ class StoredSample:
     ignored_keys: list[tuple[str, str]]
     answer_media: int
     unsaid_boxes: int
+    clips: int
+    unfinished_turns: int
     media_names: list[str]
     """The media's names in the record; empty for media in the record itself."""
 
@@ -103,6 +107,8 @@ def store_sample(
         conversation.ignored_keys,
         conversation.answer_media,
         conversation.unsaid_boxes,
+        sum(not limits.keys().isdisjoint(CLIP_LIMITS) for limits in conversation.media_limits),
+        conversation.unfinished_turns,
         ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
 
@@ -145,9 +151,14 @@ def _sample_json(
         sample["tools"] = conversation.tool_definitions
     if conversation.objects:
         sample["objects"] = conversation.objects
-    sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
+    if conversation.template_arguments:
+        sample["chat_template_kwargs"] = conversation.template_arguments
+    sample["media"] = [
+        info.loader_record(key) | ({"limits": limits} if limits else {})
+        for key, info, limits in zip(suffixed_keys, media_infos, conversation.media_limits, strict=True)
+    ]
     sample["source"] = source
-    return append_crc32(json.dumps(sample, ensure_ascii=False).encode())
+    return append_crc32(dump_json(sample).encode())
 
 
 class _OpenShard:

@@ -48,7 +48,7 @@ from megatron_vl.system.progress_bar import progress
 from .sample_sizes import ARRAY_DTYPES, ShardSizes, measure_samples, run_tasks, write_sizes
 
 RESULTS_DIR = "tar-index"
-RESULT_VERSION = 2
+RESULT_VERSION = 3
 WINDOW_BYTES = 1 << 20
 """Bytes of an object that are read together. What lies between two windows is skipped."""
 MAX_TAIL_BYTES = 1 << 20

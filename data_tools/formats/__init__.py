@@ -2,10 +2,10 @@
 
 :data:`FORMATS` is the table of formats, one file each. A record's format is given, or recognised by its
 fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
-refused if its markers and media disagree, if its roles do not follow the order (system,) user, assistant,
-user, ..., if an answer has no text, or if it holds something that belongs to the task and cannot be shown to
-the model: boxes without markers, preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys
-that nothing reads are listed in :attr:`Conversation.ignored_keys`.
+refused if its markers and media disagree, if its first turn is not the user's, if an answer has no text, or
+if it holds something that belongs to the task and cannot be shown to the model: boxes without markers,
+preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys that nothing reads are listed in
+:attr:`Conversation.ignored_keys`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .conversation import (
     check_loss_weights,
     check_result_counts,
     check_role_order,
+    cut_unfinished_turns,
     record_identity,
     refuse_listed_audio,
     shorten_value,
@@ -39,7 +40,7 @@ from .record_reader import (
     RecordReader,
     refuse_unread_keys,
 )
-from .tool_calls import drop_null_arguments, read_tools
+from .tool_calls import drop_null_arguments, read_template_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
@@ -108,6 +109,8 @@ def read_conversation(
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field)
+    unfinished_turns, unfinished_media = cut_unfinished_turns(messages)
+    num_media = len(reader.media_references) - unfinished_media
     apply_record_weight(record, messages)
     check_loss_weights(messages, record_format.turns_field)
 
@@ -119,15 +122,18 @@ def read_conversation(
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
     check_result_counts(messages, record_format.turns_field)
-    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references])
+    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references[:num_media]])
     messages, unsaid_boxes = object_reader.read_messages(messages)
     return Conversation(
         messages,
-        reader.media_references,
-        reader.field_paths,
+        reader.media_references[:num_media],
+        reader.field_paths[:num_media],
         record_identity(record.get("id")),
         reader.ignored_keys,
         tools,
+        read_template_arguments(record),
+        reader.media_limits[:num_media],
+        unfinished_turns,
         objects=object_reader.objects,
         unsaid_boxes=unsaid_boxes,
     )
@@ -149,6 +155,7 @@ def _checked_document(
         reader.field_paths,
         record_identity(record.get("id")),
         reader.ignored_keys,
+        media_limits=reader.media_limits,
         document=parts,
         loss_weight=weight[0],
     )

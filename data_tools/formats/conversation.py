@@ -52,6 +52,12 @@ class Conversation:
     ``content parts``, ``listed media`` or ``tool calls``."""
     tool_definitions: list[dict[str, Any]] = field(default_factory=list)
     """The functions that the assistant may call, as the chat template takes them."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """The record's ``chat_template_kwargs``."""
+    media_limits: list[dict[str, Any]] = field(default_factory=list)
+    """The own limits of each medium, such as ``max_pixels``; empty if it has none."""
+    unfinished_turns: int = 0
+    """Number of turns after the last answer, which are left out."""
     document: list[dict[str, Any]] = field(default_factory=list)
     """The parts of a document (type text, image or video), which has no messages."""
     loss_weight: float = 1.0
@@ -126,20 +132,21 @@ def add_system(record: dict[str, Any], messages: list[Message], turns_field: str
 
 ALLOWED_NEXT_ROLES = {
     "": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
+    "user": ("assistant", "user"),
+    "assistant": ("user", "assistant"),
     "call": ("tool",),
-    "tool": ("assistant", "tool"),
+    "tool": ("assistant", "tool", "user"),
 }
 """Whose turn may follow; ``call`` is an assistant's turn that calls tools."""
 
 
 def check_role_order(messages: list[Message], turns_field: str) -> None:
-    """Raises RecordError if the roles do not follow the order (system,) user, assistant, user, ...
+    """Raises RecordError if the first turn is not the user's, or results do not follow a turn that calls.
 
-    Results of tools may follow a turn that calls them.
+    System turns may stand anywhere. Whether a chat template writes them there is known only when samples are
+    encoded.
     """
-    turns = messages[1:] if messages[0]["role"] == "system" else messages
+    turns = [message for message in messages if message["role"] != "system"]
     if not any(message["role"] == "assistant" for message in turns):
         raise RecordError(
             "no assistant turn", "without an assistant turn there is nothing to train on", turns_field
@@ -149,10 +156,22 @@ def check_role_order(messages: list[Message], turns_field: str) -> None:
     for i, message in enumerate(turns, 1):
         role = message["role"]
         if role not in ALLOWED_NEXT_ROLES[previous_role]:
-            found_text = f"turn {i} (not counting a system prompt) is the {role}'s"
+            found_text = f"turn {i} (not counting system prompts) is the {role}'s"
             expected_text = " or ".join(f"the {name}'s" for name in ALLOWED_NEXT_ROLES[previous_role])
             raise RecordError("wrong role order", f"{found_text}, but must be {expected_text}", turns_field)
         previous_role = "call" if message.get("tool_calls") else role
+
+
+def cut_unfinished_turns(messages: list[Message]) -> tuple[int, int]:
+    """Removes the turns after the last answer or call, on which nothing is trained.
+
+    Returns:
+        Number of removed turns, and of images and videos in them.
+    """
+    last_answer = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    unfinished = messages[last_answer + 1 :]
+    del messages[last_answer + 1 :]
+    return len(unfinished), sum(map(count_media, unfinished))
 
 
 def check_result_counts(messages: list[Message], turns_field: str) -> None:

@@ -7,7 +7,7 @@ without a medium.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from .conversation import (
 )
 from .frame_sequence import FrameSequence, may_be_frame_folder, read_frame_rate
 from .loss_weights import RECORD_WEIGHT_KEYS, TURN_WEIGHT_KEYS, apply_turn_weight
+from .medium_limits import read_medium_limits
 
 ROLE_SPELLINGS = {
     "human": "user",
@@ -72,7 +73,10 @@ MAX_SHOWN_KEY = 60
 
 
 OBJECT_FIELDS = ("objects", "boxes")
-COMMON_FIELDS = ("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions")
+COMMON_FIELDS = (
+    *("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions"),
+    "chat_template_kwargs",
+)
 
 
 def listed_turns(record: dict[str, Any], turns_field: str) -> list[Any]:
@@ -130,7 +134,7 @@ class RecordReader:
         self.ignored_keys: list[tuple[str, str]] = []
         self.frame_rate_keys: set[str] = set()
         """Keys of the record that give the frame rate of a video."""
-        self.unplaced_media: dict[str, list[tuple[Any, str]]] = {}
+        self.unplaced_media: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {}
         for kind in MEDIA_KINDS:
             names = [name for name in (kind, f"{kind}s") if name not in record_format.own_media_fields]
             self.unplaced_media[kind] = [
@@ -151,14 +155,18 @@ class RecordReader:
         self.marker_counts = dict.fromkeys(MEDIA_KINDS, 0)
         self.media_references: list[tuple[str, Any]] = []
         self.field_paths: list[str] = []
+        self.media_limits: list[dict[str, Any]] = []
 
     def note_ignored_keys(
         self, key_location: str, json_object: dict[str, Any], *read_keys: str | None
     ) -> None:
         self.ignored_keys += unread_keys(key_location, json_object, *read_keys)
 
-    def listed_references(self, record: dict[str, Any], field_name: str) -> list[tuple[Any, str]]:
-        """Returns (reference, field) of each medium listed in a field, and notes keys without effect."""
+    def listed_references(
+        self, record: dict[str, Any], field_name: str
+    ) -> list[tuple[Any, str, dict[str, Any]]]:
+        """Returns (reference, field, own limits) of each medium listed in a field, and notes keys without
+        effect."""
         field_value = record.get(field_name)
         if field_value is None or field_value == "":
             return []
@@ -167,12 +175,14 @@ class RecordReader:
             # The rate of a video's images stands beside the video: in its own object, or in the record.
             parent, prefix = (item, f"{field_path}.") if isinstance(item, dict) else (record, "")
             reference, rate_key = self.medium_reference(kind, item, field_path, parent, prefix)
+            limits: dict[str, Any] = {}
             if isinstance(item, dict):
-                refuse_unread_keys(item, MEDIUM_KEYS, prefix)
-                self.note_ignored_keys("listed media", item, "path", "url", "bytes", rate_key)
+                reference, limits, limit_keys = read_medium_limits(kind, reference, item, prefix)
+                refuse_unread_keys(item, MEDIUM_KEYS, prefix, limit_keys)
+                self.note_ignored_keys("listed media", item, "path", "url", "bytes", rate_key, *limit_keys)
             elif rate_key:
                 self.frame_rate_keys.add(rate_key)
-            located_media.append((reference, field_path))
+            located_media.append((reference, field_path, limits))
         return located_media
 
     def medium_reference(
@@ -396,25 +406,32 @@ class RecordReader:
                 )
                 raise RecordError("two media in a part", detail, f"{field_path}.{conflicting_key}")
 
-        refuse_unread_keys(item, MEDIUM_KEYS, f"{field_path}.")
         reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path", "value")
         reference_key = next((key for key in reference_keys if item.get(key) is not None), None)
         media_value = item[reference_key] if reference_key else None
         ignored_value_keys: list[tuple[str, str]] = []
-        if isinstance(media_value, dict):
-            refuse_unread_keys(media_value, MEDIUM_KEYS, f"{field_path}.{reference_key}.")
-        if isinstance(media_value, dict) and "bytes" not in media_value:
-            ignored_value_keys = unread_keys("content parts", media_value, "url")
-            media_value = media_value.get("url")
+        prefix, value_prefix = f"{field_path}.", f"{field_path}.{reference_key}."
+        value_object = media_value if isinstance(media_value, dict) else {}
+        if value_object and "bytes" not in value_object:
+            media_value = value_object.get("url")
 
         rate_key = None
         media_field_path = f"{field_path}.{reference_key or media_kind}"
         is_listed = media_value is None and self.listed_counts[media_kind] > 0
+        waiting = self.unplaced_media[media_kind]
+        medium, listed_path, listed_limits = waiting[0] if is_listed and waiting else (None, "", {})
         if not is_listed:
-            prefix = f"{field_path}."
             medium, rate_key = self.medium_reference(media_kind, media_value, media_field_path, item, prefix)
-            self._add_medium(media_kind, medium, media_field_path)
-        self.note_ignored_keys("content parts", item, "type", reference_key, rate_key)
+        medium, limits, limit_keys = read_medium_limits(media_kind, medium, value_object | item, prefix)
+        refuse_unread_keys(item, MEDIUM_KEYS, prefix, limit_keys)
+        refuse_unread_keys(value_object, MEDIUM_KEYS, value_prefix, limit_keys)
+        if "bytes" not in value_object:
+            ignored_value_keys = unread_keys("content parts", value_object, "url", *limit_keys)
+        if not is_listed:
+            self._add_medium(media_kind, medium, media_field_path, limits)
+        elif waiting:
+            waiting[0] = (medium, listed_path, listed_limits | limits)
+        self.note_ignored_keys("content parts", item, "type", reference_key, rate_key, *limit_keys)
         self.ignored_keys += ignored_value_keys
         return self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}
 
@@ -438,13 +455,14 @@ class RecordReader:
         """The part of a medium that the format places itself. Arguments as :meth:`medium_reference`."""
         reference, rate_key = self.medium_reference(media_kind, media_value, field_path, parent_object, "")
         self.ignored_keys = [entry for entry in self.ignored_keys if entry != ("records", rate_key)]
-        self._add_medium(media_kind, reference, field_path)
+        self._add_medium(media_kind, reference, field_path, {})
         return {"type": media_kind}
 
-    def _add_medium(self, media_kind: str, reference: Any, field_path: str) -> None:
+    def _add_medium(self, media_kind: str, reference: Any, field_path: str, limits: dict[str, Any]) -> None:
         """Adds a medium to those that have a place in the text."""
         self.media_references.append((media_kind, reference))
         self.field_paths.append(field_path)
+        self.media_limits.append(limits)
 
     def place_media_first(self, messages: list[Message]) -> None:
         """Puts the listed media before the text of the first question, if no text has a marker."""
@@ -480,13 +498,15 @@ class RecordReader:
                 raise RecordError("markers and media differ", detail, self.turns_field)
 
 
-def refuse_unread_keys(json_object: dict[str, Any], keys: tuple[str, ...], key_prefix: str) -> None:
+def refuse_unread_keys(
+    json_object: dict[str, Any], keys: tuple[str, ...], key_prefix: str, read_keys: Sequence[str] = ()
+) -> None:
     """Raises RecordError if one of the keys has a value: without it, the sample would be another one.
 
-    A start at 0 changes nothing.
+    A start at 0 changes nothing. ``read_keys`` are not refused.
     """
     for key in keys:
-        value = json_object.get(key)
+        value = None if key in read_keys else json_object.get(key)
         if value not in EMPTY_VALUES and value is not False and (value != 0 or "start" not in key):
             detail = (
                 f"{key!r} names a part of a medium and is not read; cut the medium beforehand, or write the"

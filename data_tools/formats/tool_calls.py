@@ -63,6 +63,19 @@ def _read_tool(tool: Any, field_path: str) -> dict[str, Any]:
     return tool
 
 
+def read_template_arguments(record: dict[str, Any]) -> dict[str, Any]:
+    """The record's own arguments of the chat template. Raises RecordError if they are no object."""
+    field_path, reason = "chat_template_kwargs", "bad template arguments"
+    if record.get(field_path) in NO_CALLS:
+        return {}
+    arguments = parse_json_text(record[field_path], field_path, reason)
+    if not isinstance(arguments, dict):
+        raise RecordError(reason, f"an object is required, not {shorten_value(arguments)}", field_path)
+    check_plain_json(arguments, field_path, reason)
+    # Tables have all columns in every row.
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def check_plain_json(json_value: Any, field_path: str, reason: str, depth: int = 0) -> None:
     """Checks that a value is plain JSON whose texts, also its keys, could stand in a turn.
 

@@ -234,6 +234,9 @@ class DataConfig:
     chat_template: str = ""
     """File with another chat template (Jinja) than that of model.hf. The run's exports hold it.
     qwen2_vl_tools: the template of Qwen2-VL and Qwen2.5-VL with tools, which theirs leaves out."""
+    template_arguments: dict[str, Any] = option({})
+    """Arguments of the chat template, such as `{preserve_thinking: true}`, for all conversations; a record's
+    `chat_template_kwargs` come first. The run's exports name them: give a server the same."""
     empty_think: LossOn = "masked"
     """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
     without thinking. masked: none, as a request without thinking already contains the block. trained: the
@@ -473,6 +476,7 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
     list[int]: "a list of whole numbers such as [8,20]",
     list[str]: "a list of words such as [one,two]",
     list[dict[str, Any]]: "a list of {path, weight}",
+    dict[str, Any]: "a mapping such as {enable_thinking: false}",
 }
 
 

@@ -36,7 +36,7 @@ def option(
         must_exist: whether to refuse a path that does not exist.
     """
     facts = {name: value for name, value in locals().items() if name != "default"}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=facts)
     return dataclasses.field(default=default, metadata=facts)
 

@@ -106,6 +106,7 @@ def _loader_identity(
         # These determine the lengths of samples, and so the rows.
         "pixels": [pixel_settings.pop(name) for name in PIXEL_FIELDS],
         "chat_template": zlib.crc32(chat_encoder.chat_template.encode()),
+        "template_arguments": data_config.template_arguments,
         "tokenizer": chat_encoder.tokenizer_digest(),
         # Those that come from the processor's files, such as processor.patch_size.
         **{f"{PROCESSOR_PREFIX}{name}": value for name, value in pixel_settings.items()},

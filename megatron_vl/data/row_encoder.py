@@ -37,6 +37,7 @@ from megatron_vl.data.sample.documents import DocumentPart, cut_document, encode
 from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule
+from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.data.source.bad_samples import (
     MAX_LISTED_PER_ROW,
     NOT_IN_CHAT_TEMPLATE,
@@ -132,7 +133,11 @@ class RowEncoder:
     def __init__(self, data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         self.data_config, self.spec = data_config, spec
         self.chat_encoder = ChatEncoder(
-            hf_dir, spec, ThinkingRule.from_data_config(data_config), data_config.chat_template
+            hf_dir,
+            spec,
+            ThinkingRule.from_data_config(data_config),
+            data_config.chat_template,
+            data_config.template_arguments,
         )
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
@@ -214,7 +219,7 @@ class RowEncoder:
             )
 
     def _encode_sample(self, sample: RawSample) -> None:
-        record = json.loads(checked_json_bytes(sample))
+        record = json.loads(checked_json_bytes(sample), parse_float=read_number)
         missing_keys = [item["key"] for item in record["media"] if item["key"] not in sample.media_bytes]
         if missing_keys:
             raise UnusableError("medium missing", f"the shard has no {', '.join(missing_keys)} of the sample")
@@ -233,6 +238,7 @@ class RowEncoder:
                 sample.grids,
                 record.get("tools", ()),
                 SampleDeadline(SAMPLE_TIMEOUT_S),
+                record.get("chat_template_kwargs"),
             )
         if sample.document_parts:
             return  # which fit

@@ -43,7 +43,7 @@ ADVICE_BY_FIELD = {
 
 FORMER_VALUES = {"learnt": "trained"}
 """How states of version 0.2.0 name a value."""
-NEW_FIELDS = {"too_long": "cut"}
+NEW_FIELDS: dict[str, Any] = {"too_long": "cut", "template_arguments": {}}
 """Fields that states of version 0.2.0 do not have, and the values that make the same rows."""
 
 

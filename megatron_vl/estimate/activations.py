@@ -113,9 +113,9 @@ class ActivationEstimator:
                 layer_bytes[layer_index] += max(0.0, delta_rule_bytes - bytes_of_mlp)
         levels_in = max(0, deepstack_levels - chunk_layers.start)
         if self.config.recompute.offload_inputs and levels_in:
-            # The levels are in the first layer's input and output, and in their gradients. While inputs stay on
-            # the device, most are free by then. The 8B at 1,048,576 tokens, cp 8: 114.0 GiB measured; 107.5
-            # with the levels counted once, 114.5 so.
+            # The levels are in the first layer's input and output, and in their gradients. Where inputs stay
+            # on the device, most are free by then. Measured with the 8B at 1,048,576 tokens, cp 8: 114.0 GiB;
+            # 107.5 with the levels counted once, 114.5 so.
             boundary_bytes += hidden_bytes * (2 * (levels_in + levels_in - 1) - deepstack_levels)
         return self._recomputed_layers(layer_bytes, hidden_bytes, boundary_bytes)
 

@@ -95,6 +95,7 @@ def _start_indexing(
         "--model.hf",
         str(hf_dir),
         f"--data.chat_template={data_config.chat_template}",
+        f"--data.template_arguments={json.dumps(data_config.template_arguments)}",
     ]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM.format(parent=os.getpid()), *run_args],

@@ -21,6 +21,7 @@ MEDIA_KEY = "media"
 MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "video_max_frames")
 """Fields of ``data``. Areas are in pixels, and the values are those that held for the model."""
 TEMPLATE_KEY = "chat_template"
+ARGUMENTS_KEY = "template_arguments"
 
 
 def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, A
         run_fields = run_facts.get("fields")
         if isinstance(run_fields, dict) and "data.max_pixels" in run_fields:
             values = {name.removeprefix("data."): value for name, value in run_fields.items()}
-            return _known_facts({MEDIA_KEY: values, TEMPLATE_KEY: values.get(TEMPLATE_KEY)})
+            return _known_facts({MEDIA_KEY: values, **values})
     return _known_facts(manifest.get("origin"))
 
 
@@ -89,6 +90,8 @@ def _known_facts(facts: Any) -> dict[str, Any]:
         known[MEDIA_KEY] = given
     if isinstance(template, str) and template:
         known[TEMPLATE_KEY] = template
+    if limits and isinstance(arguments := facts.get(ARGUMENTS_KEY), dict):
+        known[ARGUMENTS_KEY] = arguments  # also none, which replaces those of an earlier export
     return known
 
 

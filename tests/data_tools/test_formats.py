@@ -289,10 +289,12 @@ def test_reasoning_of_a_call_is_carried_to_its_turn():
     same = read_conversation({"messages": [ASK, {**SAY, "reasoning": "Look it up."}, call, *rest]})
     assert same.messages == joined.messages and same.ignored_keys == []
 
-    for first in ({**SAY, "reasoning": "Other."}, {**SAY, "tool_calls": [CALL]}):
-        with pytest.raises(RecordError) as error:
-            read_conversation({"messages": [ASK, first, call, *rest]})
-        assert error.value.reason == "wrong role order"
+    other = {**SAY, "reasoning_content": "Other."}
+    apart = read_conversation({"messages": [ASK, other, call, *rest]})
+    assert apart.messages == [ASK, other, {**wanted, "content": ""}, *rest]
+    with pytest.raises(RecordError) as error:
+        read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, call, *rest]})
+    assert error.value.reason == "wrong role order"
 
 
 def test_calls_and_reasoning_of_a_result_are_ignored():

@@ -61,7 +61,7 @@ FORMS = {
     ),
     "folder without a rate": (part(video="clip"), "clip", []),
     "qwen": (listed([[*PAIR]], data_path="x"), FrameSequence(("x/a.jpg", "x/b.jpg")), []),
-    "file": (part(video="a.mp4", fps=1), "a.mp4", [("content parts", "fps")]),
+    "file": (part(video="a.mp4", fps=1), "a.mp4", []),
     "file of a record": (listed(["a.mp4"], fps=1), "a.mp4", [("records", "fps")]),
 }
 

@@ -32,8 +32,6 @@ def listed(turn: dict | None = None, entry: object = "a.mp4", **keys: object) ->
 
 
 REFUSED = [
-    (in_part(video_start=5, video_end=8), "messages[0].content[0].video_start"),
-    (in_part(video_start=0, video_end=8), "messages[0].content[0].video_end"),
     (in_part(start=5, end=8), "messages[0].content[0].start"),
     (in_part(start="00:05"), "messages[0].content[0].start"),
     (in_part(frames_indices=[0, 5]), "messages[0].content[0].frames_indices"),
@@ -67,8 +65,7 @@ def test_parts_of_a_medium_are_refused(record, field):
 @pytest.mark.parametrize(
     ("record", "ignored"),
     [
-        (in_part(nframes=4, max_pixels=50176), {"nframes", "max_pixels"}),
-        (in_part(fps=2, resized_height=56, resized_width=84), {"fps", "resized_height", "resized_width"}),
+        (in_part("image", nframes=4, fps=2), {"nframes", "fps"}),
         (in_part(video_start=None, video_end=None, frames_indices=[], video_metadata={}), set()),
         (in_part(video_start=0, start=0.0), {"video_start", "start"}),
         (in_part("image", boxes=[], grounding=False), {"grounding"}),
@@ -93,7 +90,8 @@ def test_cost_origin_and_empty_values_are_not_refused(record, ignored):
 def test_clip_is_not_converted_as_the_whole_video(tmp_path: Path, capsys):
     write(tmp_path / "m/a.mp4", video(8))
     records = [
-        in_part(video_start=5, video_end=8),
+        in_part(video_start=0.2, video_end=0.5),
+        in_part(video_start=0.7),
         in_part(start=5, end=8),
         listed(video_start=5),
         in_part(nframes=4),
@@ -101,6 +99,8 @@ def test_clip_is_not_converted_as_the_whole_video(tmp_path: Path, capsys):
     (tmp_path / "in.json").write_text(json.dumps(records))
     inputs = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "m"), "--workers", "1"]
     assert main(["data", "convert", *inputs, "--out", str(tmp_path / "out")]) == 3
+    assert "1 of the videos are clips" in capsys.readouterr().out
     report = json.loads((tmp_path / "out/report.json").read_text())
-    assert report["samples"] == 1 and list(report["refused"].values()) == [{"part of a medium": 3}]
-    assert report["ignored"] == {"content parts": {"nframes": 1}}
+    refused = {"part of a medium": 2, "clip outside of its video": 1}
+    assert report["samples"] == 2 and list(report["refused"].values()) == [refused]
+    assert report["clips"] == 1 and not report["ignored"]

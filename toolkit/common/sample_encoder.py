@@ -42,6 +42,7 @@ class SampleEncoder:
             self.spec,
             ThinkingRule.from_data_config(self.data_config),
             self.data_config.chat_template,
+            self.data_config.template_arguments,
         )
 
     def encode_sample(

@@ -25,7 +25,7 @@ from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.system.errors import UserError, naming_file
 from megatron_vl.weights.run_folder import export_dir_path, step_of_dir
-from megatron_vl.weights.trained_media import exported_media, read_export_facts
+from megatron_vl.weights.trained_media import ARGUMENTS_KEY, MEDIA_KEY, exported_facts, read_export_facts
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import follow_video_positions, greedy_settings, load_hf_model
 from toolkit.common.sample_encoder import SampleEncoder
@@ -75,10 +75,11 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
 
 
 def with_trained_media(data_config: DataConfig, hf_dir: Path) -> DataConfig:
-    """The limits of images and videos that the export of ``hf_dir`` names, where none is given."""
+    """The limits of media and arguments of the template that an export names, where none is given."""
     stated = {name for name, value in vars(data_config).items() if value != getattr(DataConfig(), name)}
-    limits: dict[str, Any] = exported_media(hf_dir)
-    trained = {name: limit for name, limit in limits.items() if name not in stated}
+    facts = exported_facts(hf_dir)
+    given = {**facts.get(MEDIA_KEY, {}), ARGUMENTS_KEY: facts.get(ARGUMENTS_KEY, {})}
+    trained = {name: value for name, value in given.items() if name not in stated}
     return dataclasses.replace(data_config, **trained)
 
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,13 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.sample.answer_places import AnswerPlace, find_answers
-from megatron_vl.data.sample.chat_template import TOOLS_FAMILIES, TOOLS_TEMPLATE, read_run_template
+from megatron_vl.data.sample.chat_template import (
+    TOOLS_FAMILIES,
+    TOOLS_TEMPLATE,
+    ChatTemplateError,
+    check_template_arguments,
+    read_run_template,
+)
 from megatron_vl.data.sample.conversation_checks import (
     ChatError,
     check_control_tokens,
@@ -43,6 +50,7 @@ from megatron_vl.data.sample.conversation_checks import (
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
+from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 from megatron_vl.system.errors import is_machine_fault
@@ -69,10 +77,6 @@ type Span = tuple[int, int]
 """Start and end in characters."""
 
 
-class ChatTemplateError(ChatError):
-    """The checkpoint's chat template leaves out a part of the conversation. Only another template helps."""
-
-
 class ChatEncoder:
     """Tokenizes conversations for one checkpoint.
 
@@ -81,11 +85,12 @@ class ChatEncoder:
         spec: the model (its placeholder tokens and merge size).
         thinking_rule: what is trained on, for chat templates that write thinking.
         chat_template: file or name of another template than the folder's (``data.chat_template``).
+        template_arguments: arguments of the template (``data.template_arguments``).
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
         ChatError: the tokenizer does not know the model's placeholder tokens, or has tokens without a row in
-            the embedding; or ``chat_template`` cannot be used.
+            the embedding; or ``chat_template`` cannot be used, or does not read ``template_arguments``.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class ChatEncoder:
         spec: ModelSpec,
         thinking_rule: ThinkingRule | None = None,
         chat_template: str = "",
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()
@@ -108,6 +114,8 @@ class ChatEncoder:
         self.given_template = chat_template
         self.chat_template = read_run_template(hf_dir, chat_template)
         self.template_writes_thinking = template_has_thinking(self.chat_template)
+        self.template_arguments = dict(template_arguments or {})
+        check_template_arguments(self.chat_template, self.template_arguments, "data.template_arguments")
 
         placeholder_ids = (spec.image_token_id, spec.video_token_id)
         if max(placeholder_ids) >= len(self.tokenizer):
@@ -143,34 +151,37 @@ class ChatEncoder:
         *,
         generation_prompt: bool = False,
         tools: Sequence[dict[str, Any]] = (),
-        enable_thinking: bool | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the checkpoint's template renders it, with one placeholder for each medium.
 
         Args:
             messages, tools: as for :meth:`encode`.
             generation_prompt: whether the header of the assistant's next turn follows.
-            enable_thinking: the template's variable of this name; None leaves it undefined.
+            template_arguments: the template's arguments that replace those of the run.
 
         Raises:
             ChatError: the template refuses the conversation.
         """
-        template_arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
+            text = self.tokenizer.apply_chat_template(
+                mark_numbers(list(messages)),
+                tools=mark_numbers(list(tools)) or None,
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **template_arguments,
+                **(self.template_arguments | dict(template_arguments or {})),
             )
         except Exception as error:  # jinja errors, and whatever a template raises
             if is_machine_fault(error):
                 raise
+            roles = [message.get("role") for message in messages]
+            repeated = next((role for role, following in pairwise(roles) if role == following != "tool"), "")
+            advice = f"; the {repeated} has several turns in a row: join them" if repeated else ""
             raise ChatError(
-                f"the chat template refuses the conversation ({type(error).__name__}: {error})"
+                f"the chat template refuses the conversation ({type(error).__name__}: {error}){advice}"
             ) from error
+        return unmark_numbers(text)
 
     def encode(
         self,
@@ -178,6 +189,7 @@ class ChatEncoder:
         media_grids: Sequence[GridTHW],
         tools: Sequence[dict[str, Any]] = (),
         deadline: SampleDeadline = NO_DEADLINE,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tokenizes a conversation.
 
@@ -187,6 +199,7 @@ class ChatEncoder:
             media_grids: the media in the order of the text.
             tools: the functions that the assistant may call.
             deadline: checked between the steps.
+            template_arguments: the record's own ``chat_template_kwargs``.
 
         Returns:
             Token ids, int64 [n], with expanded placeholders, and the loss mask [n], not shifted. The mask is
@@ -200,11 +213,12 @@ class ChatEncoder:
         answers = [message for message in messages if message.get("role") == "assistant"]
         turn_weights = [answer.get("loss_weight", 1.0) for answer in answers]
         messages = self._checked_messages(messages, tools)
-        text = self.render_conversation(messages, tools=tools)
+        check_template_arguments(self.chat_template, template_arguments or {}, "chat_template_kwargs")
+        render = partial(self.render_conversation, tools=tools, template_arguments=template_arguments)
+        text = render(messages)
         self._check_placeholders(text, media_grids)
 
         # Turns are found before timestamps change the text.
-        render = lambda marked: self.render_conversation(marked, tools=tools)  # noqa: E731
         places = find_answers(messages, text, render, deadline)
         answer_spans = [(start, end) for start, end, _ in places]
         if lost_text := find_lost_text(messages, text, answer_spans, self.template_writes_thinking):
@@ -234,8 +248,9 @@ class ChatEncoder:
     ) -> Tensor:
         """Token ids int64 [n] with expanded placeholders, up to the header of the assistant's next turn.
 
-        Arguments and errors are those of :meth:`encode` and :meth:`render_conversation`. It is also an error
-        to set ``enable_thinking`` if the template has no switch for it.
+        ``enable_thinking`` is the template's argument; None leaves that of the run. The other arguments and
+        the errors are those of :meth:`encode`. It is also an error to set ``enable_thinking`` if the template
+        has no switch for it.
         """
         messages = self._checked_messages(messages, tools)
         if enable_thinking is not None and not has_thinking_switch(self.chat_template):
@@ -243,8 +258,9 @@ class ChatEncoder:
                 "the checkpoint's chat template does not let a request switch thinking on or off"
                 " (enable_thinking); leave out --thinking"
             )
+        arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         text = self.render_conversation(
-            messages, generation_prompt=True, tools=tools, enable_thinking=enable_thinking
+            messages, generation_prompt=True, tools=tools, template_arguments=arguments
         )
         self._check_placeholders(text, media_grids)
         text, _, _ = self._insert_timestamps(text, [], media_grids)
@@ -311,15 +327,18 @@ class ChatEncoder:
         """Raises ChatTemplateError if the template would silently leave out a part of the conversation."""
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         has_reasoning = any(message.get("reasoning_content") for message in messages)
-        missing_feature = ""
-        if tools and not self._writes_tools:
+        has_late_system = any(message.get("role") == "system" for message in messages[1:])
+        missing_feature = advice = ""
+        if has_late_system and not self._writes_late_system:
+            missing_feature, advice = "a system turn after the start", "; join them into one at the start"
+        elif tools and not self._writes_tools:
             missing_feature = "tools"
         elif has_calls and not self._writes_calls:
             missing_feature = "tool calls"
         elif has_reasoning and "reasoning_content" not in self.chat_template:
             missing_feature = "reasoning_content"
         if missing_feature:
-            given, advice = self.given_template, ""
+            given = self.given_template
             owner = f"chat template {given}" if given else "checkpoint's chat template"
             if missing_feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
                 advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"
@@ -328,6 +347,11 @@ class ChatEncoder:
     @cached_property
     def _writes_tools(self) -> bool:
         return self._shows_probe(PROBE_TURNS[:1], [PROBE_TOOL])
+
+    @cached_property
+    def _writes_late_system(self) -> bool:
+        late_system = {"role": "system", "content": PROBE_FUNCTION}
+        return self._shows_probe([PROBE_TURNS[0], late_system, PROBE_TURNS[-1]], ())
 
     @cached_property
     def _writes_calls(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import ChatError
 from megatron_vl.spec.families.hf_folder import read_chat_template
@@ -21,6 +23,28 @@ def chat_template_path(chat_template: str) -> Path:
         if shipped_path.parent == TEMPLATES_DIR and shipped_path.exists()
         else Path(chat_template)
     )
+
+
+class ChatTemplateError(ChatError):
+    """The checkpoint's chat template leaves out a part of the conversation. Only another template helps."""
+
+
+OWN_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+"""Variables of a template that transformers sets, and this program decides about."""
+
+
+def check_template_arguments(template: str, arguments: Mapping[str, Any], field_name: str) -> None:
+    """Raises ChatTemplateError, which names ``field_name``, if the template does not read an argument."""
+    if not arguments:
+        return
+    from transformers.utils.chat_template_utils import _get_template_variables
+
+    read_names = _get_template_variables(template) - {*OWN_ARGUMENTS}
+    if unread_names := sorted(arguments.keys() - read_names):
+        raise ChatTemplateError(
+            f"{field_name}: the chat template never reads {', '.join(unread_names)}; it reads"
+            f" {', '.join(sorted(read_names)) or 'no arguments'}"
+        )
 
 
 def read_run_template(hf_dir: str | Path, chat_template: str) -> str:

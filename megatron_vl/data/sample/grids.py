@@ -20,13 +20,20 @@ If the folder has Qwen3-VL's processor, ``Qwen3VLVideoProcessor`` is followed in
 frame is repeated), the frames are spread evenly from the first to the last of the video, and the limits on
 the area apply to all frames together. The time of a frame group is the mean of the times of its first and
 last frame, as in ``Qwen3VLProcessor``.
+
+A medium may have limits of its own (``VideoInfo.limits``, the keys of a content part). They are followed as
+in ``fetch_image``, ``fetch_video`` and ``smart_nframes`` of qwen-vl-utils 0.0.14, with the run's settings in
+place of its constants. A medium that would exceed the run's largest area or number of frames is refused. Of a
+clip, times count from its first frame.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import batched
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +43,15 @@ from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.spec.positions import GridTHW
 
 MAX_ASPECT_RATIO = 200
+CLIP_LIMITS = ("video_start", "video_end")
+FRAME_LIMITS = ("fps", "nframes", "min_frames", "max_frames", *CLIP_LIMITS)
+"""Limits of a medium that choose frames of a video file. Starts and ends are in seconds."""
+AREA_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels")
+"""Limits of a medium that choose its size. ``total_pixels`` is of all frame groups of a video together."""
+TIMES_LIMIT = "timestamps"
+"""Seconds of each image of a video that is a list of images."""
+UTILS_MIN_TOKENS, UTILS_MAX_TOKENS = 4, 16384
+"""Limits of a size that a content part gives, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class VideoInfo:
     sampling: Sampling = "as a file"
     assumed_fps: bool = False
     """Whether neither the file nor the record says the rate."""
+    limits: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The video's own limits: values of :data:`FRAME_LIMITS`, :data:`AREA_LIMITS`, :data:`TIMES_LIMIT`."""
 
     def takes_all_frames(self, pixel_settings: PixelSettings) -> bool:
         """Whether all frames are taken because somebody has chosen them."""
@@ -69,6 +87,33 @@ def resized_image_size(
     return _fit_area(height, width, factor, (min_pixels, max_pixels))
 
 
+def _limited_size(
+    height: int, width: int, factor: int, limits: Mapping[str, Any], area_limits: tuple[float, float]
+) -> tuple[int, int]:
+    """Height and width in pixels of a medium with limits of its own, after resizing.
+
+    Raises:
+        PixelError: as :func:`resized_image_size`; or the size is above the run's, which ``area_limits`` ends
+            with.
+    """
+    run_min, run_max = area_limits
+    if "resized_height" in limits:
+        height, width = limits["resized_height"], limits["resized_width"]
+        smallest, largest = UTILS_MIN_TOKENS * factor**2, UTILS_MAX_TOKENS * factor**2
+    else:
+        largest = min(limits.get("max_pixels", run_max), run_max)
+        smallest = limits.get("min_pixels", min(run_min, largest))
+    _check_shape(height, width)
+    new_height, new_width = _fit_area(height, width, factor, (smallest, largest), shortest_side=factor)
+    if smallest > run_max or "resized_height" in limits and new_height * new_width > run_max:
+        wanted = f"min_pixels {smallest}" if smallest > run_max else pixels_text(new_height, new_width)
+        raise PixelError(
+            f"{wanted} of a medium's own limits is above the largest area of the run, {run_max:.0f} pixels;"
+            " raise data.max_pixels (of a video data.video_max_pixels)"
+        )
+    return new_height, new_width
+
+
 def pixels_text(height: int, width: int) -> str:
     """A size in a message."""
     return f"{width} x {height} pixels (width x height)"
@@ -87,18 +132,20 @@ def _fit_area(
     height: int,
     width: int,
     factor: int,
-    area_limits: tuple[int, int],
+    area_limits: tuple[float, float],
     frame_count: int = 1,
     counted_frames: int = 1,
+    shortest_side: int = 0,
 ) -> tuple[int, int]:
     """Multiples of ``factor`` near to ``height`` and ``width``, so that the area is within the limits.
 
     Args:
         area_limits: smallest and largest number of pixels of all frames together.
         frame_count, counted_frames: number of frames, and the number that is compared with the limits.
+        shortest_side: the least that a side is rounded to before the area is compared.
     """
     min_pixels, max_pixels = area_limits
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    new_height, new_width = (max(shortest_side, round(side / factor) * factor) for side in (height, width))
     if counted_frames * new_height * new_width > max_pixels:
         divisor = math.sqrt(frame_count * height * width / max_pixels)
         new_height = max(factor, math.floor(height / divisor / factor) * factor)
@@ -110,16 +157,23 @@ def _fit_area(
     return new_height, new_width
 
 
-def _resized_video_size(
-    frame_count: int, height: int, width: int, settings: PixelSettings
-) -> tuple[int, int]:
+def _resized_video_size(frame_count: int, video_info: VideoInfo, settings: PixelSettings) -> tuple[int, int]:
     """Height and width of a video's frames in pixels after resizing, if ``frame_count`` of them are sampled.
 
     Raises:
-        PixelError: as :func:`resized_image_size`.
+        PixelError: as :func:`resized_image_size` and :func:`_limited_size`.
     """
     factor = settings.resize_factor
+    height, width, limits = video_info.height, video_info.width, video_info.limits
     area_limits = (settings.video_min_pixels, settings.video_max_pixels)
+    if not limits.keys().isdisjoint(AREA_LIMITS):
+        frames = frame_count if settings.video_spread else 1
+        run_min, run_max = (area / frames for area in area_limits)
+        if "total_pixels" in limits:
+            frame_max = limits["total_pixels"] / frame_count * settings.temporal_patch_size
+            frame_max = max(frame_max, int(limits.get("min_pixels", run_min) * 1.05))
+            limits = {**limits, "max_pixels": min(limits.get("max_pixels", frame_max), frame_max)}
+        return _limited_size(height, width, factor, limits, (run_min, run_max))
     if not settings.video_spread:
         return resized_image_size(height, width, factor, *area_limits)
     if 1 <= min(height, width) < factor:
@@ -130,14 +184,18 @@ def _resized_video_size(
     return _fit_area(height, width, factor, area_limits, frame_count, counted_frames)
 
 
-def image_grid(height: int, width: int, settings: PixelSettings) -> GridTHW:
-    """The grid of an image of this size in pixels.
+def image_grid(
+    height: int, width: int, settings: PixelSettings, limits: Mapping[str, Any] | None = None
+) -> GridTHW:
+    """The grid of an image of this size in pixels, with limits of its own (:data:`AREA_LIMITS`).
 
     Its number of placeholders is ``grid.num_tokens(settings.merge_size)``.
     """
-    new_height, new_width = resized_image_size(
-        height, width, settings.resize_factor, settings.min_pixels, settings.max_pixels
-    )
+    area_limits = (settings.min_pixels, settings.max_pixels)
+    if limits:
+        new_height, new_width = _limited_size(height, width, settings.resize_factor, limits, area_limits)
+    else:
+        new_height, new_width = resized_image_size(height, width, settings.resize_factor, *area_limits)
     return GridTHW(1, new_height // settings.patch_size, new_width // settings.patch_size)
 
 
@@ -155,12 +213,16 @@ def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
     else:
         counted_frames = max(len(frames), group_size)
         timed_frames = frames + frames[-1:] * missing_frames
-    height, width = _resized_video_size(counted_frames, video_info.height, video_info.width, settings)
+    height, width = _resized_video_size(counted_frames, video_info, settings)
 
     # HF passes this number on as a float32 tensor: round it in the same way.
-    sampled_fps = len(frames) / video_info.frame_count * video_info.fps
+    first_frame, last_frame = clip_frames(video_info)
+    sampled_fps = len(frames) / (last_frame - first_frame + 1) * video_info.fps
     seconds_per_group = torch.tensor(group_size / sampled_fps, dtype=torch.float32).item()
-    times = [frame / video_info.fps for frame in timed_frames]
+    if known_times := video_info.limits.get(TIMES_LIMIT):
+        times = [known_times[min(frame, len(known_times) - 1)] for frame in timed_frames]
+    else:
+        times = [(frame - first_frame) / video_info.fps for frame in timed_frames]
     timestamps = tuple((group[0] + group[-1]) / 2 for group in batched(times, group_size))
     patch_size = settings.patch_size
     return GridTHW(
@@ -177,6 +239,8 @@ def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
     total, group_size = video_info.frame_count, settings.temporal_patch_size
     if total < 1 or video_info.fps <= 0:
         raise PixelError(f"a video of {total} frames at {video_info.fps} frames a second is empty")
+    if not video_info.limits.keys().isdisjoint(FRAME_LIMITS):
+        return _limited_frames(video_info, settings)
     if total < group_size or video_info.takes_all_frames(settings):
         return list(range(total))
 
@@ -191,3 +255,50 @@ def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
     frame_count = min(max(frames_at_fps, settings.video_min_frames), max_frames)
     sampled_count = max(math.floor(frame_count / group_size) * group_size, group_size)
     return torch.arange(0, total, total / sampled_count).int().tolist()
+
+
+def clip_frames(video_info: VideoInfo) -> tuple[int, int]:
+    """The first and the last frame of a video's clip, as ``calculate_video_frame_range`` has them.
+
+    Raises:
+        PixelError: the clip has less than two frames.
+    """
+    limits, fps, last_frame = video_info.limits, video_info.fps, video_info.frame_count - 1
+    if limits.keys().isdisjoint(CLIP_LIMITS):
+        return 0, last_frame
+    seconds = video_info.frame_count / fps
+    start, end = limits.get("video_start", 0.0), limits.get("video_end", seconds)
+    first_frame = math.ceil(min(start, seconds) * fps)
+    last_frame = min(math.floor(min(end, seconds) * fps), last_frame)
+    if first_frame >= last_frame:
+        raise PixelError(
+            f"the clip from {start:g} to {end:g} s holds less than two frames of a video of {seconds:g} s"
+        )
+    return first_frame, last_frame
+
+
+def _limited_frames(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
+    """The frames of a video with :data:`FRAME_LIMITS` of its own, as ``smart_nframes`` counts them.
+
+    Raises:
+        PixelError: as :func:`clip_frames`; or their number is not possible, or is above the run's.
+    """
+    limits, factor = video_info.limits, settings.temporal_patch_size
+    first_frame, last_frame = clip_frames(video_info)
+    total = last_frame - first_frame + 1
+    if "nframes" in limits:
+        count = round(limits["nframes"] / factor) * factor
+        if count > settings.video_max_frames:
+            raise PixelError(
+                f"{count} frames of a medium's own limits are above data.video_max_frames"
+                f" {settings.video_max_frames}; raise that"
+            )
+    else:
+        max_frames = min(limits.get("max_frames", settings.video_max_frames), settings.video_max_frames)
+        min_frames = math.ceil(limits.get("min_frames", settings.video_min_frames) / factor) * factor
+        wanted_frames = total / video_info.fps * limits.get("fps", settings.video_fps)
+        wanted_frames = min(max(wanted_frames, min_frames), max_frames // factor * factor, total)
+        count = math.floor(wanted_frames / factor) * factor
+    if not factor <= count <= total:
+        raise PixelError(f"{count} frames are asked for of a video or clip of {total}")
+    return torch.linspace(first_frame, last_frame, count).round().long().tolist()

@@ -175,14 +175,16 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
 def stored_media_grid(media_record: dict[str, Any], settings: PixelSettings) -> GridTHW:
     """The grid of a stored medium, from its stored size."""
     if media_record["kind"] == "image":
-        return image_grid(media_record["height"], media_record["width"], settings)
+        height, width = media_record["height"], media_record["width"]
+        return image_grid(height, width, settings, media_record.get("limits"))
     return video_grid(stored_video_info(media_record), settings)
 
 
 def stored_video_info(media_record: dict[str, Any]) -> VideoInfo:
     """The facts of a stored video. Raises KeyError if one is missing."""
     frames, fps, height, width = (media_record[name] for name in ("frames", "fps", "height", "width"))
-    return VideoInfo(frames, fps, height, width, media_record.get("sampling", "as a file"))
+    sampling, limits = media_record.get("sampling", "as a file"), media_record.get("limits", {})
+    return VideoInfo(frames, fps, height, width, sampling, limits=limits)
 
 
 def decode_media_planes(

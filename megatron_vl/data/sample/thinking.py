@@ -6,10 +6,12 @@ block:
     <|im_start|>assistant\\n<think>\\nREASONING\\n</think>\\n\\nANSWER<|im_end|>
     <|im_start|>assistant\\nANSWER<|im_end|>
 
-An answer without thinking gets an empty block. At inference, the prompt contains the opening of the block,
-and the model thinks; or it contains the whole empty block. So the model predicts what follows the opening, or
-what follows the empty block. The text is always what the template writes. Only the loss mask depends on the
-options:
+An answer without thinking gets an empty block. An argument of the template may keep the blocks of earlier
+answers (``preserve_thinking`` of Qwen3.6), which are then trained on too.
+
+At inference, the prompt contains the opening of the block, and the model thinks; or it contains the whole
+empty block. So the model predicts what follows the opening, or what follows the empty block. The text is
+always what the template writes. Only the loss mask depends on the options:
 
 * ``data.empty_think``: with ``masked``, the default, nothing of an empty block is trained on. With
   ``trained``, what follows its opening is trained on, so that a model that may think learns when not to.

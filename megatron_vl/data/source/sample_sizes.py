@@ -10,6 +10,8 @@ reads them.
   has more or fewer digits under other settings.
 * ``documents.npy`` and ``text_before.npy``, if there are documents: whether each sample is one, 1 byte, and
   the number of tokens of text before each medium, 4 bytes. They say where a document can be cut.
+* ``limits.npy`` and ``limits_end.npy``, if media have limits of their own: these as JSON, in order, and
+  the byte at which those of each medium end, 8 bytes.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
@@ -36,8 +38,8 @@ from megatron_vl.data.sample.boxes import FRAMES, frame_sizes, scale_number
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.chat_template import read_run_template
 from megatron_vl.data.sample.documents import cut_document
-from megatron_vl.data.sample.frame_archive import PixelError, Sampling
-from megatron_vl.data.sample.grids import VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.medium import stored_media_grid
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -53,6 +55,8 @@ from megatron_vl.system.errors import UserError
 SHARDS_FILE = "shards.json"
 DOCUMENTS_FILE = "documents.npy"
 TEXT_BEFORE_FILE = "text_before.npy"
+LIMITS_FILE = "limits.npy"
+LIMITS_END_FILE = "limits_end.npy"
 SIZES_VERSION = 2
 SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
@@ -77,12 +81,14 @@ class SizesError(UserError, ValueError):
 
 
 def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: DataConfig) -> str:
-    """An id of what turns text into tokens: tokenizer, chat template, and the text written around videos.
+    """An id of what turns text into tokens: tokenizer, chat template and its arguments, text around videos.
 
     It is a hash of files. No tokenizer is built.
     """
     hf_path = Path(hf_dir)
     hasher = hashlib.sha256(read_run_template(hf_path, data_config.chat_template).encode())
+    if data_config.template_arguments:
+        hasher.update(json.dumps(data_config.template_arguments, sort_keys=True).encode())
     tokenizer_files = [hf_path / "tokenizer.json"]
     if not tokenizer_files[0].is_file():
         tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
@@ -148,8 +154,9 @@ def missing_sizes_advice(
     if not datasets_lacking_sizes:
         return ""
 
-    given_template = data_config.chat_template
+    given_template, arguments = data_config.chat_template, data_config.template_arguments
     template_words = f" --data.chat_template {given_template}" if given_template else ""
+    template_words += f" --data.template_arguments '{json.dumps(arguments)}'" if arguments else ""
     return (
         f"{datasets_lacking_sizes[0].path} has no sizes for this tokenizer and chat template: run"
         f" `megatron-vl data index --data {data_config.path} --processor {hf_dir}{template_words}`"
@@ -195,6 +202,19 @@ class StoredSizes:
     """bool [samples]: whether each sample is a document; None: none is."""
     text_before: Any = None
     """uint32 [media]: number of tokens of text before each medium of a document."""
+    limit_texts: Any = None
+    """uint8 [bytes]: the own limits of media as JSON; None: no medium has any."""
+    limits_end: Any = None
+    """uint64 [media]: where those of each medium end."""
+
+    def own_limits(self, medium_numbers: Integers) -> list[bytes]:
+        """The own limits of media as JSON; empty for a medium that has none."""
+        if self.limits_end is None:
+            return [b""] * len(medium_numbers)
+        ends = self.limits_end[medium_numbers].astype(np.int64)
+        starts = np.where(medium_numbers > 0, self.limits_end[np.maximum(medium_numbers - 1, 0)], 0)
+        spans = zip(starts.astype(np.int64).tolist(), ends.tolist(), strict=True)
+        return [self.limit_texts[start:end].tobytes() if end > start else b"" for start, end in spans]
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -240,6 +260,11 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             document_flags = _load_array(sizes_dir / DOCUMENTS_FILE)
             text_before = _load_array(sizes_dir / TEXT_BEFORE_FILE)
 
+        limit_texts = limits_end = None
+        if location_is_file(sizes_dir / LIMITS_FILE):
+            limit_texts = _load_array(sizes_dir / LIMITS_FILE)
+            limits_end = _load_array(sizes_dir / LIMITS_END_FILE)
+
         shard_ranges = {}
         sample_total = 0
         for name, facts in shard_facts.items():
@@ -252,6 +277,7 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and media_count == len(medium_records)
             and (document_flags is None or len(document_flags) == len(sample_records))
             and (text_before is None or len(text_before) == len(medium_records))
+            and (limits_end is None or len(limits_end) == len(medium_records))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
@@ -264,7 +290,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             " index`"
         )
     return StoredSizes(
-        sample_records, medium_records, shard_ranges, content_id, shard_facts, document_flags, text_before
+        *(sample_records, medium_records, shard_ranges, content_id, shard_facts),
+        *(document_flags, text_before, limit_texts, limits_end),
     )
 
 
@@ -302,7 +329,7 @@ class SampleSizeCounter:
         first_of_sample = np.repeat(np.cumsum(media_counts) - media_counts, media_counts)
         index_in_sample = np.arange(len(sample_of_medium)) - first_of_sample
         medium_numbers = np.repeat(media_starts, media_counts) + index_in_sample
-        media_sizes = self._count_media(stored_sizes.medium_records[medium_numbers])
+        media_sizes = self._count_media(stored_sizes, medium_numbers)
         media_tokens, media_patches = np.divmod(media_sizes, 1 << 32)
 
         # One unusable medium makes its sample unusable, whatever its other media add.
@@ -331,10 +358,11 @@ class SampleSizeCounter:
         num_tokens = int(stored_sizes.sample_records["tokens"][sample_number])
         spans, patch_counts, medium_tokens = [], [], 0
         fields_of_media = stored_sizes.medium_records[media].tolist()
-        for text_tokens, fields in zip(
-            stored_sizes.text_before[media].tolist(), fields_of_media, strict=True
+        all_limits = stored_sizes.own_limits(np.arange(media.start, media.stop))
+        for text_tokens, fields, limits in zip(
+            stored_sizes.text_before[media].tolist(), fields_of_media, all_limits, strict=True
         ):
-            grid = self._medium_grid(*fields)
+            grid = self._medium_grid(limits, *fields)
             start = text_tokens + medium_tokens
             medium_tokens += self.chat_encoder.document_token_count(grid)
             num_tokens += self.chat_encoder.media_token_count(grid)
@@ -343,39 +371,44 @@ class SampleSizeCounter:
         parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
         return [(part.end - part.start, part.patches) for part in parts]
 
-    def _count_media(self, medium_records: NDArray[np.void]) -> Integers:
+    def _count_media(self, stored_sizes: StoredSizes, medium_numbers: Integers) -> Integers:
         """``tokens << 32 | patches`` of media, int64 [n]; 0 for a medium that cannot be used."""
+        medium_records = stored_sizes.medium_records[medium_numbers]
         if len(self._cached_media_sizes) > MAX_CACHED_MEDIA:
             self._cached_media_sizes.clear()
         keys = np.ascontiguousarray(medium_records).view(f"V{MEDIUM_DTYPE.itemsize}").tolist()
+        all_limits = stored_sizes.own_limits(medium_numbers)
+        keys = [key + limits for key, limits in zip(keys, all_limits, strict=True)]
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
         uncached_fields = medium_records[uncached_media].tolist()
         for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
             try:
+                limits = all_limits[number]
                 if medium_fields[2] == COORDINATE:
-                    self._cached_media_sizes[keys[number]] = self._count_digits(*medium_fields) << 32
+                    self._cached_media_sizes[keys[number]] = self._count_digits(limits, *medium_fields) << 32
                     continue
-                grid = self._medium_grid(*medium_fields)
+                grid = self._medium_grid(limits, *medium_fields)
                 media_size = (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
             except PixelError:
                 media_size = 0
             self._cached_media_sizes[keys[number]] = media_size
         return np.fromiter(map(self._cached_media_sizes.__getitem__, keys), np.int64, len(keys))
 
-    def _count_digits(self, height: int, width: int, _: int, number: float, code: int) -> int:
+    def _count_digits(
+        self, limits_json: bytes, height: int, width: int, _: int, number: float, code: int
+    ) -> int:
         """Number of digits of a stored coordinate."""
         vision, (frame, axis) = self.chat_encoder.spec.vision, divmod(code, 2)
-        sizes = frame_sizes(height, width, self._medium_grid(height, width, 0, 0.0, 0), vision)
+        sizes = frame_sizes(height, width, self._medium_grid(limits_json, height, width, 0, 0.0, 0), vision)
         return len(str(scale_number(number, FRAMES[frame], axis, sizes, vision.box_frame)))
 
-    def _medium_grid(
-        self, medium_height: int, medium_width: int, frame_count: int, fps: float, takes_all_frames: int
-    ) -> GridTHW:
-        if not frame_count:
-            return image_grid(medium_height, medium_width, self.pixel_settings)
-        frame_sampling: Sampling = "whole" if takes_all_frames else "as a file"
-        video_info = VideoInfo(frame_count, fps, medium_height, medium_width, frame_sampling)
-        return video_grid(video_info, self.pixel_settings)
+    def _medium_grid(self, limits_json: bytes, *fields: float) -> GridTHW:
+        names = ("height", "width", "frames", "fps", "whole")
+        medium: dict[str, Any] = dict(zip(names, fields, strict=True))
+        medium["kind"] = "video" if medium["frames"] else "image"
+        medium["limits"] = json.loads(limits_json or "{}")
+        medium["sampling"] = "whole" if medium["whole"] else "as a file"
+        return stored_media_grid(medium, self.pixel_settings)
 
 
 MAX_CACHED_MEDIA = 1 << 20

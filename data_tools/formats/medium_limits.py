@@ -1,0 +1,107 @@
+"""Limits that a record gives for one medium, under the names of qwen-vl-utils: its size, frames and times.
+
+Keys that qwen-vl-utils does not read for a medium (``nframes`` of a list of images) are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+from megatron_vl.data.sample.frame_archive import is_frame_rate
+from megatron_vl.data.sample.grids import AREA_LIMITS, CLIP_LIMITS, FRAME_LIMITS, TIMES_LIMIT
+
+from .conversation import RecordError, shorten_value
+from .frame_sequence import FrameSequence, may_be_frame_folder
+
+REASON = "bad limits of a medium"
+LARGEST = 1e15
+SECOND_LIMITS = ("fps", *CLIP_LIMITS)
+"""Limits that may have a fraction. The others are whole numbers from 1."""
+
+
+def read_medium_limits(
+    media_kind: str, medium: Any, json_object: dict[str, Any], key_prefix: str
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """The limits that an object gives for its medium.
+
+    Args:
+        medium: its reference.
+        key_prefix: prefix of the object's keys in messages.
+
+    Returns:
+        The medium (a list of images with known times has their mean rate), its limits, and the keys that were
+        read.
+
+    Raises:
+        RecordError: a limit has no possible value, or two contradict each other.
+    """
+    is_list = isinstance(medium, FrameSequence) and not isinstance(medium.images, str)
+    names: tuple[str, ...] = AREA_LIMITS if media_kind == "video" else AREA_LIMITS[:4]
+    if media_kind == "video" and not is_list:
+        is_folder = isinstance(medium, FrameSequence) or may_be_frame_folder(medium)
+        names += FRAME_LIMITS[is_folder:]  # the first is the rate of a folder's images
+    limits: dict[str, Any] = {
+        name: _read_number(name, json_object[name], f"{key_prefix}{name}")
+        for name in names
+        if json_object.get(name) not in (None, "")
+    }
+    if limits.get("video_start") == 0:  # which changes nothing
+        del limits["video_start"]
+    for lower, upper in (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), CLIP_LIMITS):
+        if lower in limits and limits[lower] > limits.get(upper, math.inf):
+            raise RecordError(REASON, f"{lower} is above {upper}", f"{key_prefix}{lower}")
+    if "fps" in limits and "nframes" in limits:
+        raise RecordError(REASON, "give either fps or nframes", f"{key_prefix}nframes")
+    if ("resized_height" in limits) != ("resized_width" in limits):
+        raise RecordError(REASON, "give both resized_height and resized_width", f"{key_prefix}resized_height")
+
+    read_keys = [*limits]
+    if is_list and (time_keys := _read_times(medium, json_object, key_prefix)):
+        limits[TIMES_LIMIT], rate_keys = time_keys
+        seconds, intervals = limits[TIMES_LIMIT][-1] - limits[TIMES_LIMIT][0], len(medium.images) - 1
+        if intervals and not is_frame_rate(seconds and intervals / seconds):
+            raise RecordError("bad frame rate", f"{intervals + 1} images in {seconds:g} s", key_prefix)
+        medium = dataclasses.replace(medium, fps=intervals / seconds if intervals else medium.fps or 1.0)
+        read_keys += rate_keys
+    return medium, limits, read_keys
+
+
+def _read_number(name: str, value: Any, field_path: str) -> float:
+    number = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < LARGEST
+    if is_number and name in SECOND_LIMITS and (number > 0 or name == "video_start" and number == 0):
+        return float(number)
+    if is_number and name not in SECOND_LIMITS and number >= 1 and number == int(number):
+        return int(number)
+    raise RecordError(REASON, f"{shorten_value(value)} is no possible {name}", field_path)
+
+
+def _read_times(
+    medium: FrameSequence, json_object: dict[str, Any], key_prefix: str
+) -> tuple[list[float], list[str]] | None:
+    """The seconds of each image of a list, and the keys that give them; None: the record does not."""
+    key = next((key for key in ("timestamps", "frames_indices") if json_object.get(key)), "")
+    if not key:
+        return None
+    values, rate_key, rate = json_object[key], "", 1.0
+    if key == "frames_indices":
+        rate_key = next((name for name in ("raw_fps", "fps") if json_object.get(name)), "")
+        if not rate_key:
+            raise RecordError(REASON, "frames_indices need fps, the rate of the source", key_prefix + key)
+        rate = _read_number("fps", json_object[rate_key], f"{key_prefix}{rate_key}")
+    is_ascending = (
+        isinstance(values, list)
+        and all(isinstance(each, int | float) and 0 <= each < LARGEST for each in values)
+        and all(earlier <= later for earlier, later in itertools.pairwise(values))
+    )
+    if not is_ascending or len(values) != len(medium.images):
+        detail = f"{len(medium.images)} ascending numbers are required, one for each image"
+        raise RecordError(REASON, detail, f"{key_prefix}{key}")
+    return [float(value / rate) for value in values], [key, *filter(None, [rate_key])]

@@ -1,0 +1,389 @@
+"""Clips, times of images and limits of one medium: by hand, against qwen-vl-utils, and through the loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data_tools.formats import RecordError, read_conversation
+from data_tools.formats.frame_sequence import FrameSequence
+from data_tools.sample_sizes import index_datasets
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.row_encoder import cook_sample
+from megatron_vl.data.sample.frame_archive import PixelError
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, video_grid
+from megatron_vl.data.sample.pixel_settings import PixelSettings, read_pixel_settings
+from megatron_vl.data.sample.videos import probe_video, video_planes
+from megatron_vl.data.source.energon_datasets import open_sample_reader
+from megatron_vl.data.source.sample_sizes import SampleSizeCounter
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import mrope_positions
+from tests.data.datasets import converted, open_loader
+from tests.data.helpers import spec_of
+from tests.data.media import encoded, video, write
+from tests.data_tools.test_parts_of_media import ANSWER, in_address, in_part, listed
+from tests.tiny import tiny_checkpoint
+
+UNIT, UNIT_3 = 28 * 28, 32 * 32
+QWEN2_5 = PixelSettings(
+    min_pixels=4 * UNIT,
+    max_pixels=16384 * UNIT,
+    video_min_pixels=128 * UNIT,
+    video_max_pixels=768 * UNIT,
+    video_max_frames=768,
+)
+"""The constants of qwen-vl-utils, for an image and for a frame of a video."""
+
+
+def qwen3(frames: int) -> PixelSettings:
+    """The same for Qwen3-VL, whose limits of a video are those of all its frames together."""
+    return PixelSettings(
+        patch_size=16,
+        min_pixels=4 * UNIT_3,
+        max_pixels=16384 * UNIT_3,
+        video_min_pixels=128 * UNIT_3 * frames,
+        video_max_pixels=768 * UNIT_3 * frames,
+        video_max_frames=768,
+        video_spread=True,
+    )
+
+
+def size_of(grid: Any, settings: PixelSettings) -> tuple[int, int]:
+    return grid.h * settings.patch_size, grid.w * settings.patch_size
+
+
+# --- Images -------------------------------------------------------------------------------------------------
+
+IMAGE_LIMITS: list[dict[str, int]] = [
+    {"max_pixels": 50176},
+    {"min_pixels": 200704},
+    {"min_pixels": 40000, "max_pixels": 60000},
+    {"resized_height": 100, "resized_width": 210},
+    {"resized_height": 10, "resized_width": 20, "max_pixels": 784},
+    {"resized_height": 280, "resized_width": 280, "min_pixels": 10**6},
+]
+SIZES = [(480, 640), (100, 200), (33, 31), (700, 60), (12, 500)]
+
+
+@pytest.mark.parametrize("settings", [QWEN2_5, qwen3(1)], ids=["qwen2.5", "qwen3"])
+@pytest.mark.parametrize("limits", IMAGE_LIMITS, ids=str)
+def test_image_sizes_equal_qwen_vl_utils(settings, limits) -> None:
+    utils = pytest.importorskip("qwen_vl_utils")
+    for height, width in SIZES:
+        image = Image.new("RGB", (width, height))
+        expected = utils.fetch_image({"image": image, **limits}, image_patch_size=settings.patch_size)
+        assert size_of(image_grid(height, width, settings, limits), settings) == expected.size[::-1]
+
+
+def test_image_sizes_worked_out_by_hand() -> None:
+    """640 x 480 in 64 units of 28 x 28: divided by 2.474, 193.9 x 258.6, rounded down to 6 x 9 units."""
+    grid = image_grid(480, 640, QWEN2_5, {"max_pixels": 64 * UNIT})
+    assert (grid.h, grid.w) == (12, 18)
+    # 100 and 210 are 3.6 and 7.5 units: 4 x 8. The run's smallest area does not hold for a given size.
+    grid = image_grid(480, 640, QWEN2_5, {"resized_height": 100, "resized_width": 210})
+    assert (grid.h, grid.w) == (8, 16)
+    # What a part leaves open is the run's: its largest area, and its smallest up to the part's largest.
+    small = dataclasses.replace(QWEN2_5, max_pixels=64 * UNIT)
+    assert image_grid(480, 640, small, {"max_pixels": 10**7}) == image_grid(480, 640, small)
+    large = dataclasses.replace(QWEN2_5, min_pixels=10**6)
+    grid = image_grid(56, 56, large, {"max_pixels": 16 * UNIT})
+    assert (grid.h, grid.w) == (8, 8)
+
+
+@pytest.mark.parametrize("limits", [{"min_pixels": 65 * UNIT}, {"resized_height": 280, "resized_width": 280}])
+def test_limits_above_the_runs_are_refused(limits) -> None:
+    small = dataclasses.replace(QWEN2_5, max_pixels=64 * UNIT, video_max_pixels=64 * UNIT)
+    with pytest.raises(PixelError, match=r"above the largest area of the run, 50176 pixels; raise data"):
+        image_grid(480, 640, small, limits)
+    with pytest.raises(PixelError, match=r"above the largest area of the run"):
+        video_grid(VideoInfo(8, 2.0, 480, 640, limits=limits), small)
+
+
+# --- Videos and clips ---------------------------------------------------------------------------------------
+
+
+class Reader:
+    """decord's reader of a video whose frames say their number."""
+
+    count, fps, size = 100, 10.0, (480, 640)
+
+    def __init__(self, path: str) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return self.count
+
+    def get_avg_fps(self) -> float:
+        return self.fps
+
+    def get_batch(self, indices: list[int]) -> SimpleNamespace:
+        frames = np.zeros((len(indices), *self.size, 3), np.uint8)
+        return SimpleNamespace(asnumpy=lambda: frames)
+
+
+VIDEO_LIMITS: list[dict[str, float]] = [
+    {"video_start": 5.0, "video_end": 8.0},
+    {"video_start": 5.03},
+    {"video_end": 3.99, "fps": 5.0},
+    {"video_start": 2.0, "video_end": 99.0, "nframes": 9},
+    {"nframes": 7},
+    {"fps": 0.5, "min_frames": 7},
+    {"fps": 8.0, "max_frames": 11, "min_pixels": 9000, "max_pixels": 60000},
+    {"max_frames": 5, "min_pixels": 150000, "max_pixels": 160000},
+    {"nframes": 20, "total_pixels": 40 * 40000},
+    {"nframes": 30, "total_pixels": 1000},
+    {"nframes": 4, "resized_height": 100, "resized_width": 210},
+]
+
+
+@pytest.mark.parametrize("limits", VIDEO_LIMITS, ids=str)
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
+def test_frames_and_sizes_of_videos_equal_qwen_vl_utils(limits, family, monkeypatch) -> None:
+    utils = pytest.importorskip("qwen_vl_utils").vision_process
+    monkeypatch.setitem(sys.modules, "decord", SimpleNamespace(VideoReader=Reader))
+    monkeypatch.setattr(utils, "get_video_reader_backend", lambda: "decord")
+    patch_size = 14 if family == "qwen2.5" else 16
+    for count, fps, size in ((100, 10.0, (480, 640)), (391, 23.976, (60, 90))):
+        monkeypatch.setattr(Reader, "count", count)
+        monkeypatch.setattr(Reader, "fps", fps)
+        monkeypatch.setattr(Reader, "size", size)
+        (frames, metadata), rate = utils.fetch_video(
+            {"video": "a.mp4", **limits}, patch_size, return_video_sample_fps=True, return_video_metadata=True
+        )
+        settings = QWEN2_5 if family == "qwen2.5" else qwen3(len(frames))
+        info = VideoInfo(count, fps, *size, limits=limits)
+        assert frame_indices(info, settings) == metadata["frames_indices"]
+        grid = video_grid(info, settings)
+        if limits.keys() & {"min_pixels", "max_pixels", "resized_height", "total_pixels"}:
+            assert size_of(grid, settings) == tuple(frames.shape[2:])
+        assert (grid.t, grid.second_per_grid) == (len(frames) // 2, np.float32(2 / rate))
+
+
+def test_clip_worked_out_by_hand() -> None:
+    """From 5 to 8 s of 10 frames a second: frames 50 to 80, 31 frames or 3.1 s, of which 2 a second are 6."""
+    info = VideoInfo(100, 10.0, 56, 56, limits={"video_start": 5.0, "video_end": 8.0})
+    for settings in (QWEN2_5, qwen3(6)):
+        assert frame_indices(info, settings) == [50, 56, 62, 68, 74, 80]
+        grid = video_grid(info, settings)
+        assert grid.timestamps == pytest.approx((0.3, 1.5, 2.7))  # of 0 and 0.6, 1.2 and 1.8, 2.4 and 3
+        assert grid.second_per_grid == np.float32(2 / (6 / 31 * 10))  # 1.03 s
+
+
+def test_clip_times_equal_the_processors() -> None:
+    """transformers makes times of numbers of frames, which are those of a file that begins with the clip."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    info = VideoInfo(391, 23.976, 56, 56, limits={"video_start": 3.3, "video_end": 9.1, "nframes": 10})
+    settings = qwen3(10)
+    frames = frame_indices(info, settings)
+    times = Qwen3VLProcessor._calculate_timestamps(None, [f - frames[0] for f in frames], 23.976, 2)
+    assert frames[0] == 80 and list(video_grid(info, settings).timestamps) == pytest.approx(times)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"video_start": 11.0}, "less than two frames"),
+        ({"video_start": 5.0, "video_end": 5.05}, "less than two frames"),
+        ({"nframes": 102}, "102 frames are asked for of a video or clip of 100"),
+        ({"video_end": 0.5, "nframes": 8}, "8 frames are asked for of a video or clip of 6"),
+        ({"nframes": 1}, "0 frames are asked for"),
+    ],
+)
+def test_impossible_frames_are_refused(limits, said) -> None:
+    with pytest.raises(PixelError, match=said):
+        frame_indices(VideoInfo(100, 10.0, 56, 56, limits=limits), QWEN2_5)
+
+
+def test_more_frames_than_the_runs_are_refused_and_their_limits_bounded() -> None:
+    run = dataclasses.replace(QWEN2_5, video_max_frames=8)
+    with pytest.raises(PixelError, match=r"10 frames .* above data\.video_max_frames 8; raise that"):
+        frame_indices(VideoInfo(100, 10.0, 56, 56, limits={"nframes": 10}), run)
+    assert len(frame_indices(VideoInfo(100, 10.0, 56, 56, limits={"max_frames": 20}), run)) == 8
+
+
+@pytest.mark.parametrize("settings", [QWEN2_5, qwen3(6)], ids=["qwen2.5", "qwen3"])
+def test_pixels_of_a_clip_are_those_of_its_frames(settings) -> None:
+    file = video(40)
+    whole = probe_video(file)
+    clip = dataclasses.replace(whole, limits={"video_start": 1.0, "video_end": 3.0, "fps": 3.0})
+    numbers = frame_indices(clip, settings)
+    assert numbers == [10, 14, 18, 22, 26, 30]
+    grid = video_grid(clip, settings)
+    every = dataclasses.replace(whole, limits={"nframes": 40})
+    all_planes = video_planes(file, every, grid, settings)
+    assert torch.equal(video_planes(file, clip, grid, settings), all_planes[numbers])
+
+
+# --- Times of images ----------------------------------------------------------------------------------------
+
+IMAGES = ["a.png", "b.png", "c.png", "d.png", "e.png"]
+
+
+def test_times_of_images_worked_out_by_hand() -> None:
+    """Frames 0, 30, 60, 90, 120 of 30 a second are 0 to 4 s; the last image is repeated."""
+    read = read_conversation(in_part(video=IMAGES, frames_indices=[0, 30, 60, 90, 120], fps=30))
+    assert read.media_references == [("video", FrameSequence(tuple(IMAGES), 1.0))]
+    assert read.media_limits == [{"timestamps": [0.0, 1.0, 2.0, 3.0, 4.0]}] and not read.ignored_keys
+    grid = video_grid(VideoInfo(5, 1.0, 56, 56, "whole", limits=read.media_limits[0]), QWEN2_5)
+    assert grid.timestamps == (0.5, 2.5, 4.0) and grid.second_per_grid == 2.0
+
+    # 10, 12.5 and 20 s: 5 s between two images in the mean, so that a group covers 10 s.
+    read = read_conversation(in_part(video=IMAGES[:3], timestamps=[10, 12.5, 20]))
+    assert read.media_references[0][1].fps == 0.2
+    grid = video_grid(VideoInfo(3, 0.2, 56, 56, "whole", limits=read.media_limits[0]), qwen3(4))
+    assert grid.timestamps == (11.25, 20.0) and grid.second_per_grid == 10.0
+
+
+def test_times_of_images_equal_the_processors() -> None:
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    indices, fps = [0, 7, 15, 22, 30], 23.976
+    read = read_conversation(in_part(video=IMAGES, frames_indices=indices, fps=fps))
+    times = Qwen3VLProcessor._calculate_timestamps(None, list(indices), fps, 2)
+    info = VideoInfo(5, read.media_references[0][1].fps, 56, 56, "whole", limits=read.media_limits[0])
+    assert list(video_grid(info, qwen3(6)).timestamps) == times
+
+
+def test_times_of_images_are_in_the_positions_of_qwen2_5() -> None:
+    """Two positions a second: groups of 2 s are 4 apart, of 1 s as without times they would be 2 apart."""
+    spec = spec_of("qwen2_5_vl")
+    limits = {"timestamps": [0.0, 1.0, 2.0, 3.0]}
+    grid = video_grid(VideoInfo(4, 1.0, 56, 56, "whole", limits=limits), QWEN2_5)
+    tokens = torch.full((grid.num_tokens(2),), spec.video_token_id)
+    assert mrope_positions(tokens, [grid], spec)[0].unique().tolist() == [0, 4]
+
+
+# --- Records ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "limits"),
+    [
+        (in_part(video_start=5, video_end="8"), {"video_start": 5.0, "video_end": 8.0}),
+        (in_part(nframes=4.0, max_pixels="50176"), {"nframes": 4, "max_pixels": 50176}),
+        (in_part("image", min_pixels=784, max_pixels=50176), {"min_pixels": 784, "max_pixels": 50176}),
+        (in_part(video=["a.png", "b.png"], max_pixels=784, nframes=4), {"max_pixels": 784}),
+        (in_part(video="clip", fps=5, video_end=3), {"video_end": 3.0}),
+        (in_address(max_pixels=784, fps=1), {"max_pixels": 784, "fps": 1.0}),
+        (listed(entry={"path": "a.mp4", "video_start": 2}), {"video_start": 2.0}),
+        (listed(fps=1, max_pixels=784), {}),
+        (
+            {
+                "videos": [{"path": "a.mp4", "fps": 1}],
+                "messages": [{"role": "user", "content": [{"type": "video", "video_end": 3}]}, ANSWER],
+            },
+            {"fps": 1.0, "video_end": 3.0},
+        ),
+    ],
+)
+def test_limits_of_a_record_are_read(record, limits) -> None:
+    assert read_conversation(record).media_limits == [limits]
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        (in_part(max_pixels=0), "max_pixels"),
+        (in_part(max_pixels="many"), "max_pixels"),
+        (in_part(nframes=2.5), "nframes"),
+        (in_part(nframes=True), "nframes"),
+        (in_part(nframes=10**400), "nframes"),
+        (in_part(fps=float("nan")), "fps"),
+        (in_part(nframes=4, fps=2), "nframes"),
+        (in_part(video_start=-1), "video_start"),
+        (in_part(video_start=8, video_end=5), "video_start"),
+        (in_part("image", min_pixels=100, max_pixels=50), "min_pixels"),
+        (in_part("image", resized_height=56), "resized_height"),
+        (in_part(video=IMAGES, timestamps=[0, 1]), "timestamps"),
+        (in_part(video=IMAGES[:2], timestamps=[1, 0]), "timestamps"),
+        (in_part(video=IMAGES[:2], timestamps="0,1"), "timestamps"),
+        (in_part(video=IMAGES[:2], timestamps=[0, 10**400]), "timestamps"),
+        (in_part(video=IMAGES[:2], frames_indices=[0, 5]), "frames_indices"),
+        (in_part(video=IMAGES[:2], video_start=1), "video_start"),
+        (in_part(frames_indices=[0, 5], fps=2), "frames_indices"),
+        (in_part("image", video_start=5), "video_start"),
+    ],
+)
+def test_impossible_limits_are_refused(record, field) -> None:
+    with pytest.raises(RecordError) as caught:
+        read_conversation(record)
+    assert caught.value.field_path == f"messages[0].content[0].{field}"
+
+
+def test_images_at_one_time_are_refused() -> None:
+    with pytest.raises(RecordError, match="2 images in 0 s"):
+        read_conversation(in_part(video=IMAGES[:2], timestamps=[3, 3]))
+
+
+# --- Through the loader -------------------------------------------------------------------------------------
+
+
+def records(root: Path) -> list[dict[str, Any]]:
+    write(root / "a.mp4", video(40))
+    for seed, name in enumerate(IMAGES):
+        write(root / name, encoded(70, 100, seed=seed))
+    listed_images = {"video": IMAGES}
+    return [
+        in_part(),
+        in_part(video_start=1, video_end=3),
+        in_part(nframes=20),
+        in_part(fps=4, max_pixels=12544, max_frames=6),
+        in_part("image", image="a.png", max_pixels=3136),
+        in_part("image", image="a.png", resized_height=84, resized_width=112),
+        in_part("image", image="a.png"),
+        in_part(**listed_images, timestamps=[0.5, 10.0, 100.5, 1000.0, 1234.5]),
+        in_part(**listed_images, frames_indices=[0, 5, 10, 15, 20], fps=10, max_pixels=12544),
+        in_part("image", image="b.png", min_pixels=20000),
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_sizes_follow_limits_under_the_settings_of_any_run(family, tmp_path) -> None:
+    """The index is made once, with another largest number of frames: of 8, 20 frames are too many."""
+    hf = tiny_checkpoint(family)
+    spec = read_spec(hf)
+    out, report = converted(tmp_path, records(tmp_path / "media"))
+    assert (report.samples, report.clips) == (10, 1)
+
+    def config(**changes: Any) -> DataConfig:
+        return DataConfig(path=str(out), seq_len=8192, num_workers=0, **changes)
+
+    index_datasets(config(video_max_frames=8), spec, hf)
+    for data in (config(video_max_frames=8), config(), config(max_pixels=14000, video_fps=3.0)):
+        loader = build_loader(data, spec, hf)
+        context = loader._planning_context
+        counted = SampleSizeCounter(context.row_encoder.chat_encoder, read_pixel_settings(hf, data))
+        source, reader = context.sized_sources[0], open_sample_reader(context.datasets[0], None)
+        tokens, patches = source.count_samples(counted, np.arange(len(source)))
+        refused = []
+        for number in range(len(source)):
+            encoded_sample = context.row_encoder.preencode_sample(cook_sample(reader[number]))
+            if encoded_sample.refused:
+                refused.append(number)
+                assert not tokens[number], encoded_sample.refused
+            else:
+                assert encoded_sample.token_and_patch_count == (tokens[number], patches[number])
+        assert (2 in refused) == (data.video_max_frames == 8) and (9 in refused) == (data.max_pixels == 14000)
+        assert set(refused) <= {2, 5, 9}, refused
+
+
+def test_rows_hold_clips_and_limits(tmp_path) -> None:
+    """The grids of the rows are those of the records, and every sample is decoded."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    out, _ = converted(tmp_path, records(tmp_path / "media"))
+    data = DataConfig(path=str(out), seq_len=4096, num_workers=0, shuffle=False, pack=False, max_pixels=50176)
+    rows = [row for row, _ in zip(open_loader(data, hf), range(10), strict=False)]
+    assert [row.sample_keys[0] for row in rows] == [f"{number:09d}" for number in range(10)]
+    assert not any(row.dropped_counts for row in rows)
+    # 70 x 100 in 4 units of 28 x 28: divided by 1.494, 46.9 x 66.9, rounded down to 1 x 2. Given: 84 x 112.
+    assert [rows[number].num_patches for number in (4, 5)] == [8, 48]

@@ -1,0 +1,253 @@
+"""Orders of roles, images in results, digits of arguments, and conversations that end unfinished."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_tools.formats import RecordError, read_conversation
+from data_tools.records import read_records
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError, ChatTemplateError
+from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE
+from megatron_vl.data.sample.written_numbers import WrittenNumber, dump_json, read_number
+from megatron_vl.spec.positions import GridTHW
+from tests.data.helpers import spec_of
+from tests.data.media import encoded, write
+from tests.data.test_chat import released_tokenizer_folder
+from tests.data.test_thinking import (
+    LARGE,
+    LATER,
+    tokenizers_once,  # noqa: F401 (a fixture)
+    write_thinking_folder,
+)
+from toolkit.cli import main
+
+ASK = {"role": "user", "content": "Hi"}
+SAY = {"role": "assistant", "content": "Hello"}
+RULE = {"role": "system", "content": "Be brief."}
+IMAGE = {"type": "image"}
+DRAWN = {"role": "tool", "content": [IMAGE, {"type": "text", "text": "seen"}]}
+
+
+def call(arguments: Any = None, **keys: Any) -> dict[str, Any]:
+    function = {"name": "look", "arguments": {"x": 1} if arguments is None else arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function} | keys],
+    }
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory) -> dict[str, ChatEncoder]:
+    """Encoders with the released templates, and those that come with this program."""
+    root = tmp_path_factory.mktemp("roles")
+    dropping = root / "dropping.jinja"  # as Qwen3-VL's, it passes over a late system turn without a word
+    dropping.write_text(
+        "{% for m in messages %}{% if loop.first or m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    raising = root / "raising.jinja"
+    raising.write_text(
+        "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    plain, spec = released_tokenizer_folder(), spec_of("qwen3_vl")
+    thinking = {model: write_thinking_folder(root / model, model) for model in (LARGE, LATER)}
+    return {
+        "qwen2_vl": ChatEncoder(plain, spec),
+        "tools": ChatEncoder(plain, spec, chat_template=TOOLS_TEMPLATE),
+        "dropping": ChatEncoder(plain, spec, chat_template=str(dropping)),
+        "raising": ChatEncoder(plain, spec, chat_template=str(raising)),
+        **{model: ChatEncoder(folder, spec) for model, folder in thinking.items()},
+    }
+
+
+def trained_text(ours: ChatEncoder, messages: list[dict], grids: Any = (), **more: Any) -> str:
+    """The tokens that are trained on, and that the whole text is transformers' own rendering."""
+    ids, mask = ours.encode(messages, grids, **more)
+    if not grids:
+        rendered = ours.tokenizer.apply_chat_template(
+            messages, chat_template=ours.chat_template, tokenize=False, tools=more.get("tools")
+        )
+        assert ids.tolist() == ours.tokenizer(rendered)["input_ids"]
+    return ours.tokenizer.decode(ids[mask.bool()])
+
+
+# --- Orders of roles ----------------------------------------------------------------------------------------
+
+ORDERS = {
+    "a late system turn": [ASK, SAY, RULE, ASK, SAY],
+    "two system turns": [RULE, {**RULE, "content": "Be kind."}, ASK, SAY],
+    "two users": [ASK, {**ASK, "content": "Hm?"}, SAY],
+    "two assistants": [ASK, SAY, {**SAY, "content": "Anything else?"}],
+    "a user after a result": [ASK, call(), {"role": "tool", "content": "dry"}, ASK, SAY],
+}
+HELLO, MORE, BLOCK = "Hello<|im_end|>", "Anything else?<|im_end|>", "<tool_call>\n"
+CALLED = '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+TRAINED = {
+    ("qwen2_vl", "a late system turn"): HELLO * 2,
+    ("qwen2_vl", "two system turns"): HELLO,
+    ("qwen2_vl", "two users"): HELLO,
+    ("qwen2_vl", "two assistants"): HELLO + MORE,
+    ("tools", "a user after a result"): CALLED + HELLO,
+    ("tools", "a late system turn"): HELLO * 2,
+    (LARGE, "two users"): HELLO,
+    (LARGE, "two assistants"): HELLO + MORE,
+}
+
+
+@pytest.mark.parametrize(("model", "order"), TRAINED)
+def test_orders_that_the_template_writes_are_trained_on(encoders, model, order) -> None:
+    messages = read_conversation({"messages": ORDERS[order]}).messages
+    assert messages == ORDERS[order]
+    assert trained_text(encoders[model], messages) == TRAINED[model, order]
+
+
+@pytest.mark.parametrize("model", [LARGE, LATER, "dropping"])
+@pytest.mark.parametrize("order", ["a late system turn", "two system turns"])
+def test_system_turns_that_the_template_does_not_write_are_to_be_joined(encoders, model, order) -> None:
+    with pytest.raises(ChatTemplateError, match="does not write a system turn after the start; join them"):
+        encoders[model].encode(ORDERS[order], [])
+
+
+@pytest.mark.parametrize("order", ["two users", "two assistants"])
+def test_turns_that_the_template_refuses_are_to_be_joined(encoders, order) -> None:
+    said = rf"roles must alternate\); the {order[4:-1]} has several turns in a row: join them"
+    with pytest.raises(ChatError, match=said):
+        encoders["raising"].encode(ORDERS[order], [])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[SAY, ASK, SAY], [RULE, SAY], [ASK, SAY, DRAWN, SAY], [ASK, call(), ASK, SAY], [ASK, call(), SAY]],
+)
+def test_conversations_without_a_question_or_a_result_are_refused(messages) -> None:
+    images = [{"images": ["a.png"]} if DRAWN in messages else {}][0]
+    with pytest.raises(RecordError) as caught:
+        read_conversation({"messages": messages} | images)
+    assert caught.value.reason == "wrong role order"
+
+
+# --- Unfinished conversations -------------------------------------------------------------------------------
+
+DRY = {"role": "tool", "content": "dry"}
+TWO = {**call(), "tool_calls": call()["tool_calls"] * 2}
+UNFINISHED = {
+    "a user's turn": ([ASK, SAY, ASK], 2, 1),
+    "two users' turns and a rule": ([ASK, SAY, RULE, ASK, ASK], 2, 3),
+    "a result": ([ASK, SAY, ASK, call(), DRY], 4, 1),
+    "a call without its result": ([ASK, call()], 2, 0),
+    "one of two results": ([ASK, TWO, DRY], 2, 1),
+    "nothing": ([ASK, SAY], 2, 0),
+}
+
+
+@pytest.mark.parametrize("end", UNFINISHED)
+def test_what_is_finished_is_kept(encoders, end) -> None:
+    messages, kept, left_out = UNFINISHED[end]
+    read = read_conversation({"messages": messages})
+    assert (read.messages, read.unfinished_turns) == (messages[:kept], left_out)
+    assert trained_text(encoders["tools"], read.messages)
+
+
+def test_last_thinking_is_trained_on_although_a_question_follows(encoders) -> None:
+    thought = {"role": "assistant", "reasoning_content": "Hm.", "content": "Hello"}
+    read = read_conversation({"messages": [ASK, thought, ASK]})
+    assert trained_text(encoders[LARGE], read.messages) == f"Hm.\n</think>\n\n{HELLO}"
+
+
+def test_media_of_unfinished_turns_are_left_out_and_the_turns_counted(tmp_path: Path, capsys) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"media/{name}.png", encoded(56, 56))
+    shown, seen = {"type": "image", "image": "b.png"}, {"role": "user", "content": "<image>?"}
+    records = [
+        {"images": ["a.png", "b.png"], "messages": [seen, SAY, seen]},
+        {"messages": [ASK, call(), {"role": "tool", "content": [shown]}]},
+        {"messages": [ASK]},
+    ]
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    words = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "media"), "--workers", "1"]
+    assert main(["data", "convert", *words, "--out", str(tmp_path / "out")]) == 3
+    assert "2 turns after the last answer of their conversation are left out" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["samples"], report["images"], report["unfinished_turns"]) == (2, 1, 2)
+    assert list(report["refused"].values()) == [{"no assistant turn": 1}]
+
+
+# --- Images in results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tools", LARGE, LATER])
+def test_images_of_results_stand_where_the_result_has_them(encoders, model) -> None:
+    part = {"type": "image", "image": "a.png"}
+    text = {"type": "text", "text": "seen"}
+    listed = {"images": ["a.png"], "messages": [ASK, call(), {**DRAWN, "content": "<image>seen"}, SAY]}
+    typed = {"messages": [ASK, call(), {**DRAWN, "content": [part, text]}, SAY]}
+    for record in (listed, typed):
+        read = read_conversation(record)
+        assert read.messages[2] == DRAWN and read.media_references == [("image", "a.png")]
+        ids, mask = encoders[model].encode(read.messages, [GridTHW(1, 4, 4)])
+        whole = encoders[model].tokenizer.decode(ids)
+        pads = "<|image_pad|>" * 4
+        assert f"<tool_response>\n<|vision_start|>{pads}<|vision_end|>seen\n</tool_response>" in whole
+        assert "seen" not in encoders[model].tokenizer.decode(ids[mask.bool()])
+
+
+# --- Digits of arguments ------------------------------------------------------------------------------------
+
+DIGITS = '{"x": 0.10, "deep": [1.50, {"y": -0.0, "z": 1e5}], "n": 7, "f": 2.5}'
+
+
+def read_line(arguments: str, tmp_path: Path) -> dict[str, Any]:
+    """A record in a file, with arguments as an object in JSON, and the text of one."""
+    ask, function = json.dumps(ASK), f'{{"name": "look", "arguments": {arguments}}}'
+    turn = f'{{"role": "assistant", "content": "", "tool_calls": [{{"function": {function}}}]}}'
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"messages": [{ask}, {turn}, {json.dumps(DRY)}, {json.dumps(SAY)}]}}\n')
+    [(_, record)] = read_records(path)
+    return record
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_arguments_keep_their_digits(encoders, tmp_path, as_text) -> None:
+    """transformers writes arguments that are a text as they are, if the template does."""
+    record = read_line(json.dumps(DIGITS) if as_text else DIGITS, tmp_path)
+    messages = read_conversation(record).messages
+    given = [messages[0], call(DIGITS), *messages[2:]]
+    ours = encoders["tools"]
+    reference = ours.tokenizer.apply_chat_template(given, chat_template=ours.chat_template, tokenize=False)
+    assert DIGITS in reference and ours.render_conversation(messages) == reference
+    ids, mask = ours.encode(messages, [])
+    assert ids.tolist() == ours.tokenizer(reference)["input_ids"]
+    assert DIGITS in ours.tokenizer.decode(ids[mask.bool()])
+    for model in (LARGE, LATER):
+        text = encoders[model].render_conversation(messages)
+        assert '<parameter=x>\n0.10\n</parameter>\n<parameter=deep>\n[1.50, {"y": -0.0, "z": 1e5}]\n' in text
+        assert "<parameter=n>\n7\n</parameter>\n<parameter=f>\n2.5\n" in text and "\ufdd0" not in text
+
+
+def test_digits_are_stored_as_they_were_written(tmp_path: Path) -> None:
+    record = read_line(DIGITS, tmp_path)
+    lines = dump_json(record)
+    assert DIGITS in lines
+    (tmp_path / "lines.jsonl").write_text(lines + "\n")
+    words = ["--input", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path / "out"), "--workers", "2"]
+    assert main(["data", "convert", *words]) == 0
+    with tarfile.open(tmp_path / "out/train-000000.tar") as tar:
+        stored = tar.extractfile("000000000.json").read().decode()
+    assert DIGITS in stored
+    read = json.loads(stored, parse_float=read_number)["messages"][1]["tool_calls"][0]["function"][
+        "arguments"
+    ]
+    assert read == json.loads(DIGITS) and isinstance(read["x"], WrittenNumber) and type(read["f"]) is float
+
+
+def test_texts_with_the_mark_stay(encoders) -> None:
+    texts = ["\ufdd0a\ufdd0", '"\ufdd0"', "\ufdd0"]
+    assert json.loads(dump_json(texts)) == texts

@@ -1,0 +1,186 @@
+"""Arguments of the chat template: of a run, of a record, in states, sizes and exports."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from converters.convert import convert_weights, export_weights
+from data_tools.formats import RecordError, read_conversation
+from megatron_vl.config import DataConfig, parse_config
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError, ChatTemplateError
+from megatron_vl.data.source.dataset_description import read_description
+from megatron_vl.data.source.sample_sizes import compute_tokenization_id, missing_sizes_advice
+from megatron_vl.data.state_json import LoaderStateError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from tests.data.datasets import converted, open_loader
+from tests.data.helpers import mask_one_by_one, spec_of
+from tests.data.test_thinking import (
+    AND,
+    BLOCK,
+    HI,
+    LATER,
+    NEXT,
+    OPEN,
+    PLAIN,
+    QUESTION,
+    THOUGHT,
+    TOOL,
+    pieces,
+    random_conversation,
+    tokenizers_once,  # noqa: F401 (a fixture)
+    write_thinking_folder,
+)
+from tests.support.run_json import write_run_json
+from tests.tiny import tiny_checkpoint
+from toolkit.generate.answers import with_trained_media
+
+PRESERVE = {"preserve_thinking": True}
+HM = ["H", "m", ".\n", "</think>", "\n\n", "No", ".", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint folder with the released template of Qwen3.6."""
+    return write_thinking_folder(tmp_path_factory.mktemp("template") / LATER, LATER)
+
+
+def encoder(folder: Path, **arguments: object) -> ChatEncoder:
+    return ChatEncoder(folder, spec_of("qwen3_vl"), template_arguments=arguments)
+
+
+def test_earlier_thinking_is_trained_on_if_the_template_keeps_it(folder) -> None:
+    messages = [QUESTION, THOUGHT, NEXT, PLAIN]
+    last = [(["Yes", ".", "<|im_end|>"], 1), (["\n"], 0)]
+    dropped = [(HI + OPEN, 0), (["No", ".", "<|im_end|>"], 1), (["\n"] + AND + OPEN + BLOCK, 0), *last]
+    kept = [(HI + OPEN + ["<think>", "\n"], 0), (HM, 1), (["\n"] + AND + OPEN + BLOCK, 0), *last]
+    assert pieces(encoder(folder), messages) == dropped
+    assert pieces(encoder(folder, **PRESERVE), messages) == kept
+
+    ours = encoder(folder)
+    rendered = ours.tokenizer.apply_chat_template(messages, tokenize=False, **PRESERVE)
+    assert rendered.count("<think>") == 2
+    for given in (PRESERVE, {**PRESERVE, "enable_thinking": False}):
+        assert encoder(folder, **given).render_conversation(messages) == rendered
+
+    # A record's own arguments come first, and the others of the run stay.
+    ids, mask = ours.encode(messages, [], template_arguments=PRESERVE)
+    assert ids.tolist() == ours.tokenizer(rendered)["input_ids"]
+    own = encoder(folder, **PRESERVE).encode(messages, [], template_arguments={"preserve_thinking": False})
+    assert [each.tolist() for each in own] == [each.tolist() for each in ours.encode(messages, [])]
+    assert int(mask.sum()) == int(own[1].sum()) + 5
+
+
+def test_turns_are_found_under_arguments_as_one_by_one(folder) -> None:
+    ours = encoder(folder, **PRESERVE)
+    compared = 0
+    for seed in range(60):
+        messages = random_conversation(random.Random(seed), features=True)
+        plain = [m for m in messages if isinstance(m.get("content"), str | None)]
+        try:
+            ids, mask = ours.encode(plain, [], [TOOL])
+        except ChatError:
+            continue
+        assert (ids.tolist(), mask.float().tolist()) == mask_one_by_one(ours, plain, [TOOL])
+        compared += 1
+    assert compared > 10
+
+
+def test_prompts_follow_the_arguments_of_the_run(folder) -> None:
+    for thinks in (True, False):
+        ours = encoder(folder, enable_thinking=thinks)
+        asked = ours.tokenizer.apply_chat_template(
+            [QUESTION], add_generation_prompt=True, tokenize=True, enable_thinking=thinks, return_dict=False
+        )
+        assert ours.encode_prompt([QUESTION], []).tolist() == asked
+        assert ours.encode_prompt([QUESTION], [], enable_thinking=not thinks).tolist() != asked
+
+
+@pytest.mark.parametrize("name", ["keep_thinking", "messages", "tools", "add_generation_prompt"])
+def test_argument_that_is_not_the_templates_is_refused(folder, name) -> None:
+    with pytest.raises(ChatError, match=rf"data\.template_arguments: .* never reads {name}; it"):
+        encoder(folder, **{name: True})
+    with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs: .* it reads .*preserve_thinking"):
+        encoder(folder).encode([QUESTION, PLAIN], [], template_arguments={name: True})
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        (PRESERVE, PRESERVE),
+        ('{"add_vision_id": true}', {"add_vision_id": True}),
+        ({"a": None}, {}),
+        (None, {}),
+    ],
+)
+def test_arguments_of_a_record_are_read(written, kept) -> None:
+    read = read_conversation({"messages": [QUESTION, PLAIN], "chat_template_kwargs": written})
+    assert read.template_arguments == kept and not read.ignored_keys
+
+
+@pytest.mark.parametrize("written", [[1], "yes", True])
+def test_arguments_of_a_record_must_be_an_object(written) -> None:
+    with pytest.raises(RecordError) as caught:
+        read_conversation({"messages": [QUESTION, PLAIN], "chat_template_kwargs": written})
+    assert caught.value.field_path == "chat_template_kwargs"
+
+
+def test_config_takes_arguments_from_file_and_command_line(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("data:\n  template_arguments: {preserve_thinking: true}\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--model.hf", "x"]
+    assert parse_config(words).data.template_arguments == PRESERVE
+    other = parse_config([*words, "--data.template_arguments", '{"enable_thinking": false}'])
+    assert other.data.template_arguments == {"enable_thinking": False}
+
+
+def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
+    """Qwen2.5-VL's template numbers images, which makes samples longer."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    plain = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    out, _ = converted(tmp_path, [{"messages": plain}] * 4)
+    without = DataConfig(path=str(out), seq_len=256, num_workers=0)
+    numbered = DataConfig(
+        path=str(out), seq_len=256, num_workers=0, template_arguments={"add_vision_id": True}
+    )
+    spec = read_spec(hf)
+    assert compute_tokenization_id(hf, spec, without) != compute_tokenization_id(hf, spec, numbered)
+    advice = missing_sizes_advice(read_description(numbered.path), hf, numbered)
+    assert """ --data.template_arguments '{"add_vision_id": true}'`""" in advice
+
+    one, other = open_loader(without, hf), open_loader(numbered, hf)
+    assert other.row_settings["template_arguments"] == {"add_vision_id": True}
+    for resumed, state in ((one, other.state_dict()), (other, one.state_dict())):
+        with pytest.raises(LoaderStateError, match=r"set data\.template_arguments back"):
+            resumed.load_state_dict(state)
+    state = one.state_dict()
+    del state["identity"]["template_arguments"]  # as version 0.2.0 wrote it
+    one.load_state_dict(state)
+
+
+def test_exports_name_the_arguments(tmp_path) -> None:
+    """Those of the run, also none: they replace those of the export with which the run began."""
+    shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "hf")
+
+    def exported(name: str, hf: Path, arguments: dict) -> Path:
+        step = tmp_path / f"run_{name}" / "step_00000001"
+        convert_weights(hf, step / "weights")
+        write_run_json(step, {"fields": {"data.max_pixels": 3136, "data.template_arguments": arguments}})
+        export_weights(step, hf, tmp_path / name)
+        return tmp_path / name
+
+    first = exported("first", tmp_path / "hf", {"enable_thinking": False})
+    facts = json.loads((first / EXPORT_FACTS_FILE).read_text())
+    assert facts["template_arguments"] == {"enable_thinking": False}
+    assert with_trained_media(DataConfig(), first).template_arguments == {"enable_thinking": False}
+    convert_weights(first, tmp_path / "again")
+    export_weights(tmp_path / "again", tmp_path / "hf", tmp_path / "back")
+    again = json.loads((tmp_path / "back" / EXPORT_FACTS_FILE).read_text())
+    assert again["template_arguments"] == facts["template_arguments"]
+
+    second = exported("second", first, {})
+    assert "template_arguments" not in json.loads((second / EXPORT_FACTS_FILE).read_text())
