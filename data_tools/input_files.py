@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.system.errors import UserError
 
 from .exact_json import unique_keys
@@ -195,20 +197,28 @@ def _folder_files(input_dir: Path) -> list[Path]:
         _refuse_outside(input_dir, files)
         return files
 
-    paths = [path for path in sorted(input_dir.rglob("*")) if path.is_file() and path.name != INDEX_FILE]
-    record_files = [path for path in paths if record_suffix(path)]
-    suffixes = sorted(set(map(record_suffix, record_files)))
+    files = sorted(record_files(input_dir))
+    suffixes = sorted(set(map(record_suffix, files)))
     if len(suffixes) != 1:
         suffixes_text = " and ".join(suffixes) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
         raise InputError(f"--input {input_dir} holds {suffixes_text}; give the files to use")
 
     # Test data would be trained on if a folder with several splits were read as a whole.
-    split_matches = [SPLIT_PATTERN.search(str(path.relative_to(input_dir))) for path in record_files]
+    split_matches = [SPLIT_PATTERN.search(str(path.relative_to(input_dir))) for path in files]
     splits = sorted({split_match[1].lower() for split_match in split_matches if split_match})
     if len(splits) > 1:
         raise InputError(f"--input {input_dir} holds the splits {', '.join(splits)}; give the files to use")
-    _refuse_outside(input_dir, record_files)
-    return record_files
+    _refuse_outside(input_dir, files)
+    return files
+
+
+def record_files(folder: Path) -> Iterator[Path]:
+    """The files below a folder that may hold records; hidden ones and those of data sets do not."""
+    for parent, folder_names, file_names in folder.walk():
+        folder_names[:] = [name for name in folder_names if not (parent / name / METADATA_DIR).exists()]
+        folder_names[:] = [name for name in folder_names if name[0] != "."]
+        names = [name for name in file_names if name[0] != "." and name != INDEX_FILE]
+        yield from filter(record_suffix, [parent / name for name in names])
 
 
 def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:

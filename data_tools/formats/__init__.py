@@ -10,11 +10,13 @@ that nothing reads are listed in :attr:`Conversation.ignored_keys`.
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Literal
 
 from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens, order_results
 
 from . import alpaca, documents, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
+from .alpaca import ANSWER_FIELDS, QUESTION_FIELDS
 from .conversation import (
     Conversation,
     RecordError,
@@ -32,6 +34,7 @@ from .record_reader import (
     BOX_KEYS,
     CLIP_KEYS,
     EMPTY_VALUES,
+    MEDIA_MARKER,
     TIME_KEYS,
     RecordFormat,
     RecordReader,
@@ -48,6 +51,16 @@ FORMATS: dict[str, RecordFormat] = {
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+READ_FIELDS = (*CONVERSATION_FIELDS, *QUESTION_FIELDS, *ANSWER_FIELDS, *documents.FIELDS)
+"""Fields that tell the format."""
+USUAL_COLUMNS = {
+    "user": ("question", *QUESTION_FIELDS, "user", "human", "problem", "input"),
+    "assistant": ("answer", *ANSWER_FIELDS, "assistant", "gpt", "solution"),
+    "image": ("image", "images", "image_path", "image_file", "img"),
+    "video": ("video", "videos", "video_path"),
+}
+"""Names of columns, by their part in ``--columns``."""
+MAX_SHOWN_NAMES = 12
 BOXES = "boxes beside the text; write them into the text as the model's family does"
 PREFERENCES = "preferences, which supervised training cannot use"
 UNSUPERVISED_FIELDS = {
@@ -154,12 +167,29 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
     for candidate_format in FORMATS.values():
         if candidate_format.matches_record(record):
             return candidate_format
-    raise RecordError(
-        "no conversation",
-        "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output', nor 'text', "
-        "'caption', 'texts' or 'text_list'; "
-        f"it has {shorten_value(sorted(record))}; name its columns, as in"
-        " --columns question=user,answer=assistant,image=images",
+    raise RecordError("no conversation", f"the record has {_names(record)}; {_format_advice(record)}")
+
+
+def _names(record: dict[str, Any]) -> str:
+    names = ", ".join(map(shorten_value, sorted(record)[:MAX_SHOWN_NAMES]))
+    return f"{names}{', ...' * (len(record) > MAX_SHOWN_NAMES)}" or "no field"
+
+
+def _format_advice(record: dict[str, Any]) -> str:
+    """What makes a record without a format readable: finished options, if its columns have usual names."""
+    parts = {part: next((key for key in names if key in record), "") for part, names in USUAL_COLUMNS.items()}
+    if parts["user"] and parts["assistant"]:
+        columns = ",".join(f"{key}={part}" for part, key in parts.items() if key)
+        is_marked = MEDIA_MARKER.search(str(record[parts["user"]])) or not (parts["image"] or parts["video"])
+        return f"give --columns {columns}{'' if is_marked else ' --missing-markers first'}"
+    for key in sorted(record.keys() - READ_FIELDS):
+        is_turns = isinstance(record[key], list) and any(isinstance(item, dict) for item in record[key])
+        if near := ["messages"] * is_turns or difflib.get_close_matches(key, READ_FIELDS, 1, 0.75):
+            return f"rename {shorten_value(key)} to {near[0]!r}"
+    return (
+        f"formats have {', '.join(CONVERSATION_FIELDS)}, a question ({', '.join(QUESTION_FIELDS)}) and its"
+        f" answer ({', '.join(ANSWER_FIELDS)}), or {', '.join(documents.FIELDS)}; or name the columns with"
+        " --columns COLUMN=user,COLUMN=assistant"
     )
 
 

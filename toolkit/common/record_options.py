@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,8 +12,18 @@ from toolkit.common.options import CommandOptions, option
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions
 
-MAX_QUARANTINED = 0.01
-"""Share of the records that may be unusable, unless the user gives another."""
+MAX_SHOWN_KEYS = 10
+"""Number of ignored keys that the summary names per location; report.json lists all."""
+SETTING_BY_IGNORED_KEY = {
+    "min_pixels": "data.min_pixels of the run applies",
+    "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
+    "fps": "data.video_fps of the run applies",
+    "nframes": "data.video_fps and data.video_max_frames of the run apply",
+    "max_frames": "data.video_max_frames of the run applies",
+    "start": "no video is cut",
+    "end": "no video is cut",
+}
+"""The setting that applies instead of an ignored key."""
 
 
 @dataclass(kw_only=True)
@@ -34,14 +45,34 @@ class RecordOptions(CommandOptions):
     caption_prompt: str | None = option(None, metavar="TEXT", shown_default="none")
     """Make each caption the answer to this question about its image. Without it, an image and its caption are
     a document, without a chat template."""
+    format: str | None = option(None, metavar="NAME", shown_default="the record's own")
+    """Read all records in this format (see the documentation of data for the names)."""
+    val_fraction: float = option(0.0, metavar="F", shown_default="0")
+    """Put this share of the samples into the validation split."""
+    duplicate_ids: Literal["refuse", "keep"] = option("refuse")
+    """What to do with a record whose id occurred before: refuse it, or keep both."""
+    max_quarantined: float = option(0.01, metavar="F", minimum=0, maximum=1)
+    """Share of the records that may be unusable; 0 allows none."""
+
+    def sample_options(self) -> dict[str, Any]:
+        """The options that decide which samples records become, and of which split."""
+        return {
+            "columns": self.columns or "",
+            "missing_markers": self.missing_markers,
+            "caption_prompt": self.caption_prompt or "",
+            "format": self.format or "",
+            "val_fraction": self.val_fraction,
+            "duplicate_ids": self.duplicate_ids,
+        }
 
     def conversion_options(
-        self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
+        self, inputs: list[Path], out: Path, workers: int | None = None, part: tuple[int, int] = (0, 1)
     ) -> ConversionOptions:
         """The settings of a conversion of ``inputs`` into ``out``.
 
         Args:
             workers: number of processes; None: as many as the machine suits.
+            part: (i, n): convert only the i-th of n parts.
         """
         from data_tools.convert import ConversionOptions, default_workers  # it imports torch
 
@@ -51,8 +82,20 @@ class RecordOptions(CommandOptions):
             out=out,
             follow_links=self.follow_links,
             workers=default_workers() if workers is None else workers,
-            columns=self.columns or "",
-            missing_markers=self.missing_markers,
-            caption_prompt=self.caption_prompt or "",
-            **further_options,
+            part=part,
+            **self.sample_options(),
         )
+
+
+def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
+    """The ignored keys of a location, the most frequent first, each with the setting that applies instead."""
+    shown_counts = Counter(counts).most_common(MAX_SHOWN_KEYS)
+    key_texts = []
+    for key, key_count in shown_counts:
+        location = key_location.removesuffix("s") if key_count == 1 else key_location
+        setting_text = f" ({SETTING_BY_IGNORED_KEY[key]})" if key in SETTING_BY_IGNORED_KEY else ""
+        key_texts.append(
+            f"{key if key.isprintable() else ascii(key)} in {key_count} {location}{setting_text}"
+        )
+    num_unshown = len(counts) - len(shown_counts)
+    return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")

@@ -49,7 +49,8 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(as_converted(run_args, _read_config(run_args)), options.nproc_per_node, nnodes)
+        with as_converted(run_args, _read_config(run_args), options) as (config, num_records):
+            show_dry_run(config, options.nproc_per_node, nnodes, num_records)
         return 0
 
     run_args = options.fields
@@ -107,17 +108,31 @@ def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment)
     """Whether this is the node at the address where all nodes meet, which every run has."""
     if (options.nnodes or launch_environment.nnodes) == 1:
         return True
-    host = (options.master_addr or launch_environment.master_addr).rpartition(":")[0]
-    host = host or options.master_addr or launch_environment.master_addr
-    own_names = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn(), "localhost"}
-    return host in own_names or _address(host) in {_address(name) for name in own_names}
-
-
-def _address(host: str) -> str:
+    host = _split_address(options.master_addr or launch_environment.master_addr)[0]
+    if host == socket.gethostname():  # which need not resolve
+        return True
+    # The node's name may lead to another of its addresses, or to 127.0.1.1.
     try:
-        return socket.gethostbyname(host)
+        families = {(family, address[0]) for family, *_, address in socket.getaddrinfo(host, None)}
     except OSError:
-        return host
+        return False
+    return any(_is_own_address(*each) for each in families)
+
+
+def _is_own_address(family: socket.AddressFamily, address: str) -> bool:
+    """Whether a socket of this machine may have the address."""
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _split_address(address: str) -> tuple[str, str]:
+    """Host and port of ``HOST[:PORT]``; an IPv6 address has more colons, and no port."""
+    host, _, port = address.partition(":") if address.count(":") == 1 else (address, "", "")
+    return host, port
 
 
 def _prepare_launch(
@@ -182,9 +197,7 @@ def _rendezvous_arguments(
     """The launcher's options that bring the nodes together."""
     if nnodes == 1:
         return ["--standalone"]
-    rendezvous_host, given_port = options.master_addr or launch_environment.master_addr, ""
-    if rendezvous_host.count(":") == 1:  # an IPv6 address has more
-        rendezvous_host, given_port = rendezvous_host.split(":")
+    rendezvous_host, given_port = _split_address(options.master_addr or launch_environment.master_addr)
     if not rendezvous_host:
         raise UsageError(
             f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"

@@ -10,12 +10,15 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from data_tools.input_files import INDEX_FILE, find_input_files, record_suffix
+from data_tools.input_files import INDEX_FILE, find_input_files, record_files, record_suffix
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
 from megatron_vl.data.source.dataset_description import METADATA_DIR
@@ -23,7 +26,10 @@ from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.options import option_flag
-from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
+from toolkit.common.record_options import RecordOptions, ignored_keys_text
+
+if TYPE_CHECKING:
+    from data_tools.convert import ConversionOptions, DataReport
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A model's name on the Hub: ``Qwen/Qwen2.5-VL-7B-Instruct``."""
@@ -34,6 +40,8 @@ WAIT_S = 30
 ROW_TOKENS = (2048, 32768)
 """Smallest and largest row that is chosen by the sizes of samples."""
 ROW_MULTIPLE = 256
+FIRST_RECORDS = (0, 99_999)
+"""The part of the records that stands for all before they are converted: 256, or so many of 25 million."""
 
 
 class PrepareError(UserError, ValueError):
@@ -78,31 +86,49 @@ def prepare_run(
     return run_args + [f"--{name}={value}" for name, value in added.items()]
 
 
-def as_converted(run_args: list[str], config: TrainConfig) -> TrainConfig:
-    """A run from records as its first start left it; for ``--dry-run``, which converts nothing.
+@contextmanager
+def as_converted(
+    run_args: list[str], config: TrainConfig, options: RecordOptions
+) -> Iterator[tuple[TrainConfig, int]]:
+    """A run from records as its first start sees it; for ``--dry-run``, which leaves no file.
+
+    Yields:
+        The run, and the number of records that stand for all, if no start has converted them; 0 otherwise.
 
     Raises:
-        PrepareError: there was no such start.
+        PrepareError, ConvertError, ReadError: as :func:`convert_once` raises them.
     """
+    if is_hub_name(config.model.hf):
+        hf_dir = download_model(config.model.hf, local_files_only=True)
+        config = replace(config, model=replace(config.model, hf=hf_dir))
     if not is_records(config.data.path):
-        return config
+        yield config, 0
+        return
+    records_path, num_records = Path(str(config.data.path)), 0
     dataset_dir = Path(config.checkpoint.dir) / "data"
-    source = {"seq_len": config.data.seq_len, **_read_source(dataset_dir)}
-    if not source.get("usable"):
-        raise PrepareError(
-            f"data.path {config.data.path} holds records, which the first start converts into {dataset_dir}:"
-            " start without --dry-run, or give a data set that `megatron-vl data convert` wrote"
-        )
-    stated = "data.seq_len" in stated_fields(run_args)
-    row_length = config.data.seq_len if stated else source["seq_len"]
-    return replace(config, data=replace(config.data, path=str(dataset_dir), seq_len=row_length))
+    with tempfile.TemporaryDirectory() as folder:
+        if not _was_converted(records_path, dataset_dir, options):
+            from data_tools.convert import convert_dataset
+
+            conversion = options.conversion_options([records_path], Path(folder), part=FIRST_RECORDS)
+            report, dataset_dir = convert_dataset([records_path], conversion), conversion.dataset_dir
+            num_records = report.records
+            _print_progress(f"{records_path} is not converted yet; lengths are those of its first records")
+            if refusals := _report_records(report, conversion, options):
+                raise PrepareError(refusals)
+        config = replace(config, data=replace(config.data, path=str(dataset_dir)))
+        if "data.seq_len" not in stated_fields(run_args):
+            row_length = _read_source(dataset_dir).get("seq_len") or choose_row_length(config)
+            config = replace(config, data=replace(config.data, seq_len=row_length))
+        yield config, num_records
 
 
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
-    """The words of a run, with the default ``checkpoint.dir`` of one that begins with records."""
-    if config.checkpoint.dir or not is_records(config.data.path):
+    """The words of a run, with the default ``checkpoint.dir``: that of a blend or of random rows is empty."""
+    path = config.data.path
+    if "checkpoint.dir" in stated_fields(run_args) or config.data.is_synthetic or not isinstance(path, str):
         return run_args
-    name = Path(str(config.data.path)).resolve().name.split(".")[0]
+    name = Path(path).resolve().name.split(".")[0]
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
 
 
@@ -115,8 +141,11 @@ def is_hub_name(model: str) -> bool:
     return bool(HUB_NAME.fullmatch(model)) and owner != "checkpoints" and not Path(owner).exists()
 
 
-def download_model(name: str) -> str:
+def download_model(name: str, *, local_files_only: bool = False) -> str:
     """Downloads a model into the cache of ``huggingface_hub``, unless it is there. Returns its folder.
+
+    Args:
+        local_files_only: whether it must be there.
 
     Raises:
         PrepareError: it cannot be downloaded.
@@ -124,14 +153,16 @@ def download_model(name: str) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    unused = ["*.pth", "*.bin", "*.gguf", "original/*"]
     try:
-        return snapshot_download(name, ignore_patterns=["*.pth", "*.bin", "*.gguf", "original/*"])
+        return snapshot_download(name, ignore_patterns=unused, local_files_only=local_files_only)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         folder = f"checkpoints/{name.partition('/')[2]}"
+        cause = f"cannot be downloaded: {_first_line(error)}"
+        cause = "--dry-run downloads nothing" if local_files_only else cause
         raise PrepareError(
-            f"model.hf {name} is no folder here and cannot be downloaded ({_first_line(error)}). Where the"
-            f" Hub can be reached, run `hf download {name} --local-dir {folder}`, then give --model.hf"
-            f" {folder}"
+            f"model.hf {name} is no folder here ({cause}). Where the Hub can be reached, run"
+            f" `hf download {name} --local-dir {folder}`, then give --model.hf {folder}"
         ) from error
 
 
@@ -152,7 +183,7 @@ def is_records(data_path: Any) -> bool:
         return False
     path = Path(data_path)
     if path.is_dir():
-        return not (path / METADATA_DIR).exists() and any(map(record_suffix, path.iterdir()))
+        return not (path / METADATA_DIR).exists() and any(record_files(path))
     return path.name.startswith(f"{INDEX_FILE}:") or bool(record_suffix(path))
 
 
@@ -163,16 +194,12 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
         PrepareError: the records have changed, none can be used, or more than 1 % cannot.
         ConvertError, ReadError: as :func:`data_tools.convert.convert_dataset` raises them.
     """
-    from data_tools.convert import convert_dataset, first_refusal
+    from data_tools.convert import convert_dataset
 
-    if not records_file(records_path).exists():
-        raise RunConfigError(f"data.path {records_path} does not exist")
-    reading = {name: getattr(options, name) for name in ("columns", "missing_markers", "caption_prompt")}
-    if source := _read_source(dataset_dir):
-        if source["usable"]:
-            _check_unchanged(records_path, reading, dataset_dir, source)
-            _print_progress(f"{dataset_dir} was converted from {records_path} before")
-            return
+    if _was_converted(records_path, dataset_dir, options):
+        _print_progress(f"{dataset_dir} was converted from {records_path} before")
+        return
+    if _read_source(dataset_dir):
         shutil.rmtree(dataset_dir)  # too many of its records could not be used
     # The run's own files would be read as records at the next start.
     if records_path.is_dir() and dataset_dir.resolve().is_relative_to(records_path.resolve()):
@@ -183,19 +210,42 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
         raise PrepareError(f"{dataset_dir} was not converted from {records_path} by a run; rename it")
 
     _print_progress(f"converting {records_path} into {dataset_dir}, once")
-    source = {"files": _file_facts(records_path), "sha256": _digest(records_path), **reading}
-    report = convert_dataset([records_path], options.conversion_options([records_path], dataset_dir))
-    _print_progress(f"{report.samples} of {pluralize(report.records, 'record')} converted")
-    usable = report.quarantined_records <= MAX_QUARANTINED * report.records
+    source = {"path": str(records_path.resolve()), "files": _file_facts(records_path)}
+    source |= {"sha256": _digest(records_path), **options.sample_options()}
+    conversion = options.conversion_options([records_path], dataset_dir)
+    report = convert_dataset([records_path], conversion)
+    refusals = _report_records(report, conversion, options)
     # This file lets runs use the data set, so it is written last.
-    write_json(dataset_dir / SOURCE_FILE, source | {"usable": usable})
-    if not usable:
-        raise PrepareError(
-            f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first"
-            f" one being {first_refusal(dataset_dir)}. {dataset_dir / 'quarantine.jsonl'} lists them. Correct"
-            " them and start again, or give the folder of their media with --media-root; `megatron-vl data"
-            " convert` has further options, and its folder is a data.path too"
-        )
+    write_json(dataset_dir / SOURCE_FILE, source | {"usable": not refusals})
+    if refusals:
+        raise PrepareError(refusals)
+
+
+def _report_records(report: DataReport, conversion: ConversionOptions, options: RecordOptions) -> str:
+    """Prints what became of records. Returns why a run must not use the data set; empty: it may."""
+    from data_tools.convert import first_refusal
+    from data_tools.media import MISSING
+
+    val_text = f", {report.val} of them for validation" if report.val else ""
+    _print_progress(f"{report.samples} of {pluralize(report.records, 'record')} converted{val_text}")
+    for key_location, counts in report.ignored.items():
+        _print_progress(f"ignored: {ignored_keys_text(key_location, counts)}")
+    if not report.quarantined_records:
+        return ""
+
+    listed = f". {conversion.dataset_dir / 'quarantine.jsonl'} lists them" if conversion.part[1] == 1 else ""
+    refusals = (
+        f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first one"
+        f" being {first_refusal(conversion.dataset_dir)}{listed}"
+    )
+    if report.samples and report.quarantined_records <= options.max_quarantined * report.records:
+        _print_progress(refusals)
+        return ""
+    roots_text = ""
+    if any(MISSING in counts for counts in report.refused.values()):
+        folders = " and ".join(map(str, conversion.roots.folders))
+        roots_text = f", or give another folder than {folders} with --media-root"
+    return f"{refusals}. Correct them and start again{roots_text}, or allow more with --max-quarantined"
 
 
 def _files(records_path: Path) -> list[Path]:
@@ -224,27 +274,30 @@ def _digest(records_path: Path) -> str:
     return hashlib.sha256("".join(map(file_sha256, _files(records_path))).encode()).hexdigest()
 
 
-def _check_unchanged(
-    records_path: Path, reading: dict[str, Any], dataset_dir: Path, source: dict[str, Any]
-) -> None:
-    """Raises PrepareError if a data set was converted from other records: a run must not mix the two.
+def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions) -> bool:
+    """Whether a start has made the data set of these records.
 
-    Args:
-        reading: how the records are to be read.
-        source: what :data:`SOURCE_FILE` says.
+    Raises:
+        RunConfigError: there are no records.
+        PrepareError: it was converted from others, or in another way: a run must not mix the two.
     """
-    for name, value in reading.items():
-        earlier_value, flag = source.get(name), option_flag(name)
-        if earlier_value != value:
+    if not records_file(records_path).exists():
+        raise RunConfigError(f"data.path {records_path} does not exist")
+    source = _read_source(dataset_dir)
+    if not source.get("usable"):
+        return False
+    other = f"another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+    for name, value in options.sample_options().items():
+        if source[name] != value:
+            earlier, now = (f"{option_flag(name)} {each or 'unset'}" for each in (source[name], value))
             raise PrepareError(
-                f"{dataset_dir} was converted with {flag} {earlier_value}, not {value}: give that one again"
-                f" or another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+                f"{dataset_dir} was converted with {earlier}, not {now}: give that one again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
-        return
+        return True
     raise PrepareError(
-        f"{dataset_dir} was converted from other records than {records_path} holds now. To train on these,"
-        f" give another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+        f"{dataset_dir} was converted from {source['path']}, and {records_path} holds other records. To train"
+        f" on these, give {other}"
     )
 
 
@@ -273,7 +326,9 @@ def wait_for_dataset(dataset_dir: Path, needed: list[str]) -> None:
     waited = 0
     while not all(map(_read_source(dataset_dir).get, needed)):
         if waited % WAIT_S == 0:
-            _print_progress(f"waiting for the first node to write {dataset_dir} ({waited} s)")
+            _print_progress(
+                f"waiting for the first node, at --master-addr, to write {dataset_dir} ({waited} s)"
+            )
         time.sleep(1)
         waited += 1
 
