@@ -126,7 +126,8 @@ def as_converted(
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
     """The words of a run, with the default ``checkpoint.dir``: that of a blend or of random rows is empty."""
     path = config.data.path
-    if "checkpoint.dir" in stated_fields(run_args) or config.data.is_synthetic or not isinstance(path, str):
+    is_named = path and isinstance(path, str) and not config.data.is_synthetic
+    if not is_named or "checkpoint.dir" in stated_fields(run_args):
         return run_args
     name = Path(path).resolve().name.split(".")[0]
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
@@ -179,7 +180,7 @@ def _print_progress(text: str) -> None:
 
 def is_records(data_path: Any) -> bool:
     """Whether ``data.path`` is a file or folder of records or LLaMA-Factory's index, and no data set."""
-    if not isinstance(data_path, str) or "://" in data_path:
+    if not data_path or not isinstance(data_path, str) or "://" in data_path:
         return False
     path = Path(data_path)
     if path.is_dir():
@@ -289,9 +290,9 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
     other = f"another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
     for name, value in options.sample_options().items():
         if source[name] != value:
-            earlier, now = (f"{option_flag(name)} {each or 'unset'}" for each in (source[name], value))
             raise PrepareError(
-                f"{dataset_dir} was converted with {earlier}, not {now}: give that one again or {other}"
+                f"{dataset_dir} was converted with {option_flag(name)} {source[name] or 'unset'}, not"
+                f" {value or 'unset'}: give that one again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return True
