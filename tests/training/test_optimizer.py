@@ -71,7 +71,7 @@ def test_linear_and_wsd_have_the_rates_that_hand_computes(
 
 def test_wsd_needs_two_steps_to_decay() -> None:
     with pytest.raises(RunConfigError, match="decay_steps 1 must be at least 2"):
-        parse_config(["--optimizer.schedule=wsd", "--optimizer.decay_steps=1"])
+        validate_config(parse_config(["--optimizer.schedule=wsd", "--optimizer.decay_steps=1"]), 1)
 
 
 def test_linear_and_wsd_equal_those_of_megatron_core() -> None:

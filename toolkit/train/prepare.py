@@ -297,8 +297,8 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return True
     raise PrepareError(
-        f"{dataset_dir} was converted from {source['path']}, and {records_path} holds other records. To train"
-        f" on these, give {other}"
+        f"{dataset_dir} was converted from other records ({source['path']}) than {records_path} holds now. To"
+        f" train on these, give {other}"
     )
 
 
