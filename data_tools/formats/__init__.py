@@ -177,13 +177,18 @@ def _names(record: dict[str, Any]) -> str:
 
 def _format_advice(record: dict[str, Any]) -> str:
     """What makes a record without a format readable: finished options, if its columns have usual names."""
-    parts = {part: next((key for key in names if key in record), "") for part, names in USUAL_COLUMNS.items()}
+    keys = {key.lower(): key for key in record}
+    parts = {part: next(filter(None, map(keys.get, names)), "") for part, names in USUAL_COLUMNS.items()}
     if parts["user"] and parts["assistant"]:
         columns = ",".join(f"{key}={part}" for part, key in parts.items() if key)
         is_marked = MEDIA_MARKER.search(str(record[parts["user"]])) or not (parts["image"] or parts["video"])
         return f"give --columns {columns}{'' if is_marked else ' --missing-markers first'}"
     for key in sorted(record.keys() - READ_FIELDS):
-        is_turns = isinstance(record[key], list) and any(isinstance(item, dict) for item in record[key])
+        items = record[key] if isinstance(record[key], list) else []
+        inner_keys = {name for item in items if isinstance(item, dict) for name in item}
+        if inner_keys & {*READ_FIELDS}:
+            return f"its {shorten_value(key)} holds records: make that list the file"
+        is_turns = bool(inner_keys & {"role", "from"})
         if near := ["messages"] * is_turns or difflib.get_close_matches(key, READ_FIELDS, 1, 0.75):
             return f"rename {shorten_value(key)} to {near[0]!r}"
     return (
