@@ -1,4 +1,4 @@
-"""Questions with answers: ``conversation`` with ``human`` and ``assistant`` (ms-swift's form of ShareGPT), and
+"""Questions with answers: ``conversation`` with ``human`` and ``assistant`` (ms-swift), and
 ``texts`` with ``user`` and ``assistant`` (The Cauldron, FineVision)."""
 
 from __future__ import annotations
