@@ -60,7 +60,8 @@ USUAL_COLUMNS = {
     "video": ("video", "videos", "video_path"),
 }
 """Names of columns, by their part in ``--columns``."""
-MAX_SHOWN_NAMES = 12
+MAX_SHOWN_NAMES = 300
+"""Characters of the names of fields that a message shows."""
 BOXES = "boxes beside the text; write them into the text as the model's family does"
 PREFERENCES = "preferences, which supervised training cannot use"
 UNSUPERVISED_FIELDS = {
@@ -167,12 +168,9 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
     for candidate_format in FORMATS.values():
         if candidate_format.matches_record(record):
             return candidate_format
-    raise RecordError("no conversation", f"the record has {_names(record)}; {_format_advice(record)}")
-
-
-def _names(record: dict[str, Any]) -> str:
-    names = ", ".join(map(shorten_value, sorted(record)[:MAX_SHOWN_NAMES]))
-    return f"{names}{', ...' * (len(record) > MAX_SHOWN_NAMES)}" or "no field"
+    names = ", ".join(map(repr, sorted(record))) or "no field"
+    detail = f"the record has {names[:MAX_SHOWN_NAMES]}; {_format_advice(record)}"
+    raise RecordError("no conversation", detail)
 
 
 def _format_advice(record: dict[str, Any]) -> str:
@@ -188,8 +186,8 @@ def _format_advice(record: dict[str, Any]) -> str:
         inner_keys = {name for item in items if isinstance(item, dict) for name in item}
         if inner_keys & {*READ_FIELDS}:
             return f"its {shorten_value(key)} holds records: make that list the file"
-        is_turns = bool(inner_keys & {"role", "from"})
-        if near := ["messages"] * is_turns or difflib.get_close_matches(key, READ_FIELDS, 1, 0.75):
+        turns = ["messages"] if inner_keys & {"role", "from"} else []
+        if near := turns or difflib.get_close_matches(key, READ_FIELDS, 1, 0.75):
             return f"rename {shorten_value(key)} to {near[0]!r}"
     return (
         f"formats have {', '.join(CONVERSATION_FIELDS)}, a question ({', '.join(QUESTION_FIELDS)}) and its"

@@ -31,21 +31,17 @@ def with_counted_steps(resolved_run: ResolvedRun, world_size: int) -> ResolvedRu
     """
     config = resolved_run.config
     num_samples = resolved_run.facts_by_split["train"].dataset_identity.get("samples") or math.inf
+    if config.steps and (config.data.is_synthetic or num_samples > MAX_COUNTED_SAMPLES):
+        return resolved_run
+    counted = dataclasses.replace(resolved_run, config=dataclasses.replace(config, epochs=config.epochs or 1))
+    if config.steps:
+        counted = dataclasses.replace(counted, source_checkpoint=None)
+    steps = broadcast_from_rank_0(lambda: count_steps(counted))
+    passes = config.steps / max(1, steps) if config.steps else float(counted.config.epochs)
     if not config.steps:
-        config = dataclasses.replace(config, epochs=config.epochs or 1)
-        steps = broadcast_from_rank_0(lambda: count_steps(dataclasses.replace(resolved_run, config=config)))
         # A run has either; from here on, it has both, because its data end after so many steps.
         validate_config(dataclasses.replace(config, steps=steps, epochs=0), world_size)
-        config, passes = dataclasses.replace(config, steps=steps), float(config.epochs)
-        if resolved_run.is_resumed:  # its steps so far may be those of another number of passes
-            return dataclasses.replace(resolved_run, config=config)
-    elif not config.data.is_synthetic and num_samples <= MAX_COUNTED_SAMPLES:
-        one_pass = dataclasses.replace(
-            resolved_run, config=dataclasses.replace(config, epochs=1), source_checkpoint=None
-        )
-        passes = config.steps / max(1, broadcast_from_rank_0(lambda: count_steps(one_pass)))
-    else:
-        return resolved_run
+        config = dataclasses.replace(counted.config, steps=steps)
     tokens = config.steps * config.global_batch_size * config.data.seq_len
     passes_text = pluralize(f"{passes:.1f}".removesuffix(".0"), "pass")
     note = f"{pluralize(f'{config.steps:,}', 'step')}: {passes_text} over the data, at most {tokens:,} tokens"

@@ -12,6 +12,8 @@ from toolkit.common.options import CommandOptions, option
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions
 
+MAX_QUARANTINED = 0.01
+"""Share of the records that may be unusable, unless the user gives another."""
 MAX_SHOWN_KEYS = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
 SETTING_BY_IGNORED_KEY = {
@@ -36,43 +38,30 @@ class RecordOptions(CommandOptions):
     """Look for media in these folders, one after the other; paths that leave them are refused."""
     follow_links: bool = False
     """Also read media behind links that lead out of their folder."""
-    columns: str | None = option(None, metavar="COLUMN=PART,...", shown_default="the fields of the format")
+    columns: str = option("", metavar="COLUMN=PART,...", shown_default="the fields of the format")
     """Read a question and an answer from these columns, such as question=user,answer=assistant,image=image
     (also video, system, tools and id); or a caption or text, such as url=image,alt=caption."""
     missing_markers: Literal["first", "refuse"] = option("refuse")
     """What to do with a record that lists media and has no <image> or <video> in its text: put the media
     before the first question, or refuse it."""
-    caption_prompt: str | None = option(None, metavar="TEXT", shown_default="none")
+    caption_prompt: str = option("", metavar="TEXT", shown_default="none")
     """Make each caption the answer to this question about its image. Without it, an image and its caption are
     a document, without a chat template."""
-    format: str | None = option(None, metavar="NAME", shown_default="the record's own")
-    """Read all records in this format (see the documentation of data for the names)."""
     val_fraction: float = option(0.0, metavar="F", shown_default="0")
     """Put this share of the samples into the validation split."""
-    duplicate_ids: Literal["refuse", "keep"] = option("refuse")
-    """What to do with a record whose id occurred before: refuse it, or keep both."""
-    max_quarantined: float = option(0.01, metavar="F", minimum=0, maximum=1)
-    """Share of the records that may be unusable; 0 allows none."""
 
     def sample_options(self) -> dict[str, Any]:
-        """The options that decide which samples records become, and of which split."""
-        return {
-            "columns": self.columns or "",
-            "missing_markers": self.missing_markers,
-            "caption_prompt": self.caption_prompt or "",
-            "format": self.format or "",
-            "val_fraction": self.val_fraction,
-            "duplicate_ids": self.duplicate_ids,
-        }
+        """The options that decide which samples records become."""
+        names = ("columns", "missing_markers", "caption_prompt", "val_fraction")
+        return {name: getattr(self, name) for name in names}
 
     def conversion_options(
-        self, inputs: list[Path], out: Path, workers: int | None = None, part: tuple[int, int] = (0, 1)
+        self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
     ) -> ConversionOptions:
         """The settings of a conversion of ``inputs`` into ``out``.
 
         Args:
             workers: number of processes; None: as many as the machine suits.
-            part: (i, n): convert only the i-th of n parts.
         """
         from data_tools.convert import ConversionOptions, default_workers  # it imports torch
 
@@ -82,8 +71,8 @@ class RecordOptions(CommandOptions):
             out=out,
             follow_links=self.follow_links,
             workers=default_workers() if workers is None else workers,
-            part=part,
             **self.sample_options(),
+            **further_options,
         )
 
 

@@ -33,7 +33,9 @@ def convert(command_options: DataConvertOptions) -> int:
         command_options.input,
         command_options.out,
         command_options.workers,
-        command_options.part_numbers(),
+        format=command_options.format or "",
+        duplicate_ids=command_options.duplicate_ids,
+        part=command_options.part_numbers(),
     )
     report = convert_dataset(command_options.input, conversion_options)
     dataset_dir = conversion_options.dataset_dir

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
-from toolkit.common.record_options import RecordOptions
+from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
 
 PAIR_MEMBERS = "image=jpg|jpeg|png|webp caption=txt|json:caption"
 
@@ -27,10 +27,16 @@ class DataConvertOptions(RecordOptions):
     """Read conversations from these files or folders: JSON or JSON lines (also .gz, .zst), Parquet, Arrow,
     CSV, a folder of `datasets`, or LLaMA-Factory's dataset_info.json (dataset_info.json:NAME,NAME takes only
     these data sets of it)."""
+    format: str | None = option(None, metavar="NAME", shown_default="the record's own")
+    """Read all records in this format (see the documentation of data for the names)."""
     out: Path = option(metavar="DIR")
     """Folder for the data set, which must not exist or be empty."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
+    duplicate_ids: Literal["refuse", "keep"] = option("refuse")
+    """What to do with a record whose id occurred before: refuse it, or keep both."""
+    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", minimum=0, maximum=1)
+    """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     part: str | None = option(None, metavar="I/N", shown_default="everything")
     """Convert part I (from 0) of N of the records into a data set of its own, OUT/part-I-of-N. OUT with all
     parts is read as one data set. Ids are compared within a part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -49,8 +50,8 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        with as_converted(run_args, _read_config(run_args), options) as (config, num_records):
-            show_dry_run(config, options.nproc_per_node, nnodes, num_records)
+        with as_converted(run_args, _read_config(run_args), options) as config:
+            show_dry_run(config, options.nproc_per_node, nnodes)
         return 0
 
     run_args = options.fields
@@ -111,22 +112,13 @@ def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment)
     host = _split_address(options.master_addr or launch_environment.master_addr)[0]
     if host == socket.gethostname():  # which need not resolve
         return True
-    # The node's name may lead to another of its addresses, or to 127.0.1.1.
-    try:
-        families = {(family, address[0]) for family, *_, address in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return any(_is_own_address(*each) for each in families)
-
-
-def _is_own_address(family: socket.AddressFamily, address: str) -> bool:
-    """Whether a socket of this machine may have the address."""
-    try:
-        with socket.socket(family) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    # The name may lead to another address than the one that the node's own name has (127.0.1.1).
+    with contextlib.suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(host, None):
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address[0], 0))  # which only works for addresses of this machine
+                return True
+    return False
 
 
 def _split_address(address: str) -> tuple[str, str]:

@@ -19,12 +19,8 @@ from toolkit.common.layouts import layout_sizes_text
 from toolkit.common.memory_table import memory_table, wide_console
 
 
-def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, num_records: int = 0) -> None:
-    """Prints the run. Raises the errors of a start (:func:`resolve_run`).
-
-    Args:
-        num_records: the number of records that stand for all in the data set; 0: it has all.
-    """
+def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int) -> None:
+    """Prints the run. Raises the errors of a start (:func:`resolve_run`)."""
     local_gpus = query_gpus()
     ranks_per_node = ranks_per_node or len(local_gpus) or _least_ranks(config, nnodes)
     machine_memory = None
@@ -32,7 +28,7 @@ def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, n
         host_gib = host_memory.available_bytes() / host_memory.GIB / ranks_per_node
         machine_memory = MachineMemory((local_gpu() or find_gpu()).memory_gib, host_gib)
     resolved_run = resolve_run(config, nnodes * ranks_per_node, machine_memory)
-    _print_run(resolved_run, nnodes * ranks_per_node, num_records)
+    _print_run(resolved_run, nnodes * ranks_per_node)
 
 
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
@@ -71,7 +67,7 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
     return describe_pass(data_statistics.pass_facts(config.global_batch_size))
 
 
-def _print_run(run: ResolvedRun, world_size: int, num_records: int = 0) -> None:
+def _print_run(run: ResolvedRun, world_size: int) -> None:
     config, spec, layout = run.config, run.spec, run.layout
     prediction = predict_layout(config, spec, world_size, layout, local_gpu())
     sizes = layout.as_dict() | {"dp": run.dp, "key_ranks": layout.key_ranks}
@@ -90,7 +86,7 @@ def _print_run(run: ResolvedRun, world_size: int, num_records: int = 0) -> None:
         f" {config.global_batch_size * config.data.seq_len:,} tokens,"
         f" {pluralize(prediction.micro_batches, 'micro-batch')} on each data-parallel rank"
     )
-    print((f"of {pluralize(num_records, 'record')}: " if num_records else "") + _pass_text(run))
+    print(_pass_text(run))
     stages = [stage.as_json() for stage in prediction.stages]
     wide_console().print(memory_table(stages, "Memory of a GPU in GiB (estimate)"))
     fullest_text = f"{prediction.peak_gib:.1f} GiB, with a row full of images"

@@ -26,7 +26,7 @@ from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.options import option_flag
-from toolkit.common.record_options import RecordOptions, ignored_keys_text
+from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions, ignored_keys_text
 
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions, DataReport
@@ -87,13 +87,10 @@ def prepare_run(
 
 
 @contextmanager
-def as_converted(
-    run_args: list[str], config: TrainConfig, options: RecordOptions
-) -> Iterator[tuple[TrainConfig, int]]:
+def as_converted(run_args: list[str], config: TrainConfig, options: RecordOptions) -> Iterator[TrainConfig]:
     """A run from records as its first start sees it; for ``--dry-run``, which leaves no file.
 
-    Yields:
-        The run, and the number of records that stand for all, if no start has converted them; 0 otherwise.
+    Of records that no start has converted, the first stand for all, in a folder that is removed.
 
     Raises:
         PrepareError, ConvertError, ReadError: as :func:`convert_once` raises them.
@@ -102,25 +99,24 @@ def as_converted(
         hf_dir = download_model(config.model.hf, local_files_only=True)
         config = replace(config, model=replace(config.model, hf=hf_dir))
     if not is_records(config.data.path):
-        yield config, 0
+        yield config
         return
-    records_path, num_records = Path(str(config.data.path)), 0
-    dataset_dir = Path(config.checkpoint.dir) / "data"
+    records_path, dataset_dir = Path(str(config.data.path)), Path(config.checkpoint.dir) / "data"
     with tempfile.TemporaryDirectory() as folder:
         if not _was_converted(records_path, dataset_dir, options):
             from data_tools.convert import convert_dataset
 
             conversion = options.conversion_options([records_path], Path(folder), part=FIRST_RECORDS)
             report, dataset_dir = convert_dataset([records_path], conversion), conversion.dataset_dir
-            num_records = report.records
-            _print_progress(f"{records_path} is not converted yet; lengths are those of its first records")
-            if refusals := _report_records(report, conversion, options):
+            first = pluralize(report.records, "record")
+            _print_progress(f"{records_path} is not converted yet; what follows holds for its first {first}")
+            if refusals := _report_records(report, conversion):
                 raise PrepareError(refusals)
         config = replace(config, data=replace(config.data, path=str(dataset_dir)))
         if "data.seq_len" not in stated_fields(run_args):
             row_length = _read_source(dataset_dir).get("seq_len") or choose_row_length(config)
             config = replace(config, data=replace(config.data, seq_len=row_length))
-        yield config, num_records
+        yield config
 
 
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
@@ -145,11 +141,8 @@ def is_hub_name(model: str) -> bool:
 def download_model(name: str, *, local_files_only: bool = False) -> str:
     """Downloads a model into the cache of ``huggingface_hub``, unless it is there. Returns its folder.
 
-    Args:
-        local_files_only: whether it must be there.
-
     Raises:
-        PrepareError: it cannot be downloaded.
+        PrepareError: it cannot be downloaded, or is not there with ``local_files_only``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -215,38 +208,39 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     source |= {"sha256": _digest(records_path), **options.sample_options()}
     conversion = options.conversion_options([records_path], dataset_dir)
     report = convert_dataset([records_path], conversion)
-    refusals = _report_records(report, conversion, options)
+    refusals = _report_records(report, conversion)
     # This file lets runs use the data set, so it is written last.
     write_json(dataset_dir / SOURCE_FILE, source | {"usable": not refusals})
     if refusals:
         raise PrepareError(refusals)
 
 
-def _report_records(report: DataReport, conversion: ConversionOptions, options: RecordOptions) -> str:
+def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
     """Prints what became of records. Returns why a run must not use the data set; empty: it may."""
     from data_tools.convert import first_refusal
     from data_tools.media import MISSING
 
+    all_records = pluralize(report.records, "record")
     val_text = f", {report.val} of them for validation" if report.val else ""
-    _print_progress(f"{report.samples} of {pluralize(report.records, 'record')} converted{val_text}")
+    _print_progress(f"{report.samples} of {all_records} converted{val_text}")
     for key_location, counts in report.ignored.items():
         _print_progress(f"ignored: {ignored_keys_text(key_location, counts)}")
     if not report.quarantined_records:
         return ""
 
-    listed = f". {conversion.dataset_dir / 'quarantine.jsonl'} lists them" if conversion.part[1] == 1 else ""
-    refusals = (
-        f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first one"
-        f" being {first_refusal(conversion.dataset_dir)}{listed}"
-    )
-    if report.samples and report.quarantined_records <= options.max_quarantined * report.records:
+    refusals = f"{report.quarantined_records} of {all_records} cannot be used, the first one being"
+    refusals = f"{refusals} {first_refusal(conversion.dataset_dir)}"
+    if conversion.part[1] == 1:
+        refusals += f". {conversion.dataset_dir / 'quarantine.jsonl'} lists them"
+    if report.samples and report.quarantined_records <= MAX_QUARANTINED * report.records:
         _print_progress(refusals)
         return ""
     roots_text = ""
     if any(MISSING in counts for counts in report.refused.values()):
         folders = " and ".join(map(str, conversion.roots.folders))
         roots_text = f", or give another folder than {folders} with --media-root"
-    return f"{refusals}. Correct them and start again{roots_text}, or allow more with --max-quarantined"
+    advice = "`megatron-vl data convert` has further options, and its folder is a data.path too"
+    return f"{refusals}. Correct them and start again{roots_text}. {advice}"
 
 
 def _files(records_path: Path) -> list[Path]:
@@ -263,11 +257,8 @@ def records_file(records_path: Path) -> Path:
 
 
 def _file_facts(records_path: Path) -> list[dict[str, Any]]:
-    facts = []
-    for path in _files(records_path):
-        stat = path.stat()
-        facts.append({"name": path.name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
-    return facts
+    stats = [(path.name, path.stat()) for path in _files(records_path)]
+    return [{"name": name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns} for name, stat in stats]
 
 
 def _digest(records_path: Path) -> str:

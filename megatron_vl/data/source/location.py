@@ -126,8 +126,7 @@ def check_data_path(data_path: DataPath) -> None:
     Only the existence of files is checked, because importing Energon takes seconds.
     """
     remedy_text = (
-        "give a folder written by `megatron-vl data convert`, or to `megatron-vl train` the conversations"
-        " themselves (.json, .jsonl, .parquet, .arrow, .csv, .tsv)"
+        "give a folder written by `megatron-vl data convert`, or conversations to `megatron-vl train`"
     )
     if not data_path:
         raise RunConfigError(f"data.path is empty; {remedy_text}")
