@@ -122,8 +122,9 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
     """The words of a run, with the default ``checkpoint.dir``: that of a blend or of random rows is empty."""
     path = config.data.path
-    is_named = path and isinstance(path, str) and not config.data.is_synthetic
-    if not is_named or "checkpoint.dir" in stated_fields(run_args):
+    if not isinstance(path, str) or not path or config.data.is_synthetic:
+        return run_args
+    if "checkpoint.dir" in stated_fields(run_args):
         return run_args
     name = Path(path).resolve().name.split(".")[0]
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
