@@ -211,6 +211,10 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
             if not report.records:
                 part_text = f" in part {options.part[0]}/{options.part[1]}" if options.part[1] > 1 else ""
                 raise ConvertError(f"the inputs hold no record{part_text}")
+            if options.val_fraction and report.samples == 1:
+                raise ConvertError(
+                    "1 sample is too few for a validation split; give more, or leave out --val-fraction"
+                )
             conversion = {"plan": output_facts, "shards": shard_records}
             (partial_dir / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
             conversion_path = partial_dir / METADATA_DIR / CONVERSION_FILE

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.system.errors import UserError
 
 from .exact_json import unique_keys
@@ -56,6 +58,7 @@ DEFAULT_TAGS = {
 SPLIT_PATTERN = re.compile(r"(?i)(?:^|[-_./])(train|test|validation|valid|val|dev)(?:[-_.]|$)")
 
 
+ONE_KIND = "give one of its files or folders, or several with `megatron-vl data convert --input`"
 COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images", "video": "videos"} | {
     name: name for name in ("images", "videos", "system", "tools", "id", "caption", "text")
 }
@@ -134,7 +137,7 @@ def find_input_files(input_paths: list[Path]) -> list[InputFile]:
         elif path.is_dir():
             input_files += [InputFile(file) for file in _folder_files(path)]
         elif not path.exists():
-            raise InputError(f"--input {path} is not a file or folder")
+            raise InputError(f"{path} is not a file or folder")
         elif path.name == INDEX_FILE:
             input_files += _index_files(path, None)
         else:
@@ -184,31 +187,39 @@ def _folder_files(input_dir: Path) -> list[Path]:
     if (input_dir / "dataset_dict.json").is_file():
         listed_splits = _read_list(input_dir / "dataset_dict.json", "splits", str)
         raise InputError(
-            f"--input {input_dir} has the splits {', '.join(listed_splits)}; give the folder of each "
+            f"{input_dir} has the splits {', '.join(listed_splits)}; give the folder of each "
             f"split to use, for instance {input_dir / listed_splits[0]}"
         )
     if (input_dir / "state.json").is_file():
         file_entries = _read_list(input_dir / "state.json", "_data_files", dict)
         files = [input_dir / Path(str(entry.get("filename"))).name for entry in file_entries]
         if missing_files := [file for file in files if not file.is_file()]:
-            raise InputError(f"--input {input_dir}: {missing_files[0].name} is missing")
+            raise InputError(f"{input_dir}: {missing_files[0].name} is missing")
         _refuse_outside(input_dir, files)
         return files
 
-    paths = [path for path in sorted(input_dir.rglob("*")) if path.is_file() and path.name != INDEX_FILE]
-    record_files = [path for path in paths if record_suffix(path)]
-    suffixes = sorted(set(map(record_suffix, record_files)))
+    files = sorted(record_files(input_dir))
+    suffixes = sorted(set(map(record_suffix, files)))
     if len(suffixes) != 1:
         suffixes_text = " and ".join(suffixes) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
-        raise InputError(f"--input {input_dir} holds {suffixes_text}; give the files to use")
+        raise InputError(f"{input_dir} holds {suffixes_text}; {ONE_KIND}")
 
     # Test data would be trained on if a folder with several splits were read as a whole.
-    split_matches = [SPLIT_PATTERN.search(str(path.relative_to(input_dir))) for path in record_files]
+    split_matches = [SPLIT_PATTERN.search(str(path.relative_to(input_dir))) for path in files]
     splits = sorted({split_match[1].lower() for split_match in split_matches if split_match})
     if len(splits) > 1:
-        raise InputError(f"--input {input_dir} holds the splits {', '.join(splits)}; give the files to use")
-    _refuse_outside(input_dir, record_files)
-    return record_files
+        raise InputError(f"{input_dir} holds the splits {', '.join(splits)}; {ONE_KIND}")
+    _refuse_outside(input_dir, files)
+    return files
+
+
+def record_files(folder: Path) -> Iterator[Path]:
+    """The files below a folder that may hold records; hidden ones and those of data sets do not."""
+    for parent, folder_names, file_names in folder.walk():
+        folder_names[:] = [name for name in folder_names if not (parent / name / METADATA_DIR).exists()]
+        folder_names[:] = [name for name in folder_names if name[0] != "."]
+        names = [name for name in file_names if name[0] != "." and name != INDEX_FILE]
+        yield from filter(record_suffix, [parent / name for name in names])
 
 
 def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
@@ -223,7 +234,7 @@ def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
         if not file_path.resolve().is_relative_to(allowed_dir):
             raise InputError(
                 f"{file_path} leads to {file_path.resolve()}, which is not inside {allowed_dir}; copy the"
-                " file there, or give it as an --input of its own"
+                " file there, or give it as an input of its own"
             )
 
 
@@ -274,7 +285,7 @@ def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[Inpu
     remote_names = [name for name, locations in remotes.items() if locations]
     if remote_names:
         local_names = [name for name, locations in remotes.items() if not locations]
-        advice = f"choose the local ones: --input {index_path}:{','.join(local_names)}"
+        advice = f"choose the local ones: {index_path}:{','.join(local_names)}"
         raise InputError(
             f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} on a hub,"
             " and nothing is downloaded here. Download it (hf download --repo-type dataset"

@@ -90,6 +90,8 @@ def _read_csv(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterat
     with table_path.open(encoding="utf-8-sig", newline="") as table_file:
         reader = csv.reader(table_file, delimiter=delimiter, strict=True)
         names = next(reader, [])
+        if len(names) == 1 and ";" in names[0]:
+            raise ValueError("the first line has semicolons and no comma; write the file with commas")
         if not names or len(set(names)) < len(names):
             raise ValueError(f"the first line must name each column once, and is {names}")
         try:

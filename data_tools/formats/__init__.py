@@ -10,12 +10,14 @@ preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys tha
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Literal
 
 from megatron_vl.data.sample.boxes import MARKER
 from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens, order_results
 
 from . import alpaca, documents, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
+from .alpaca import ANSWER_FIELDS, QUESTION_FIELDS
 from .conversation import (
     Conversation,
     RecordError,
@@ -35,6 +37,7 @@ from .record_reader import (
     BOX_KEYS,
     CLIP_KEYS,
     EMPTY_VALUES,
+    MEDIA_MARKER,
     TIME_KEYS,
     RecordFormat,
     RecordReader,
@@ -51,6 +54,17 @@ FORMATS: dict[str, RecordFormat] = {
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+READ_FIELDS = (*CONVERSATION_FIELDS, *QUESTION_FIELDS, *ANSWER_FIELDS, *documents.FIELDS)
+"""Fields that tell the format."""
+USUAL_COLUMNS = {
+    "user": ("question", *QUESTION_FIELDS, "user", "human", "problem", "input"),
+    "assistant": ("answer", *ANSWER_FIELDS, "assistant", "gpt", "solution"),
+    "image": ("image", "images", "image_path", "image_file", "img"),
+    "video": ("video", "videos", "video_path"),
+}
+"""Names of columns, by their part in ``--columns``."""
+MAX_SHOWN_NAMES = 300
+"""Characters of the names of fields that a message shows."""
 BOXES = "boxes without a place in the text; write 'objects' and markers, as docs/boxes.md says"
 PREFERENCES = "preferences, which supervised training cannot use"
 UNSUPERVISED_FIELDS = {
@@ -171,12 +185,31 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
     for candidate_format in FORMATS.values():
         if candidate_format.matches_record(record):
             return candidate_format
-    raise RecordError(
-        "no conversation",
-        "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output', nor 'text', "
-        "'caption', 'texts' or 'text_list'; "
-        f"it has {shorten_value(sorted(record))}; name its columns, as in"
-        " --columns question=user,answer=assistant,image=images",
+    names = ", ".join(map(repr, sorted(record))) or "no field"
+    detail = f"the record has {names[:MAX_SHOWN_NAMES]}; {_format_advice(record)}"
+    raise RecordError("no conversation", detail)
+
+
+def _format_advice(record: dict[str, Any]) -> str:
+    """What makes a record without a format readable: finished options, if its columns have usual names."""
+    keys = {key.lower(): key for key in record}
+    parts = {part: next(filter(None, map(keys.get, names)), "") for part, names in USUAL_COLUMNS.items()}
+    if parts["user"] and parts["assistant"]:
+        columns = ",".join(f"{key}={part}" for part, key in parts.items() if key)
+        is_marked = MEDIA_MARKER.search(str(record[parts["user"]])) or not (parts["image"] or parts["video"])
+        return f"give --columns {columns}{'' if is_marked else ' --missing-markers first'}"
+    for key in sorted(record.keys() - READ_FIELDS):
+        items = record[key] if isinstance(record[key], list) else []
+        inner_keys = {name for item in items if isinstance(item, dict) for name in item}
+        if inner_keys & {*READ_FIELDS}:
+            return f"its {shorten_value(key)} holds records: make that list the file"
+        turns = ["messages"] if inner_keys & {"role", "from"} else []
+        if near := turns or difflib.get_close_matches(key, READ_FIELDS, 1, 0.75):
+            return f"rename {shorten_value(key)} to {near[0]!r}"
+    return (
+        f"formats have {', '.join(CONVERSATION_FIELDS)}, a question ({', '.join(QUESTION_FIELDS)}) and its"
+        f" answer ({', '.join(ANSWER_FIELDS)}), or {', '.join(documents.FIELDS)}; or name the columns with"
+        " --columns COLUMN=user,COLUMN=assistant"
     )
 
 

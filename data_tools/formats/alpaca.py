@@ -53,16 +53,18 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
             detail = f"a string is required, but this is {shorten_value(record[name])}"
             raise RecordError("bad text", detail, name)
     if not question_fields:
-        raise RecordError("no conversation", "'instruction' and 'input' are empty", "instruction")
+        detail = f"no question among the fields {shorten_value(sorted(record))}"
+        raise RecordError("no conversation", detail, "instruction")
     question_text = "\n".join(record[name] for name in question_fields)
 
     answer_field = _filled_field(record, ANSWER_FIELDS)
-    has_history = bool(role_turns)
+    if answer_field is None and not role_turns:
+        detail = f"no answer among the fields {shorten_value(sorted(record))}: there is nothing to train on"
+        raise RecordError("no assistant turn", detail, "instruction")
+    # An empty turn shows that the answer is missing, which those of the history would hide.
+    answer = record[answer_field] if answer_field else ""
     role_turns.append(("user", question_text, question_fields[0]))
-    if answer_field is not None:
-        role_turns.append(("assistant", record[answer_field], answer_field))
-    elif has_history:  # without an empty turn, the answers of the history would hide that this one is missing
-        role_turns.append(("assistant", "", ANSWER_FIELDS[0]))
+    role_turns.append(("assistant", answer, answer_field or ANSWER_FIELDS[0]))
     return [reader.read_content(*turn) for turn in role_turns]
 
 

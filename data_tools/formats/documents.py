@@ -15,6 +15,7 @@ from .conversation import Message, RecordError, checked_text, join_text_parts, s
 from .record_reader import EMPTY_VALUES, MEDIA_MARKER, RecordFormat, RecordReader
 
 TEXT_FIELDS = ("text", "caption")
+FIELDS = (*TEXT_FIELDS, "texts", "text_list")
 MMC4_REFERENCE_KEYS = ("image_name", "image", "path", "bytes", "url", "raw_url")
 PARAGRAPH_BREAK = "\n\n"
 

@@ -1,4 +1,5 @@
-"""ms-swift's form of ShareGPT: ``conversation``, a list of objects with ``human`` and ``assistant``."""
+"""Questions with answers: ``conversation`` with ``human`` and ``assistant`` (ms-swift), and
+``texts`` with ``user`` and ``assistant`` (The Cauldron, FineVision)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ ANSWER_KEYS = ("assistant", "gpt", "bot")
 
 def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
     messages: list[Message] = []
-    for i, turn_pair in enumerate(listed_turns(record, "conversation")):
-        field_path = f"conversation[{i}]"
+    turns_field = "texts" if _has_paired_texts(record) else "conversation"
+    for i, turn_pair in enumerate(listed_turns(record, turns_field)):
+        field_path = f"{turns_field}[{i}]"
         if not isinstance(turn_pair, dict):
             raise RecordError(
                 "bad turn", f"an object is required, but this is {shorten_value(turn_pair)}", field_path
@@ -31,10 +33,16 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
     return messages
 
 
+def _has_paired_texts(record: dict[str, Any]) -> bool:
+    texts = record.get("texts")
+    return isinstance(texts, list) and bool(texts) and isinstance(texts[0], dict)
+
+
 FORMAT = RecordFormat(
     "pairs",
     "conversation",
-    "conversation, a list of objects with human and assistant (ms-swift)",
-    lambda record: record.get("conversation") is not None,
+    "conversation, a list of objects with human and assistant (ms-swift), or texts with user and assistant",
+    lambda record: record.get("conversation") is not None or _has_paired_texts(record),
     _read_messages,
+    read_fields=("texts",),
 )

@@ -276,8 +276,9 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape of the learning rate after warm-up. wsd (warm-up, stable, decay): constant, then linear to the
     end."""
-    decay_steps: int | None = option(None, minimum=1)
-    """Last steps of the run, in which wsd decays. Empty: a tenth of the run's steps."""
+    decay_steps: int | None = option(None, minimum=2)
+    """Last steps of the run, in which wsd decays; the first of them still has the peak. Empty: a tenth of the
+    run's steps."""
     warmup_steps: int | None = option(None, minimum=0)
     """Steps of linear warm-up: of n steps, the first has 1/n of the rate, and the last the whole. Empty: 3 %
     of the run's steps."""
@@ -439,7 +440,7 @@ class TrainConfig:
     @property
     def decay_steps(self) -> int:
         """Steps of wsd's decay of a run whose ``steps`` are known."""
-        return self.optimizer.decay_steps or max(1, self.steps // 10)
+        return self.optimizer.decay_steps or max(2, self.steps // 10)
 
     @property
     def warmup_steps(self) -> int:

@@ -218,7 +218,8 @@ class RowLoader:
             )
             raise LoaderStateError(
                 f"the loader state was saved with another data set: {old_names or 'data that cannot be read'}"
-                f" before, {new_names} now; give the data set that the run began with"
+                f" before, {new_names} now; give the data set that the run began with, or"
+                " another checkpoint.dir"
             )
         if change_lines := blend_change_lines(old_sources, new_sources, drawn_keys):
             self._change_lines.append("the blend has changed; from here on:")

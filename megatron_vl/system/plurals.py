@@ -8,7 +8,7 @@ def pluralize(shown_count: int | str, singular_noun: str) -> str:
 
     A word in place of the number, such as ``unknown``, takes the plural.
     """
-    plural_ending = "es" if singular_noun.endswith("ch") else "s"
+    plural_ending = "es" if singular_noun.endswith(("ch", "ss")) else "s"
     return f"{shown_count} {singular_noun}{'' if str(shown_count) == '1' else plural_ending}"
 
 

@@ -452,8 +452,8 @@ class Trainer:
         lines += self.data_loader.start_notes
         if self.step >= self.last_step:
             lines.append(
-                f"nothing to do: step {self.step} of {self.last_step} is done; raise steps (or stop_after) to"
-                " continue"
+                f"nothing to do: step {self.step} of {self.last_step} is done; raise steps (or epochs, or"
+                " stop_after) to continue, or give another checkpoint.dir to begin anew"
             )
         print(*lines, sep="\n", flush=True)
 

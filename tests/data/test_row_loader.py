@@ -45,6 +45,7 @@ from megatron_vl.data.source.sample_sizes import (
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
+from megatron_vl.training.rows.row_message import serialize_row
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -319,6 +320,7 @@ def test_row_without_usable_samples_is_padding(dataset):
     row = loader._planning_context.row_encoder.make_row([])
     assert (row.seq_len, row.num_samples, row.num_patches, row.sample_keys) == (256, 1, 0, [])
     assert not row.loss_mask.any()
+    assert serialize_row(row)[0]["counts"]["samples"] == 0
 
 
 def test_resume_with_more_rows_a_step_keeps_the_order(dataset):

@@ -187,7 +187,7 @@ def test_index_may_say_that_markers_are_text(tmp_path):
     [
         (
             {"hf_hub_url": "a/b"},
-            "hf download --repo-type dataset a/b .* choose the local ones: --input .*:ok",
+            "hf download --repo-type dataset a/b .* choose the local ones: .*:ok",
         ),
         ({"script_url": "x"}, "is on a hub"),
         ({"file_name": "in.json", "ranking": True}, "preferences"),
@@ -261,10 +261,10 @@ def test_index_tags_hide_other_roles_and_contents(tmp_path):
 def test_folders_of_several_splits_or_kinds_are_refused(tmp_path):
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         pq.write_table(pa.Table.from_pylist(rows(1)), tmp_path / name)
-    with pytest.raises(ConvertError, match="the splits test, train; give the files"):
+    with pytest.raises(ConvertError, match="the splits test, train; give one of its files"):
         out_of(tmp_path, tmp_path)
     (tmp_path / "test-00000-of-00001.parquet").rename(tmp_path / "more.jsonl")
-    with pytest.raises(ConvertError, match=".jsonl and .parquet; give the files"):
+    with pytest.raises(ConvertError, match=".jsonl and .parquet; give one of its files"):
         out_of(tmp_path, tmp_path)
 
 

@@ -6,12 +6,13 @@ import base64
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
 from data_tools.formats import RecordError, read_conversation
-from data_tools.input_files import InputError, parse_columns
+from data_tools.input_files import InputError, InputFile, parse_columns
 from data_tools.media import MediaRoots, is_embedded, read_media
 from data_tools.records import ReadError, read_records
 from tests.data.media import encoded
@@ -144,3 +145,51 @@ def test_a_long_reference_is_cut_in_messages():
         read_media("image", "A" * 100_000, MediaRoots((Path("/nowhere"),)))
     assert len(str(refusal.value)) < 1000
     assert len(json.dumps(str(refusal.value))) < 1000
+
+
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        ({"question": "a", "answer": "b"}, "give --columns question=user,answer=assistant$"),
+        (
+            {"Problem": "a", "solution": "b", "image_path": "c"},
+            "give --columns Problem=user,solution=assistant,image_path=image --missing-markers first$",
+        ),
+        ({"prompt": "<image>a", "answer": "b", "image": "c"}, "prompt=user,answer=assistant,image=image$"),
+        ({"instruction": "a", "ouput": "b"}, "has 'instruction', 'ouput'; rename 'ouput' to 'output'$"),
+        ({"dialog": [{"role": "user"}]}, "rename 'dialog' to 'messages'$"),
+        ({"data": [{"messages": []}]}, "its 'data' holds records: make that list the file$"),
+        ({"url": "a", "alt": "b"}, "has 'alt', 'url'; formats have messages, .* with --columns"),
+        ({}, "has no field; "),
+    ],
+)
+def test_record_without_format_names_its_fields_and_what_to_do(record: dict[str, Any], advice: str):
+    with pytest.raises(RecordError, match=advice):
+        read_conversation(record)
+
+
+@pytest.mark.parametrize(
+    ("columns", "detail"),
+    [
+        ("quest=user,answer=assistant", r"no question among the fields \['output', 'question'\]"),
+        ("question=user,reply=assistant", r"no answer among the fields \['answer', 'instruction'\]"),
+    ],
+)
+def test_column_that_does_not_exist_is_seen_among_those_that_do(columns: str, detail: str):
+    named = InputFile(Path("a.csv"), "alpaca", parse_columns(columns))
+    with pytest.raises(RecordError, match=detail):
+        read_conversation(named.rename_fields({"question": "a", "answer": "b"}), "alpaca")
+
+
+def test_texts_of_users_and_assistants_are_turns():
+    texts = [{"user": f"q{i}", "assistant": f"a{i}", "source": "s"} for i in range(2)]
+    read = read_conversation({"texts": texts, "images": ["a.png"]}, missing_markers="first")
+    assert [message["role"] for message in read.messages] == ["user", "assistant"] * 2
+    assert read.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "q0"}]
+    assert read.messages[3]["content"] == "a1" and read.ignored_keys == [("turns", "source")] * 2
+
+
+def test_semicolons_between_columns_are_refused(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("question;answer\na;b\n")
+    with pytest.raises(ReadError, match="has semicolons and no comma; write the file with commas"):
+        list(read_records(tmp_path / "a.csv"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from data_tools.input_files import find_input_files
 from megatron_vl.config import TrainConfig, parse_config, validate_config
 from megatron_vl.data.source.sample_sizes import SizesError
 from tests.data.media import encoded
@@ -67,8 +68,11 @@ def test_one_command_trains_on_records_and_a_second_finds_them_again(
     lines = (tmp_path / "runs/conversations/samples.jsonl").read_text().splitlines()
     keys = [key for line in lines for row in json.loads(line)["rows"] for key in row]
     assert sorted(keys) == [f"{i:09d}" for i in range(6)]  # each exactly once
+    passes = "1 step: 1 pass over the data, at most 4,096 tokens"
+    assert passes in done.stdout
+    command += ["--steps", "1"]
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "converted from" in again.stderr and "nothing to do" in again.stdout
+    assert "converted from" in again.stderr and "nothing to do" in again.stdout and passes in again.stdout
 
 
 def test_preparation_chooses_what_the_user_leaves_out(
@@ -83,6 +87,50 @@ def test_preparation_chooses_what_the_user_leaves_out(
     assert (stated.data.seq_len, stated.checkpoint.dir) == (512, "runs/mine")
     words = [f"--data.path={records}", "--checkpoint.export_hf=last"]  # of a run in the default folder
     validate_config(parse_config(with_run_dir(words, parse_config(words))), 1)
+    for path, run_dir in (("a/train", "runs/train"), ("b.yaml", "runs/b"), ("synthetic:text", ""), ("", "")):
+        words = [f"--data.path={path}"]
+        assert parse_config(with_run_dir(words, parse_config(words))).checkpoint.dir == run_dir
+
+
+def test_validation_split_is_part_of_what_was_converted(
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    records, model = questions(tmp_path / "raw", image="media/dot.png"), tiny_checkpoint("qwen2_5_vl")
+    prepared(records, model, val_fraction=0.5)
+    assert "6 of 6 records converted, 3 of them for validation" in capsys.readouterr().err
+    with pytest.raises(PrepareError, match="was converted with --val-fraction 0.5, not unset"):
+        prepared(records, model)
+    other = questions(tmp_path / "other", image="media/dot.png", count=5)
+    known = rf"was converted from other records \({records}\) than {other} holds now"
+    with pytest.raises(PrepareError, match=known):
+        prepared(other, model, val_fraction=0.5)
+
+
+def test_dry_run_answers_for_records_that_no_start_has_converted(
+    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("data_tools.convert.default_workers", lambda: 1)
+    records = questions(tmp_path / "raw", count=300)
+    words = [
+        "train",
+        "--dry-run",
+        "--model.hf",
+        str(tiny_checkpoint("qwen2_5_vl")),
+        "--data.path",
+        str(records),
+    ]
+    assert main(words) == 1
+    refusal = capsys.readouterr().err.splitlines()[-1]
+    assert "256 of 256 records cannot be used" in refusal
+    assert f"give another folder than {tmp_path / 'raw'} with --media-root" in refusal
+    assert main([*words, "--media-root", str(tmp_path / "raw" / "media")]) == 0
+    shown = capsys.readouterr()
+    assert "one pass over the data is about" in shown.out and "fits: " in shown.out
+    assert "8 rows, 16,384 tokens" in shown.out  # rows of 2,048
+    note = f"{records} is not converted yet; what follows holds for its first 256 records"
+    assert note in shown.err and not (tmp_path / "runs").exists()
 
 
 def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
@@ -90,7 +138,9 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
 ):
     monkeypatch.chdir(tmp_path)
     records, model = questions(tmp_path / "raw"), tiny_checkpoint("qwen2_5_vl")
-    with pytest.raises(PrepareError, match="6 of 6 records cannot be used.*dot.png does not exist"):
+    with pytest.raises(
+        PrepareError, match="6 of 6 records cannot be used.*dot.png does not exist.*--media-root"
+    ):
         prepared(records, model)
     media = [tmp_path / "raw" / "media"]
     prepared(records, model, media_root=media)
@@ -122,7 +172,7 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     assert main(["data", "show", "--data", "runs/tools/data", "--processor", str(model)]) == 1
     assert "no sample of runs/tools/data can be used" in capsys.readouterr().err
     shutil.rmtree("runs")
-    assert main(dry_run) == 1 and "start without --dry-run" in capsys.readouterr().err
+    assert main(dry_run) == 1 and "qwen2_vl_tools writes tools" in capsys.readouterr().err
 
     template = "--data.chat_template=qwen2_vl_tools"
     assert prepared(Path("tools.json"), model, template).data.seq_len == prepare.ROW_TOKENS[0]
@@ -153,12 +203,37 @@ def test_files_of_records_are_recognised(path: str, expected: bool):
     assert is_records(path) is expected
 
 
+def test_advice_fits_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    records = tmp_path / "a.json"
+    records.write_text(json.dumps([{"question": "a", "reply": "b"}]))
+    with pytest.raises(PrepareError, match="'question', 'reply'") as refusal:
+        convert_once(records, Path("runs/a/data"), TrainOptions(fields=[]))
+    assert "--media-root" not in str(refusal.value)
+
+
+def test_keys_without_effect_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    records = tmp_path / "a.json"
+    records.write_text(json.dumps([{"query": "a", "response": "b", "fps": 2}]))
+    convert_once(records, tmp_path / "data", TrainOptions(fields=[]))
+    assert "ignored: fps in 1 record (data.video_fps of the run applies)" in capsys.readouterr().err
+
+
 def test_folders_of_records_are_no_data_sets(tmp_path: Path):
     assert not is_records(str(tmp_path))
     (tmp_path / "state.json").write_text("{}")
     assert is_records(str(tmp_path)) and is_records(f"{tmp_path}/dataset_info.json:a,b")
     (tmp_path / ".nv-meta").mkdir()
     assert not is_records(str(tmp_path))
+
+    # Records may lie in folders of the folder, but not among those of a data set, nor in hidden ones.
+    for name in ("set/part-0/.nv-meta", "set/.cache", "deep/a"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("set/part-0/report.json", "set/.cache/a.json", "deep/a/b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    assert not is_records(f"{tmp_path}/set") and is_records(f"{tmp_path}/deep")
+    (tmp_path / "set/x.json").write_text("{}")
+    assert [file.path.name for file in find_input_files([tmp_path / "set"])] == ["x.json"]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -199,8 +274,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def download(name: str, home: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from toolkit.train.prepare import download_model; print(download_model(sys.argv[1]))"
+def download(
+    name: str, home: Path, endpoint: str, local_files_only: bool = False
+) -> subprocess.CompletedProcess[str]:
+    call = f"print(download_model(sys.argv[1], local_files_only={local_files_only}))"
+    code = f"import sys; from toolkit.train.prepare import download_model; {call}"
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     return subprocess.run(
         [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=False
@@ -217,6 +295,10 @@ def test_a_model_is_downloaded_by_its_name(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip().splitlines()[-1])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == Hub.files
+
+    assert Path(download("Org/Model", tmp_path, "", local_files_only=True).stdout.strip()) == folder
+    dry = download("Org/Other", tmp_path, endpoint, local_files_only=True)
+    assert "(--dry-run downloads nothing). Where the Hub can be reached, run `hf download Org/O" in dry.stderr
 
     missing = download("Org/Other", tmp_path, endpoint)
     server.shutdown()

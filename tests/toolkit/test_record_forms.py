@@ -207,6 +207,14 @@ def test_every_form_becomes_rows(form: str, tmp_path: Path, monkeypatch: pytest.
     assert text.count("<|image_pad|>") == COUNT * IMAGE_TOKENS and row.num_patches == 4 * COUNT * IMAGE_TOKENS
 
 
+@pytest.mark.parametrize("form", [form for form, (_, options) in FORMS.items() if options])
+def test_table_without_options_is_refused_with_the_finished_ones(form: str, tmp_path: Path):
+    records, options = written(form, tmp_path)
+    columns, markers = options["columns"], options["missing_markers"]
+    with pytest.raises(prepare.PrepareError, match=f"give --columns {columns} --missing-markers {markers}"):
+        prepare.convert_once(records, tmp_path / "data", TrainOptions(fields=[]))
+
+
 @pytest.mark.ranks
 def test_folder_of_datasets_is_trained_on_by_one_command(tmp_path: Path):
     records, options = written("as_saved_dataset", tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from toolkit.cli import main
 from toolkit.common.memory_table import memory_table, wide_console
 from toolkit.train import command, dry_run
 from toolkit.train.launch_environment import LaunchEnvironment, first_host, read_launch_environment
+from toolkit.train.options import TrainOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "hf_configs"
@@ -108,7 +110,10 @@ def test_train_starts_the_ranks_of_one_node(started, inputs):
     layout = ["--parallel.tp", "2", "--steps", "3"]
     assert main(["train", "--nproc-per-node", "4", *inputs, *layout]) == 7
     group = ["--nnodes", "1", "--nproc-per-node", "4", "--standalone"]
-    assert started == [[*group, "-m", "megatron_vl.train", *inputs, *layout]]
+    run_dir = "--checkpoint.dir=runs/data"  # with the name of the data set
+    assert started == [[*group, "-m", "megatron_vl.train", *inputs, *layout, run_dir]]
+    assert main(["train", "--nproc-per-node", "4", *inputs, *layout, "--checkpoint.dir", ""]) == 7
+    assert run_dir not in started[1]
 
 
 SLIPS = """
@@ -137,6 +142,7 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
         "random does not exist": [*inputs, "--model.checkpoint", str(tmp_path / "random")],
         "records.json is a file": [*model, *data, "--checkpoint.dir", str(records / "run")],
         "3 ranks do not divide the world size 4": [*inputs, "--nproc-per-node", "4", "--parallel.tp", "3"],
+        "give --val-fraction, such as 0.1": [*model, *data, "--eval.interval", "5"],
         "none does not exist; give a folder": [*model, "--dry-run", "--data.path", str(tmp_path / "none")],
     }
     done = subprocess.run(
@@ -168,6 +174,42 @@ def test_train_starts_the_ranks_of_several_nodes(started, inputs, capsys):
     for words, endpoint in zip(started, ("head:29500", "head:5"), strict=True):
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "megatron-vl"]
         assert words[4:10] == meeting
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "is_first"),
+    [
+        ("127.0.0.2", "head:29501", True),  # the name leads to another of this machine's addresses
+        ("192.0.2.1", "head", False),  # kept for documentation, so it is no machine's
+        (None, "head", False),
+        (None, "this-node", True),
+    ],
+)
+def test_first_node_is_the_one_that_has_the_address(address, host, is_first, monkeypatch):
+    """It converts the data and answers samples, wherever rank 0 is."""
+
+    def look_up(name: str, _port: None) -> list[tuple]:
+        assert name == "head"
+        if address is None:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-node")
+    options = TrainOptions(fields=[], nnodes=2, master_addr=host)
+    assert command._is_first_node(options, LaunchEnvironment()) is is_first
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_of_several_nodes_answers_when_its_ranks_have_ended(started, inputs, monkeypatch, is_first):
+    answered: list[list[str]] = []
+    monkeypatch.setattr("megatron_vl.launch.main", lambda words: 0)
+    monkeypatch.setattr(command, "_is_first_node", lambda *_: is_first)
+    monkeypatch.setattr(command, "_answer_samples", lambda run_args, _: answered.append(run_args))
+    words = [*inputs, "--steps", "3", "--global_batch_size", "16"]
+    nodes = ["--nproc-per-node", "8", "--nnodes", "2", "--master-addr", "192.0.2.1"]
+    assert main(["train", *nodes, *words]) == 0
+    assert answered == ([[*words, "--checkpoint.dir=runs/data"]] if is_first else [])
 
 
 def test_ranks_of_slurm_start_no_ranks_of_their_own(started, capsys, monkeypatch):

@@ -13,7 +13,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
-from megatron_vl.config import ModelConfig, OptimizerConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.config import (
+    ModelConfig,
+    OptimizerConfig,
+    RunConfigError,
+    TrainConfig,
+    parse_config,
+    validate_config,
+)
 from megatron_vl.spec.tensors import model_part
 from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates
@@ -50,6 +57,11 @@ def test_schedules_have_the_rates_that_hand_computes(
     steps: int, fields: dict[str, Any], expected: list[float]
 ) -> None:
     assert rates_of(steps, **fields) == pytest.approx(expected)
+
+
+def test_wsd_needs_two_steps_to_decay() -> None:
+    with pytest.raises(RunConfigError, match="decay_steps 1 must be at least 2"):
+        validate_config(parse_config(["--optimizer.schedule=wsd", "--optimizer.decay_steps=1"]), 1)
 
 
 def test_linear_and_wsd_equal_those_of_megatron_core() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,18 @@ if TYPE_CHECKING:
 
 MAX_QUARANTINED = 0.01
 """Share of the records that may be unusable, unless the user gives another."""
+MAX_SHOWN_KEYS = 10
+"""Number of ignored keys that the summary names per location; report.json lists all."""
+SETTING_BY_IGNORED_KEY = {
+    "min_pixels": "data.min_pixels of the run applies",
+    "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
+    "fps": "data.video_fps of the run applies",
+    "nframes": "data.video_fps and data.video_max_frames of the run apply",
+    "max_frames": "data.video_max_frames of the run applies",
+    "start": "no video is cut",
+    "end": "no video is cut",
+}
+"""The setting that applies instead of an ignored key."""
 
 
 @dataclass(kw_only=True)
@@ -25,15 +38,22 @@ class RecordOptions(CommandOptions):
     """Look for media in these folders, one after the other; paths that leave them are refused."""
     follow_links: bool = False
     """Also read media behind links that lead out of their folder."""
-    columns: str | None = option(None, metavar="COLUMN=PART,...", shown_default="the fields of the format")
+    columns: str = option("", metavar="COLUMN=PART,...", shown_default="the fields of the format")
     """Read a question and an answer from these columns, such as question=user,answer=assistant,image=image
     (also video, system, tools and id); or a caption or text, such as url=image,alt=caption."""
     missing_markers: Literal["first", "refuse"] = option("refuse")
     """What to do with a record that lists media and has no <image> or <video> in its text: put the media
     before the first question, or refuse it."""
-    caption_prompt: str | None = option(None, metavar="TEXT", shown_default="none")
+    caption_prompt: str = option("", metavar="TEXT", shown_default="none")
     """Make each caption the answer to this question about its image. Without it, an image and its caption are
     a document, without a chat template."""
+    val_fraction: float = option(0.0, metavar="F", shown_default="0")
+    """Put this share of the samples into the validation split."""
+
+    def sample_options(self) -> dict[str, Any]:
+        """The options that decide which samples records become."""
+        names = ("columns", "missing_markers", "caption_prompt", "val_fraction")
+        return {name: getattr(self, name) for name in names}
 
     def conversion_options(
         self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
@@ -51,8 +71,20 @@ class RecordOptions(CommandOptions):
             out=out,
             follow_links=self.follow_links,
             workers=default_workers() if workers is None else workers,
-            columns=self.columns or "",
-            missing_markers=self.missing_markers,
-            caption_prompt=self.caption_prompt or "",
+            **self.sample_options(),
             **further_options,
         )
+
+
+def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
+    """The ignored keys of a location, the most frequent first, each with the setting that applies instead."""
+    shown_counts = Counter(counts).most_common(MAX_SHOWN_KEYS)
+    key_texts = []
+    for key, key_count in shown_counts:
+        location = key_location.removesuffix("s") if key_count == 1 else key_location
+        setting_text = f" ({SETTING_BY_IGNORED_KEY[key]})" if key in SETTING_BY_IGNORED_KEY else ""
+        key_texts.append(
+            f"{key if key.isprintable() else ascii(key)} in {key_count} {location}{setting_text}"
+        )
+    num_unshown = len(counts) - len(shown_counts)
+    return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")

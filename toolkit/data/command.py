@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vl.system.plurals import pluralize
+from toolkit.common.record_options import ignored_keys_text
 
 from .options import DataConvertOptions, DataIndexOptions, DataShowOptions, DataVerifyOptions
 
@@ -17,18 +18,6 @@ if TYPE_CHECKING:
 
     from .prepared_dataset import PreparedDataset
 
-MAX_SHOWN_KEYS = 10
-"""Number of ignored keys that the summary names per location; report.json lists all."""
-SETTING_BY_IGNORED_KEY = {
-    "min_pixels": "data.min_pixels of the run applies",
-    "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
-    "fps": "data.video_fps of the run applies",
-    "nframes": "data.video_fps and data.video_max_frames of the run apply",
-    "max_frames": "data.video_max_frames of the run applies",
-    "start": "no video is cut",
-    "end": "no video is cut",
-}
-"""The setting that applies instead of an ignored key."""
 TOO_MANY_QUARANTINED = 3
 """Exit code. 1 means failure, 2 an invalid command line."""
 
@@ -44,7 +33,6 @@ def convert(command_options: DataConvertOptions) -> int:
         command_options.input,
         command_options.out,
         command_options.workers,
-        val_fraction=command_options.val_fraction,
         format=command_options.format or "",
         duplicate_ids=command_options.duplicate_ids,
         part=command_options.part_numbers(),
@@ -60,10 +48,6 @@ def convert(command_options: DataConvertOptions) -> int:
         raise ConvertError(
             f"none of {report.records} records can be used ({why}); see {quarantine_path}, correct them and"
             " convert again"
-        )
-    if command_options.val_fraction and report.samples == 1:
-        raise ConvertError(
-            "1 sample is too few for a validation split; give more, or leave out --val-fraction"
         )
     if report.quarantined_records > command_options.max_quarantined * report.records:
         print(
@@ -91,7 +75,7 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {pluralize(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
     for key_location, key_counts in report.ignored.items():
-        print(f"  ignored: {_ignored_keys_text(key_location, key_counts)}")
+        print(f"  ignored: {ignored_keys_text(key_location, key_counts)}")
     if report.answer_media:
         print(
             f"  {report.answer_media} images or videos in the assistant's turns: "
@@ -118,20 +102,6 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
                 print(f"  quarantined {count:6d}  {reason}  ({file_name})")
     print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
-
-
-def _ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
-    """The ignored keys of a location, the most frequent first, each with the setting that applies instead."""
-    shown_counts = Counter(counts).most_common(MAX_SHOWN_KEYS)
-    key_texts = []
-    for key, key_count in shown_counts:
-        location = key_location.removesuffix("s") if key_count == 1 else key_location
-        setting_text = f" ({SETTING_BY_IGNORED_KEY[key]})" if key in SETTING_BY_IGNORED_KEY else ""
-        key_texts.append(
-            f"{key if key.isprintable() else ascii(key)} in {key_count} {location}{setting_text}"
-        )
-    num_unshown = len(counts) - len(shown_counts)
-    return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")
 
 
 def verify(options: DataVerifyOptions) -> int:

@@ -33,8 +33,6 @@ class DataConvertOptions(RecordOptions):
     """Folder for the data set, which must not exist or be empty."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
-    val_fraction: float = option(0.0, metavar="F", shown_default="0")
-    """Put this share of the samples into the validation split."""
     duplicate_ids: Literal["refuse", "keep"] = option("refuse")
     """What to do with a record whose id occurred before: refuse it, or keep both."""
     max_quarantined: float = option(MAX_QUARANTINED, metavar="F", minimum=0, maximum=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -45,11 +46,12 @@ def train(options: TrainOptions) -> int:
     hide_native_warnings()
     if options.dry_run:
         run_args = with_run_dir(options.fields, _read_config(options.fields))
-        _check_files(_read_config(run_args))
+        _check_files(_read_config(run_args), options.val_fraction)
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(as_converted(run_args, _read_config(run_args)), options.nproc_per_node, nnodes)
+        with as_converted(run_args, _read_config(run_args), options) as config:
+            show_dry_run(config, options.nproc_per_node, nnodes)
         return 0
 
     run_args = options.fields
@@ -107,17 +109,22 @@ def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment)
     """Whether this is the node at the address where all nodes meet, which every run has."""
     if (options.nnodes or launch_environment.nnodes) == 1:
         return True
-    host = (options.master_addr or launch_environment.master_addr).rpartition(":")[0]
-    host = host or options.master_addr or launch_environment.master_addr
-    own_names = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn(), "localhost"}
-    return host in own_names or _address(host) in {_address(name) for name in own_names}
+    host = _split_address(options.master_addr or launch_environment.master_addr)[0]
+    if host == socket.gethostname():  # which need not resolve
+        return True
+    # The name may lead to another address than the one that the node's own name has (127.0.1.1).
+    with contextlib.suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(host, None):
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address[0], 0))  # which only works for addresses of this machine
+                return True
+    return False
 
 
-def _address(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return host
+def _split_address(address: str) -> tuple[str, str]:
+    """Host and port of ``HOST[:PORT]``; an IPv6 address has more colons, and no port."""
+    host, _, port = address.partition(":") if address.count(":") == 1 else (address, "", "")
+    return host, port
 
 
 def _prepare_launch(
@@ -134,7 +141,7 @@ def _prepare_launch(
     nnodes = options.nnodes or launch_environment.nnodes
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
     is_first_node = _is_first_node(options, launch_environment)
-    _check_files(config, needs_records=is_first_node)
+    _check_files(config, options.val_fraction, needs_records=is_first_node)
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
@@ -151,11 +158,15 @@ def _prepare_launch(
     return [*launcher_arguments, *rendezvous_arguments], run_args
 
 
-def _check_files(config: TrainConfig, *, needs_records: bool = True) -> None:
+def _check_files(config: TrainConfig, val_fraction: float, *, needs_records: bool = True) -> None:
     """Refuses what can be seen from the names of files, before torch is imported or data are converted."""
     if is_records(config.data.path):
         if needs_records and not records_file(Path(str(config.data.path))).exists():
             raise RunConfigError(f"data.path {config.data.path} does not exist")
+        if (config.eval.interval or config.eval.answers) and config.eval.split == "val" and not val_fraction:
+            raise RunConfigError(
+                "evaluation needs samples that are set aside: give --val-fraction, such as 0.1"
+            )
     elif not config.data.is_synthetic:
         check_data_path(config.data.path)
     check_output_dir("checkpoint.dir", config.checkpoint.dir)
@@ -182,9 +193,7 @@ def _rendezvous_arguments(
     """The launcher's options that bring the nodes together."""
     if nnodes == 1:
         return ["--standalone"]
-    rendezvous_host, given_port = options.master_addr or launch_environment.master_addr, ""
-    if rendezvous_host.count(":") == 1:  # an IPv6 address has more
-        rendezvous_host, given_port = rendezvous_host.split(":")
+    rendezvous_host, given_port = _split_address(options.master_addr or launch_environment.master_addr)
     if not rendezvous_host:
         raise UsageError(
             f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"

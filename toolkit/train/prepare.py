@@ -10,12 +10,15 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from data_tools.input_files import INDEX_FILE, find_input_files, record_suffix
+from data_tools.input_files import INDEX_FILE, find_input_files, record_files, record_suffix
 from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
 from megatron_vl.data.source.dataset_description import METADATA_DIR
@@ -23,7 +26,10 @@ from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.options import option_flag
-from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
+from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions, ignored_keys_text
+
+if TYPE_CHECKING:
+    from data_tools.convert import ConversionOptions, DataReport
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A model's name on the Hub: ``Qwen/Qwen2.5-VL-7B-Instruct``."""
@@ -34,6 +40,8 @@ WAIT_S = 30
 ROW_TOKENS = (2048, 32768)
 """Smallest and largest row that is chosen by the sizes of samples."""
 ROW_MULTIPLE = 256
+FIRST_RECORDS = (0, 99_999)
+"""The part of the records that stands for all before they are converted: 256, or so many of 25 million."""
 
 
 class PrepareError(UserError, ValueError):
@@ -78,31 +86,47 @@ def prepare_run(
     return run_args + [f"--{name}={value}" for name, value in added.items()]
 
 
-def as_converted(run_args: list[str], config: TrainConfig) -> TrainConfig:
-    """A run from records as its first start left it; for ``--dry-run``, which converts nothing.
+@contextmanager
+def as_converted(run_args: list[str], config: TrainConfig, options: RecordOptions) -> Iterator[TrainConfig]:
+    """A run from records as its first start sees it; for ``--dry-run``, which leaves no file.
+
+    Of records that no start has converted, the first stand for all, in a folder that is removed.
 
     Raises:
-        PrepareError: there was no such start.
+        PrepareError, ConvertError, ReadError: as :func:`convert_once` raises them.
     """
+    if is_hub_name(config.model.hf):
+        hf_dir = download_model(config.model.hf, local_files_only=True)
+        config = replace(config, model=replace(config.model, hf=hf_dir))
     if not is_records(config.data.path):
-        return config
-    dataset_dir = Path(config.checkpoint.dir) / "data"
-    source = {"seq_len": config.data.seq_len, **_read_source(dataset_dir)}
-    if not source.get("usable"):
-        raise PrepareError(
-            f"data.path {config.data.path} holds records, which the first start converts into {dataset_dir}:"
-            " start without --dry-run, or give a data set that `megatron-vl data convert` wrote"
-        )
-    stated = "data.seq_len" in stated_fields(run_args)
-    row_length = config.data.seq_len if stated else source["seq_len"]
-    return replace(config, data=replace(config.data, path=str(dataset_dir), seq_len=row_length))
+        yield config
+        return
+    records_path, dataset_dir = Path(str(config.data.path)), Path(config.checkpoint.dir) / "data"
+    with tempfile.TemporaryDirectory() as folder:
+        if not _was_converted(records_path, dataset_dir, options):
+            from data_tools.convert import convert_dataset
+
+            conversion = options.conversion_options([records_path], Path(folder), part=FIRST_RECORDS)
+            report, dataset_dir = convert_dataset([records_path], conversion), conversion.dataset_dir
+            first = pluralize(report.records, "record")
+            _print_progress(f"{records_path} is not converted yet; what follows holds for its first {first}")
+            if refusals := _report_records(report, conversion):
+                raise PrepareError(refusals)
+        config = replace(config, data=replace(config.data, path=str(dataset_dir)))
+        if "data.seq_len" not in stated_fields(run_args):
+            row_length = _read_source(dataset_dir).get("seq_len") or choose_row_length(config)
+            config = replace(config, data=replace(config.data, seq_len=row_length))
+        yield config
 
 
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
-    """The words of a run, with the default ``checkpoint.dir`` of one that begins with records."""
-    if config.checkpoint.dir or not is_records(config.data.path):
+    """The words of a run, with the default ``checkpoint.dir``: that of a blend or of random rows is empty."""
+    path = config.data.path
+    if not isinstance(path, str) or not path or config.data.is_synthetic:
         return run_args
-    name = Path(str(config.data.path)).resolve().name.split(".")[0]
+    if "checkpoint.dir" in stated_fields(run_args):
+        return run_args
+    name = Path(path).resolve().name.split(".")[0]
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
 
 
@@ -115,23 +139,25 @@ def is_hub_name(model: str) -> bool:
     return bool(HUB_NAME.fullmatch(model)) and owner != "checkpoints" and not Path(owner).exists()
 
 
-def download_model(name: str) -> str:
+def download_model(name: str, *, local_files_only: bool = False) -> str:
     """Downloads a model into the cache of ``huggingface_hub``, unless it is there. Returns its folder.
 
     Raises:
-        PrepareError: it cannot be downloaded.
+        PrepareError: it cannot be downloaded, or is not there with ``local_files_only``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    unused = ["*.pth", "*.bin", "*.gguf", "original/*"]
     try:
-        return snapshot_download(name, ignore_patterns=["*.pth", "*.bin", "*.gguf", "original/*"])
+        return snapshot_download(name, ignore_patterns=unused, local_files_only=local_files_only)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         folder = f"checkpoints/{name.partition('/')[2]}"
+        cause = f"cannot be downloaded: {_first_line(error)}"
+        cause = "--dry-run downloads nothing" if local_files_only else cause
         raise PrepareError(
-            f"model.hf {name} is no folder here and cannot be downloaded ({_first_line(error)}). Where the"
-            f" Hub can be reached, run `hf download {name} --local-dir {folder}`, then give --model.hf"
-            f" {folder}"
+            f"model.hf {name} is no folder here ({cause}). Where the Hub can be reached, run"
+            f" `hf download {name} --local-dir {folder}`, then give --model.hf {folder}"
         ) from error
 
 
@@ -148,11 +174,11 @@ def _print_progress(text: str) -> None:
 
 def is_records(data_path: Any) -> bool:
     """Whether ``data.path`` is a file or folder of records or LLaMA-Factory's index, and no data set."""
-    if not isinstance(data_path, str) or "://" in data_path:
+    if not data_path or not isinstance(data_path, str) or "://" in data_path:
         return False
     path = Path(data_path)
     if path.is_dir():
-        return not (path / METADATA_DIR).exists() and any(map(record_suffix, path.iterdir()))
+        return not (path / METADATA_DIR).exists() and any(record_files(path))
     return path.name.startswith(f"{INDEX_FILE}:") or bool(record_suffix(path))
 
 
@@ -163,16 +189,12 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
         PrepareError: the records have changed, none can be used, or more than 1 % cannot.
         ConvertError, ReadError: as :func:`data_tools.convert.convert_dataset` raises them.
     """
-    from data_tools.convert import convert_dataset, first_refusal
+    from data_tools.convert import convert_dataset
 
-    if not records_file(records_path).exists():
-        raise RunConfigError(f"data.path {records_path} does not exist")
-    reading = {name: getattr(options, name) for name in ("columns", "missing_markers", "caption_prompt")}
-    if source := _read_source(dataset_dir):
-        if source["usable"]:
-            _check_unchanged(records_path, reading, dataset_dir, source)
-            _print_progress(f"{dataset_dir} was converted from {records_path} before")
-            return
+    if _was_converted(records_path, dataset_dir, options):
+        _print_progress(f"{dataset_dir} was converted from {records_path} before")
+        return
+    if _read_source(dataset_dir):
         shutil.rmtree(dataset_dir)  # too many of its records could not be used
     # The run's own files would be read as records at the next start.
     if records_path.is_dir() and dataset_dir.resolve().is_relative_to(records_path.resolve()):
@@ -183,19 +205,43 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
         raise PrepareError(f"{dataset_dir} was not converted from {records_path} by a run; rename it")
 
     _print_progress(f"converting {records_path} into {dataset_dir}, once")
-    source = {"files": _file_facts(records_path), "sha256": _digest(records_path), **reading}
-    report = convert_dataset([records_path], options.conversion_options([records_path], dataset_dir))
-    _print_progress(f"{report.samples} of {pluralize(report.records, 'record')} converted")
-    usable = report.quarantined_records <= MAX_QUARANTINED * report.records
+    source = {"path": str(records_path.resolve()), "files": _file_facts(records_path)}
+    source |= {"sha256": _digest(records_path), **options.sample_options()}
+    conversion = options.conversion_options([records_path], dataset_dir)
+    report = convert_dataset([records_path], conversion)
+    refusals = _report_records(report, conversion)
     # This file lets runs use the data set, so it is written last.
-    write_json(dataset_dir / SOURCE_FILE, source | {"usable": usable})
-    if not usable:
-        raise PrepareError(
-            f"{report.quarantined_records} of {pluralize(report.records, 'record')} cannot be used, the first"
-            f" one being {first_refusal(dataset_dir)}. {dataset_dir / 'quarantine.jsonl'} lists them. Correct"
-            " them and start again, or give the folder of their media with --media-root; `megatron-vl data"
-            " convert` has further options, and its folder is a data.path too"
-        )
+    write_json(dataset_dir / SOURCE_FILE, source | {"usable": not refusals})
+    if refusals:
+        raise PrepareError(refusals)
+
+
+def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
+    """Prints what became of records. Returns why a run must not use the data set; empty: it may."""
+    from data_tools.convert import first_refusal
+    from data_tools.media import MISSING
+
+    all_records = pluralize(report.records, "record")
+    val_text = f", {report.val} of them for validation" if report.val else ""
+    _print_progress(f"{report.samples} of {all_records} converted{val_text}")
+    for key_location, counts in report.ignored.items():
+        _print_progress(f"ignored: {ignored_keys_text(key_location, counts)}")
+    if not report.quarantined_records:
+        return ""
+
+    refusals = f"{report.quarantined_records} of {all_records} cannot be used, the first one being"
+    refusals = f"{refusals} {first_refusal(conversion.dataset_dir)}"
+    if conversion.part[1] == 1:
+        refusals += f". {conversion.dataset_dir / 'quarantine.jsonl'} lists them"
+    if report.samples and report.quarantined_records <= MAX_QUARANTINED * report.records:
+        _print_progress(refusals)
+        return ""
+    roots_text = ""
+    if any(MISSING in counts for counts in report.refused.values()):
+        folders = " and ".join(map(str, conversion.roots.folders))
+        roots_text = f", or give another folder than {folders} with --media-root"
+    advice = "`megatron-vl data convert` has further options, and its folder is a data.path too"
+    return f"{refusals}. Correct them and start again{roots_text}. {advice}"
 
 
 def _files(records_path: Path) -> list[Path]:
@@ -212,11 +258,8 @@ def records_file(records_path: Path) -> Path:
 
 
 def _file_facts(records_path: Path) -> list[dict[str, Any]]:
-    facts = []
-    for path in _files(records_path):
-        stat = path.stat()
-        facts.append({"name": path.name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
-    return facts
+    stats = [(path.name, path.stat()) for path in _files(records_path)]
+    return [{"name": name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns} for name, stat in stats]
 
 
 def _digest(records_path: Path) -> str:
@@ -224,27 +267,30 @@ def _digest(records_path: Path) -> str:
     return hashlib.sha256("".join(map(file_sha256, _files(records_path))).encode()).hexdigest()
 
 
-def _check_unchanged(
-    records_path: Path, reading: dict[str, Any], dataset_dir: Path, source: dict[str, Any]
-) -> None:
-    """Raises PrepareError if a data set was converted from other records: a run must not mix the two.
+def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions) -> bool:
+    """Whether a start has made the data set of these records.
 
-    Args:
-        reading: how the records are to be read.
-        source: what :data:`SOURCE_FILE` says.
+    Raises:
+        RunConfigError: there are no records.
+        PrepareError: it was converted from others, or in another way: a run must not mix the two.
     """
-    for name, value in reading.items():
-        earlier_value, flag = source.get(name), option_flag(name)
-        if earlier_value != value:
+    if not records_file(records_path).exists():
+        raise RunConfigError(f"data.path {records_path} does not exist")
+    source = _read_source(dataset_dir)
+    if not source.get("usable"):
+        return False
+    other = f"another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+    for name, value in options.sample_options().items():
+        if source[name] != value:
             raise PrepareError(
-                f"{dataset_dir} was converted with {flag} {earlier_value}, not {value}: give that one again"
-                f" or another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+                f"{dataset_dir} was converted with {option_flag(name)} {source[name] or 'unset'}, not"
+                f" {value or 'unset'}: give that one again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
-        return
+        return True
     raise PrepareError(
-        f"{dataset_dir} was converted from other records than {records_path} holds now. To train on these,"
-        f" give another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
+        f"{dataset_dir} was converted from other records ({source['path']}) than {records_path} holds now. To"
+        f" train on these, give {other}"
     )
 
 
@@ -273,7 +319,9 @@ def wait_for_dataset(dataset_dir: Path, needed: list[str]) -> None:
     waited = 0
     while not all(map(_read_source(dataset_dir).get, needed)):
         if waited % WAIT_S == 0:
-            _print_progress(f"waiting for the first node to write {dataset_dir} ({waited} s)")
+            _print_progress(
+                f"waiting for the first node, at --master-addr, to write {dataset_dir} ({waited} s)"
+            )
         time.sleep(1)
         waited += 1
 

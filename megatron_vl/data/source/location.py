@@ -125,7 +125,9 @@ def check_data_path(data_path: DataPath) -> None:
 
     Only the existence of files is checked, because importing Energon takes seconds.
     """
-    remedy_text = "give a folder written by `megatron-vl data convert`"
+    remedy_text = (
+        "give a folder written by `megatron-vl data convert`, or conversations to `megatron-vl train`"
+    )
     if not data_path:
         raise RunConfigError(f"data.path is empty; {remedy_text}")
     if isinstance(data_path, list):

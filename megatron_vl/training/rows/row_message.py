@@ -106,7 +106,8 @@ def serialize_row(
         "max_seqlens": (int(row.vision.max_seqlen), int(row.vision.max_window_seqlen)),
         "vision_lengths": vision_lengths,
         "counts": {
-            "samples": row.num_samples,
+            # A row of padding has none.
+            "samples": row.num_samples if row.sample_keys or row.loss_mask.any() else 0,
             "images": row.num_images,
             "patches": row.num_patches,
             **{f"dropped/{reason}": count for reason, count in row.dropped_counts.items()},
