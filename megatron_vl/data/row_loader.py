@@ -14,6 +14,7 @@ from typing import Any
 from megatron.energon.errors import FatalSampleError
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data.packing.batch_planner import count_finished_draws
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.sample.stop_tokens import serving_notes
@@ -127,6 +128,20 @@ class RowLoader:
             *self._change_lines,
             *(f"NOTE: {note}" for note in chat_notes),
         ]
+
+    @property
+    def source_passes(self) -> dict[str, float]:
+        """How many passes over each source of the blend were made, by its key; on data-parallel rank 0.
+
+        It counts what was drawn up to the last whole step, and not what was drawn ahead of it.
+        """
+        rank_rows, planner_state = self._rank_rows, self._planning_context.planner_state
+        planner_state = rank_rows.planner_state if rank_rows is not None else planner_state
+        finished = count_finished_draws(planner_state) if planner_state is not None else {}
+        return {
+            source.source_key: finished.get(source.source_key, 0) / max(source.sample_count, 1)
+            for source in self._planning_context.blend_sources
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks' loaders as JSON values; on data-parallel rank 0.
