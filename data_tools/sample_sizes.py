@@ -38,11 +38,11 @@ from megatron_vl.data.source.dataset_description import (
     read_description,
 )
 from megatron_vl.data.source.sample_sizes import (
-    DOCUMENTS_FILE,
+    EXCHANGE_DTYPE,
     MEDIUM_DTYPE,
+    OPTIONAL_ARRAYS,
     SAMPLE_DTYPE,
     SHARDS_FILE,
-    TEXT_BEFORE_FILE,
     MediumFields,
     compute_tokenization_id,
     has_stored_sizes,
@@ -61,6 +61,8 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "media": MEDIUM_DTYPE,
     "documents": np.dtype("?"),
     "text_before": np.dtype("<u4"),
+    "exchanges": EXCHANGE_DTYPE,
+    "exchange_ends": np.dtype("<u8"),
 }
 """The files of sizes, without ``.npy``."""
 
@@ -220,7 +222,8 @@ class ShardSizes(NamedTuple):
     """The sizes of the samples of a shard."""
 
     arrays: dict[str, NDArray[Any]]
-    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` counts from the first medium of the shard."""
+    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` and ``exchange_ends`` count from the beginning of
+    the shard."""
     facts: dict[str, Any]
 
 
@@ -236,7 +239,7 @@ def write_sizes(
         content_id: returns the id of the content; called after the last shard.
     """
     shards: dict[str, dict[str, Any]] = {}
-    media_count, has_documents = 0, False
+    media_count, exchange_count, has_documents = 0, 0, False
     with ExitStack() as open_files:
         append = {
             name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
@@ -244,15 +247,17 @@ def write_sizes(
         }
         for shard_name, (arrays, facts) in sizes_by_shard:
             arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
+            arrays["exchange_ends"] += np.uint64(exchange_count)
             media_count += len(arrays["media"])
+            exchange_count += len(arrays["exchanges"])
             has_documents |= bool(arrays["documents"].any())
             for name, values in arrays.items():
                 append[name](values)
             shards[shard_name] = facts
             show_progress(1)
-    if not has_documents:
-        for file_name in (DOCUMENTS_FILE, TEXT_BEFORE_FILE):
-            (sizes_dir / file_name).unlink()
+    for names, are_needed in zip(OPTIONAL_ARRAYS, (has_documents, exchange_count > 0), strict=True):
+        for name in names if not are_needed else ():
+            (sizes_dir / f"{name}.npy").unlink()
     (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
 
 
@@ -301,6 +306,8 @@ class MeasuredSample(NamedTuple):
     is_document: bool = False
     text_before: NDArray[np.uint32] = np.zeros(0, np.uint32)
     """uint32 [media]: number of tokens of a document's text before each medium."""
+    exchanges: NDArray[np.void] = np.zeros(0, EXCHANGE_DTYPE)
+    """Those of a conversation that has several."""
 
 
 def _measure_shard(task_number: int) -> ShardSizes:
@@ -316,7 +323,8 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
     sample_rows, document_flags = [], []
     media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
     unusable_reasons: Counter[str] = Counter()
-    media_count = all_turns = 0
+    exchange_arrays, exchange_ends = [np.zeros(0, EXCHANGE_DTYPE)], []
+    media_count = exchange_count = all_turns = 0
     for raw_sample in samples:
         sample = measure_sample(encoder, raw_sample)
         all_turns += sample.assistant_turns
@@ -327,12 +335,17 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
         media_count += len(sample.media)
         sample_rows.append((sample.text_tokens, media_count))
         document_flags.append(sample.is_document)
+        exchange_arrays.append(sample.exchanges)
+        exchange_count += len(sample.exchanges)
+        exchange_ends.append(exchange_count)
     facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
     arrays = {
         "samples": np.array(sample_rows, SAMPLE_DTYPE),
         "media": np.concatenate(media_arrays),
         "documents": np.array(document_flags, np.bool_),
         "text_before": np.concatenate(text_arrays),
+        "exchanges": np.concatenate(exchange_arrays),
+        "exchange_ends": np.array(exchange_ends, np.uint64),
     }
     return ShardSizes(arrays, facts)
 
@@ -367,13 +380,16 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         record = json.loads(checked_json_bytes(sample))
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
-        text_before = np.zeros(len(media), np.uint32)
+        text_before, exchanges = np.zeros(len(media), np.uint32), np.zeros(0, EXCHANGE_DTYPE)
         if "document" in record:
             token_ids, _, spans = encode_document(chat_encoder, record["document"], grids)
             media_tokens = np.array([end - start for start, end in spans], np.int64)
             text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
         else:
-            token_ids, _ = chat_encoder.encode(record["messages"], grids, record.get("tools", ()))
+            conversation = (record["messages"], grids, record.get("tools", ()))
+            token_ids, _, starts = chat_encoder.encode_exchanges(*conversation)
+            media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
+            exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
@@ -384,7 +400,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
     text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids))
     turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
-    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before)
+    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before, exchanges)
 
 
 def _medium_row(item: dict[str, Any]) -> MediumFields:

@@ -44,8 +44,8 @@ ADVICE_BY_FIELD = {
 
 FORMER_VALUES = {"learnt": "trained"}
 """How states of version 0.2.0 name a value."""
-NEW_FIELDS = {"too_long": "cut"}
-"""Fields that states of version 0.2.0 do not have, and the values that make the same rows."""
+NEW_FIELDS = ("too_long",)
+"""Fields that states of version 0.2.0 do not have. The run's value holds from where it resumes."""
 
 
 class RowLoader:
@@ -188,6 +188,11 @@ class RowLoader:
             self._planning_context.make_planner()
             self._start_row = int(saved_state["rows"])
             self._change_lines += self._parallelism_changes(saved_state)
+            if self._identity["too_long"] == "cut" and "too_long" not in saved_state["identity"]:
+                self._change_lines.append(
+                    "conversations longer than a row are cut at whole exchanges from here on; version 0.2.0"
+                    " left them out, as data.too_long: drop does"
+                )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             damage = f"the loader state is damaged ({error!r})"
             if isinstance(error, LoaderStateError):
@@ -204,7 +209,9 @@ class RowLoader:
         check_format_version("the loader state", *versions, advice, LoaderStateError)
 
         for field_name, current_value in self._identity.items():
-            saved_value = saved_identity.get(field_name, NEW_FIELDS.get(field_name))
+            if field_name in NEW_FIELDS and field_name not in saved_identity:
+                continue
+            saved_value = saved_identity.get(field_name)
             saved_value = FORMER_VALUES.get(str(saved_value), saved_value)
             if field_name != "dataset" and saved_value != current_value:
                 advice = ADVICE_BY_FIELD.get(field_name, f"set data.{field_name} back")

@@ -304,7 +304,7 @@ def test_sample_order_of_a_source_ignores_weights():
 
 
 def test_finished_draws_by_hand():
-    """Draw 3 of "a" waits with two of its parts, "b" was drawn from once for a row, "c" has left the blend."""
+    """Draw 3 of "a" waits with two of its parts, "b" gave one row, "c" has left the blend."""
     part = 1 << 40
     state = {
         "keys": ["a", "b", "d"],

@@ -36,7 +36,7 @@ NO_LIMIT = 1 << 62
 PART_SHIFT = 40
 DRAW_MASK = (1 << PART_SHIFT) - 1
 """An entry is ``part << PART_SHIFT | draw``: the number of the draw from the data set, and the part of the
-document that was drawn. So the entry of a whole sample is the number of its draw."""
+sample that was drawn. So the entry of a whole sample is the number of its draw."""
 
 
 def count_finished_draws(planner_state: dict[str, Any]) -> dict[str, int]:
@@ -67,7 +67,7 @@ class PlannedSample(NamedTuple):
     """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
     patches: int
     part: int = 0
-    """Number of the part, if the sample is a document that is cut."""
+    """Number of the part, if the sample is cut."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class BatchPlanner:
         packs_samples: whether several samples may share a row.
         draw_limit: number of draws after which the data end; None: they never do.
         cut_sample: ``cut_sample(source_index, sample_index)`` returns tokens and patches of each part of a
-            sample that does not fit into a row; nothing if it cannot be cut. None: samples are never cut.
+            sample that does not fit into a row; nothing if it cannot be cut. A part that is too large is left
+            out as such a sample is. None: samples are never cut.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class BatchPlanner:
         for place in range(samples.shape[1]):
             sizes = parts.get(place, [])
             if part_numbers[place] >= max(1, len(sizes)):
-                raise LoaderStateError("the loader state is damaged: it names parts that no document has")
+                raise LoaderStateError("the loader state is damaged: it names parts that no sample has")
             if sizes:
                 samples[3:, place] = sizes[part_numbers[place]]
         self._waiting_samples = samples

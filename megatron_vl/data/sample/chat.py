@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vl.data.sample.answer_places import AnswerPlace, find_answers
+from megatron_vl.data.sample.answer_places import AnswerPlace, find_answers, find_exchanges
 from megatron_vl.data.sample.chat_template import TOOLS_FAMILIES, TOOLS_TEMPLATE, read_run_template
 from megatron_vl.data.sample.conversation_checks import (
     ChatError,
@@ -41,6 +41,7 @@ from megatron_vl.data.sample.conversation_checks import (
     order_results,
 )
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
 from megatron_vl.spec.families import ModelSpec
@@ -197,6 +198,27 @@ class ChatEncoder:
                 tools, calls or reasoning that the conversation has.
             SampleTimeoutError: the deadline has passed.
         """
+        return self._encode(messages, media_grids, tools, deadline, finds_exchanges=False)[:2]
+
+    def encode_exchanges(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media_grids: Sequence[GridTHW],
+        tools: Sequence[dict[str, Any]] = (),
+        deadline: SampleDeadline = NO_DEADLINE,
+    ) -> tuple[Tensor, Tensor, list[ExchangeStart]]:
+        """As :meth:`encode`, and where each exchange begins; nothing if the conversation cannot be cut."""
+        return self._encode(messages, media_grids, tools, deadline, finds_exchanges=True)
+
+    def _encode(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media_grids: Sequence[GridTHW],
+        tools: Sequence[dict[str, Any]],
+        deadline: SampleDeadline,
+        *,
+        finds_exchanges: bool,
+    ) -> tuple[Tensor, Tensor, list[ExchangeStart]]:
         answers = [message for message in messages if message.get("role") == "assistant"]
         turn_weights = [answer.get("loss_weight", 1.0) for answer in answers]
         messages = self._checked_messages(messages, tools)
@@ -212,8 +234,11 @@ class ChatEncoder:
                 f"the chat template leaves out a text or reads it as thinking: {lost_text[:80]!r}; write"
                 " reasoning as one block (<think>...</think>) before the answer, or as reasoning_content"
             )
-        trained_spans = [self._trained_span(text, place) for place in places]
-        text, trained_spans, video_spans = self._insert_timestamps(text, trained_spans, media_grids)
+        spans = [self._trained_span(text, place) for place in places]
+        cuts = find_exchanges(messages, text, places, render) if finds_exchanges else []
+        spans += [(cut, cut) for cut in cuts]
+        text, spans, video_spans = self._insert_timestamps(text, spans, media_grids)
+        trained_spans, cut_spans = spans[: len(places)], spans[len(places) :]
 
         deadline.check_time()
         encoded_text = self._fast_tokenizer.encode(text)
@@ -223,7 +248,12 @@ class ChatEncoder:
 
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeats = self.repeat_counts(token_ids, media_grids)
-        return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
+        starts = self._exchange_starts(token_ids, encoded_text.offsets, cut_spans, media_grids, repeats)
+        tokens, mask = (
+            torch.from_numpy(token_ids.repeat(repeats)),
+            torch.from_numpy(loss_mask.repeat(repeats)),
+        )
+        return tokens, mask, starts
 
     def encode_prompt(
         self,
@@ -396,6 +426,25 @@ class ChatEncoder:
         if set(turn_weights) <= {1.0}:
             return loss_mask
         return np.where(loss_mask, np.array(turn_weights, np.float32)[turns], np.float32(0))
+
+    def _exchange_starts(
+        self,
+        token_ids: np.ndarray,
+        token_spans: Sequence[Span],
+        cut_spans: Sequence[Span],
+        media_grids: Sequence[GridTHW],
+        repeats: np.ndarray,
+    ) -> list[ExchangeStart]:
+        """Where exchanges begin that begin at these characters; nothing if one begins within a token."""
+        cuts, token_starts = _starts_and_ends(cut_spans)[0], _starts_and_ends(token_spans)[0]
+        first_tokens = np.searchsorted(token_starts, cuts)
+        if not len(cuts) or (np.append(token_starts, -1)[first_tokens] != cuts).any():
+            return []
+        placeholders_before = np.append(0, self._is_media(token_ids).cumsum())[first_tokens]
+        placeholders = np.cumsum([len(placeholder_runs([grid], self.spec)) for grid in media_grids])
+        media_before = np.searchsorted(placeholders, placeholders_before, side="right")
+        new_positions = np.append(0, repeats.cumsum())[first_tokens]
+        return list(zip(new_positions.tolist(), media_before.tolist(), strict=True))
 
     def repeat_counts(self, token_ids: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.

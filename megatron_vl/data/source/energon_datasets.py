@@ -125,7 +125,7 @@ class SizedSource:
     def cut_sample(
         self, size_counter: SampleSizeCounter, sample_index: int, seq_len: int, max_patches: int
     ) -> list[tuple[int, int]]:
-        """Tokens and patches of each part of a document, as :meth:`SampleSizeCounter.cut_sample`."""
+        """Tokens and patches of each part of a sample, as :meth:`SampleSizeCounter.cut_sample`."""
         [size_number], [part] = self._size_numbers(np.array([sample_index]))
         return size_counter.cut_sample(self._stored_sizes[part], int(size_number), seq_len, max_patches)
 

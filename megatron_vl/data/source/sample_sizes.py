@@ -9,6 +9,9 @@ reads them.
 * ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each image or video.
 * ``documents.npy`` and ``text_before.npy``, if there are documents: whether each sample is one, 1 byte, and
   the number of tokens of text before each medium, 4 bytes. They say where a document can be cut.
+* ``exchanges.npy`` and ``exchange_ends.npy``, if there are conversations with several exchanges:
+  :data:`EXCHANGE_DTYPE`, 8 bytes for each of them, and their number up to each sample, 8 bytes. They say
+  where a conversation can be cut.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
@@ -33,9 +36,9 @@ from numpy.typing import NDArray
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.chat_template import read_run_template
-from megatron_vl.data.sample.documents import cut_document
 from megatron_vl.data.sample.frame_archive import PixelError, Sampling
 from megatron_vl.data.sample.grids import VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.parts import SamplePart, cut_conversation, cut_document
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -49,9 +52,7 @@ from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import UserError
 
 SHARDS_FILE = "shards.json"
-DOCUMENTS_FILE = "documents.npy"
-TEXT_BEFORE_FILE = "text_before.npy"
-SIZES_VERSION = 2
+SIZES_VERSION = 3
 SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
 MEDIUM_DTYPE = np.dtype(
@@ -59,6 +60,10 @@ MEDIUM_DTYPE = np.dtype(
 )
 """An image has 0 frames. ``whole`` says that the video is a list of images that is taken whole
 (:class:`~megatron_vl.data.sample.grids.VideoInfo`)."""
+EXCHANGE_DTYPE = np.dtype([("text_before", "<u4"), ("media_before", "<u4")])
+"""Tokens of the sample's text, and number of its media, before an exchange of a conversation."""
+OPTIONAL_ARRAYS = (("documents", "text_before"), ("exchanges", "exchange_ends"))
+"""Files, without ``.npy``, that are there if there are documents, and if there are exchanges."""
 
 type MediumFields = tuple[int, int, int, float, int]
 
@@ -186,6 +191,10 @@ class StoredSizes:
     """bool [samples]: whether each sample is a document; None: none is."""
     text_before: Any = None
     """uint32 [media]: number of tokens of text before each medium of a document."""
+    exchanges: Any = None
+    """:data:`EXCHANGE_DTYPE` of the exchanges of all conversations that have several; None: none has."""
+    exchange_ends: Any = None
+    """uint64 [samples]: number of exchanges of all samples up to this one."""
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -204,9 +213,22 @@ class StoredSizes:
     def media_ranges(self, sample_numbers: Integers) -> tuple[Integers, Integers]:
         """The media of samples: numbers in ``medium_records`` of the first one and of the one after the last,
         int64 [n] each."""
-        media_ends = self.sample_records["media_end"][sample_numbers].astype(np.int64)
-        media_starts = self.sample_records["media_end"][np.maximum(sample_numbers - 1, 0)].astype(np.int64)
-        return np.where(sample_numbers > 0, media_starts, 0), media_ends
+        return _ranges(self.sample_records["media_end"], sample_numbers)
+
+    def exchanges_of(self, sample_number: int) -> list[tuple[int, int]]:
+        """:data:`EXCHANGE_DTYPE` of a conversation; nothing unless it has several exchanges."""
+        if self.exchanges is None:
+            return []
+        starts, ends = _ranges(self.exchange_ends, np.array([sample_number]))
+        found: list[tuple[int, int]] = self.exchanges[starts[0] : ends[0]].tolist()
+        return found
+
+
+def _ranges(ends: Any, numbers: Integers) -> tuple[Integers, Integers]:
+    """The first entry of some samples, and the one after their last, where ``ends`` counts those of all
+    samples up to each."""
+    starts = ends[np.maximum(numbers - 1, 0)].astype(np.int64)
+    return np.where(numbers > 0, starts, 0), ends[numbers].astype(np.int64)
 
 
 UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile)
@@ -226,10 +248,11 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
         sample_records = _load_array(sizes_dir / "samples.npy")
         medium_records = _load_array(sizes_dir / "media.npy")
 
-        document_flags = text_before = None
-        if location_is_file(sizes_dir / DOCUMENTS_FILE):
-            document_flags = _load_array(sizes_dir / DOCUMENTS_FILE)
-            text_before = _load_array(sizes_dir / TEXT_BEFORE_FILE)
+        document_flags, text_before, exchanges, exchange_ends = (
+            _load_array(sizes_dir / f"{name}.npy") if location_is_file(sizes_dir / f"{pair[0]}.npy") else None
+            for pair in OPTIONAL_ARRAYS
+            for name in pair
+        )
 
         shard_ranges = {}
         sample_total = 0
@@ -243,6 +266,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and media_count == len(medium_records)
             and (document_flags is None or len(document_flags) == len(sample_records))
             and (text_before is None or len(text_before) == len(medium_records))
+            and (exchange_ends is None or len(exchange_ends) == len(sample_records))
+            and (exchanges is None or len(exchanges) == int(exchange_ends[-1]))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
@@ -254,9 +279,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    return StoredSizes(
-        sample_records, medium_records, shard_ranges, content_id, shard_facts, document_flags, text_before
-    )
+    facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
+    return StoredSizes(*facts, document_flags, text_before, exchanges, exchange_ends)
 
 
 def _load_array(array_path: Location) -> Any:
@@ -307,32 +331,30 @@ class SampleSizeCounter:
     def cut_sample(
         self, stored_sizes: StoredSizes, sample_number: int, seq_len: int, max_patches: int
     ) -> list[tuple[int, int]]:
-        """Tokens and patches of each part of a document, as the loader cuts it.
+        """Tokens and patches of each part of a sample, as the loader cuts it.
 
         Args:
             sample_number: number of a usable sample in ``stored_sizes.sample_records``.
 
         Returns:
-            Nothing for a conversation, and for a document with a medium that does not fit into a row.
+            Nothing if it cannot be cut (:mod:`megatron_vl.data.sample.parts`).
         """
-        if stored_sizes.document_flags is None or not stored_sizes.document_flags[sample_number]:
-            return []
         bounds = (int(bound[0]) for bound in stored_sizes.media_ranges(np.array([sample_number])))
         media = slice(*bounds)
-        num_tokens = int(stored_sizes.sample_records["tokens"][sample_number])
-        spans, patch_counts, medium_tokens = [], [], 0
-        fields_of_media = stored_sizes.medium_records[media].tolist()
-        for text_tokens, fields in zip(
-            stored_sizes.text_before[media].tolist(), fields_of_media, strict=True
-        ):
-            grid = self._medium_grid(*fields)
-            start = text_tokens + medium_tokens
-            medium_tokens += self.chat_encoder.document_token_count(grid)
-            num_tokens += self.chat_encoder.media_token_count(grid)
-            spans.append((start, text_tokens + medium_tokens))
-            patch_counts.append(grid.num_patches)
-        parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
-        return [(part.end - part.start, part.patches) for part in parts]
+        grids = [self._medium_grid(*fields) for fields in stored_sizes.medium_records[media].tolist()]
+        patch_counts = [grid.num_patches for grid in grids]
+        tokens_before = np.cumsum([0, *map(self.chat_encoder.media_token_count, grids)]).tolist()
+        num_tokens = int(stored_sizes.sample_records["tokens"][sample_number]) + tokens_before[-1]
+        parts: list[SamplePart]
+        if stored_sizes.document_flags is not None and stored_sizes.document_flags[sample_number]:
+            lengths = np.array([self.chat_encoder.document_token_count(grid) for grid in grids], np.int64)
+            starts = stored_sizes.text_before[media] + lengths.cumsum() - lengths
+            spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+            parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
+        else:
+            exchanges = [(text + tokens_before[n], n) for text, n in stored_sizes.exchanges_of(sample_number)]
+            parts = cut_conversation(num_tokens, exchanges, patch_counts, seq_len, max_patches)
+        return [(part.tokens, part.patches) for part in parts]
 
     def _count_media(self, medium_records: NDArray[np.void]) -> Integers:
         """``tokens << 32 | patches`` of media, int64 [n]; 0 for a medium that cannot be used."""
