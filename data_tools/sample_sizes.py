@@ -37,6 +37,7 @@ from megatron_vl.data.source.dataset_description import (
     DatasetDescription,
     read_description,
 )
+from megatron_vl.data.source.location import location_is_file
 from megatron_vl.data.source.sample_sizes import (
     EXCHANGE_DTYPE,
     MEDIUM_DTYPE,
@@ -48,6 +49,7 @@ from megatron_vl.data.source.sample_sizes import (
     has_stored_sizes,
     list_all_datasets,
 )
+from megatron_vl.data.source.tar_list import TARS_FILE
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
@@ -210,7 +212,10 @@ def _measure_shards(
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
             sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
-            write_sizes(partial_dir, sizes, lambda: dataset.content_id, show_progress)
+            facts: dict[str, Any] = {"content": dataset.content_id}
+            if not location_is_file(dataset.path / METADATA_DIR / TARS_FILE):
+                facts["excluded"] = dataset.excluded_samples
+            write_sizes(partial_dir, sizes, lambda: facts, show_progress)
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
@@ -230,13 +235,13 @@ class ShardSizes(NamedTuple):
 def write_sizes(
     sizes_dir: Path,
     sizes_by_shard: Iterable[tuple[str, ShardSizes]],
-    content_id: Callable[[], str],
+    content_facts: Callable[[], dict[str, Any]],
     show_progress: Callable[[int], None],
 ) -> None:
     """Writes the sizes of shards one after the other, so that memory holds one shard.
 
     Args:
-        content_id: returns the id of the content; called after the last shard.
+        content_facts: returns what ``shards.json`` has besides the shards; called after the last one.
     """
     shards: dict[str, dict[str, Any]] = {}
     media_count, exchange_count, has_documents = 0, 0, False
@@ -258,7 +263,7 @@ def write_sizes(
     for names, are_needed in zip(OPTIONAL_ARRAYS, (has_documents, exchange_count > 0), strict=True):
         for name in names if not are_needed else ():
             (sizes_dir / f"{name}.npy").unlink()
-    (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
+    (sizes_dir / SHARDS_FILE).write_text(json.dumps({**content_facts(), "shards": shards}))
 
 
 @contextmanager
@@ -314,7 +319,7 @@ def _measure_shard(task_number: int) -> ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
-        split_reader = _split_readers[task.source.split] = SampleReader(task.source)
+        split_reader = _split_readers[task.source.split] = SampleReader(task.source, measures=True)
     return measure_samples(task.encoder, (_read_sample(split_reader, index) for index in task.sample_indices))
 
 

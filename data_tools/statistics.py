@@ -201,7 +201,9 @@ def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "trai
 def _source_sizes(
     source: SampleSource, sizes_name: str, sample_sizes: SampleSizeCounter, data_config: DataConfig
 ) -> SourceSizes:
-    stored_sizes = open_stored_sizes(source.dataset.path / METADATA_DIR, sizes_name)
+    stored_sizes = open_stored_sizes(
+        source.dataset.path / METADATA_DIR, sizes_name, source.dataset.excluded_names
+    )
     shard_bounds = list(pairwise(source.shard_starts))
     shard_sizes = [end - start for start, end in shard_bounds]
     begins = stored_sizes.first_sample_numbers(list(zip(source.shard_names, shard_sizes, strict=True)))

@@ -88,7 +88,7 @@ class SizedSource:
         first_numbers = []
         for part_index, part in enumerate(getattr(dataset, "parts", [dataset])):
             metadata_dir = resolve_location(str(part.path)) / METADATA_DIR
-            part_sizes = open_stored_sizes(metadata_dir, tokenization_id)
+            part_sizes = open_stored_sizes(metadata_dir, tokenization_id, part.sample_excludes)
             first_numbers.append(
                 part_sizes.first_sample_numbers([(shard.name, shard.count) for shard in part.shards])
             )

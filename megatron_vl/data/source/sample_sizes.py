@@ -12,8 +12,10 @@ reads them.
 * ``exchanges.npy`` and ``exchange_ends.npy``, if there are conversations with several exchanges:
   :data:`EXCHANGE_DTYPE`, 8 bytes for each of them, and their number up to each sample, 8 bytes. They say
   where a conversation can be cut.
-* ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
-  its samples, the assistant's turns in them, and those that cannot be used by reason.
+* ``shards.json``: the id of the data set's content; the samples that its description excludes, which have no
+  tokens here (of tars they have, and are left out when these files are opened); and of each shard, in the
+  order of the other files, its samples, the assistant's turns in them, and those that cannot be used by
+  reason.
 
 10^8 samples with one image each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
@@ -25,7 +27,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +111,11 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
         measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
         present_shards = set().union(*dataset_description.shards_by_split.values())
         samples_by_shard = dataset_description.samples_by_shard
-        return json_fields["content"] == dataset_description.content_id and all(
-            measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards
+        excluded = dataset_description.excluded_samples
+        return (
+            json_fields["content"] == dataset_description.content_id
+            and json_fields.get("excluded", excluded) == excluded
+            and all(measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -195,6 +200,8 @@ class StoredSizes:
     """:data:`EXCHANGE_DTYPE` of the exchanges of all conversations that have several; None: none has."""
     exchange_ends: Any = None
     """uint64 [samples]: number of exchanges of all samples up to this one."""
+    excluded: tuple[int, ...] = ()
+    """Samples of tars in ``sample_records`` that the data set's description excludes."""
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -235,8 +242,13 @@ UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, E
 """What damaged files of sizes raise."""
 
 
-def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
+def open_stored_sizes(
+    metadata_dir: Location, tokenization_id: str, excluded_names: Collection[str] = ()
+) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
+
+    Args:
+        excluded_names: what its ``split.yaml`` excludes. Of a converted data set, the sizes are 0 already.
 
     Raises:
         SizesError: they are missing or damaged.
@@ -280,7 +292,22 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             " index`"
         )
     facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
-    return StoredSizes(*facts, document_flags, text_before, exchanges, exchange_ends)
+    excluded = tuple(_excluded_pairs(metadata_dir, excluded_names, shard_ranges))
+    return StoredSizes(*facts, document_flags, text_before, exchanges, exchange_ends, excluded)
+
+
+def _excluded_pairs(
+    metadata_dir: Location, excluded_names: Collection[str], shard_ranges: dict[str, tuple[int, int]]
+) -> Iterator[int]:
+    """The numbers of the pairs in tars that are excluded one by one."""
+    if not excluded_names:
+        return
+    from megatron_vl.data.source.pair_reader import find_pair, read_tar_shards  # they import Energon
+
+    tar_shards = read_tar_shards(metadata_dir.parent)
+    for name in excluded_names:
+        if tar_shards and (place := find_pair(tar_shards, name)):
+            yield shard_ranges[place[0]][0] + place[1]
 
 
 def _load_array(array_path: Location) -> Any:
@@ -309,6 +336,7 @@ class SampleSizeCounter:
             sample_numbers: int64 [n], numbers in ``stored_sizes.sample_records``.
         """
         token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
+        token_counts[np.isin(sample_numbers, stored_sizes.excluded)] = 0
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
 
