@@ -31,6 +31,7 @@ from megatron_vl.data.row_encoder import RawSample, RowEncoder, checked_json_byt
 from megatron_vl.data.sample.chat import ChatError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
+from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
     SIZES_DIR,
@@ -392,7 +393,8 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
             text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
         else:
             conversation = (record["messages"], grids, record.get("tools", ()))
-            token_ids, _, starts = chat_encoder.encode_exchanges(*conversation)
+            starts: list[ExchangeStart] = []
+            token_ids, _ = chat_encoder.encode(*conversation, exchange_starts=starts)
             media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
             exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it

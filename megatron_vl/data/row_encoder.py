@@ -34,7 +34,7 @@ from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
-from megatron_vl.data.sample.parts import SamplePart, cut_conversation, cut_document
+from megatron_vl.data.sample.parts import ExchangeStart, SamplePart, cut_conversation, cut_document
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule
 from megatron_vl.data.source.bad_samples import (
@@ -245,7 +245,8 @@ class RowEncoder:
         if self.data_config.too_long == "cut" and sample.is_document:
             sample.parts = cut_document(len(tokens), spans, patch_counts, *limits)
         elif self.data_config.too_long == "cut":
-            starts = self.chat_encoder.encode_exchanges(*conversation, deadline)[2]
+            starts: list[ExchangeStart] = []
+            self.chat_encoder.encode(*conversation, deadline, starts)
             sample.parts = cut_conversation(len(tokens), starts, patch_counts, *limits)
         if not sample.parts:
             raise too_large

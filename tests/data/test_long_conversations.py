@@ -72,7 +72,8 @@ MESSAGES = [
 def test_exchanges_of_a_conversation_by_hand():
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = ChatEncoder(folder, read_spec(folder))
-    token_ids, loss_mask, starts = encoder.encode_exchanges(MESSAGES, [GridTHW(1, 4, 6)])
+    starts: list[Any] = []
+    token_ids, loss_mask = encoder.encode(MESSAGES, [GridTHW(1, 4, 6)], exchange_starts=starts)
     tokens, masks = zip(*EXCHANGES, strict=True)
     assert encoder.tokenizer.convert_ids_to_tokens(token_ids) == sum(tokens, HEAD)
     assert loss_mask.int().tolist() == sum(masks, [0] * 9)
@@ -126,7 +127,8 @@ def test_exchange_has_its_calls_results_and_answers(messages, tools, expected):
     """Each exchange has the tokens of a conversation of its own, without the head."""
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = ChatEncoder(folder, read_spec(folder), chat_template="qwen2_vl_tools")
-    token_ids, _, starts = encoder.encode_exchanges(messages, [], tools)
+    starts: list[Any] = []
+    token_ids, _ = encoder.encode(messages, [], tools, exchange_starts=starts)
     assert len(starts) == len(expected)
     ends = [start for start, _ in [*starts, (len(token_ids), 0)]][1:]
     for (start, _), end, alone in zip(starts, ends, expected, strict=True):
@@ -138,7 +140,8 @@ def test_exchanges_under_a_thinking_template_keep_their_tokens(tmp_path):
     """The template writes a block of thinking into the last answer alone."""
     encoder = thinking_encoder(write_thinking_folder(tmp_path / "hf", LARGE))
     messages = [SYSTEM, *exchange("a?", "A."), *exchange("b?", "B.")]
-    token_ids, _, starts = encoder.encode_exchanges(messages, [])
+    starts: list[Any] = []
+    token_ids, _ = encoder.encode(messages, [], exchange_starts=starts)
     pieces = np.split(token_ids.numpy(), [start for start, _ in starts])
     assert [encoder.tokenizer.decode(piece) for piece in pieces] == [
         "<|im_start|>system\nS.<|im_end|>\n",

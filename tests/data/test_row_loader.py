@@ -626,7 +626,7 @@ def test_index_stores_no_fault_of_the_machine(dataset, monkeypatch, fault):
         raise fault
 
     for owner, name in (
-        (encoder.chat_encoder, "encode_exchanges"),
+        (encoder.chat_encoder, "encode"),
         (encoder.chat_encoder.tokenizer, "apply_chat_template"),
     ):
         with monkeypatch.context() as patched:

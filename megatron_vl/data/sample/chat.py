@@ -179,6 +179,7 @@ class ChatEncoder:
         media_grids: Sequence[GridTHW],
         tools: Sequence[dict[str, Any]] = (),
         deadline: SampleDeadline = NO_DEADLINE,
+        exchange_starts: list[ExchangeStart] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tokenizes a conversation.
 
@@ -188,6 +189,7 @@ class ChatEncoder:
             media_grids: the media in the order of the text.
             tools: the functions that the assistant may call.
             deadline: checked between the steps.
+            exchange_starts: gets the beginnings of the exchanges, or none if the conversation cannot be cut.
 
         Returns:
             Token ids, int64 [n], with expanded placeholders, and the loss mask [n], not shifted. The mask is
@@ -198,27 +200,6 @@ class ChatEncoder:
                 tools, calls or reasoning that the conversation has.
             SampleTimeoutError: the deadline has passed.
         """
-        return self._encode(messages, media_grids, tools, deadline, finds_exchanges=False)[:2]
-
-    def encode_exchanges(
-        self,
-        messages: Sequence[dict[str, Any]],
-        media_grids: Sequence[GridTHW],
-        tools: Sequence[dict[str, Any]] = (),
-        deadline: SampleDeadline = NO_DEADLINE,
-    ) -> tuple[Tensor, Tensor, list[ExchangeStart]]:
-        """As :meth:`encode`, and where each exchange begins; nothing if the conversation cannot be cut."""
-        return self._encode(messages, media_grids, tools, deadline, finds_exchanges=True)
-
-    def _encode(
-        self,
-        messages: Sequence[dict[str, Any]],
-        media_grids: Sequence[GridTHW],
-        tools: Sequence[dict[str, Any]],
-        deadline: SampleDeadline,
-        *,
-        finds_exchanges: bool,
-    ) -> tuple[Tensor, Tensor, list[ExchangeStart]]:
         answers = [message for message in messages if message.get("role") == "assistant"]
         turn_weights = [answer.get("loss_weight", 1.0) for answer in answers]
         messages = self._checked_messages(messages, tools)
@@ -235,7 +216,7 @@ class ChatEncoder:
                 " reasoning as one block (<think>...</think>) before the answer, or as reasoning_content"
             )
         spans = [self._trained_span(text, place) for place in places]
-        cuts = find_exchanges(messages, text, places, render) if finds_exchanges else []
+        cuts = find_exchanges(messages, text, places, render) if exchange_starts is not None else []
         spans += [(cut, cut) for cut in cuts]
         text, spans, video_spans = self._insert_timestamps(text, spans, media_grids)
         trained_spans, cut_spans = spans[: len(places)], spans[len(places) :]
@@ -248,12 +229,10 @@ class ChatEncoder:
 
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeats = self.repeat_counts(token_ids, media_grids)
-        starts = self._exchange_starts(token_ids, encoded_text.offsets, cut_spans, media_grids, repeats)
-        tokens, mask = (
-            torch.from_numpy(token_ids.repeat(repeats)),
-            torch.from_numpy(loss_mask.repeat(repeats)),
-        )
-        return tokens, mask, starts
+        if exchange_starts is not None:
+            tables = (token_ids, encoded_text.offsets, cut_spans, media_grids, repeats)
+            exchange_starts += self._exchange_starts(*tables)
+        return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
 
     def encode_prompt(
         self,

@@ -336,7 +336,8 @@ class SampleSizeCounter:
             sample_numbers: int64 [n], numbers in ``stored_sizes.sample_records``.
         """
         token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
-        token_counts[np.isin(sample_numbers, stored_sizes.excluded)] = 0
+        if stored_sizes.excluded:
+            token_counts[np.isin(sample_numbers, stored_sizes.excluded)] = 0
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
 
