@@ -26,11 +26,11 @@ from megatron_vl.data.source.dataset_description import (
     LoaderError,
     read_description,
 )
+from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import DataPath, Location
 from megatron_vl.data.source.pair_reader import key_hash, read_tar_shards, shard_place
 from megatron_vl.data.source.sample_sizes import list_split_datasets
-from megatron_vl.data.source.store_reading import StoreReader, StoreShards, has_local_shards
-from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
+from megatron_vl.data.source.store_reading import StoreShards
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
 
@@ -233,16 +233,9 @@ class SampleReader:
         self.member_names: list[str] = []
         # Energon names a sample SHARD/KEY there.
         self.sample_filter = lambda name: name not in excluded_names
-        if has_local_shards(self):
-            self.shard_reader: Any = ShardReader(
-                dataset_dir, self.shards, self._is_member_wanted, sample_filter=self.sample_filter
-            )
-        else:
-            stored_shards = StoreShards(self, block_size=1)
-            self.shard_reader = StoreReader(
-                self, lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]
-            )
-        self.tolerant_reader = TolerantReader(self.shard_reader)
+        stored_shards = StoreShards(self, block_size=1)
+        take = lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]  # noqa: E731
+        self.tolerant_reader = open_sample_reader(self, take, self._is_member_wanted)
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:
@@ -266,7 +259,7 @@ class SampleReader:
         return sample
 
     def close(self) -> None:
-        self.shard_reader.close()
+        self.tolerant_reader.shard_reader.close()
 
 
 def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:

@@ -364,7 +364,10 @@ def test_state_says_whether_documents_are_cut(dataset, talks):
     with pytest.raises(LoaderStateError, match=r"data\.too_long"):
         open_loader(settings(talks, too_long="drop"), hf).load_state_dict(state)
     del state["identity"]["too_long"]  # as version 0.2.0 wrote it
-    open_loader(settings(talks), hf).load_state_dict(state)
+    for too_long in ("cut", "drop"):
+        resumed = open_loader(settings(talks, too_long=too_long), hf)
+        resumed.load_state_dict(state)
+        assert ("are cut at whole exchanges" in "".join(resumed.start_notes)) == (too_long == "cut")
 
 
 def test_damaged_document_is_counted_once(dataset, tmp_path):
@@ -404,3 +407,24 @@ def test_sizes_are_written_as_numpy_writes_them(tmp_path):
             append(records[count // 3 :])
         np.save(tmp_path / "numpys.npy", records)
         assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpys.npy").read_bytes()
+
+
+def test_sizes_follow_what_the_description_excludes(tmp_path):
+    """A sample that is excluded later gets no room in a row, and one that comes back is trained on."""
+    path = converted(tmp_path, [{"text": f"Text {i}."} for i in range(4)])[0]
+    hf, split = tiny_checkpoint("qwen2_5_vl"), path / ".nv-meta/split.yaml"
+
+    def drawn() -> tuple[set[str], int]:
+        """Keys of a pass, and the number of planned samples without tokens."""
+        loader = open_loader(settings(path, pack=False), hf, epochs=1)
+        batch = loader._planning_context.make_planner().next_batch()
+        keys = {key for row in loader for key in row.sample_keys}
+        return keys, int((batch.sample_table[2] == 0).sum())
+
+    whole = split.read_text()
+    keys = {f"{i:09d}" for i in range(4)}
+    assert drawn() == (keys, 0)
+    split.write_text(whole.replace("exclude: []", "exclude: [train-000000.tar/000000002]"))
+    assert drawn() == (keys - {"000000002"}, 1)
+    split.write_text(whole)
+    assert drawn() == (keys, 0)

@@ -147,15 +147,16 @@ class SizedSource:
         return shard_sizes[shard_sizes > 0]
 
 
-def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> TolerantReader:
+def open_sample_reader(
+    dataset: Any, take: Callable[[int], bytes], part_filter: Callable[[str], bool] | None = None
+) -> TolerantReader:
     """Reads samples of one of Energon's data sets by index.
 
     Args:
         take: gives the bytes of a sample in an object store; a local data set does without.
+        part_filter: says of each file of a sample whether a local data set reads it; None: all.
     """
     if not has_local_shards(dataset):
         return TolerantReader(StoreReader(dataset, take))
-    reader = ShardReader(
-        dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
-    )
-    return TolerantReader(reader)
+    options = {"sample_filter": dataset.sample_filter, "itar_cache_size": MAX_OPEN_SHARDS}
+    return TolerantReader(ShardReader(dataset.path, dataset.shards, part_filter, **options))

@@ -260,11 +260,12 @@ def open_stored_sizes(
         sample_records = _load_array(sizes_dir / "samples.npy")
         medium_records = _load_array(sizes_dir / "media.npy")
 
-        document_flags, text_before, exchanges, exchange_ends = (
+        optional_arrays: Iterator[Any] = (
             _load_array(sizes_dir / f"{name}.npy") if location_is_file(sizes_dir / f"{pair[0]}.npy") else None
             for pair in OPTIONAL_ARRAYS
             for name in pair
         )
+        document_flags, text_before, exchanges, exchange_ends = optional_arrays
 
         shard_ranges = {}
         sample_total = 0
@@ -279,7 +280,7 @@ def open_stored_sizes(
             and (document_flags is None or len(document_flags) == len(sample_records))
             and (text_before is None or len(text_before) == len(medium_records))
             and (exchange_ends is None or len(exchange_ends) == len(sample_records))
-            and (exchanges is None or len(exchanges) == int(exchange_ends[-1]))
+            and (exchange_ends is None or len(exchanges) == int(exchange_ends[-1]))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
