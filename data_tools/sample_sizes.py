@@ -32,6 +32,7 @@ from megatron_vl.data.sample.boxes import FRAMES, SampleObjects
 from megatron_vl.data.sample.chat import ChatError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import stored_media_grid, stored_video_info
+from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -39,20 +40,20 @@ from megatron_vl.data.source.dataset_description import (
     DatasetDescription,
     read_description,
 )
+from megatron_vl.data.source.location import location_is_file
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
-    DOCUMENTS_FILE,
-    LIMITS_END_FILE,
-    LIMITS_FILE,
+    EXCHANGE_DTYPE,
     MEDIUM_DTYPE,
+    OPTIONAL_ARRAYS,
     SAMPLE_DTYPE,
     SHARDS_FILE,
-    TEXT_BEFORE_FILE,
     MediumFields,
     compute_tokenization_id,
     has_stored_sizes,
     list_all_datasets,
 )
+from megatron_vl.data.source.tar_list import TARS_FILE
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
@@ -68,6 +69,8 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "text_before": np.dtype("<u4"),
     "limits": np.dtype("u1"),
     "limits_end": np.dtype("<u8"),
+    "exchanges": EXCHANGE_DTYPE,
+    "exchange_ends": np.dtype("<u8"),
 }
 """The files of sizes, without ``.npy``."""
 
@@ -215,7 +218,10 @@ def _measure_shards(
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
             sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
-            write_sizes(partial_dir, sizes, lambda: dataset.content_id, show_progress)
+            facts: dict[str, Any] = {"content": dataset.content_id}
+            if not location_is_file(dataset.path / METADATA_DIR / TARS_FILE):
+                facts["excluded"] = dataset.excluded_samples
+            write_sizes(partial_dir, sizes, lambda: facts, show_progress)
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
@@ -227,24 +233,24 @@ class ShardSizes(NamedTuple):
     """The sizes of the samples of a shard."""
 
     arrays: dict[str, NDArray[Any]]
-    """One for each of :data:`ARRAY_DTYPES`. ``media_end`` and ``limits_end`` count from the start of the
-    shard."""
+    """One for each of :data:`ARRAY_DTYPES`. ``media_end``, ``limits_end`` and ``exchange_ends`` count from
+    the beginning of the shard."""
     facts: dict[str, Any]
 
 
 def write_sizes(
     sizes_dir: Path,
     sizes_by_shard: Iterable[tuple[str, ShardSizes]],
-    content_id: Callable[[], str],
+    content_facts: Callable[[], dict[str, Any]],
     show_progress: Callable[[int], None],
 ) -> None:
     """Writes the sizes of shards one after the other, so that memory holds one shard.
 
     Args:
-        content_id: returns the id of the content; called after the last shard.
+        content_facts: returns what ``shards.json`` has besides the shards; called after the last one.
     """
     shards: dict[str, dict[str, Any]] = {}
-    media_count, limits_bytes, has_documents = 0, 0, False
+    media_count, limits_bytes, exchange_count, has_documents = 0, 0, 0, False
     with ExitStack() as open_files:
         append = {
             name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
@@ -252,21 +258,21 @@ def write_sizes(
         }
         for shard_name, (arrays, facts) in sizes_by_shard:
             arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
+            arrays["exchange_ends"] += np.uint64(exchange_count)
             media_count += len(arrays["media"])
             arrays["limits_end"] += np.uint64(limits_bytes)
             limits_bytes += len(arrays["limits"])
+            exchange_count += len(arrays["exchanges"])
             has_documents |= bool(arrays["documents"].any())
             for name, values in arrays.items():
                 append[name](values)
             shards[shard_name] = facts
             show_progress(1)
-    if not has_documents:
-        for file_name in (DOCUMENTS_FILE, TEXT_BEFORE_FILE):
-            (sizes_dir / file_name).unlink()
-    if not limits_bytes:
-        for file_name in (LIMITS_FILE, LIMITS_END_FILE):
-            (sizes_dir / file_name).unlink()
-    (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
+    are_needed = (has_documents, limits_bytes > 0, exchange_count > 0)
+    for names, is_needed in zip(OPTIONAL_ARRAYS, are_needed, strict=True):
+        for name in names if not is_needed else ():
+            (sizes_dir / f"{name}.npy").unlink()
+    (sizes_dir / SHARDS_FILE).write_text(json.dumps({**content_facts(), "shards": shards}))
 
 
 @contextmanager
@@ -316,13 +322,15 @@ class MeasuredSample(NamedTuple):
     """uint32 [media]: number of tokens of a document's text before each medium."""
     limits: Sequence[bytes] = ()
     """The own limits of each medium as JSON; empty if it has none."""
+    exchanges: NDArray[np.void] = np.zeros(0, EXCHANGE_DTYPE)
+    """Those of a conversation that has several."""
 
 
 def _measure_shard(task_number: int) -> ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
-        split_reader = _split_readers[task.source.split] = SampleReader(task.source)
+        split_reader = _split_readers[task.source.split] = SampleReader(task.source, measures=True)
     return measure_samples(task.encoder, (_read_sample(split_reader, index) for index in task.sample_indices))
 
 
@@ -332,7 +340,8 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
     media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
     limit_texts: list[bytes] = []
     unusable_reasons: Counter[str] = Counter()
-    media_count = all_turns = 0
+    exchange_arrays, exchange_ends = [np.zeros(0, EXCHANGE_DTYPE)], []
+    media_count = exchange_count = all_turns = 0
     for raw_sample in samples:
         sample = measure_sample(encoder, raw_sample)
         all_turns += sample.assistant_turns
@@ -344,6 +353,9 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
         media_count += len(sample.media)
         sample_rows.append((sample.text_tokens, media_count))
         document_flags.append(sample.is_document)
+        exchange_arrays.append(sample.exchanges)
+        exchange_count += len(sample.exchanges)
+        exchange_ends.append(exchange_count)
     facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
     arrays = {
         "samples": np.array(sample_rows, SAMPLE_DTYPE),
@@ -352,6 +364,8 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
         "text_before": np.concatenate(text_arrays),
         "limits": np.frombuffer(b"".join(limit_texts), np.uint8),
         "limits_end": np.cumsum([len(text) for text in limit_texts], dtype=np.uint64),
+        "exchanges": np.concatenate(exchange_arrays),
+        "exchange_ends": np.array(exchange_ends, np.uint64),
     }
     return ShardSizes(arrays, facts)
 
@@ -390,23 +404,29 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         # The text is the same without the limits, which a run's settings may contradict.
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
         text_before, num_digits = np.zeros(len(media), np.uint32), 0
+        exchanges = np.zeros(0, EXCHANGE_DTYPE)
         if "document" in record:
             token_ids, _, spans = encode_document(chat_encoder, record["document"], grids)
             media_tokens = np.array([end - start for start, end in spans], np.int64)
             text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
         else:
             objects = SampleObjects(record, grids, chat_encoder.spec.vision)
+            starts: list[ExchangeStart] = []
             token_ids, _ = chat_encoder.encode(
                 objects.written_messages(),
                 grids,
                 record.get("tools", ()),
                 template_arguments=record.get("chat_template_kwargs"),
+                exchange_starts=starts,
             )
             sized_boxes = objects.sized_boxes()
             num_digits = sum(len(str(n)) for box in sized_boxes for n in objects.numbers(box))
             limits += [limits[box["medium"]] for box in sized_boxes for _ in box["box"]]
             media = np.append(media, _coordinate_rows(sized_boxes, media))
             text_before = np.zeros(len(media), np.uint32)
+            if not sized_boxes:  # the digits before an exchange would have to be stored apart
+                media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
+                exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
@@ -417,7 +437,8 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
     text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids)) - num_digits
     turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
-    return MeasuredSample(text_tokens, turns, media, "", "document" in record, text_before, limits)
+    is_document = "document" in record
+    return MeasuredSample(text_tokens, turns, media, "", is_document, text_before, limits, exchanges)
 
 
 def _coordinate_rows(boxes: Sequence[dict[str, Any]], media: NDArray[np.void]) -> NDArray[np.void]:

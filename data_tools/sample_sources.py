@@ -10,11 +10,12 @@ import json
 import os
 import sqlite3
 import sys
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
@@ -25,11 +26,11 @@ from megatron_vl.data.source.dataset_description import (
     LoaderError,
     read_description,
 )
+from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import DataPath, Location
-from megatron_vl.data.source.pair_reader import read_tar_shards
+from megatron_vl.data.source.pair_reader import key_hash, read_tar_shards, shard_place
 from megatron_vl.data.source.sample_sizes import list_split_datasets
-from megatron_vl.data.source.store_reading import StoreReader, StoreShards, has_local_shards
-from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
+from megatron_vl.data.source.store_reading import StoreShards
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
 
@@ -90,8 +91,8 @@ class SampleSource:
 
     def shard_position(self, sample_index: int) -> tuple[str, int]:
         """The shard of a sample, and the sample's number in it."""
-        shard_number = bisect_right(self.shard_starts, sample_index) - 1
-        return self.shard_names[shard_number], sample_index - self.shard_starts[shard_number]
+        shard_number, sample_position = shard_place(self.shard_starts, sample_index)
+        return self.shard_names[shard_number], sample_position
 
     def find_sample(self, sample_key: str) -> int | None:
         """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
@@ -99,6 +100,13 @@ class SampleSource:
         position_text = sample_position.removesuffix("]")
         if bracket and position_text.isdigit() and shard_name in self.shard_names:
             return self._index_in_source(shard_name, int(position_text))
+
+        if tar_shards := read_tar_shards(self.dataset.path):
+            for name in self.shard_names:
+                for number in np.flatnonzero(tar_shards[name].spans[:, 2] == key_hash(sample_key)).tolist():
+                    if (sample_index := self._index_in_source(name, number)) is not None:
+                        return sample_index
+            return None
 
         index_path = self.dataset.path / METADATA_DIR / "index.sqlite"
         try:
@@ -202,9 +210,13 @@ def original_media_names(dataset_dir: Location, sample_key: str) -> list[str]:
 
 
 class SampleReader:
-    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised."""
+    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
 
-    def __init__(self, sample_source: SampleSource) -> None:
+    Args:
+        measures: whether sizes are written: those of tars have excluded samples too.
+    """
+
+    def __init__(self, sample_source: SampleSource, *, measures: bool = False) -> None:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.structs import ShardInfo
 
@@ -216,21 +228,14 @@ class SampleReader:
             tar_shards.get(name) or ShardInfo(name=name, path=dataset_dir / name, count=counts[name])
             for name in names
         ]
-        excluded_names = set(sample_source.dataset.excluded_names)
+        excluded_names = set() if measures and tar_shards else {*sample_source.dataset.excluded_names}
         self.path = dataset_dir
         self.member_names: list[str] = []
         # Energon names a sample SHARD/KEY there.
         self.sample_filter = lambda name: name not in excluded_names
-        if has_local_shards(self):
-            self.shard_reader: Any = ShardReader(
-                dataset_dir, self.shards, self._is_member_wanted, sample_filter=self.sample_filter
-            )
-        else:
-            stored_shards = StoreShards(self, block_size=1)
-            self.shard_reader = StoreReader(
-                self, lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]
-            )
-        self.tolerant_reader = TolerantReader(self.shard_reader)
+        stored_shards = StoreShards(self, block_size=1)
+        take = lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]  # noqa: E731
+        self.tolerant_reader = open_sample_reader(self, take, self._is_member_wanted)
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:
@@ -254,7 +259,7 @@ class SampleReader:
         return sample
 
     def close(self) -> None:
-        self.shard_reader.close()
+        self.tolerant_reader.shard_reader.close()
 
 
 def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:

@@ -63,9 +63,11 @@ class SourceSizes:
     """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
     left_out: Counter[str]
     """Number of samples that a run leaves out, by reason."""
-    cut_documents: dict[int, IntegerArray]
-    """Documents that are cut, by their place in ``source.indices``: tokens and patches of each part, int64
-    [parts, 2]."""
+    cut_samples: dict[int, IntegerArray]
+    """Samples that are cut, by their place in ``source.indices``: tokens and patches of each part that a run
+    reads, int64 [parts, 2]. Their ``sizes`` are the sums of these."""
+    lost_exchanges: list[int]
+    """Tokens of each exchange of these that does not fit into a row."""
 
     @cached_property
     def usable_mask(self) -> NDArray[np.bool_]:
@@ -78,8 +80,8 @@ class SourceSizes:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of all documents that are cut."""
-        return sum(map(len, self.cut_documents.values()))
+        """Number of parts of all samples that are cut."""
+        return sum(map(len, self.cut_samples.values()))
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,14 @@ class DatasetStatistics:
 
     def token_counts(self) -> dict[str, Any]:
         """The tokens that each rule keeps or leaves out, over all sources."""
-        cut = {"documents": 0, "parts": 0, "tokens": 0}
+        cut = {"samples": 0, "parts": 0, "tokens": 0, "lost_exchanges": 0, "lost_tokens": 0}
         left_out_tokens: Counter[str] = Counter()
         for each in self.sources:
-            cut["documents"] += len(each.cut_documents)
+            cut["samples"] += len(each.cut_samples)
             cut["parts"] += each.num_parts
-            cut["tokens"] += sum(int(sizes[:, 0].sum()) for sizes in each.cut_documents.values())
+            cut["tokens"] += sum(int(sizes[:, 0].sum()) for sizes in each.cut_samples.values())
+            cut["lost_exchanges"] += len(each.lost_exchanges)
+            cut["lost_tokens"] += sum(each.lost_exchanges)
             for reason, mask in each.left_out_masks.items():
                 left_out_tokens[reason] += int(each.sizes["tokens"][mask].sum())
         whole_tokens = sum(int(each.sizes["tokens"][each.usable_mask].sum()) for each in self.sources)
@@ -163,7 +167,7 @@ class DatasetStatistics:
         units_per_row = self.row_quantities["fill"].mean() * self.data_config.seq_len if packs else 1.0
         units_per_sample = 0.0
         for each in self.sources:
-            rows_alone = each.num_usable - len(each.cut_documents) + each.num_parts
+            rows_alone = each.num_usable - len(each.cut_samples) + each.num_parts
             units = each.sizes["tokens"][each.usable_mask].sum() if packs else rows_alone
             units_per_sample += each.source.share * units / len(each.source)
 
@@ -198,7 +202,9 @@ def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "trai
 def _source_sizes(
     source: SampleSource, sizes_name: str, sample_sizes: SampleSizeCounter, data_config: DataConfig
 ) -> SourceSizes:
-    stored_sizes = open_stored_sizes(source.dataset.path / METADATA_DIR, sizes_name)
+    stored_sizes = open_stored_sizes(
+        source.dataset.path / METADATA_DIR, sizes_name, source.dataset.excluded_names
+    )
     shard_bounds = list(pairwise(source.shard_starts))
     shard_sizes = [end - start for start, end in shard_bounds]
     begins = stored_sizes.first_sample_numbers(list(zip(source.shard_names, shard_sizes, strict=True)))
@@ -218,20 +224,24 @@ def _source_sizes(
     assistant_turns = sum(facts["turns"] for facts in shard_facts) if is_whole else None
     too_long = sizes["tokens"] > data_config.seq_len
     too_large = ~too_long & (sizes["patches"] > (data_config.max_patches or math.inf))
-    cut_documents = {}
-    if data_config.too_long == "cut" and stored_sizes.document_flags is not None:
+    cut_samples, lost_exchanges = {}, []
+    if data_config.too_long == "cut":
         all_numbers = np.concatenate(number_arrays)
         limits = (data_config.seq_len, data_config.max_patches)
         for place in np.flatnonzero(too_long | too_large).tolist():
-            if parts := sample_sizes.cut_sample(stored_sizes, all_numbers[place], *limits):
-                cut_documents[place] = np.array(parts, np.int64)
+            if cut := sample_sizes.cut_sample(stored_sizes, all_numbers[place], *limits):
+                parts = np.array(cut, np.int64)
+                fits = (parts <= (data_config.seq_len, data_config.max_patches or math.inf)).all(axis=1)
+                cut_samples[place] = parts[fits]
+                lost_exchanges += parts[~fits, 0].tolist()
+                sizes["tokens"][place], sizes["patches"][place] = parts[fits].sum(axis=0)
                 too_long[place] = too_large[place] = False
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
     reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
     reasons += Counter({reason: int(left_out_masks[reason].sum()) for reason in (TOO_LONG, TOO_MANY_PATCHES)})
-    return SourceSizes(source, sizes, assistant_turns, left_out_masks, reasons, cut_documents)
+    return SourceSizes(source, sizes, assistant_turns, left_out_masks, reasons, cut_samples, lost_exchanges)
 
 
 def _shard_quantities(
@@ -267,9 +277,9 @@ def _pack_rows(
         # A source with fewer samples is repeated, as in training.
         drawn_indices = np.resize(random_generator.permutation(len(tokens)), num_drawn)
         drawn_sizes = np.stack([tokens, patches], axis=1)[drawn_indices]
-        if each.cut_documents:
+        if each.cut_samples:
             places = np.flatnonzero(each.usable_mask)[drawn_indices].tolist()
-            cut = [each.cut_documents.get(place, drawn_sizes[i : i + 1]) for i, place in enumerate(places)]
+            cut = [each.cut_samples.get(place, drawn_sizes[i : i + 1]) for i, place in enumerate(places)]
             drawn_sizes = np.concatenate(cut)
         drawn_samples.append(np.pad(drawn_sizes, ((0, 0), (0, 1)), constant_values=1))
     waiting_samples = random_generator.permutation(np.concatenate(drawn_samples)).tolist()

@@ -29,8 +29,14 @@ from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.sample.medium import UnusableError
 from megatron_vl.data.source import dataset_description
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR, SIZES_DIR
-from megatron_vl.data.source.location import STORE_PREFIX, Location, is_in_object_store, resolve_location
-from megatron_vl.data.source.pair_reader import TarMember, iter_members, read_pair
+from megatron_vl.data.source.location import (
+    STORE_PREFIX,
+    Location,
+    is_in_object_store,
+    resolve_location,
+    store_url,
+)
+from megatron_vl.data.source.pair_reader import TarMember, iter_members, key_hash, read_pair
 from megatron_vl.data.source.store_reading import StoreFile
 from megatron_vl.data.source.tar_list import (
     SPANS_FILE,
@@ -111,8 +117,9 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
             paths += dataset_description.expand_shard_names(Path("--input"), [given])
         else:
             paths += filter(None, Path(given).read_text().split("\n"))
+    paths = [store_url(path) for path in paths]
     for path in paths[:1]:
-        resolve_location(path)  # refuses other addresses of stores than those of profiles
+        resolve_location(path)  # refuses other addresses of stores
     stores = {"/".join(path.split("/")[:3]) if is_in_object_store(path) else "" for path in paths}
     if not 0 < len(paths) <= MAX_SHARDS or len(stores) > 1 or len({*paths}) < len(paths):
         raise TarIndexError(
@@ -194,7 +201,7 @@ class _TarPairs:
 
     def __init__(self, tar_path: Location, name: str, fields: PairFields, tar_bytes: int) -> None:
         self.tar_path, self.name, self.fields, self.tar_bytes = tar_path, name, fields, tar_bytes
-        self.spans: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int, int]] = []
         self.refused: list[dict[str, str]] = []
         self.digest = hashlib.sha256()
 
@@ -217,7 +224,7 @@ class _TarPairs:
                     self._refuse(key, error.reason, str(error))
                     continue
                 self.digest.update(pair["json"] + str([member.info.size for member in members]).encode())
-                self.spans.append((members[0].info.offset, members[-1].end))
+                self.spans.append((members[0].info.offset, members[-1].end, key_hash(key)))
                 yield cook_sample({**pair, "__key__": f"{self.name}[{len(self.spans) - 1}]"})
 
     def _members(self, tar_file: ITarFile) -> Iterator[TarMember]:
@@ -275,7 +282,8 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
         durable_files.open_new_file(index.out_dir / "quarantine.jsonl") as quarantine_file,
         (new_dir / SPANS_FILE).open("wb") as spans_file,
     ):
-        write_sizes(sizes_dir, sizes_by_tar(), lambda: content_hasher.hexdigest()[:32], lambda _: None)
+        facts = lambda: {"content": content_hasher.hexdigest()[:32]}  # noqa: E731  # after the last tar
+        write_sizes(sizes_dir, sizes_by_tar(), facts, lambda _: None)
     root = "." if index.root == index.out_dir.absolute() else index.root
     texts = {
         "index.uuid": content_hasher.hexdigest()[:32],

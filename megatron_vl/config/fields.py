@@ -217,9 +217,9 @@ class DataConfig:
     max_patches: int = option(0, minimum=0)
     """Largest number of vision patches in a row. 0: limited by seq_len only."""
     too_long: Literal["cut", "drop"] = "cut"
-    """What becomes of a document that does not fit into a row. cut: it is cut into consecutive parts that do,
-    between tokens of its texts, and each part is trained on as a sample of its own. drop: it is left out.
-    Conversations that do not fit are always left out."""
+    """What becomes of a sample that does not fit into a row. cut: it is cut into consecutive parts that do,
+    and each part is trained on as a sample of its own: a document between tokens of its texts, a conversation
+    between whole exchanges, each part with the system turn. drop: it is left out."""
     min_pixels: int = option(0, minimum=0)
     """Smallest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
     max_pixels: int = option(0, minimum=0)

@@ -157,7 +157,7 @@ def validation_rows(
 def _samples_in_order(
     row_encoder: RowEncoder, blend_sources: Sequence[BlendSource], loaded_datasets: Sequence[LoadedDataset]
 ) -> Iterator[RawSample]:
-    """All samples of all sources, and the parts of documents that are cut, one after the other."""
+    """All samples of all sources, and the parts of those that are cut, one after the other."""
     for source, loaded in zip(blend_sources, loaded_datasets, strict=True):
         read_ahead = ReadAhead([loaded.dataset], READ_TOGETHER, block_count=1, rank_count=1)
         reader = open_sample_reader(loaded.dataset, partial(read_ahead.take, 0))
@@ -168,7 +168,7 @@ def _samples_in_order(
             crude_sample = reader[index]
             if crude_sample is not None:  # otherwise, the data set's description excludes it
                 sample = row_encoder.preencode_sample(cook_sample(crude_sample))
-                for part_index in range(len(sample.document_parts) or 1):
+                for part_index in range(len(sample.parts) or 1):
                     yield row_encoder.sample_part(sample, part_index)
 
 

@@ -241,7 +241,7 @@ def read_planned_row(
         sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source), planned.part)
         if sample.refused and row_encoder.is_counted_refusal:
             continue
-        if planned.part < max(1, len(sample.document_parts)):
+        if planned.part < max(1, len(sample.parts)):
             sample = row_encoder.sample_part(sample, planned.part)
 
         # A larger sample might not fit into the row, and the other ranks count on the planned size.

@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.sample.boxes import SampleObjects
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
-from megatron_vl.data.sample.documents import DocumentPart, cut_document, encode_document
+from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
+from megatron_vl.data.sample.parts import ExchangeStart, SamplePart, cut_conversation, cut_document
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.data.sample.thinking import ThinkingRule
 from megatron_vl.data.sample.written_numbers import read_number
@@ -59,8 +61,8 @@ MAX_CONSECUTIVE_REFUSALS = 1000
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
 MAX_LOGGED_PER_REASON = 10
 """Number of unusable samples of one reason that a process logs."""
-MAX_REMEMBERED_DOCUMENTS = 8
-"""Number of documents in several parts whose tokens a process remembers until it needs their next part."""
+MAX_REMEMBERED_SAMPLES = 8
+"""Number of samples in several parts whose tokens a process remembers until it needs their next part."""
 GREY_VALUE = 128
 """Value of all pixels that stand for a medium that does not decode."""
 
@@ -89,8 +91,8 @@ class RawSample:
     objects: SampleObjects | None = None
     """The boxes of a conversation and the names of its objects."""
     is_document: bool = False
-    document_parts: list[DocumentPart] = field(default_factory=list)
-    """The parts of a document that is cut because it does not fit into a row."""
+    parts: list[SamplePart] = field(default_factory=list)
+    """The parts of a sample that is cut because it does not fit into a row."""
 
     @property
     def token_and_patch_count(self) -> tuple[int, int]:
@@ -146,8 +148,8 @@ class RowEncoder:
         self._reset_counts()
 
     def _reset_counts(self) -> None:
-        self.remembered_documents: dict[tuple[Any, ...], tuple[Tensor, Tensor, list[DocumentPart]]] = {}
-        """Tokens, loss mask and parts of the last documents in several parts."""
+        self.remembered_samples: dict[tuple[Any, ...], tuple[Tensor, Tensor, list[SamplePart]]] = {}
+        """Tokens, loss mask and parts of the last samples in several parts."""
         self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
         self.refusal_meter = BadSampleMeter(1.0)
@@ -158,7 +160,7 @@ class RowEncoder:
         self.last_refused: tuple[int, str, str] | None = None
         self.last_refused_part = 0
         self.is_counted_refusal = False
-        """Whether the last refused sample is a document that was counted with an earlier part."""
+        """Whether the last refused sample was counted with an earlier part."""
 
     def copy_for_process(self) -> RowEncoder:
         """A copy with separate counts, for one process."""
@@ -170,7 +172,7 @@ class RowEncoder:
         """Tokenizes a sample without decoding its media. An unusable sample comes back ``refused``.
 
         Args:
-            part: the part that is needed, if the sample is a document that is cut.
+            part: the part that is needed, if the sample is cut.
 
         Raises:
             LoaderError: the data set was not written by this toolkit.
@@ -187,10 +189,10 @@ class RowEncoder:
 
         reason, detail, size = refusal.reason, str(refusal), refusal.size
         place = (sample.source_index, sample.shard_name, sample.key)
-        # Each part of a document is read on its own, and all are refused together. A whole sample that is
-        # drawn again counts again.
-        is_document = bool(part or self.last_refused_part)
-        self.is_counted_refusal = is_document and place == self.last_refused
+        # Each part of a sample is read on its own, and all are refused together. A whole sample that is drawn
+        # again counts again.
+        is_part = bool(part or self.last_refused_part)
+        self.is_counted_refusal = is_part and place == self.last_refused
         self.last_refused, self.last_refused_part = place, part
         if not self.is_counted_refusal:
             self._count_refusal(sample.key, reason, detail, size)
@@ -228,49 +230,57 @@ class RowEncoder:
         sample.grids = [stored_media_grid(item, self.pixel_settings) for item in sample.media]
         sample.source = _source_text(record)
         sample.is_document = "document" in record
+        sample_key = (sample.source_index, sample.shard_name, sample.key, sample.json_bytes)
+        if remembered := self.remembered_samples.get(sample_key):
+            sample.token_ids, sample.loss_mask, sample.parts = remembered
+            return
         if sample.is_document:
-            self._encode_document(sample, record)
+            tokens, mask, spans = encode_document(self.chat_encoder, record["document"], sample.grids)
+            weight = record.get("loss_weight", 1.0)
+            mask = mask if weight == 1 else mask.float() * weight
         else:
             sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
             sample.objects.check_inside()
-            sample.token_ids, sample.loss_mask = self.chat_encoder.encode(
+            encode_conversation = partial(
+                self.chat_encoder.encode,
                 sample.objects.written_messages(),
                 sample.grids,
                 record.get("tools", ()),
                 SampleDeadline(SAMPLE_TIMEOUT_S),
                 record.get("chat_template_kwargs"),
             )
-        if sample.document_parts:
-            return  # which fit
-        tokens, patches = sample.token_and_patch_count
-        if not tokens:
+            tokens, mask = encode_conversation()
+        if not len(tokens):
             raise UnusableError("no tokens", "the chat template renders nothing")
+        sample.token_ids, sample.loss_mask = tokens, mask
+        too_large = self._too_large(sample)
+        if too_large is None:
+            return
+
+        patch_counts = [grid.num_patches for grid in sample.grids]
+        limits = (self.data_config.seq_len, self.data_config.max_patches)
+        if self.data_config.too_long == "cut" and sample.is_document:
+            sample.parts = cut_document(len(tokens), spans, patch_counts, *limits)
+        elif self.data_config.too_long == "cut" and not sample.objects.sized_boxes():
+            starts: list[ExchangeStart] = []
+            encode_conversation(exchange_starts=starts)
+            sample.parts = cut_conversation(len(tokens), starts, patch_counts, *limits)
+        if not sample.parts:
+            raise too_large
+        self.remembered_samples[sample_key] = (tokens, mask, sample.parts)
+        if len(self.remembered_samples) > MAX_REMEMBERED_SAMPLES:
+            self.remembered_samples.pop(next(iter(self.remembered_samples)))
+
+    def _too_large(self, sample: RawSample) -> UnusableError | None:
+        """Why a sample does not fit into a row; None if it does."""
+        tokens, patches = sample.token_and_patch_count
         for size, unit, name, reason in (
             (tokens, "tokens", "seq_len", TOO_LONG),
             (patches, "patches", "max_patches", TOO_MANY_PATCHES),
         ):
             if 0 < (limit := getattr(self.data_config, name)) < size:
-                raise UnusableError(reason, f"{size} {unit} do not fit into data.{name} {limit}", size)
-
-    def _encode_document(self, sample: RawSample, record: dict[str, Any]) -> None:
-        """Tokenizes a document, and cuts it if it does not fit into a row."""
-        document_key = (sample.source_index, sample.shard_name, sample.key, sample.json_bytes)
-        if remembered := self.remembered_documents.get(document_key):
-            sample.token_ids, sample.loss_mask, sample.document_parts = remembered
-            return
-        tokens, loss_mask, spans = encode_document(self.chat_encoder, record["document"], sample.grids)
-        weight = record.get("loss_weight", 1.0)
-        sample.token_ids, sample.loss_mask = tokens, loss_mask if weight == 1 else loss_mask.float() * weight
-        if self.data_config.too_long == "drop":
-            return
-        limits = (self.data_config.seq_len, self.data_config.max_patches)
-        parts = cut_document(len(tokens), spans, [grid.num_patches for grid in sample.grids], *limits)
-        if len(parts) < 2:
-            return
-        sample.document_parts = parts
-        self.remembered_documents[document_key] = (tokens, sample.loss_mask, parts)
-        if len(self.remembered_documents) > MAX_REMEMBERED_DOCUMENTS:
-            self.remembered_documents.pop(next(iter(self.remembered_documents)))
+                return UnusableError(reason, f"{size} {unit} do not fit into data.{name} {limit}", size)
+        return None
 
     def _dataset_name(self, sample: RawSample) -> str:
         """The name of a sample's source in a blend; empty without a blend."""
@@ -309,26 +319,33 @@ class RowEncoder:
         return [sample for sample in samples if not sample.refused]
 
     def sample_part(self, sample: RawSample, part_index: int) -> RawSample:
-        """A part of a document that is cut, with its media; the sample itself if it is whole.
+        """A part of a sample that is cut, with its media; the sample itself if it is whole.
+
+        An exchange of a conversation that does not fit into a row comes back ``refused``.
 
         Raises:
-            IndexError: the document has no such part.
+            IndexError: the sample has no such part.
         """
-        if not sample.document_parts:
+        if not sample.parts:
             return sample
-        part = sample.document_parts[part_index]
-        loss_mask = sample.loss_mask[part.start : part.end].clone()
+        part = sample.parts[part_index]
+        head, rest = slice(part.head_tokens), slice(part.start, part.end)
+        loss_mask = torch.cat([sample.loss_mask[head], sample.loss_mask[rest]])
         loss_mask[0] = 0  # nothing in the part predicts it
-        media = slice(part.first_medium, part.end_medium)
-        return dataclasses.replace(
+        head_media, media = slice(part.head_media), slice(part.first_medium, part.end_medium)
+        made = dataclasses.replace(
             sample,
             key=f"{sample.key}#{part_index + 1}",
-            token_ids=sample.token_ids[part.start : part.end],
+            token_ids=torch.cat([sample.token_ids[head], sample.token_ids[rest]]),
             loss_mask=loss_mask,
-            media=sample.media[media],
-            grids=sample.grids[media],
-            document_parts=[],
+            media=sample.media[head_media] + sample.media[media],
+            grids=sample.grids[head_media] + sample.grids[media],
+            parts=[],
         )
+        if too_large := self._too_large(made):
+            made.refused, made.refused_size = (too_large.reason, str(too_large)), too_large.size
+            self._log_bad_sample(made, *made.refused)
+        return made
 
     def postencode_sample(self, sample: RawSample) -> TokenizedSample:
         """Decodes the media of a sample, which must not be refused."""

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.energon.errors import FatalSampleError
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data.packing.batch_planner import count_finished_draws
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.sample.stop_tokens import serving_notes
@@ -43,8 +44,9 @@ ADVICE_BY_FIELD = {
 
 FORMER_VALUES = {"learnt": "trained"}
 """How states of version 0.2.0 name a value."""
-NEW_FIELDS: dict[str, Any] = {"too_long": "cut", "template_arguments": {}}
-"""Fields that states of version 0.2.0 do not have, and the values that make the same rows."""
+NEW_FIELDS: dict[str, Any] = {"too_long": None, "template_arguments": {}}
+"""Fields that states of version 0.2.0 do not have, and the value that made their rows; None: the run's value
+holds from where it resumes."""
 
 
 class RowLoader:
@@ -128,6 +130,20 @@ class RowLoader:
             *(f"NOTE: {note}" for note in chat_notes),
         ]
 
+    @property
+    def source_passes(self) -> dict[str, float]:
+        """How many passes over each source of the blend were made, by its key; on data-parallel rank 0.
+
+        It counts what was drawn up to the last whole step, and not what was drawn ahead of it.
+        """
+        rank_rows, planner_state = self._rank_rows, self._planning_context.planner_state
+        planner_state = rank_rows.planner_state if rank_rows is not None else planner_state
+        finished = count_finished_draws(planner_state) if planner_state is not None else {}
+        return {
+            source.source_key: finished.get(source.source_key, 0) / max(source.sample_count, 1)
+            for source in self._planning_context.blend_sources
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks' loaders as JSON values; on data-parallel rank 0.
 
@@ -173,6 +189,11 @@ class RowLoader:
             self._planning_context.make_planner()
             self._start_row = int(saved_state["rows"])
             self._change_lines += self._parallelism_changes(saved_state)
+            if self._identity["too_long"] == "cut" and "too_long" not in saved_state["identity"]:
+                self._change_lines.append(
+                    "conversations longer than a row are cut at whole exchanges from here on; version 0.2.0"
+                    " left them out, as data.too_long: drop does"
+                )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             damage = f"the loader state is damaged ({error!r})"
             if isinstance(error, LoaderStateError):
@@ -189,7 +210,10 @@ class RowLoader:
         check_format_version("the loader state", *versions, advice, LoaderStateError)
 
         for field_name, current_value in self._identity.items():
-            saved_value = saved_identity.get(field_name, NEW_FIELDS.get(field_name))
+            if field_name in NEW_FIELDS and field_name not in saved_identity:
+                saved_value = current_value if NEW_FIELDS[field_name] is None else NEW_FIELDS[field_name]
+            else:
+                saved_value = saved_identity.get(field_name)
             saved_value = FORMER_VALUES.get(str(saved_value), saved_value)
             if field_name != "dataset" and saved_value != current_value:
                 advice = ADVICE_BY_FIELD.get(field_name, f"set data.{field_name} back")

@@ -63,8 +63,11 @@ class SourceMeter:
             self.totals[source.source_key]["samples"] += int(counts.samples[i])
             self.totals[source.source_key]["loss_tokens"] += int(counts.tokens[i])
 
-    def take_line(self) -> tuple[dict[str, Any], str]:
+    def take_line(self, passes: Mapping[str, float]) -> tuple[dict[str, Any], str]:
         """(numbers of a printed line by name, its text). Both are empty without a blend.
+
+        Args:
+            passes: how many passes over each source were made, by its key; empty on ranks that do not print.
 
         Losses are means since the last line, and counts are those of the whole run. A source without a loss
         token since the last line has None for its loss.
@@ -76,15 +79,16 @@ class SourceMeter:
                 f"source/{source.source_name}/loss": loss,
                 f"source/{source.source_name}/samples_seen": samples,
                 f"source/{source.source_name}/loss_tokens_seen": tokens,
+                f"source/{source.source_name}/passes": passes.get(source.source_key),
             }
 
         by_share = sorted(
             range(len(self.blend_sources)), key=lambda i: (-self.blend_sources[i].sample_share, i)
         )
         shown, others = sorted(by_share[:MAX_SHOWN_SOURCES]), by_share[MAX_SHOWN_SOURCES:]
-        texts = [self._source_text(self.blend_sources[i].source_name, [i]) for i in shown]
+        texts = [self._source_text(self.blend_sources[i].source_name, [i], passes) for i in shown]
         if others:
-            texts.append(self._source_text(f"{len(others)} others", others))
+            texts.append(self._source_text(f"{len(others)} others", others, {}))
         self.recent = count_sources([], len(self.blend_sources))
         return metrics, " | ".join(texts)
 
@@ -96,10 +100,12 @@ class SourceMeter:
         loss = float(self.recent.losses[indices].sum()) / recent_tokens if recent_tokens else None
         return loss, samples, tokens
 
-    def _source_text(self, name: str, indices: list[int]) -> str:
+    def _source_text(self, name: str, indices: list[int], passes: Mapping[str, float]) -> str:
         loss, samples, tokens = self._sum_sources(indices)
         loss_text = "-" if loss is None else f"{loss:.4f}"
-        return f"{name} {loss_text} ({abbreviate_count(samples)}, {abbreviate_count(tokens)})"
+        made = passes.get(self.blend_sources[indices[0]].source_key)
+        passes_text = f", {made:.2f} passes" if made is not None else ""
+        return f"{name} {loss_text} ({abbreviate_count(samples)}, {abbreviate_count(tokens)}{passes_text})"
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {key: dict(counts) for key, counts in self.totals.items()}

@@ -336,7 +336,10 @@ class Trainer:
                 self.skipped_steps[step_result.skip_reason] += 1
             is_line_due = self.step % self.config.log.interval == 0
             if is_line_due or self.is_at_end or step_result.skip_reason:
-                self.metrics_log.log_step(self.step, step_result, learning_rates, self.skipped_steps)
+                # Rank 0 prints, and its loader knows what the steps so far have used up of each source.
+                prints_sources = self.grid.rank == 0 and self.blend_sources
+                passes = self.data_loader.source_passes if prints_sources else {}
+                self.metrics_log.log_step(self.step, step_result, learning_rates, self.skipped_steps, passes)
 
             # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
             self._stop_if_unrecoverable(step_result)

@@ -94,6 +94,8 @@ class Reading:
 
         drawn = self.of(name) + Counter(keys[index] for index in indices)
         assert drawn.total() == state["drawn"][key] > 0
+        if key in (passes_made := self.rows.source_passes):
+            assert passes_made[key] == self.of(name).total() / len(keys)
         passes, more = divmod(drawn.total(), len(keys))
         assert Counter(drawn.values()) == +Counter({passes: len(keys) - more, passes + 1: more} | {0: 0})
 

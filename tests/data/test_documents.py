@@ -20,7 +20,8 @@ from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
-from megatron_vl.data.sample.documents import DocumentPart, cut_document, encode_document
+from megatron_vl.data.sample.documents import encode_document
+from megatron_vl.data.sample.parts import SamplePart, cut_document
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
@@ -171,24 +172,24 @@ def test_document_refuses_what_it_cannot_write():
 
 def test_cut_by_hand():
     assert cut_document(25, [], [], 10, 0) == [
-        DocumentPart(0, 10, 0, 0, 0),
-        DocumentPart(10, 20, 0, 0, 0),
-        DocumentPart(20, 25, 0, 0, 0),
+        SamplePart(0, 10, 0, 0, 0),
+        SamplePart(10, 20, 0, 0, 0),
+        SamplePart(20, 25, 0, 0, 0),
     ]
     # The medium of tokens 8 to 13 would be cut, so the second part begins with it.
     assert cut_document(25, [(8, 14)], [24], 10, 0) == [
-        DocumentPart(0, 8, 0, 0, 0),
-        DocumentPart(8, 18, 0, 1, 24),
-        DocumentPart(18, 25, 1, 1, 0),
+        SamplePart(0, 8, 0, 0, 0),
+        SamplePart(8, 18, 0, 1, 24),
+        SamplePart(18, 25, 1, 1, 0),
     ]
     # Two media of 24 patches do not share a part of 40 patches, though their tokens would fit.
     assert cut_document(12, [(1, 4), (5, 8)], [24, 24], 20, 40) == [
-        DocumentPart(0, 5, 0, 1, 24),
-        DocumentPart(5, 12, 1, 2, 24),
+        SamplePart(0, 5, 0, 1, 24),
+        SamplePart(5, 12, 1, 2, 24),
     ]
     # A medium that fills a row; one that ends a part; one that does not fit.
-    assert cut_document(12, [(1, 11)], [4], 10, 0)[1] == DocumentPart(1, 11, 0, 1, 4)
-    assert cut_document(12, [(4, 10)], [4], 10, 0)[0] == DocumentPart(0, 10, 0, 1, 4)
+    assert cut_document(12, [(1, 11)], [4], 10, 0)[1] == SamplePart(1, 11, 0, 1, 4)
+    assert cut_document(12, [(4, 10)], [4], 10, 0)[0] == SamplePart(0, 10, 0, 1, 4)
     assert cut_document(30, [(1, 12)], [4], 10, 0) == []
     assert cut_document(30, [(1, 4)], [44], 10, 40) == []
     assert len(cut_document(10, [(1, 4)], [8], 10, 8)) == 1
@@ -221,7 +222,9 @@ def dataset(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("talks")
-    return converted(root, [{"conversations": turns(words)} for words in (3, 9, 20, 1, 14)])[0]
+    talks = [{"conversations": turns(words)} for words in (3, 9, 20, 1, 14)]
+    long_talk = [turn for words in (15, 4, 12, 8, 13) for turn in turns(words)]
+    return converted(root, [*talks, {"conversations": long_talk, "system": "Be brief."}])[0]
 
 
 def settings(path: Any, **fields: Any) -> DataConfig:
@@ -303,7 +306,7 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
             states.append(straight.state_dict())
     whole = tokens_by_sample([row for step in steps for row in step])
     parts = {key for key in whole if "#" in key[1]}
-    assert len(parts) > 20 and {source for source, _ in whole} == {0, 1}
+    assert len(parts) > 20 and {source for source, _ in parts} == {0, 1}
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 0} == {2}, "two passes"
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 1} == {4}
 
@@ -361,7 +364,10 @@ def test_state_says_whether_documents_are_cut(dataset, talks):
     with pytest.raises(LoaderStateError, match=r"data\.too_long"):
         open_loader(settings(talks, too_long="drop"), hf).load_state_dict(state)
     del state["identity"]["too_long"]  # as version 0.2.0 wrote it
-    open_loader(settings(talks), hf).load_state_dict(state)
+    for too_long in ("cut", "drop"):
+        resumed = open_loader(settings(talks, too_long=too_long), hf)
+        resumed.load_state_dict(state)
+        assert ("are cut at whole exchanges" in "".join(resumed.start_notes)) == (too_long == "cut")
 
 
 def test_damaged_document_is_counted_once(dataset, tmp_path):
@@ -401,3 +407,24 @@ def test_sizes_are_written_as_numpy_writes_them(tmp_path):
             append(records[count // 3 :])
         np.save(tmp_path / "numpys.npy", records)
         assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpys.npy").read_bytes()
+
+
+def test_sizes_follow_what_the_description_excludes(tmp_path):
+    """A sample that is excluded later gets no room in a row, and one that comes back is trained on."""
+    path = converted(tmp_path, [{"text": f"Text {i}."} for i in range(4)])[0]
+    hf, split = tiny_checkpoint("qwen2_5_vl"), path / ".nv-meta/split.yaml"
+
+    def drawn() -> tuple[set[str], int]:
+        """Keys of a pass, and the number of planned samples without tokens."""
+        loader = open_loader(settings(path, pack=False), hf, epochs=1)
+        batch = loader._planning_context.make_planner().next_batch()
+        keys = {key for row in loader for key in row.sample_keys}
+        return keys, int((batch.sample_table[2] == 0).sum())
+
+    whole = split.read_text()
+    keys = {f"{i:09d}" for i in range(4)}
+    assert drawn() == (keys, 0)
+    split.write_text(whole.replace("exclude: []", "exclude: [train-000000.tar/000000002]"))
+    assert drawn() == (keys - {"000000002"}, 1)
+    split.write_text(whole)
+    assert drawn() == (keys, 0)

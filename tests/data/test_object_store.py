@@ -318,7 +318,7 @@ def test_object_store_names_what_is_missing(store, tmp_path):
     with pytest.raises(LoaderError, match="is not a data set"):
         read_description(resolve_location("msc://images/sets/none"))
     with pytest.raises(ObjectStoreError, match="msc://PROFILE/FOLDER"):
-        resolve_location("s3://rows/sets/first")
+        resolve_location("gs://rows/sets/first")
     with pytest.raises(ObjectStoreError, match="MSC_CONFIG names must describe the profile"):
         resolve_location("msc://unknown/sets/first")
 

@@ -25,6 +25,7 @@ from data_tools.tar_index import TarIndexError, find_tars
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.row_encoder import RowEncoder
+from megatron_vl.data.source import pair_reader
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.data.source.location import ObjectStoreError
 from megatron_vl.data.source.pair_reader import read_tar_shards
@@ -351,6 +352,29 @@ def test_members_are_found_by_the_given_extensions(tmp_path, hf):
     assert trained_texts(tmp_path / "out", hf, r"An alt text\.<|B\.<") == {"An alt text.<": 2, "B.<": 1}
 
 
+def test_tars_of_text_alone(tmp_path, hf):
+    """A text is a document; images beside it are passed over."""
+    members = [("a.txt", b" One text. "), ("b.json", b'{"text": "Two texts."}'), ("c.json", b'{"t": 1}')]
+    members += [("d.jpg", encoded(30, 40)), ("d.txt", b"Three texts."), ("e.txt", b""), ("f.txt", b"\xff")]
+    write_tar(tmp_path / "a.tar", members)
+    report = index(tmp_path / "out", hf, tmp_path / "a.tar", members=("text=txt|json:text",))
+    assert (report.pairs, report.broken) == (3, Counter({"text empty": 2, "text unreadable": 1}))
+    found = trained_texts(tmp_path / "out", hf, r"(One text|Two texts|Three texts)\.<\|endoftext\|>")
+    assert found == {"One text": 1, "Two texts": 1, "Three texts": 1}
+    with pytest.raises(TarListError, match="is for text alone"):
+        parse_fields(["text=txt", "image=png"])
+
+
+def test_image_of_any_claimed_size_is_not_read(tmp_path, hf, monkeypatch):
+    """It could be a whole member of its tar: a hole in a file takes no room on a disk."""
+    monkeypatch.setattr(pair_reader, "MAX_IMAGE_BYTES", 10_000)
+    good = [("a.png", encoded(30, 40, "png")), ("a.txt", b"Good.")]
+    path = write_tar(tmp_path / "a.tar", [*good, ("b.png", bytes(10_001)), ("b.txt", b"Big.")])
+    report = index(tmp_path / "out", hf, path)
+    assert (report.pairs, report.broken) == (1, {"image too large": 1})
+    assert quarantined(tmp_path / "out")[0]["detail"] == "b.png has 10001 bytes"
+
+
 @pytest.mark.parametrize("word", ["photo=jpg", "image=", "image=jpg||png", "image", "image=txt", "image=a:b"])
 def test_members_that_cannot_be_read_are_refused(word):
     with pytest.raises(TarListError, match="--members"):
@@ -374,8 +398,8 @@ def test_inputs_may_be_braces_folders_and_lists(tars, tmp_path):
     for wrong in ([f"{folder}/00000.tar"] * 2, [str(tmp_path)], ["/a/0.tar", "msc://p/a/0.tar"]):
         with pytest.raises(TarIndexError):
             find_tars(wrong)
-    with pytest.raises(ObjectStoreError, match="write msc://PROFILE"):
-        find_tars(["s3://bucket/{0..3}.tar"])
+    with pytest.raises(ObjectStoreError, match="write msc://PROFILE.* or s3://BUCKET"):
+        find_tars(["gs://bucket/{0..3}.tar"])
 
 
 # --- Again --------------------------------------------------------------------------------------------------
@@ -457,6 +481,37 @@ def test_parts_are_read_as_one_data_set(tmp_path, hf):
     assert numbers == Counter(str(i) for i in range(9) if i != 7)
 
 
+def test_excluded_pair_is_not_planned_and_may_come_back(tmp_path, hf):
+    """Also if the sizes are written again while it is excluded."""
+    out = tmp_path / "out"
+    write_pair_tars(tmp_path / "tars", tars=2, pairs=3)
+    index(out, hf, tmp_path / "tars")
+    split = out / ".nv-meta/split.yaml"
+    whole = split.read_text()
+
+    def planned() -> list[tuple[int, int]]:
+        """Index and tokens of each sample of a pass."""
+        data = DataConfig(path=str(out), seq_len=512, num_workers=0)
+        with closing(build_loader(data, read_spec(hf), hf, epochs=1)) as loader:
+            planner, samples = loader._planning_context.make_planner(), []
+            while not planner.is_at_end:
+                batch = planner.next_batch().rows_of_rank()
+                samples += [(sample.index, sample.tokens) for row in batch for sample in row]
+        return sorted(samples)
+
+    before = planned()
+    assert len(before) == 6 and min(tokens for _, tokens in before) > 0
+    split.write_text(whole.replace("exclude: []", "exclude: [00001.tar/000010001, 00001.tar/none, other/x]"))
+    assert planned() == [*before[:4], (4, 0), before[5]]
+    assert trained_texts(out, hf, r"the number (\d+)") == Counter("01235")
+    for path in (out / ".nv-meta/sizes").rglob("*.*"):
+        path.unlink()
+    index_datasets(DataConfig(path=str(out)), read_spec(hf), hf)
+    assert planned() == [*before[:4], (4, 0), before[5]]
+    split.write_text(whole)
+    assert planned() == before
+
+
 def test_converted_data_set_is_not_replaced(tars, tmp_path, hf):
     out, _ = converted(
         tmp_path, [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
@@ -468,7 +523,7 @@ def test_converted_data_set_is_not_replaced(tars, tmp_path, hf):
 # --- Object stores ------------------------------------------------------------------------------------------
 
 
-def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf):  # noqa: F811
+def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf, monkeypatch):  # noqa: F811
     """Also if the data set itself lies in the store."""
     folder, _ = tars
     for path in folder.iterdir():
@@ -485,10 +540,18 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf):  # n
     numbers = trained_texts(tmp_path / "there", hf, r"the number (\d+)", workers=2)
     assert numbers == Counter(map(str, range(12)))
 
+    # A bucket without a profile, at the address that boto3 finds in the environment.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.meta.endpoint_url)
+    report = index(tmp_path / "s3", hf, f"s3://{BUCKET}/pairs/{{00000..00001}}.tar")
+    assert (
+        report.pairs == 12 and trained_texts(tmp_path / "s3", hf, r"the number (\d+)", workers=2) == numbers
+    )
+
     for path in (tmp_path / "there").rglob("*"):
         if path.is_file():
             store.upload_file(str(path), BUCKET, f"set/{path.relative_to(tmp_path / 'there')}")
     assert trained_texts("msc://images/set", hf, r"the number (\d+)") == numbers
+    assert trained_texts(f"s3://{BUCKET}/set", hf, r"the number (\d+)") == numbers
     store.put_object(Bucket=BUCKET, Key="pairs/00001.tar", Body=b"other")
     with pytest.raises(LoaderError, match="00001.tar"):
         read_description(str(tmp_path / "there"))
@@ -508,6 +571,11 @@ def test_commands_index_and_show_tars(tars, tmp_path, hf, capsys):
     assert main(["data", "show", "--data", out, "--sample", "00001.tar[3]", *run]) == 0
     shown = capsys.readouterr().out
     assert "the number 9" in shown and "(00001.tar record 000010003)" in shown
+    for key in ("000010003", "00001.tar[3]"):
+        assert main(["data", "show", "--data", out, "--sample", key, *run]) == 0
+        assert "(00001.tar record 000010003)" in capsys.readouterr().out
+    assert main(["data", "show", "--data", out, "--sample", "000010006", *run]) == 1
+    assert "has no single sample 000010006, but none" in capsys.readouterr().err
     for wrong in (["--input", given], ["--members", "image=jpg"], ["--input", given, "--out", "/proc/no"]):
         assert main(["data", "index", *wrong, *run]) != 0
     assert "/proc/no" in capsys.readouterr().err

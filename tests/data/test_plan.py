@@ -10,7 +10,12 @@ import pytest
 
 from megatron_vl.data.packing import batch_planner
 from megatron_vl.data.packing import plan_rows as batch_plan
-from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch, PlannedSample
+from megatron_vl.data.packing.batch_planner import (
+    BatchPlanner,
+    PlannedBatch,
+    PlannedSample,
+    count_finished_draws,
+)
 from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
@@ -296,6 +301,18 @@ def test_sample_order_of_a_source_ignores_weights():
     sources, numbers = other.draw_samples(4000)
     assert Counter(sources.tolist())[0] == pytest.approx(1000, rel=0.06)
     assert numbers[sources == 0][0] == order.draw_counts[0]
+
+
+def test_finished_draws_by_hand():
+    """Draw 3 of "a" waits with two of its parts, "b" gave one row, "c" has left the blend."""
+    part = 1 << 40
+    state = {
+        "keys": ["a", "b", "d"],
+        "drawn": {"a": 5, "b": 1, "c": 4, "d": 0},
+        "waiting": np.array([[0, 0, 0], [3 + part, 3 + 2 * part, 4]]),
+        "aside": {"c": [2, 2 + part]},
+    }
+    assert count_finished_draws(state) == {"a": 3, "b": 1, "c": 3, "d": 0}
 
 
 def test_planner_rejects_damaged_states():

@@ -530,7 +530,9 @@ def test_index_ends_at_faults_of_the_storage(dataset, tmp_path, monkeypatch, cap
     away.rename(folder / "train-000002.tar")
     made, reader = [], module.SampleReader
     monkeypatch.setattr(
-        module, "SampleReader", lambda *given: (made.append(given[0].split), reader(*given))[1]
+        module,
+        "SampleReader",
+        lambda source, **options: (made.append(source.split), reader(source, **options))[1],
     )
     assert main([*words, "1"]) == 0
     assert made in (["train", "val"], ["val"], ["train"]), "one reader for all shards of a split"

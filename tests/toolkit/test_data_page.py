@@ -126,7 +126,7 @@ def test_show_counts_all_samples_as_json_and_as_a_table(out, capsys):
     assert found["pass"]["rows"] == found["pass"]["steps"]["1"] == rows
     assert described["samples of a row"]["mean"] == pytest.approx(10 / rows)
 
-    assert main(_words(out, "--data.seq_len", "80")) == 0
+    assert main(_words(out, "--data.seq_len", "80", "--data.too_long", "drop")) == 0
     printed = capsys.readouterr().out
     longer = 0
     for index in range(10):

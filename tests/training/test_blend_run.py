@@ -79,6 +79,11 @@ def test_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], 
         check_sums(before, line)
     assert set(seen(three, "loss")) == {"ships", "other"} and set(seen(again, "loss")) == {"birds", "ships"}
 
+    # Every sample can be used, so those in rows are all that a pass counts: also right after each resume.
+    for line in lines:
+        assert seen(line, "passes") == {name: n / 20 for name, n in seen(line, "samples_seen").items()}
+    assert f"{one['source/birds/passes']:.2f} passes)" in begun
+
     counts = {entry["name"]: (entry["samples"], entry["loss_tokens"]) for entry in saved}
     assert counts["birds"] == (seen(two, "samples_seen")["birds"], seen(two, "loss_tokens_seen")["birds"])
     assert counts["other"] == (seen(four, "samples_seen")["other"], seen(four, "loss_tokens_seen")["other"])

@@ -64,7 +64,7 @@ def test_line_adds_up_what_the_ranks_counted(hf, tmp_path: Path, limit: int) -> 
     for steps in ((1,), (2,), (3, 4), (5,)):
         for number in steps:
             log.add_step(counted_step(number, grid.dp_rank))
-        lines.append(log.log_step(steps[-1], result, rates, {}))
+        lines.append(log.log_step(steps[-1], result, rates, {}, {}))
     log.close()
 
     names = ("samples", "images", "patches", "dropped")

@@ -88,7 +88,7 @@ def test_row_without_a_blend_sends_no_sources():
     header, _ = serialize_row(row)
     assert header["shapes"]["sources"] == (0,) and header["source_loss_tokens"] == []
     assert set(reported(row, [1.0] * 12)[1]) == {"loss"}
-    assert SourceMeter().take_line() == ({}, "")
+    assert SourceMeter().take_line({}) == ({}, "")
 
 
 def counts_of(*numbers: list[float]) -> SourceCounts:
@@ -103,23 +103,29 @@ def test_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
     meter = meter_of(3, 1, 0)
     meter.add(counts_of([2, 1, 0], [10, 5, 0], [20.0, 2.5, 0.0]))
     meter.add(counts_of([1, 0, 0], [30, 0, 0], [40.0, 0.0, 0.0]))
-    numbers, words = meter.take_line()
+    numbers, words = meter.take_line({})
     assert numbers["source/s0/loss"] == 1.5 and numbers["source/s1/loss"] == 0.5
     assert words == "s0 1.5000 (3, 40) | s1 0.5000 (1, 5) | s2 - (0, 0)"
 
     meter.add(counts_of([1000, 0, 0], [2000, 0, 0], [500.0, 0.0, 0.0]))
-    numbers, words = meter.take_line()
-    assert words == "s0 0.2500 (1.0k, 2.0k) | s1 - (1, 5) | s2 - (0, 0)"
+    passes = dict(zip(meter.totals, (1.254, 0.5, 0.0), strict=True))
+    numbers, words = meter.take_line(passes)
+    assert (
+        words == "s0 0.2500 (1.0k, 2.0k, 1.25 passes) | s1 - (1, 5, 0.50 passes) | s2 - (0, 0, 0.00 passes)"
+    )
     assert numbers == {
         "source/s0/loss": 0.25,
         "source/s0/samples_seen": 1003,
         "source/s0/loss_tokens_seen": 2040,
+        "source/s0/passes": 1.254,
         "source/s1/loss": None,
         "source/s1/samples_seen": 1,
         "source/s1/loss_tokens_seen": 5,
+        "source/s1/passes": 0.5,
         "source/s2/loss": None,
         "source/s2/samples_seen": 0,
         "source/s2/loss_tokens_seen": 0,
+        "source/s2/passes": 0.0,
     }
     assert "source/s1/loss" not in scalar_metrics(numbers)
     assert scalar_metrics(numbers)["source/s0/loss"] == 0.25
@@ -128,12 +134,12 @@ def test_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
 def test_line_of_two_hundred_sources_is_short_and_has_all_numbers():
     meter = meter_of(*range(1, 201))
     meter.add(counts_of([1] * 200, [2] * 200, [1.0] * 200))
-    numbers, words = meter.take_line()
+    numbers, words = meter.take_line({})
     assert words == (
         "s196 0.5000 (1, 2) | s197 0.5000 (1, 2) | s198 0.5000 (1, 2) | s199 0.5000 (1, 2) |"
         " 196 others 0.5000 (196, 392)"
     )
-    assert len(numbers) == 3 * 200
+    assert len(numbers) == 4 * 200
 
 
 def test_counts_go_on_after_a_resume_and_stay_for_sources_that_left():

@@ -90,14 +90,15 @@ class DataIndexOptions(PreparedOptions):
     """
 
     input: list[str] = option([], metavar="TAR", several=True)
-    """Make a data set of these tars: names with braces (DIR/{00000..01200}.tar, msc://PROFILE/DIR/{0..9}.tar),
-    folders, or files that list them."""
+    """Make a data set of these tars: names with braces (DIR/{00000..01200}.tar, s3://BUCKET/DIR/{0..9}.tar,
+    msc://PROFILE/DIR/{0..9}.tar), folders, or files that list them."""
     out: Path | None = option(None, metavar="DIR")
     """Folder for the data set of tars: their own, or any other. The same command reads only new and changed
     tars."""
     members: list[str] = option([], metavar="NAME=EXTENSIONS", several=True, shown_default=PAIR_MEMBERS)
     """Find image and caption of a pair by extension: the first caption that has text counts, and json:KEY is
-    a field of a JSON file. With prompt=TEXT, each caption answers that question."""
+    a field of a JSON file. With prompt=TEXT, each caption answers that question. text=txt|json:KEY instead
+    takes texts alone."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
 

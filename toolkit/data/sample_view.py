@@ -80,7 +80,7 @@ class SampleView:
     turns: list[Turn] = field(default_factory=list)
     media: list[MediumView] = field(default_factory=list)
     num_parts: int = 0
-    """Number of parts into which a run cuts the document; 0 if it is whole."""
+    """Number of parts into which a run cuts the sample; 0 if it is whole."""
 
     def __str__(self) -> str:
         origin = f" ({self.record})" if self.record else ""
@@ -137,7 +137,7 @@ def view_sample(prepared: PreparedDataset, source: SampleSource, sample_index: i
         view.problem = encoder.dropped_samples[0].reason, encoder.dropped_samples[0].detail
     view.token_ids, view.loss_mask = decoded.token_ids, decoded.loss_mask.bool()
     view.turns = split_turns(view.token_ids, decoded.loss_mask, encoder.chat_encoder.tokenizer, spec)
-    view.num_parts = len(encoded.document_parts)
+    view.num_parts = len(encoded.parts)
     if encoded.is_document:
         view.turns[0].role = "document"
 

@@ -91,11 +91,15 @@ def facts_sentences(facts: dict[str, Any]) -> list[str]:
     """What tables cannot say: how long a pass is, and what is missing."""
     sentences = [describe_pass(facts["pass"])]
     tokens = facts["tokens"]
-    if (cut := tokens["cut"])["documents"]:
-        documents, parts = (pluralize(f"{cut[name]:,}", name[:-1]) for name in ("documents", "parts"))
+    if (cut := tokens["cut"])["samples"]:
+        samples, parts, lost = (
+            pluralize(f"{cut[name]:,}", name.split("_")[-1][:-1])
+            for name in ("samples", "parts", "lost_exchanges")
+        )
+        lost_text = f"; {lost} with {cut['lost_tokens']:,} tokens left out" if cut["lost_exchanges"] else ""
         sentences.append(
-            f"cut: {documents} into {parts} with {cut['tokens']:,} tokens; {tokens['whole']:,} tokens are in"
-            " samples that are whole"
+            f"cut: {samples} into {parts} with {cut['tokens']:,} tokens{lost_text}; {tokens['whole']:,}"
+            " tokens are in samples that are whole"
         )
     for reason, count in facts["left_out"].items():
         lost_tokens = tokens["left_out"].get(reason)

@@ -203,6 +203,7 @@ def _encoded_samples(
                 if encoded.is_document:
                     left_out["a document has no question"] += 1
                     continue
+                encoded = row_encoder.sample_part(encoded, 0)  # the only one, if it is not cut
                 row_encoder.dropped_samples.clear()
                 sample = None if encoded.refused else row_encoder.postencode_sample(encoded)
                 if row_encoder.dropped_samples or sample is None or not sample.loss_mask.any():

@@ -350,7 +350,7 @@ def choose_row_length(config: TrainConfig) -> int:
     least, most = ROW_TOKENS
     row_length = min(max(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, least), most)
     too_long = int((tokens > row_length).sum())
-    documents = ", or cut if they are documents" if config.data.too_long == "cut" else ""
-    note = f"; {pluralize(too_long, 'sample')} longer than that are left out{documents}" if too_long else ""
+    fate = "cut, or left out if they cannot be" if config.data.too_long == "cut" else "left out"
+    note = f"; {pluralize(too_long, 'sample')} longer than that are {fate}" if too_long else ""
     _print_progress(f"rows of {row_length:,} tokens; the longest sample has {longest:,}{note}")
     return row_length

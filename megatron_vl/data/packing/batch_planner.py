@@ -34,8 +34,27 @@ MAX_SEARCHED = 1_000_000
 once every sample was drawn twice."""
 NO_LIMIT = 1 << 62
 PART_SHIFT = 40
+DRAW_MASK = (1 << PART_SHIFT) - 1
 """An entry is ``part << PART_SHIFT | draw``: the number of the draw from the data set, and the part of the
-document that was drawn. So the entry of a whole sample is the number of its draw."""
+sample that was drawn. So the entry of a whole sample is the number of its draw."""
+
+
+def count_finished_draws(planner_state: dict[str, Any]) -> dict[str, int]:
+    """Number of draws from each data set whose samples are in rows or were left out, by the data set's key.
+
+    Args:
+        planner_state: as :meth:`BatchPlanner.planner_state` returns it. A sample of which a part waits, or
+            that was set aside, is not finished.
+    """
+    finished = {key: int(count) for key, count in planner_state["drawn"].items()}
+    sources, entries = planner_state["waiting"].astype(np.int64)
+    waiting_draws = np.unique(sources << PART_SHIFT | entries & DRAW_MASK)
+    unfinished = np.bincount(waiting_draws >> PART_SHIFT, minlength=len(planner_state["keys"])).tolist()
+    for key, count in zip(planner_state["keys"], unfinished, strict=True):
+        finished[key] -= count
+    for key, kept in planner_state["aside"].items():
+        finished[key] -= len({entry & DRAW_MASK for entry in kept})
+    return finished
 
 
 class PlannedSample(NamedTuple):
@@ -48,7 +67,7 @@ class PlannedSample(NamedTuple):
     """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
     patches: int
     part: int = 0
-    """Number of the part, if the sample is a document that is cut."""
+    """Number of the part, if the sample is cut."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,8 @@ class BatchPlanner:
         packs_samples: whether several samples may share a row.
         draw_limit: number of draws after which the data end; None: they never do.
         cut_sample: ``cut_sample(source_index, sample_index)`` returns tokens and patches of each part of a
-            sample that does not fit into a row; nothing if it cannot be cut. None: samples are never cut.
+            sample that does not fit into a row; nothing if it cannot be cut. A part that is too large is left
+            out as such a sample is. None: samples are never cut.
     """
 
     def __init__(
@@ -203,7 +223,7 @@ class BatchPlanner:
         The rows are the data set, the entry (:data:`PART_SHIFT`), the sample's index in the data set, tokens
         and patches.
         """
-        draw_numbers = entries & ((1 << PART_SHIFT) - 1)
+        draw_numbers = entries & DRAW_MASK
         sample_indices = self.sample_order.sample_indices(source_indices, draw_numbers)
         sizes = np.zeros((2, len(source_indices)), np.int64)
         for source_index in np.flatnonzero(np.bincount(source_indices)).tolist():
@@ -280,7 +300,7 @@ class BatchPlanner:
         for place in range(samples.shape[1]):
             sizes = parts.get(place, [])
             if part_numbers[place] >= max(1, len(sizes)):
-                raise LoaderStateError("the loader state is damaged: it names parts that no document has")
+                raise LoaderStateError("the loader state is damaged: it names parts that no sample has")
             if sizes:
                 samples[3:, place] = sizes[part_numbers[place]]
         self._waiting_samples = samples

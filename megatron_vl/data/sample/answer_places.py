@@ -1,4 +1,4 @@
-"""Finds the assistant's turns in a rendered conversation.
+"""Finds the assistant's turns in a rendered conversation, and where its exchanges begin.
 
 Released templates have no ``{% generation %}`` marks, so an answer is what changes when another one stands
 there.
@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,9 +46,7 @@ def find_answers(
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
         return []
-    # The mark is not in the text, and does not arise where it is joined to other text.
-    longest_suffix = max(map(len, re.findall("answer(x*)", rendered_text)), default=-1)
-    mark = "answer" + "x" * (longest_suffix + 1)
+    mark = _unused_mark(rendered_text)
 
     # The text after the last answer shows how a turn ends. If other turns follow that answer, one more
     # answer is added at the end.
@@ -112,3 +111,48 @@ def _place_answers(rendered_text: str, texts_between: list[str], pieces: list[st
     ):
         raise ChatError(TURNS_NOT_FOUND_TEXT)
     return places
+
+
+def _unused_mark(rendered_text: str) -> str:
+    """A word that is not in the text, and does not arise where it is joined to other text."""
+    longest_suffix = max(map(len, re.findall("answer(x*)", rendered_text)), default=-1)
+    return "answer" + "x" * (longest_suffix + 1)
+
+
+def find_exchanges(
+    messages: Sequence[dict[str, Any]],
+    rendered_text: str,
+    places: Sequence[AnswerPlace],
+    render: Callable[[list[dict[str, Any]]], str],
+) -> list[int]:
+    """The first character of each exchange (:mod:`megatron_vl.data.sample.parts`).
+
+    Args:
+        places: what :func:`find_answers` returns for the conversation.
+
+    Returns:
+        Nothing if there are fewer than two, or if the text before the first one cannot be told apart.
+    """
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    # An answer that another one, or a result of a tool, follows is not the last of its exchange.
+    later_starts = [
+        turn_end
+        for i, (_, _, turn_end) in zip(answers[:-1], places, strict=False)
+        if messages[i + 1].get("role") not in ("assistant", "tool")
+    ]
+    if not later_starts:
+        return []
+    mark = _unused_mark(rendered_text)
+    head_turns = list(itertools.takewhile(lambda message: message.get("role") == "system", messages))
+    exchange = [{"role": role, "content": mark} for role in ("user", "assistant")]
+    try:
+        texts = render([*head_turns, *exchange, *exchange]).split(mark)
+    except ChatError:
+        return []
+    # Before the first question stand the head and a question's header, before the second one the end of an
+    # answer and the same header, and after the last answer its end.
+    question_header = texts[2].removeprefix(texts[4]) if len(texts) == 5 else mark
+    head = texts[0].removesuffix(question_header)
+    if head == texts[0] or not rendered_text.startswith(head):
+        return []
+    return [len(head), *later_starts]

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vl.data.sample.answer_places import AnswerPlace, find_answers
+from megatron_vl.data.sample.answer_places import AnswerPlace, find_answers, find_exchanges
 from megatron_vl.data.sample.chat_template import (
     TOOLS_FAMILIES,
     TOOLS_TEMPLATE,
@@ -48,6 +48,7 @@ from megatron_vl.data.sample.conversation_checks import (
     order_results,
 )
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
@@ -190,6 +191,7 @@ class ChatEncoder:
         tools: Sequence[dict[str, Any]] = (),
         deadline: SampleDeadline = NO_DEADLINE,
         template_arguments: Mapping[str, Any] | None = None,
+        exchange_starts: list[ExchangeStart] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tokenizes a conversation.
 
@@ -200,6 +202,7 @@ class ChatEncoder:
             tools: the functions that the assistant may call.
             deadline: checked between the steps.
             template_arguments: the record's own ``chat_template_kwargs``.
+            exchange_starts: gets the beginnings of the exchanges, or none if the conversation cannot be cut.
 
         Returns:
             Token ids, int64 [n], with expanded placeholders, and the loss mask [n], not shifted. The mask is
@@ -226,8 +229,11 @@ class ChatEncoder:
                 f"the chat template leaves out a text or reads it as thinking: {lost_text[:80]!r}; write"
                 " reasoning as one block (<think>...</think>) before the answer, or as reasoning_content"
             )
-        trained_spans = [self._trained_span(text, place) for place in places]
-        text, trained_spans, video_spans = self._insert_timestamps(text, trained_spans, media_grids)
+        spans = [self._trained_span(text, place) for place in places]
+        cuts = find_exchanges(messages, text, places, render) if exchange_starts is not None else []
+        spans += [(cut, cut) for cut in cuts]
+        text, spans, video_spans = self._insert_timestamps(text, spans, media_grids)
+        trained_spans, cut_spans = spans[: len(places)], spans[len(places) :]
 
         deadline.check_time()
         encoded_text = self._fast_tokenizer.encode(text)
@@ -237,6 +243,9 @@ class ChatEncoder:
 
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeats = self.repeat_counts(token_ids, media_grids)
+        if exchange_starts is not None:
+            tables = (token_ids, encoded_text.offsets, cut_spans, media_grids, repeats)
+            exchange_starts += self._exchange_starts(*tables)
         return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
 
     def encode_prompt(
@@ -420,6 +429,25 @@ class ChatEncoder:
         if set(turn_weights) <= {1.0}:
             return loss_mask
         return np.where(loss_mask, np.array(turn_weights, np.float32)[turns], np.float32(0))
+
+    def _exchange_starts(
+        self,
+        token_ids: np.ndarray,
+        token_spans: Sequence[Span],
+        cut_spans: Sequence[Span],
+        media_grids: Sequence[GridTHW],
+        repeats: np.ndarray,
+    ) -> list[ExchangeStart]:
+        """Where exchanges begin that begin at these characters; nothing if one begins within a token."""
+        cuts, token_starts = _starts_and_ends(cut_spans)[0], _starts_and_ends(token_spans)[0]
+        first_tokens = np.searchsorted(token_starts, cuts)
+        if not len(cuts) or (np.append(token_starts, -1)[first_tokens] != cuts).any():
+            return []
+        placeholders_before = np.append(0, self._is_media(token_ids).cumsum())[first_tokens]
+        placeholders = np.cumsum([len(placeholder_runs([grid], self.spec)) for grid in media_grids])
+        media_before = np.searchsorted(placeholders, placeholders_before, side="right")
+        new_positions = np.append(0, repeats.cumsum())[first_tokens]
+        return list(zip(new_positions.tolist(), media_before.tolist(), strict=True))
 
     def repeat_counts(self, token_ids: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.

@@ -1,4 +1,4 @@
-"""Documents: how they become tokens, and where one that is longer than a row is cut.
+"""Documents: how they become tokens.
 
 A document is a list of texts and media in their order, without a chat template. It begins with its first
 text or medium, as Qwen's tokenizers have no token for a beginning, and ends with ``<|endoftext|>``, Qwen's
@@ -15,35 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens
+from megatron_vl.data.sample.parts import MediumSpan
 from megatron_vl.spec.positions import GridTHW
 
 if TYPE_CHECKING:
     from megatron_vl.data.sample.chat import ChatEncoder
 
 END_TOKEN = "<|endoftext|>"
-
-type MediumSpan = tuple[int, int]
-"""The first token of a medium and the one after its last, with the tokens around its placeholders."""
-
-
-class DocumentPart(NamedTuple):
-    """A part of a document that fits into a row."""
-
-    start: int
-    """Its first token."""
-    end: int
-    """The token after its last one."""
-    first_medium: int
-    end_medium: int
-    """The medium after its last one."""
-    patches: int
 
 
 def encode_document(
@@ -94,37 +79,3 @@ def encode_document(
         loss_mask[first:end] = False
     loss_mask[0] = False  # nothing predicts it
     return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats)), spans
-
-
-def cut_document(
-    num_tokens: int,
-    spans: Sequence[MediumSpan],
-    patch_counts: Sequence[int],
-    seq_len: int,
-    max_patches: int,
-) -> list[DocumentPart]:
-    """Cuts a document into consecutive parts, each as long as a row allows. A medium stays whole.
-
-    Args:
-        patch_counts: number of patches of each medium.
-        max_patches: largest number of patches of a part; 0: no limit.
-
-    Returns:
-        The parts; none if a medium does not fit into a row.
-    """
-    parts = []
-    start = medium = 0
-    while start < num_tokens:
-        end, first_medium, patches = min(start + seq_len, num_tokens), medium, 0
-        while medium < len(spans) and spans[medium][1] <= end:
-            if 0 < max_patches < patches + patch_counts[medium]:
-                break
-            patches += patch_counts[medium]
-            medium += 1
-        if medium < len(spans):  # the next part begins with it at the latest
-            end = min(end, spans[medium][0])
-        if end == start:
-            return []
-        parts.append(DocumentPart(start, end, first_medium, medium, patches))
-        start = end
-    return parts

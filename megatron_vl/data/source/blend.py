@@ -86,8 +86,8 @@ def summarize_blend(sources: Sequence[BlendSource]) -> list[str]:
         )
     return [
         *lines,
-        "the line of a step shows the mean loss of each source and, in brackets, its samples and loss tokens"
-        " so far",
+        "the line of a step shows the mean loss of each source and, in brackets, its samples, loss tokens and"
+        " passes so far",
     ]
 
 

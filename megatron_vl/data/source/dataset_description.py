@@ -114,6 +114,10 @@ class DatasetDescription:
     parts: tuple[DatasetDescription, ...] = ()
     """The data sets of a folder of parts, which are read as one."""
 
+    @property
+    def excluded_samples(self) -> list[str]:
+        return [name for name in self.excluded_names if name not in self.samples_by_shard]
+
     def split_identity(self, split_name: str) -> dict[str, Any]:
         """The identity by content. It does not contain the path, so that the folder can be moved."""
         names = self._split_shards(split_name)

@@ -88,7 +88,7 @@ class SizedSource:
         first_numbers = []
         for part_index, part in enumerate(getattr(dataset, "parts", [dataset])):
             metadata_dir = resolve_location(str(part.path)) / METADATA_DIR
-            part_sizes = open_stored_sizes(metadata_dir, tokenization_id)
+            part_sizes = open_stored_sizes(metadata_dir, tokenization_id, part.sample_excludes)
             first_numbers.append(
                 part_sizes.first_sample_numbers([(shard.name, shard.count) for shard in part.shards])
             )
@@ -125,7 +125,7 @@ class SizedSource:
     def cut_sample(
         self, size_counter: SampleSizeCounter, sample_index: int, seq_len: int, max_patches: int
     ) -> list[tuple[int, int]]:
-        """Tokens and patches of each part of a document, as :meth:`SampleSizeCounter.cut_sample`."""
+        """Tokens and patches of each part of a sample, as :meth:`SampleSizeCounter.cut_sample`."""
         [size_number], [part] = self._size_numbers(np.array([sample_index]))
         return size_counter.cut_sample(self._stored_sizes[part], int(size_number), seq_len, max_patches)
 
@@ -147,15 +147,16 @@ class SizedSource:
         return shard_sizes[shard_sizes > 0]
 
 
-def open_sample_reader(dataset: Any, take: Callable[[int], bytes]) -> TolerantReader:
+def open_sample_reader(
+    dataset: Any, take: Callable[[int], bytes], part_filter: Callable[[str], bool] | None = None
+) -> TolerantReader:
     """Reads samples of one of Energon's data sets by index.
 
     Args:
         take: gives the bytes of a sample in an object store; a local data set does without.
+        part_filter: says of each file of a sample whether a local data set reads it; None: all.
     """
     if not has_local_shards(dataset):
         return TolerantReader(StoreReader(dataset, take))
-    reader = ShardReader(
-        dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
-    )
-    return TolerantReader(reader)
+    options = {"sample_filter": dataset.sample_filter, "itar_cache_size": MAX_OPEN_SHARDS}
+    return TolerantReader(ShardReader(dataset.path, dataset.shards, part_filter, **options))

@@ -25,6 +25,7 @@ PART_NAME = re.compile(r"part-(\d{5})-of-(\d{5})")
 
 STORE_PREFIX = "msc://"
 """Beginning of the path of a data set in an object store: ``msc://PROFILE/FOLDER``."""
+S3_PREFIX = "s3://"
 TARS_REMEDY = "make a data set of tars of images and captions with `megatron-vl data index --input`"
 
 
@@ -37,18 +38,29 @@ def is_in_object_store(dataset_path: str) -> bool:
     return "://" in dataset_path
 
 
+def store_url(path: str) -> str:
+    """The path as ``msc://...``, if it is ``s3://BUCKET/...``.
+
+    The client makes a profile of this name for a bucket, with the address and credentials that boto3 finds.
+    """
+    return re.sub(f"^{S3_PREFIX}", f"{STORE_PREFIX}_s3-", path)
+
+
 def resolve_location(dataset_path: str) -> Location:
     """The location that ``data.path`` names.
 
     Raises:
-        ObjectStoreError: the path has another scheme than ``msc://``, or its profile is not configured.
+        ObjectStoreError: the path has another scheme than ``msc://`` and ``s3://``, or its profile is not
+            configured.
     """
     if not is_in_object_store(dataset_path):
         return Path(dataset_path)
+    dataset_path = store_url(dataset_path)
     if not dataset_path.startswith(STORE_PREFIX):
         raise ObjectStoreError(
             f"data.path {dataset_path}: object stores are read through the Multi-Storage Client; write"
-            f" {STORE_PREFIX}PROFILE/FOLDER, with the profile in the file that MSC_CONFIG names"
+            f" {STORE_PREFIX}PROFILE/FOLDER, with the profile in the file that MSC_CONFIG names, or"
+            f" {S3_PREFIX}BUCKET/FOLDER"
         )
 
     # Importing Energon takes seconds, and local paths do not need it.

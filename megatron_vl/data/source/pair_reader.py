@@ -1,4 +1,4 @@
-"""Image-text pairs in tars that were not written by this toolkit, read where they lie.
+"""Image-text pairs, or texts, in tars that were not written by this toolkit, read where they lie.
 
 The members of a pair become what a shard of ``data convert`` holds: the JSON of a sample with the size of
 its image, which comes from the image's header, and the bytes of the image. Names in a tar are only compared
@@ -7,10 +7,11 @@ and shown; nothing is unpacked.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tarfile
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -43,6 +44,8 @@ HEAD_BYTES = 1 << 16
 """Bytes at the beginning of a JPEG in which its size is looked for first."""
 MAX_TEXT_BYTES = 16 << 20
 """Largest member, or header, that is read as text."""
+MAX_IMAGE_BYTES = 256 << 20
+"""Largest image that is read."""
 HEADER_TYPES = (
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -62,7 +65,7 @@ class TarShard:
     count: int
     fields: PairFields
     spans: NDArray[np.uint64]
-    """uint64 [count, 2]: the first byte of each pair, and the byte after it."""
+    """uint64 [count, 3]: the first byte of each pair, the byte after it, and :func:`key_hash` of its key."""
 
 
 def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
@@ -77,15 +80,29 @@ def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
         spans = np.asarray(np.memmap(spans_path, "<u8", "r"))
     else:
         spans = np.frombuffer(spans_path.read_bytes(), "<u8")
-    if len(spans) != 2 * sum(tar_list.samples_by_tar.values()):
+    if len(spans) != 3 * sum(tar_list.samples_by_tar.values()):
         raise TarListError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
-    spans = spans.reshape(-1, 2)
+    spans = spans.reshape(-1, 3)
     shards, start, root = {}, 0, EPath(tar_list.root)
     for name, count in tar_list.samples_by_tar.items():
         facts = {"fields": tar_list.fields, "spans": spans[start : start + count]}
         shards[name] = TarShard(name=name, path=root / name, count=count, **facts)
         start += count
     return shards
+
+
+def key_hash(key: str) -> int:
+    """What the list of spans has of a key, in 64 bits."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+
+
+def find_pair(shards: Mapping[str, TarShard], name: str) -> tuple[str, int] | None:
+    """The tar of a pair and its number there, by ``TAR/KEY`` as ``exclude`` has it; None if there is none."""
+    for place in (i for i, character in enumerate(name) if character == "/"):
+        if shard := shards.get(name[:place]):
+            numbers = np.flatnonzero(shard.spans[:, 2] == key_hash(name[place + 1 :]))
+            return (shard.name, int(numbers[0])) if len(numbers) else None
+    return None
 
 
 class _BoundedTarInfo(tarfile.TarInfo):
@@ -137,24 +154,30 @@ def iter_members(
         content: bytes | UnusableError = b""
         try:
             if extension in fields.image:
-                content = _read_content(tar_file, info, end, info.size if reads_pixels else HEAD_BYTES)
+                _check_content(info, end, "image too large", MAX_IMAGE_BYTES)
+                content = _read_content(tar_file, info, info.size if reads_pixels else HEAD_BYTES)
                 if not reads_pixels and not content.startswith(JPEG_MAGIC):
-                    content = _read_content(tar_file, info, end, info.size)
+                    content = _read_content(tar_file, info, info.size)
             elif extension in fields.text_extensions:
-                if info.size > MAX_TEXT_BYTES:
-                    raise UnusableError("caption too long", f"{name} has {info.size} bytes")
-                content = _read_content(tar_file, info, end, info.size)
+                _check_content(info, end, f"{fields.text_kind} too long", MAX_TEXT_BYTES)
+                content = _read_content(tar_file, info, info.size)
         except UnusableError as error:
             content = error
         yield TarMember(info, name, f"{folder}{slash}{stem}", extension, content)
 
 
-def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, end: int, max_bytes: int) -> bytes:
-    """The first bytes of a member. Its header may claim any size."""
+def _check_content(info: tarfile.TarInfo, end: int, size_reason: str, max_bytes: int) -> None:
+    """Raises UnusableError for a member that cannot be read. Its header may claim any size."""
     if info.offset_data + info.size > end:
         raise UnusableError("member truncated", f"{info.name} does not end within the tar")
     if info.issparse():
         raise UnusableError("sparse member", info.name)
+    if info.size > max_bytes:
+        raise UnusableError(size_reason, f"{info.name} has {info.size} bytes")
+
+
+def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, max_bytes: int) -> bytes:
+    """The first bytes of a member."""
     tar_file.fileobj.seek(info.offset_data)
     return bytes(tar_file.fileobj.read(min(info.size, max_bytes)))
 
@@ -172,24 +195,25 @@ def read_pair(
         UnusableError: they are no pair.
     """
     image = _only_member(members, fields.image, "image")
-    caption = ""
+    kind, caption = fields.text_kind, ""
     for alternative in fields.caption:
         extension, _, json_keys = alternative.partition(":")
-        if not caption and (member := _only_member(members, (extension,), "caption")):
-            caption = _caption_text(member, json_keys)
+        if not caption and (member := _only_member(members, (extension,), kind)):
+            caption = _caption_text(member, json_keys, kind)
     names = ", ".join(member.name for member in members[:8])
-    if image is None:
+    if image is None and fields.image:
         raise UnusableError("image missing", f"{names}: no {'|'.join(fields.image)}")
     if not caption:
         has_member = any(member.extension in fields.text_extensions for member in members)
-        reason = "caption empty" if has_member else "caption missing"
+        reason = f"{kind} empty" if has_member else f"{kind} missing"
         raise UnusableError(reason, f"{names}: no text in {'|'.join(fields.caption)}")
+    if image is None:
+        return {"json": json.dumps(pair_text("", caption, "") | {"media": [], "source": origin}).encode()}
     try:
         try:
             height, width = image_size(image.content)
         except PixelError:  # its head does not say it
-            tar_file.fileobj.seek(image.info.offset_data)
-            height, width = image_size(tar_file.fileobj.read(image.info.size))
+            height, width = image_size(_read_content(tar_file, image.info, image.info.size))
     except PixelError as error:
         raise UnusableError("image does not decode", f"{image.name}: {error}") from error
     refuse_narrow("image", image.name, height, width)
@@ -199,11 +223,11 @@ def read_pair(
 
 
 def pair_text(image_key: str, caption: str, prompt: str) -> dict[str, Any]:
-    """The part of a sample's JSON that says in which order image and caption are read."""
-    image = {"type": "image", "image": image_key}
+    """The part of a sample's JSON that says in which order image, if there is one, and caption are read."""
+    image = [{"type": "image", "image": image_key}] if image_key else []
     if not prompt:
-        return {"document": [image, {"type": "text", "text": caption}]}
-    question = {"role": "user", "content": [image, {"type": "text", "text": prompt}]}
+        return {"document": [*image, {"type": "text", "text": caption}]}
+    question = {"role": "user", "content": [*image, {"type": "text", "text": prompt}]}
     return {"messages": [question, {"role": "assistant", "content": caption}]}
 
 
@@ -217,7 +241,7 @@ def _only_member(members: Sequence[TarMember], extensions: tuple[str, ...], kind
     return found[0] if found else None
 
 
-def _caption_text(member: Any, json_keys: str) -> str:
+def _caption_text(member: Any, json_keys: str, kind: str) -> str:
     try:
         text = member.content.decode("utf-8-sig")
         if json_keys:
@@ -227,34 +251,40 @@ def _caption_text(member: Any, json_keys: str) -> str:
         text = "" if text is None else text.strip()
         text.encode()  # half of a surrogate pair is no text
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UnusableError("caption unreadable", f"{member.name}: {error!r}") from error
+        raise UnusableError(f"{kind} unreadable", f"{member.name}: {error!r}") from error
     if special_token := find_special_token(text):
         reason, detail = special_token
         raise UnusableError(reason, f"{member.name}: {detail}")
     return str(text)
 
 
+def shard_place(shard_starts: Sequence[int], index: int) -> tuple[int, int]:
+    """The number of a sample's shard, and the sample's number in it.
+
+    Args:
+        shard_starts: number of samples before each shard, and at last of all.
+    """
+    shard_number = min(bisect_right(shard_starts, index) - 1, len(shard_starts) - 2)
+    return shard_number, index - shard_starts[shard_number]
+
+
 class PairReader(ShardInfosITarReader):
     """Energon's reader of shards, which also reads pairs of :class:`TarShard`."""
 
-    def _shard_place(self, sample_index: int) -> tuple[Any, int, int]:
-        """The shard of a sample, its number, and the sample's number in it."""
-        shard_number = bisect_right(self.shard_count_cumsum, sample_index) - 1
-        sample_number = sample_index - self.shard_count_cumsum[shard_number]
-        return self.shard_infos[shard_number], shard_number, sample_number
-
     def _get_itar_sample_pointer(self, sample_index: int) -> ITarSamplePointer:
-        shard, shard_number, number = self._shard_place(sample_index)
+        shard_number, number = shard_place(self.shard_count_cumsum, sample_index)
+        shard = self.shard_infos[shard_number]
         if not isinstance(shard, TarShard):
             return super()._get_itar_sample_pointer(sample_index)
-        start, end = shard.spans[number].tolist()
+        start, end, _ = shard.spans[number].tolist()
         tar_file_id = self.shard_tar_file_idxs[shard_number]
         return ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=start, byte_size=end - start)
 
     def _get_item_by_sample_pointer(
         self, sample_pointer: ITarSamplePointer, restore_index: Any, entry_match_fn: Any = None
     ) -> Any:
-        shard, _, number = self._shard_place(restore_index)
+        shard_number, number = shard_place(self.shard_count_cumsum, restore_index)
+        shard: Any = self.shard_infos[shard_number]
         if not isinstance(shard, TarShard):
             return super()._get_item_by_sample_pointer(sample_pointer, restore_index, entry_match_fn)
         with self._open_itarfile(sample_pointer.tar_file_id) as tar_file:

@@ -12,8 +12,13 @@ reads them.
   the number of tokens of text before each medium, 4 bytes. They say where a document can be cut.
 * ``limits.npy`` and ``limits_end.npy``, if media have limits of their own: these as JSON, in order, and
   the byte at which those of each medium end, 8 bytes.
-* ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
-  its samples, the assistant's turns in them, and those that cannot be used by reason.
+* ``exchanges.npy`` and ``exchange_ends.npy``, if there are conversations with several exchanges:
+  :data:`EXCHANGE_DTYPE`, 8 bytes for each of them, and their number up to each sample, 8 bytes. They say
+  where a conversation can be cut.
+* ``shards.json``: the id of the data set's content; the samples that its description excludes, which have no
+  tokens here (of tars they have, and are left out when these files are opened); and of each shard, in the
+  order of the other files, its samples, the assistant's turns in them, and those that cannot be used by
+  reason.
 
 10^8 samples with one image each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
@@ -25,7 +30,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +42,9 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.boxes import FRAMES, frame_sizes, scale_number
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.chat_template import read_run_template
-from megatron_vl.data.sample.documents import cut_document
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.medium import stored_media_grid
+from megatron_vl.data.sample.parts import SamplePart, cut_conversation, cut_document
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.source.dataset_description import (
     METADATA_DIR,
@@ -53,11 +58,7 @@ from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import UserError
 
 SHARDS_FILE = "shards.json"
-DOCUMENTS_FILE = "documents.npy"
-TEXT_BEFORE_FILE = "text_before.npy"
-LIMITS_FILE = "limits.npy"
-LIMITS_END_FILE = "limits_end.npy"
-SIZES_VERSION = 2
+SIZES_VERSION = 3
 SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 """Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
 MEDIUM_DTYPE = np.dtype(
@@ -65,6 +66,11 @@ MEDIUM_DTYPE = np.dtype(
 )
 """An image has 0 frames. ``whole`` says that the video is a list of images that is taken whole
 (:class:`~megatron_vl.data.sample.grids.VideoInfo`)."""
+EXCHANGE_DTYPE = np.dtype([("text_before", "<u4"), ("media_before", "<u4")])
+"""Tokens of the sample's text, and number of its media, before an exchange of a conversation."""
+OPTIONAL_ARRAYS = (("documents", "text_before"), ("limits", "limits_end"), ("exchanges", "exchange_ends"))
+"""Files, without ``.npy``: those of documents, of media with limits of their own, and of exchanges. They are
+there if there are such."""
 
 COORDINATE = (1 << 32) - 1
 """Frames of a row that is a coordinate on an image: ``fps`` is its number, ``whole`` twice the index of its
@@ -119,8 +125,11 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
         measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
         present_shards = set().union(*dataset_description.shards_by_split.values())
         samples_by_shard = dataset_description.samples_by_shard
-        return json_fields["content"] == dataset_description.content_id and all(
-            measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards
+        excluded = dataset_description.excluded_samples
+        return (
+            json_fields["content"] == dataset_description.content_id
+            and json_fields.get("excluded", excluded) == excluded
+            and all(measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -206,14 +215,19 @@ class StoredSizes:
     """uint8 [bytes]: the own limits of media as JSON; None: no medium has any."""
     limits_end: Any = None
     """uint64 [media]: where those of each medium end."""
+    exchanges: Any = None
+    """:data:`EXCHANGE_DTYPE` of the exchanges of all conversations that have several; None: none has."""
+    exchange_ends: Any = None
+    """uint64 [samples]: number of exchanges of all samples up to this one."""
+    excluded: tuple[int, ...] = ()
+    """Samples of tars in ``sample_records`` that the data set's description excludes."""
 
     def own_limits(self, medium_numbers: Integers) -> list[bytes]:
         """The own limits of media as JSON; empty for a medium that has none."""
         if self.limits_end is None:
             return [b""] * len(medium_numbers)
-        ends = self.limits_end[medium_numbers].astype(np.int64)
-        starts = np.where(medium_numbers > 0, self.limits_end[np.maximum(medium_numbers - 1, 0)], 0)
-        spans = zip(starts.astype(np.int64).tolist(), ends.tolist(), strict=True)
+        starts, ends = _ranges(self.limits_end, medium_numbers)
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
         return [self.limit_texts[start:end].tobytes() if end > start else b"" for start, end in spans]
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
@@ -233,17 +247,35 @@ class StoredSizes:
     def media_ranges(self, sample_numbers: Integers) -> tuple[Integers, Integers]:
         """The media of samples: numbers in ``medium_records`` of the first one and of the one after the last,
         int64 [n] each."""
-        media_ends = self.sample_records["media_end"][sample_numbers].astype(np.int64)
-        media_starts = self.sample_records["media_end"][np.maximum(sample_numbers - 1, 0)].astype(np.int64)
-        return np.where(sample_numbers > 0, media_starts, 0), media_ends
+        return _ranges(self.sample_records["media_end"], sample_numbers)
+
+    def exchanges_of(self, sample_number: int) -> list[tuple[int, int]]:
+        """:data:`EXCHANGE_DTYPE` of a conversation; nothing unless it has several exchanges."""
+        if self.exchanges is None:
+            return []
+        starts, ends = _ranges(self.exchange_ends, np.array([sample_number]))
+        found: list[tuple[int, int]] = self.exchanges[starts[0] : ends[0]].tolist()
+        return found
+
+
+def _ranges(ends: Any, numbers: Integers) -> tuple[Integers, Integers]:
+    """The first entry of some samples, and the one after their last, where ``ends`` counts those of all
+    samples up to each."""
+    starts = ends[np.maximum(numbers - 1, 0)].astype(np.int64)
+    return np.where(numbers > 0, starts, 0), ends[numbers].astype(np.int64)
 
 
 UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile)
 """What damaged files of sizes raise."""
 
 
-def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
+def open_stored_sizes(
+    metadata_dir: Location, tokenization_id: str, excluded_names: Collection[str] = ()
+) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
+
+    Args:
+        excluded_names: what its ``split.yaml`` excludes. Of a converted data set, the sizes are 0 already.
 
     Raises:
         SizesError: they are missing or damaged.
@@ -255,15 +287,12 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
         sample_records = _load_array(sizes_dir / "samples.npy")
         medium_records = _load_array(sizes_dir / "media.npy")
 
-        document_flags = text_before = None
-        if location_is_file(sizes_dir / DOCUMENTS_FILE):
-            document_flags = _load_array(sizes_dir / DOCUMENTS_FILE)
-            text_before = _load_array(sizes_dir / TEXT_BEFORE_FILE)
-
-        limit_texts = limits_end = None
-        if location_is_file(sizes_dir / LIMITS_FILE):
-            limit_texts = _load_array(sizes_dir / LIMITS_FILE)
-            limits_end = _load_array(sizes_dir / LIMITS_END_FILE)
+        optional_arrays: Iterator[Any] = (
+            _load_array(sizes_dir / f"{name}.npy") if location_is_file(sizes_dir / f"{pair[0]}.npy") else None
+            for pair in OPTIONAL_ARRAYS
+            for name in pair
+        )
+        document_flags, text_before, limit_texts, limits_end, exchanges, exchange_ends = optional_arrays
 
         shard_ranges = {}
         sample_total = 0
@@ -278,6 +307,8 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and (document_flags is None or len(document_flags) == len(sample_records))
             and (text_before is None or len(text_before) == len(medium_records))
             and (limits_end is None or len(limits_end) == len(medium_records))
+            and (exchange_ends is None or len(exchange_ends) == len(sample_records))
+            and (exchange_ends is None or len(exchanges) == int(exchange_ends[-1]))
         )
     except UNREADABLE_ERRORS as error:
         raise SizesError(
@@ -289,10 +320,26 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
+    facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
+    excluded = tuple(_excluded_pairs(metadata_dir, excluded_names, shard_ranges))
     return StoredSizes(
-        *(sample_records, medium_records, shard_ranges, content_id, shard_facts),
-        *(document_flags, text_before, limit_texts, limits_end),
+        *(*facts, document_flags, text_before, limit_texts, limits_end),
+        *(exchanges, exchange_ends, excluded),
     )
+
+
+def _excluded_pairs(
+    metadata_dir: Location, excluded_names: Collection[str], shard_ranges: dict[str, tuple[int, int]]
+) -> Iterator[int]:
+    """The numbers of the pairs in tars that are excluded one by one."""
+    if not excluded_names:
+        return
+    from megatron_vl.data.source.pair_reader import find_pair, read_tar_shards  # they import Energon
+
+    tar_shards = read_tar_shards(metadata_dir.parent)
+    for name in excluded_names:
+        if tar_shards and (place := find_pair(tar_shards, name)):
+            yield shard_ranges[place[0]][0] + place[1]
 
 
 def _load_array(array_path: Location) -> Any:
@@ -321,6 +368,8 @@ class SampleSizeCounter:
             sample_numbers: int64 [n], numbers in ``stored_sizes.sample_records``.
         """
         token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
+        if stored_sizes.excluded:
+            token_counts[np.isin(sample_numbers, stored_sizes.excluded)] = 0
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
 
@@ -343,33 +392,39 @@ class SampleSizeCounter:
     def cut_sample(
         self, stored_sizes: StoredSizes, sample_number: int, seq_len: int, max_patches: int
     ) -> list[tuple[int, int]]:
-        """Tokens and patches of each part of a document, as the loader cuts it.
+        """Tokens and patches of each part of a sample, as the loader cuts it.
 
         Args:
             sample_number: number of a usable sample in ``stored_sizes.sample_records``.
 
         Returns:
-            Nothing for a conversation, and for a document with a medium that does not fit into a row.
+            Nothing if it cannot be cut (:mod:`megatron_vl.data.sample.parts`).
         """
-        if stored_sizes.document_flags is None or not stored_sizes.document_flags[sample_number]:
-            return []
         bounds = (int(bound[0]) for bound in stored_sizes.media_ranges(np.array([sample_number])))
         media = slice(*bounds)
-        num_tokens = int(stored_sizes.sample_records["tokens"][sample_number])
-        spans, patch_counts, medium_tokens = [], [], 0
-        fields_of_media = stored_sizes.medium_records[media].tolist()
+        is_document = stored_sizes.document_flags is not None and stored_sizes.document_flags[sample_number]
+        exchanges = stored_sizes.exchanges_of(sample_number)
+        if not is_document and not exchanges:
+            return []  # it may have coordinates among its media
         all_limits = stored_sizes.own_limits(np.arange(media.start, media.stop))
-        for text_tokens, fields, limits in zip(
-            stored_sizes.text_before[media].tolist(), fields_of_media, all_limits, strict=True
-        ):
-            grid = self._medium_grid(limits, *fields)
-            start = text_tokens + medium_tokens
-            medium_tokens += self.chat_encoder.document_token_count(grid)
-            num_tokens += self.chat_encoder.media_token_count(grid)
-            spans.append((start, text_tokens + medium_tokens))
-            patch_counts.append(grid.num_patches)
-        parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
-        return [(part.end - part.start, part.patches) for part in parts]
+        fields_of_media = stored_sizes.medium_records[media].tolist()
+        grids = [
+            self._medium_grid(limits, *fields)
+            for limits, fields in zip(all_limits, fields_of_media, strict=True)
+        ]
+        patch_counts = [grid.num_patches for grid in grids]
+        tokens_before = np.cumsum([0, *map(self.chat_encoder.media_token_count, grids)]).tolist()
+        num_tokens = int(stored_sizes.sample_records["tokens"][sample_number]) + tokens_before[-1]
+        parts: list[SamplePart]
+        if is_document:
+            lengths = np.array([self.chat_encoder.document_token_count(grid) for grid in grids], np.int64)
+            starts = stored_sizes.text_before[media] + lengths.cumsum() - lengths
+            spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+            parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
+        else:
+            bounds_of_exchanges = [(text + tokens_before[n], n) for text, n in exchanges]
+            parts = cut_conversation(num_tokens, bounds_of_exchanges, patch_counts, seq_len, max_patches)
+        return [(part.tokens, part.patches) for part in parts]
 
     def _count_media(self, stored_sizes: StoredSizes, medium_numbers: Integers) -> Integers:
         """``tokens << 32 | patches`` of media, int64 [n]; 0 for a medium that cannot be used."""

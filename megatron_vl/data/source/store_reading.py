@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import io
 import threading
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from megatron.energon.flavors.webdataset.itar import ITAR_SUFFIX, ITarFile, ITar
 from multistorageclient.types import Range
 from numpy.typing import NDArray
 
-from megatron_vl.data.source.pair_reader import PairReader, TarShard
+from megatron_vl.data.source.pair_reader import PairReader, TarShard, shard_place
 from megatron_vl.system.errors import retry_machine_faults
 from megatron_vl.system.signals import shield_loader_worker
 
@@ -222,7 +221,7 @@ class StoreShards:
 
     def block_of(self, index: int) -> range:
         """The indices of the samples in the block of a sample."""
-        shard, index_in_shard = self._shard_position(index)
+        shard, index_in_shard = shard_place(self._shard_starts, index)
         first_index = index - index_in_shard % self.block_size
         return range(first_index, min(first_index + self.block_size, self._shard_starts[shard + 1]))
 
@@ -237,7 +236,7 @@ class StoreShards:
             FileNotFoundError: the shard or its index is missing.
             OSError: the store does not give them.
         """
-        shard, index_in_shard = self._shard_position(indices[0])
+        shard, index_in_shard = shard_place(self._shard_starts, indices[0])
         spans = self._read_spans(shard, index_in_shard, index_in_shard + len(indices))
         mean_bytes = (spans[-1][1] - spans[0][0]) / len(indices)
         self.mean_bytes += 0.1 * (mean_bytes - self.mean_bytes) if self.mean_bytes else mean_bytes
@@ -255,8 +254,9 @@ class StoreShards:
     def _read_spans(self, shard: int, first_sample: int, end_sample: int) -> list[tuple[int, int]]:
         """The first byte of each of some samples of a shard, and the byte after it."""
         if isinstance(self._shards[shard], TarShard):
-            spans = self._shards[shard].spans[first_sample:end_sample]
-            return [(start, end) for start, end in spans.tolist()]
+            return [
+                (start, end) for start, end, _ in self._shards[shard].spans[first_sample:end_sample].tolist()
+            ]
         page = first_sample // PAGE_SIZE
         page_start = page * PAGE_SIZE
         offsets = self._pages.get((shard, page))
@@ -268,11 +268,6 @@ class StoreShards:
             if len(self._pages) > MAX_PAGES:
                 self._pages.popitem(last=False)
         return list(pairwise(offsets[first_sample - page_start : end_sample - page_start + 1].tolist()))
-
-    def _shard_position(self, index: int) -> tuple[int, int]:
-        """The shard of a sample, and the sample's number in it."""
-        shard = bisect_right(self._shard_starts, index) - 1
-        return shard, index - self._shard_starts[shard]
 
 
 def has_local_shards(dataset: Any) -> bool:
@@ -336,7 +331,7 @@ class StoreReader(PairReader):
 
     def __getitem__(self, index: int) -> Any:
         self._content = self._take(index)
-        tar_file_id = self.shard_tar_file_idxs[bisect_right(self.shard_count_cumsum, index) - 1]
+        tar_file_id = self.shard_tar_file_idxs[shard_place(self.shard_count_cumsum, index)[0]]
         pointer = ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=0, byte_size=len(self._content))
         return self._get_item_by_sample_pointer(pointer, index)
 

@@ -17,7 +17,7 @@ from megatron_vl.system.errors import UserError
 
 TARS_FILE = "tars.json"
 SPANS_FILE = "tars.idx"
-"""uint64 values: of each pair of each tar in order, the first byte and the byte after it."""
+"""uint64 values: of each pair of each tar in order, the first byte, the byte after it, and its key's hash."""
 DEFAULT_FIELDS = {"image": "jpg|jpeg|png|webp", "caption": "txt|json:caption"}
 STAT_THREADS = 32
 
@@ -31,10 +31,16 @@ class PairFields:
     """Which members of a tar make a pair, by extension in small letters."""
 
     image: tuple[str, ...]
+    """Empty for tars of text alone, which ``caption`` names then."""
     caption: tuple[str, ...]
     """The first that has text counts. ``json:KEY.KEY`` is a field of a JSON member."""
     prompt: str = ""
     """The question that each caption answers; empty: none."""
+
+    @property
+    def text_kind(self) -> str:
+        """What messages call the text."""
+        return "caption" if self.image else "text"
 
     @property
     def text_extensions(self) -> set[str]:
@@ -42,20 +48,33 @@ class PairFields:
 
 
 def parse_fields(words: Iterable[str]) -> PairFields:
-    """The fields that words like ``image=jpg|png``, ``caption=txt|json:caption`` and ``prompt=TEXT`` name.
+    """The fields that words like ``image=jpg|png``, ``caption=txt|json:caption`` and ``prompt=TEXT`` name, or
+    ``text=txt|json:text`` alone.
 
     Raises:
         TarListError: a word cannot be read.
     """
-    fields = DEFAULT_FIELDS | {"prompt": ""}
+    fields = DEFAULT_FIELDS | {"prompt": "", "text": ""}
     for word in words:
         name, _, alternatives = word.partition("=")
         is_image_key = name == "image" and ":" in word
         if name not in fields or not all(alternatives.split("|")) or is_image_key:
-            raise TarListError(f"--members {word}: write image=jpg|png, caption=txt|json:KEY or prompt=TEXT")
+            raise TarListError(
+                f"--members {word}: write image=jpg|png, caption=txt|json:KEY or prompt=TEXT; for text alone,"
+                " text=txt|json:KEY"
+            )
         fields[name] = alternatives
+    if text := fields.pop("text"):
+        if fields != DEFAULT_FIELDS | {"prompt": ""}:
+            raise TarListError(
+                f"--members text={text} is for text alone: leave out image, caption and prompt"
+            )
+        fields |= {"image": "", "caption": text}
     # Extensions are compared in small letters, and keys of JSON as they are.
-    parts = {name: [text.partition(":") for text in fields[name].split("|")] for name in DEFAULT_FIELDS}
+    parts = {
+        name: [text.partition(":") for text in filter(None, fields[name].split("|"))]
+        for name in DEFAULT_FIELDS
+    }
     image, caption = (
         tuple(f"{extension.lower()}{colon}{keys}" for extension, colon, keys in parts[name])
         for name in DEFAULT_FIELDS

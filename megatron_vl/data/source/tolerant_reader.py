@@ -12,7 +12,6 @@ import errno
 import queue
 import threading
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITarFile
 
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S
-from megatron_vl.data.source.pair_reader import BROKEN_FIELD, PairReader
+from megatron_vl.data.source.pair_reader import BROKEN_FIELD, PairReader, shard_place
 from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 
 CRC_FIELD = b', "crc32": '
@@ -157,9 +156,8 @@ class TolerantReader:
 
     def _shard_position(self, sample_index: int) -> tuple[str, int]:
         """The shard, and the sample's number in it, counted from 0."""
-        shard_starts = self.shard_reader.shard_count_cumsum
-        shard = min(bisect_right(shard_starts, sample_index) - 1, len(self.shard_reader.shard_infos) - 1)
-        return self.shard_reader.shard_infos[shard].name, sample_index - shard_starts[shard]
+        shard, number = shard_place(self.shard_reader.shard_count_cumsum, sample_index)
+        return self.shard_reader.shard_infos[shard].name, number
 
 
 def _reopen_reader(shard_reader: Any) -> Any:

@@ -167,8 +167,13 @@ class MetricsLog:
         step_result: StepResult,
         learning_rates: PartLearningRates,
         skipped_steps: Mapping[str, int],
+        source_passes: Mapping[str, float],
     ) -> dict[str, Any]:
-        """Prints the line of ``step`` (one-based) and returns its numbers. Collective."""
+        """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
+
+        Args:
+            source_passes: as for :meth:`SourceMeter.take_line`.
+        """
         self.step_metrics.memory_gib = self.platform.peak_memory_gib()
         has_lists = bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
         self.step_metrics.sending_ranks = int(has_lists)
@@ -177,7 +182,7 @@ class MetricsLog:
         elapsed_s, self.interval_start = now - self.interval_start, now
         totals = self.step_metrics.reduce_over_ranks(self.platform.device)
         drop_reasons, drop_details = self._gather_sample_lists(step, totals)
-        source_metrics, source_text = self.source_meter.take_line()
+        source_metrics, source_text = self.source_meter.take_line(source_passes)
         metrics: dict[str, Any] = {
             "step": step,
             "loss": step_result.loss,
