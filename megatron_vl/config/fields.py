@@ -66,6 +66,10 @@ class ModelConfig:
     package flash-attn-4) on Hopper and Blackwell. reference: torch's scaled_dot_product_attention, sequence
     by sequence. It is slow, and tells whether a kernel is at fault."""
 
+    def __hash__(self) -> int:
+        # What follows from the model is cached, and dicts have no hash of their own.
+        return hash(repr(self))
+
 
 @dataclass(frozen=True)
 class LoraConfig:
