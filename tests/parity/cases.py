@@ -134,6 +134,15 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
 }
 """Cases of ``vision.placement: decoupled``."""
 
+YARN = {
+    "yarn": {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        **{"beta_fast": 4.0, "beta_slow": 0.05},
+    }
+}
+"""Rows are up to 16 times as long. Of the few frequencies of a small head, the first stays, the next one or
+two are divided in part, and the others by the factor."""
+
 EDGE_TOKENS = 192
 """Length of rows that ranks share: the edges of their parts are at 96, or at 48, 96 and 144."""
 ON_EDGES = [
@@ -167,6 +176,7 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         quick("training, CP2, overlap", **TRAIN, **SMALL_BUCKETS),
         case("training, CP2, tied, plain optimizer, qwen3_vl", Q3, tied=True, **TRAIN, **PLAIN),
         quick("CP2 beyond the heads, qwen3_vl", Q3, sizes=THREE_HEADS, steps=SHARED),
+        quick("CP2, YaRN, qwen3_5", Q35, steps=[ON_EDGES], recompute=SELECTIVE, **YARN),
     ],
     4: [
         quick("CP4 above the key/value heads, qwen3_vl", Q3, cp=4, steps=SHARED),
@@ -261,6 +271,8 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, logits of every token", **TP2_SP, seq_len=128, steps=[[["text"], ["image"]]]),
         case("TP2 + SP, language frozen", **TP2_SP, **NO_LANGUAGE),
+        case("TP2 + SP, YaRN", **TP2_SP, **YARN),
+        case("PP2, YaRN, qwen3_vl", Q3, pp=2, **YARN),
         case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
         case("TP2 + SP, activation recompute", **TP2_SP, recompute=ACTIVATION),
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
