@@ -58,13 +58,14 @@ def rotary_frequencies(language_spec: LanguageSpec) -> Tensor:
     """
     rotary_dim, yarn = language_spec.rotary_dim, language_spec.yarn
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    frequencies = 1.0 / language_spec.rope_theta**exponent
+    wavelengths = language_spec.rope_theta**exponent
     if yarn is None:
-        return frequencies
+        return 1.0 / wavelengths
     low, high = yarn.ramp_bounds(rotary_dim, language_spec.rope_theta)
     index = torch.arange(rotary_dim // 2, dtype=torch.float32)
-    divided_share = ((index - low) / (high - low)).clamp(0, 1)
-    return frequencies / yarn.factor * divided_share + frequencies * (1 - divided_share)
+    kept_share = 1 - ((index - low) / (high - low)).clamp(0, 1)
+    # In the order of transformers: at position 100,000, the last bit of a frequency is 1e-5 of a cosine.
+    return 1.0 / (yarn.factor * wavelengths) * (1 - kept_share) + 1.0 / wavelengths * kept_share
 
 
 def vision_rope_angles(position_hw: Tensor, head_dim: int) -> Tensor:

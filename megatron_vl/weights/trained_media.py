@@ -2,7 +2,8 @@
 
 A run's checkpoint names them among the fields in ``run.json``. Weights that were split, merged or converted
 from it name them in their manifest, and an exported folder in ``megatron_vl.json``. Of a run with
-``data.chat_template``, they have the text of the template too; the entry of a folder names its file.
+``data.chat_template``, they have the text of the template too; the entry of a folder names its file. The
+rotary positions are those of the config in the manifest.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ MEDIA_KEY = "media"
 MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "video_max_frames")
 """Fields of ``data``. Areas are in pixels, and the values are those that held for the model."""
 TEMPLATE_KEY = "chat_template"
+ROPE_KEY = "rope"
+"""The rotary positions of training, with the names of ``config.json``."""
 
 
 def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +92,8 @@ def _known_facts(facts: Any) -> dict[str, Any]:
         known[MEDIA_KEY] = given
     if isinstance(template, str) and template:
         known[TEMPLATE_KEY] = template
+    if isinstance(facts, dict) and isinstance(facts.get(ROPE_KEY), dict):
+        known[ROPE_KEY] = facts[ROPE_KEY]
     return known
 
 

@@ -204,6 +204,17 @@ class LanguageSpec:
             return None
         return self.rotary_dim, self.yarn.attention_factor**2
 
+    @property
+    def rope_fields(self) -> dict[str, Any]:
+        """The rotary positions, with the names of ``config.json``."""
+        fields: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        fields["mrope_section"] = list(self.mrope_section)
+        if self.mrope_interleaved:
+            fields["mrope_interleaved"] = True
+        if self.rotary_fraction != 1.0:
+            fields["partial_rotary_factor"] = self.rotary_fraction
+        return fields | (self.yarn.as_fields() if self.yarn else {})
+
     def has_linear_attention(self, layer_index: int) -> bool:
         """Whether the decoder layer ``layer_index`` (from 0) has linear attention."""
         return self.linear_attention is not None and layer_index in self.linear_attention.linear_layers

@@ -273,3 +273,21 @@ def with_rope_scaling(config: dict[str, Any], rope_scaling: Mapping[str, Any]) -
     given = {field: value for field, value in rope_scaling.items() if field != "type"}
     text_fields[place] = {**kept, **given, "rope_type": rope_type}
     return config
+
+
+def serving_config(config: dict[str, Any], trained_rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A config from which transformers and vLLM read the rotary fields of a training.
+
+    It is ``config`` itself if they do so already.
+
+    Args:
+        trained_rope: what :attr:`~megatron_vl.spec.families.base.LanguageSpec.rope_fields` was in training.
+    """
+    changed = with_rope_scaling(config, trained_rope)
+    yarn, text_fields = read_yarn(changed), text_config(config)
+    if yarn is None:
+        return config if read_yarn(config) is None else changed
+    read_there = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
+    has_yarn = all(read_there.get(name) == value for name, value in yarn.as_fields().items())
+    # vLLM refuses a folder whose type is another.
+    return config if has_yarn and read_there.get("type", "yarn") == "yarn" else changed
