@@ -155,6 +155,8 @@ ON_EDGES = [
 some documents have 1 to 3 tokens; every rank has several documents, and none an image. In all but the last,
 the last ranks have only padding."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
+MANY = [[["text", "short_text", "words"] * 560 + ["image", "words"] * 8 + ["video"]]]
+"""As many documents as a row of 1,048,576 tokens has, small ones."""
 TWO_HEADS = {"heads": 2, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 """Sizes of models with fewer heads than ranks. Then ranks gather keys and values."""
@@ -198,6 +200,10 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         quick("CP8 beyond the heads, qwen2_5_vl", cp=8, steps=SHARED),
         *(case(f"CP8 beyond the heads, {family}", family, cp=8, steps=SHARED) for family in (Q3, Q35)),
         case("CP4 x TP2 + SP beyond the heads", cp=4, **TP2_SP, steps=SHARED),
+        *(
+            case(f"CP8, 1,697 documents, YaRN, {family}", family, cp=8, seq_len=10_240, steps=MANY, **YARN)
+            for family in (Q3, Q35)
+        ),
     ],
 }
 """Cases of context parallelism. Their images, videos and documents cross the edges of the ranks' parts."""

@@ -13,7 +13,7 @@ import torch
 from megatron_vl.models.rotary_embedding import MultimodalRope, rotary_frequencies
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.spec.families.rope import YarnSpec, serving_config
-from megatron_vl.spec.positions import GridTHW, mrope_positions
+from megatron_vl.spec.positions import GridTHW, mrope_positions, placeholder_runs
 from tests.tiny import tiny_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
@@ -102,13 +102,13 @@ def test_cosines_equal_those_of_transformers(name: str, fields: dict[str, Any]) 
 
 
 def video_positions(spec: Any, grid: GridTHW) -> torch.Tensor:
-    """Positions [3, S] of a text with one video."""
-    from megatron_vl.data.synthetic import random_medium
-
-    token_ids, item = random_medium(
-        spec, "video", (grid.t, grid.h, grid.w), torch.Generator().manual_seed(0)
-    )
-    return mrope_positions(token_ids, [grid], spec)
+    """Positions [3, S] of a video alone."""
+    placeholders = [
+        token
+        for run in placeholder_runs([grid], spec)
+        for token in (5, *[spec.video_token_id] * run.num_tokens(spec.vision.spatial_merge_size))
+    ]
+    return mrope_positions(torch.tensor(placeholders), [grid], spec)
 
 
 # --- Places -------------------------------------------------------------------------------------------------
