@@ -136,5 +136,6 @@ def check_same_model(
     if yarn not in (None, spec.language.yarn) and not config.model.rope_scaling:
         raise RunConfigError(
             f"{weights_name} was trained with YaRN, which model.hf {config.model.hf} lacks or has otherwise;"
-            f" give --model.rope_scaling '{json.dumps(yarn.as_fields())}', or '{{rope_type: default}}' for none"
+            f" give --model.rope_scaling '{json.dumps(yarn.as_fields())}', or '{{rope_type: default}}' to"
+            " leave it out"
         )

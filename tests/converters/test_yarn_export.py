@@ -100,7 +100,9 @@ def test_weights_trained_with_yarn_start_no_run_without_it(tmp_path: Path) -> No
     hf = tiny_checkpoint("qwen3_vl")
     convert_weights(folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "weights")
     weights_spec = WeightReader(tmp_path / "weights").spec
-    with pytest.raises(RunConfigError, match="trained with YaRN.* lacks .*--model.rope_scaling '{\"rope_type"):
+    with pytest.raises(
+        RunConfigError, match="trained with YaRN.* lacks .*--model.rope_scaling '{\"rope_type"
+    ):
         check_same_model("weights", weights_spec, TrainConfig(model=ModelConfig(hf=str(hf))), read_spec(hf))
     for rope_scaling in (YARN, {"rope_type": "default"}):
         config = TrainConfig(model=ModelConfig(hf=str(hf), rope_scaling=rope_scaling))

@@ -142,7 +142,7 @@ def test_video_of_four_hours_within_the_released_budgets() -> None:
 
 
 def test_video_of_four_hours_fills_a_row_of_a_million_tokens() -> None:
-    """With ``data.video_max_frames`` and ``video_max_pixels`` raised: a frame a second, 144 tokens for two."""
+    """With ``data.video_max_frames`` and ``video_max_pixels`` raised: a frame a second, 144 tokens a pair."""
     spec = read_spec(CONFIGS / "Qwen3-VL-8B-Instruct.json")
     settings = PixelSettings(
         **{"patch_size": 16, "video_spread": True, "video_fps": 1.0, "video_max_frames": 14_400},

@@ -29,7 +29,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_vl.kernels.attention.tower_attention import segment_attention, tower_attention
 from megatron_vl.kernels.attention.window_attention import window_attention
 from megatron_vl.kernels.experts.grouped_gemm import TilePlan, plan_tiles, row_product, weight_product
-from megatron_vl.kernels.experts.token_copies_triton import gather_parts, scatter_parts, scatter_rows, sum_rows
+from megatron_vl.kernels.experts.token_copies_triton import (
+    gather_parts,
+    scatter_parts,
+    scatter_rows,
+    sum_rows,
+)
 from megatron_vl.kernels.layers.biased_activation import biased_activation
 from megatron_vl.kernels.layers.biased_sum import biased_sum
 from megatron_vl.kernels.layers.residual_norm import residual_norm
@@ -93,7 +98,9 @@ class Launch:
             return False
         end, size = self.ends.get(base, (base, 1))
         if not base <= low <= high < end:
-            faults.append(f"{self.name}: offsets {(low - base) // size} to {(high - base) // size} of a tensor")
+            faults.append(
+                f"{self.name}: offsets {(low - base) // size} to {(high - base) // size} of a tensor"
+            )
         largest_offsets[self.name] = max(largest_offsets.get(self.name, 0), (high - base) // size)
         return False
 
@@ -172,7 +179,9 @@ def masked_load(builder: Any, ptrs: Any, mask: Any, other: Any, *_: Any, **__: A
     kind = interpreter._get_np_dtype(element)
     if launch.check(ptrs.data, mask.data):
         fill = np.zeros_like(ptrs.data, dtype=kind) if other is None else other.data
-        return interpreter.TensorHandle(interpreter._interpreter.load(ptrs.data, mask.data, fill, kind), element)
+        return interpreter.TensorHandle(
+            interpreter._interpreter.load(ptrs.data, mask.data, fill, kind), element
+        )
     return interpreter.TensorHandle(np.zeros(ptrs.data.shape, dtype=kind), element)
 
 

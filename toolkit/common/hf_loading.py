@@ -21,9 +21,9 @@ from torch import Tensor
 from converters.hf_checkpoint import TensorFolder
 from megatron_vl.data.sample.conversation_checks import iterate_texts
 from megatron_vl.data.sample.tokenizer import load_tokenizer
-from megatron_vl.spec.families.rope import serving_config
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
+from megatron_vl.spec.families.rope import serving_config
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 
 SAFE_LOADING_ARGUMENTS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}

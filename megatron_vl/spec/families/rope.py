@@ -1,7 +1,7 @@
 """The rotary fields of a Hugging Face config: the places where they may stand, and YaRN.
 
 transformers reads the language model's rotary fields from ``rope_scaling`` in the text config, or, if there
-is none, from ``rope_parameters``. It would not see YaRN in the second place, or at the top of a nested config.
+is none, from ``rope_parameters``. It does not see YaRN in the second place, or at the top of a nested config.
 Here, YaRN counts wherever it stands.
 """
 
@@ -195,7 +195,9 @@ def read_yarn(config: dict[str, Any]) -> YarnSpec | None:
     )
 
 
-def _number(fields: dict[str, Any], name: str, *, default: float | None = None, minimum: float = 0.0) -> float:
+def _number(
+    fields: dict[str, Any], name: str, *, default: float | None = None, minimum: float = 0.0
+) -> float:
     """A number among the fields. transformers takes 0 for the default of the betas, too."""
     value = fields.get(name) or default
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < math.inf:
