@@ -7,13 +7,18 @@ bench`` does. It owns the loader, and its tensors have the sizes that they have 
 arrives at once: an exchange returns what was sent, cut or filled with zeros to the size that is due, and sums
 and gathered weights stay the rank's own. So losses mean nothing, and experts get the rows that this rank
 sends. Pipelines are not supported, because their stages wait for real messages.
+
+With ``--one-document``, the documents of a row are one, so that each token attends to all before it. What is
+predicted is for the very rows that are drawn.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vl.data import synthetic
+from megatron_vl.data.packing.assemble_row import TokenizedSample
+from megatron_vl.estimate.flops import RowSizes
 from megatron_vl.platform import get_platform
 from megatron_vl.system import host_memory
 from toolkit.bench.options import parse_bench_options
@@ -49,16 +57,53 @@ def join_fake_group(ranks: int) -> None:
     param_and_grad_buffer.dist_all_gather_func = lambda *_, **__: None
 
 
+def join_documents() -> None:
+    """Makes the samples of each drawn row one sample."""
+    draw_rows = synthetic.draw_rows
+
+    def draw_joined_rows(*arguments: Any) -> Iterator[list[TokenizedSample]]:
+        for samples in draw_rows(*arguments):
+            token_ids = torch.cat([sample.token_ids for sample in samples])
+            loss_mask = torch.cat([sample.loss_mask for sample in samples])
+            media_items = [item for sample in samples for item in sample.media_items]
+            yield [TokenizedSample(token_ids, loss_mask, media_items)]
+
+    synthetic.draw_rows = draw_joined_rows
+
+
+def drawn_sizes(config: Any, spec: Any, assumed: RowSizes) -> RowSizes:
+    """The sizes of the first row that is drawn; its windows are as assumed."""
+    samples = next(synthetic.draw_rows(config.data, spec))
+    documents = [len(sample) for sample in samples]
+    grids = [item.grid_thw for sample in samples for item in sample.media_items]
+    frames = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
+    frame_pairs = sum(n * n for n in frames)
+    return RowSizes(
+        tokens=sum(documents),
+        token_pairs=sum(n * n for n in documents),
+        loss_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+        patches=sum(frames),
+        frame_pairs=frame_pairs,
+        window_pairs=assumed.window_pairs if spec.vision.window_size else frame_pairs,
+    )
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the whole run")
+    parser.add_argument("--one-document", action="store_true", help="rows of one document")
+    parser.add_argument("--predict", action="store_true", help="only predict")
     arguments, words = parser.parse_known_args(argv)
+    if arguments.one_document:
+        join_documents()
     bench_run = parse_bench_options(words, part_steps=0)
     platform = get_platform(bench_run.config.platform)
     join_fake_group(arguments.ranks)
 
-    from megatron_vl.estimate.memory import stage_memories
+    from megatron_vl.estimate.gpus import find_gpu, local_gpu
+    from megatron_vl.estimate.memory import GIB, stage_memories
     from megatron_vl.estimate.rows import assumed_rows
+    from megatron_vl.estimate.step import predict_layout
     from megatron_vl.training.resolve import MachineMemory, resolve_run
     from megatron_vl.training.trainer import Trainer
     from toolkit.bench.measure import Measure
@@ -68,9 +113,25 @@ def main(argv: list[str]) -> None:
     spec, config, layout = resolved_run.spec, resolved_run.config, resolved_run.layout
     if layout.pp > 1:
         raise SystemExit("parallel.pp must be 1")
-    [estimate] = stage_memories(config, spec, layout, resolved_run.dp, assumed_rows(config, spec))
     print(f"rank 0 of {arguments.ranks}: {layout}")
-    print(f"estimate for rows of images in GiB: {estimate.as_json()}")
+    gpu = local_gpu() or find_gpu()
+    at_once = dataclasses.replace(gpu, link_gb_s=math.inf, network_gb_s=math.inf)
+    predicted = {}
+    for workload, data_config in bench_run.workloads.items():
+        workload_config = dataclasses.replace(config, data=data_config)
+        rows = drawn_sizes(workload_config, spec, assumed_rows(workload_config, spec))
+        [memory_parts] = stage_memories(workload_config, spec, layout, resolved_run.dp, rows)
+        alone, connected = (
+            predict_layout(workload_config, spec, arguments.ranks, layout, each, rows)
+            for each in (at_once, gpu)
+        )
+        predicted[workload] = (
+            f"{memory_parts.total_bytes / GIB:.1f} GiB, {1e3 * alone.step_seconds:.0f} ms a step"
+            f" ({1e3 * connected.step_seconds:.0f} with messages), MFU {alone.mfu:.3f}"
+        )
+        print(f"{workload}: {rows}\n{workload}: predicted {predicted[workload]}, {memory_parts.as_json()}")
+    if arguments.predict:
+        return
 
     measure = Measure(bench_run)
     with Trainer(resolved_run, platform, [measure]) as trainer:
@@ -83,8 +144,11 @@ def main(argv: list[str]) -> None:
         )
         trainer.run()
     for workload, speed in measure.figures["workloads"].items():
+        print(f"{workload}: predicted {predicted[workload]}")
         step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
-        print(f"{workload}: {step_text}, measured {speed['memory_gib']:.2f} GiB", flush=True)
+        # The work of all ranks was done in a step of this one.
+        mfu = f"MFU {speed['mfu']:.3f}" if speed["mfu"] else "MFU of an unknown GPU"
+        print(f"{workload}: measured {step_text}, {mfu}, {speed['memory_gib']:.2f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import shutil
 import time
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE, write_chat_template
+from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE, write_chat_template, write_rope_fields
+from megatron_vl.spec.families.rope import serving_config
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
@@ -36,7 +38,13 @@ from megatron_vl.weights.tensor_files import (
     make_safetensors_header,
     read_safetensors_header,
 )
-from megatron_vl.weights.trained_media import ARGUMENTS_KEY, TEMPLATE_KEY, exported_facts, trained_facts
+from megatron_vl.weights.trained_media import (
+    ARGUMENTS_KEY,
+    ROPE_KEY,
+    TEMPLATE_KEY,
+    exported_facts,
+    trained_facts,
+)
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
@@ -375,6 +383,8 @@ def _write_hf_folder(
             copied_path = conversion_output.path / relative_path
             copied_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
+        if (rope := training_facts.get(ROPE_KEY)) is not None:
+            write_rope_fields(conversion_output.path, rope)
         _write_training_facts(conversion_output.path, training_facts)
 
     report = _make_report(output_dir, conversion_output, write_seconds)
@@ -427,11 +437,14 @@ def _count_casts(
 
 
 def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:
-    """Limits of media and given chat template: those of the weights, else those of the folder."""
+    """Limits of media, given chat template and rotary positions: those of the weights, else the folder's."""
     trained_source = source.source if isinstance(source, MergedWeights) else source
     facts: dict[str, Any] = {}
     if isinstance(trained_source, WeightReader):
         facts = trained_facts(trained_source.path, trained_source.manifest)
+        language = trained_source.spec.language
+        if facts or language.yarn:
+            facts = {ROPE_KEY: language.rope_fields} | facts
     elif isinstance(trained_source, PeftAdapters):
         facts = exported_facts(trained_source.path)
     return exported_facts(hf_checkpoint.path) | facts
@@ -546,7 +559,14 @@ def export_adapter(
         write_json(output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
         _write_training_facts(output.path, training_facts)
 
-    return _make_report(output_dir, output, time.monotonic() - start_time)
+    report = _make_report(output_dir, output, time.monotonic() - start_time)
+    rope, config = training_facts.get(ROPE_KEY), hf_checkpoint.spec.hf_config
+    if rope is not None and serving_config(config, rope) != config:
+        report.notes.append(
+            f"the adapters were trained with other rotary positions than those in {hf}; write them into the"
+            f" config.json that is served: {json.dumps(rope)}"
+        )
+    return report
 
 
 def convert_adapter(

@@ -286,7 +286,13 @@ def _pack_rows(
 
     buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
     while waiting_samples:
-        buffered_sizes = [(tokens, patches) for tokens, patches, _ in waiting_samples[:buffer_size]]
+        buffered_sizes: list[tuple[int, int]] = []
+        free_tokens = data_config.seq_len if data_config.pack else 0
+        for tokens, patches, _ in waiting_samples:
+            if len(buffered_sizes) >= buffer_size and free_tokens <= 0:
+                break
+            buffered_sizes.append((tokens, patches))
+            free_tokens -= tokens
         chosen_indices = choose_row_samples(buffered_sizes, data_config.seq_len, data_config.max_patches)
         yield [waiting_samples[i] for i in chosen_indices]
         for i in reversed(chosen_indices):

@@ -219,6 +219,7 @@ LONG_ROW_MODELS = (
     "Qwen3.5-35B-A3B",
 )
 LONG_ROW_GPUS = 8
+LONG_ROWS = (32_768, 65_536, 131_072, 262_144, 1_048_576)
 LONG_ROW_RECOMPUTE = {
     "none": RecomputeConfig(vision="full"),
     "activation": RecomputeConfig("selective", ["activation"], vision="full"),
@@ -235,7 +236,7 @@ def long_row_layouts() -> str:
             "| tokens of a row | TP | CP | recompute | GiB a GPU | GiB on the host | MFU | tokens/s a GPU |"
         )
         parts += [f"## {model}\n", head, "|---|---|---|---|---|---|---|---|"]
-        parts += [long_row_line(spec, seq_len) for seq_len in (32_768, 65_536, 131_072, 262_144)]
+        parts += [long_row_line(spec, seq_len) for seq_len in LONG_ROWS]
         parts.append("")
     return "\n".join(parts)
 

@@ -57,10 +57,18 @@ class ModelConfig:
     takes one loss of the layers' mean; both are equal for one layer). 0: no such loss.
     Empty: router_aux_loss_coef of the Hugging Face config if its output_router_logits is true,
     otherwise no such loss."""
+    rope_scaling: dict[str, Any] | None = None
+    """YaRN, for rows longer than those of the pretraining, with the names of config.json: {rope_type: yarn,
+    factor: 4.0, original_max_position_embeddings: 32768}. An export's config.json has it, so that serving
+    reads what was trained. {rope_type: default}: none, whatever the folder says. Empty: as in model.hf."""
     attention: Literal["auto", "reference"] = "auto"
     """Kernels of attention. auto: the fastest ones measured on the platform, such as FlashAttention-4 (the
     package flash-attn-4) on Hopper and Blackwell. reference: torch's scaled_dot_product_attention, sequence
     by sequence. It is slow, and tells whether a kernel is at fault."""
+
+    def __hash__(self) -> int:
+        # What follows from the model is cached, and dicts have no hash of their own.
+        return hash(repr(self))
 
 
 @dataclass(frozen=True)
@@ -477,7 +485,7 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
     list[int]: "a list of whole numbers such as [8,20]",
     list[str]: "a list of words such as [one,two]",
     list[dict[str, Any]]: "a list of {path, weight}",
-    dict[str, Any]: "a mapping such as {enable_thinking: false}",
+    dict[str, Any]: "a mapping such as {name: value}",
 }
 
 

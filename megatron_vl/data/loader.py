@@ -140,14 +140,19 @@ def validation_rows(
     buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
     limits = (data_config.seq_len, data_config.max_patches)
     waiting: list[RawSample] = []
+    waiting_tokens = 0
     for sample in _samples_in_order(row_encoder, *load_datasets(split_facts)):
         waiting.append(sample)
-        if len(waiting) < buffer_size:
+        waiting_tokens += 0 if sample.refused else len(sample.token_ids)
+        # A long row has room for more samples.
+        if len(waiting) < buffer_size or data_config.pack and waiting_tokens < data_config.seq_len:
             continue
         if waiting := row_encoder.usable_samples(waiting):
             chosen = choose_row_samples([one.token_and_patch_count for one in waiting], *limits)
             yield row_encoder.make_row([waiting[i] for i in chosen])
-            waiting = [one for i, one in enumerate(waiting) if i not in chosen]
+            chosen_numbers = set(chosen)
+            waiting = [one for i, one in enumerate(waiting) if i not in chosen_numbers]
+        waiting_tokens = sum(len(one.token_ids) for one in waiting)
 
     waiting = row_encoder.usable_samples(waiting)
     for chosen in pack_first_fit([one.token_and_patch_count for one in waiting], *limits):

@@ -72,6 +72,9 @@ class PackedAttention(nn.Module):
         backend: a result of :func:`choose_backend`.
         causal: whether to use a causal mask, as in the language model; the vision tower has none.
         windowed: says whether a zero-based layer attends within windows.
+        rope_scale: (number of a query's first elements, their factor). It is YaRN's attention factor of both
+            query and key, because fused rotary kernels take only angles, and logits are all that either
+            decides. None: no factor.
 
     Raises:
         ValueError: core asks for another ``softmax_scale`` than the default.
@@ -90,6 +93,7 @@ class PackedAttention(nn.Module):
         backend: str,
         causal: bool,
         windowed: Callable[[int], bool] = lambda layer: False,
+        rope_scale: tuple[int, float] | None = None,
     ) -> None:
         super().__init__()
         if softmax_scale is not None:
@@ -97,6 +101,7 @@ class PackedAttention(nn.Module):
         self.backend = backend
         self.windowed = windowed(layer_number - 1)
         self.causal = causal
+        self.rope_scale = rope_scale
         self.backend_function = make_backend(backend)
         self.cp_group = pg_collection.cp
         nested_groups = getattr(pg_collection, "hcp", None)
@@ -129,10 +134,19 @@ class PackedAttention(nn.Module):
             query, key, value = heads_for_tokens(query, key, value, self.head_group)
             if segments.gathered_keys is not None:
                 key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
+        if self.rope_scale is not None:
+            query = scale_elements(query, *self.rope_scale)
         output = self.backend_function(query, key, value, segments, self.causal)
         if is_shared:
             output = tokens_for_heads(output, self.head_group)
         return output.reshape(output.shape[0], 1, -1)
+
+
+def scale_elements(x: Tensor, num_elements: int, factor: float) -> Tensor:
+    """Multiplies the first elements of each head: [S, h, d] -> [S, h, d]. Recompute needs ``x`` unchanged."""
+    if num_elements == x.shape[-1]:
+        return x * factor
+    return torch.cat((x[..., :num_elements] * factor, x[..., num_elements:]), dim=-1)
 
 
 def choose_backend(

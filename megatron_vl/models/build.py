@@ -186,6 +186,7 @@ class _ModelBuilder:
             layers_with_experts=list(map(language_spec.has_experts, layer_range)),
             layers_with_linear_attention=list(map(language_spec.has_linear_attention, layer_range)),
             linear_attention=language_spec.linear_attention,
+            rope_scale=language_spec.query_scale,
         )
         language_model = GPTModel(
             self.core_config,

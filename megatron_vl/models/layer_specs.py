@@ -174,6 +174,7 @@ def transformer_block_spec(
     layers_with_experts: Sequence[bool] = (),
     layers_with_linear_attention: Sequence[bool] = (),
     linear_attention: LinearAttentionSpec | None = None,
+    rope_scale: tuple[int, float] | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one TransformerBlock: pre-norm packed self-attention and an MLP (or experts).
 
@@ -189,10 +190,18 @@ def transformer_block_spec(
         layers_with_experts, layers_with_linear_attention: for each layer of this block, whether it has
             experts instead of an MLP, and linear attention; empty if no layer has.
         linear_attention: the sizes of linear attention, for models that have it.
+        rope_scale: see :class:`~megatron_vl.models.attention.PackedAttention`.
     """
     layer_modules = _layer_modules(platform, config)
+    core_attention = partial(
+        PackedAttention,
+        backend=attention_backend,
+        causal=causal,
+        windowed=is_windowed_layer,
+        rope_scale=rope_scale,
+    )
     self_attention = _self_attention_spec(
-        layer_modules, attention_backend, causal, is_windowed_layer, fused_windows
+        layer_modules, core_attention, attention_backend, causal, fused_windows
     )
     layer_spec = _dense_layer_spec(layer_modules, self_attention, num_deepstack_levels, recompute_activation)
 
@@ -242,9 +251,9 @@ def _dense_layer_spec(
 
 def _self_attention_spec(
     layer_modules: _LayerModules,
+    core_attention: Any,
     attention_backend: str,
     causal: bool,
-    is_windowed_layer: Callable[[int], bool],
     fused_windows: bool,
 ) -> ModuleSpec:
     """Packed self-attention with its linears; the arguments are those of :func:`transformer_block_spec`."""
@@ -256,9 +265,7 @@ def _self_attention_spec(
         params["fused_windows"] = fused_windows
     submodules = SelfAttentionSubmodules(
         linear_qkv=layer_modules.column_linear,
-        core_attention=partial(
-            PackedAttention, backend=attention_backend, causal=causal, windowed=is_windowed_layer
-        ),
+        core_attention=core_attention,
         linear_proj=layer_modules.row_linear,
         q_layernorm=layer_modules.head_norm,
         k_layernorm=layer_modules.head_norm,

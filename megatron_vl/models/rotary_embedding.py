@@ -25,8 +25,7 @@ class MultimodalRope(nn.Module):
         super().__init__()
         rotary_dim = language_spec.rotary_dim  # core does not rotate the rest of a head
         num_frequencies = rotary_dim // 2
-        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        self._inv_freq = 1.0 / language_spec.rope_theta**exponent
+        self._inv_freq = rotary_frequencies(language_spec)
         if language_spec.mrope_interleaved:
             # The order is t h w t h w ..., and only t once height and width have all their frequencies.
             self._axis_of_frequency = torch.zeros(num_frequencies, dtype=torch.int64)
@@ -49,6 +48,24 @@ class MultimodalRope(nn.Module):
         float_positions = position_ids.reshape(3, -1).float()
         rotary_angles = float_positions[self._axis_of_frequency].transpose(0, 1) * self._inv_freq
         return torch.cat((rotary_angles, rotary_angles), dim=-1)[:, None, None, :]
+
+
+def rotary_frequencies(language_spec: LanguageSpec) -> Tensor:
+    """The angle of each frequency per position: fp32 [rotary_dim / 2].
+
+    With YaRN, low frequencies are divided by its factor, and those between low and high ones in part. The
+    attention factor is not in the angles (:attr:`~megatron_vl.models.attention.PackedAttention.rope_scale`).
+    """
+    rotary_dim, yarn = language_spec.rotary_dim, language_spec.yarn
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    wavelengths = language_spec.rope_theta**exponent
+    if yarn is None:
+        return 1.0 / wavelengths
+    low, high = yarn.ramp_bounds(rotary_dim, language_spec.rope_theta)
+    index = torch.arange(rotary_dim // 2, dtype=torch.float32)
+    kept_share = 1 - ((index - low) / (high - low)).clamp(0, 1)
+    # In the order of transformers: at position 100,000, the last bit of a frequency is 1e-5 of a cosine.
+    return 1.0 / (yarn.factor * wavelengths) * (1 - kept_share) + 1.0 / wavelengths * kept_share
 
 
 def vision_rope_angles(position_hw: Tensor, head_dim: int) -> Tensor:

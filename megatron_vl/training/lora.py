@@ -7,6 +7,7 @@ torch is imported only to look into files of weights.
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig
@@ -130,4 +131,11 @@ def check_same_model(
             difference_text = f"both {spec.family}, other sizes"
         raise RunConfigError(
             f"{weights_name} holds another model than model.hf {config.model.hf} ({difference_text})"
+        )
+    yarn = weights_spec.language.yarn
+    if yarn not in (None, spec.language.yarn) and not config.model.rope_scaling:
+        raise RunConfigError(
+            f"{weights_name} was trained with YaRN, which model.hf {config.model.hf} lacks or has otherwise;"
+            f" give --model.rope_scaling '{json.dumps(yarn.as_fields())}', or '{{rope_type: default}}' to"
+            " leave it out"
         )

@@ -102,7 +102,7 @@ def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) 
     check_core_version()
     dp = validate_config(config, world_size)
     check_inputs(config)
-    spec = spec or read_spec(config.model.hf)
+    spec = spec or read_spec(config.model.hf, config.model.rope_scaling)
     if not config.data.is_synthetic:
         check_data_path(config.data.path)
     check_outputs(config)

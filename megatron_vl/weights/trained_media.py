@@ -2,7 +2,8 @@
 
 A run's checkpoint names them among the fields in ``run.json``. Weights that were split, merged or converted
 from it name them in their manifest, and an exported folder in ``megatron_vl.json``. Of a run with
-``data.chat_template``, they have the text of the template too; the entry of a folder names its file.
+``data.chat_template``, they have the text of the template too; the entry of a folder names its file. The
+rotary positions are those of the config in the manifest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "vi
 """Fields of ``data``. Areas are in pixels, and the values are those that held for the model."""
 TEMPLATE_KEY = "chat_template"
 ARGUMENTS_KEY = "template_arguments"
+ROPE_KEY = "rope"
+"""The rotary positions of training, with the names of ``config.json``."""
 
 
 def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,6 +95,8 @@ def _known_facts(facts: Any) -> dict[str, Any]:
         known[TEMPLATE_KEY] = template
     if limits and isinstance(arguments := facts.get(ARGUMENTS_KEY), dict):
         known[ARGUMENTS_KEY] = arguments  # also none, which replaces those of an earlier export
+    if isinstance(facts, dict) and isinstance(facts.get(ROPE_KEY), dict):
+        known[ROPE_KEY] = facts[ROPE_KEY]
     return known
 
 

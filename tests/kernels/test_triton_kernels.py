@@ -45,6 +45,22 @@ def test_kernels_equal_torch() -> None:
         assert error < 5e-6, (name, error)
 
 
+def test_offsets_of_rows_of_a_million_tokens() -> None:
+    """Of every kernel over rows of 2^20 tokens (PP and TP 1, CP 1), so also of a rank's share of them."""
+    done = run_module(
+        "tests.kernels.offset_checks", environment={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["faults"] == []
+    assert found["faults of a wrong kernel"]
+    # All products of sizes but those of few tokens pass 32 bits.
+    offsets = found["offsets"]
+    assert len(offsets) == 33 and min(offsets.values()) > 2**31
+    assert offsets["swiglu._forward_kernel"] == 2**20 * 2 * 29568 - 1
+    assert offsets["delta_rule_scans.scan_kernel"] == 2**20 // 64 * 64 * 128 * 128 - 1
+
+
 def test_products_do_not_wait_for_each_other_on_hopper() -> None:
     """ptxas warns (C7515) if it serializes a kernel's products, which makes the kernel 1.2 times as slow."""
     done = run_module("tests.kernels.compiled_kernels")

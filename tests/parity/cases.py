@@ -129,6 +129,15 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
 }
 """Cases of ``vision.placement: decoupled``."""
 
+YARN = {
+    "yarn": {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        **{"beta_fast": 4.0, "beta_slow": 0.05},
+    }
+}
+"""Rows are up to 16 times as long. Of the few frequencies of a small head, the first stays, the next one or
+two are divided in part, and the others by the factor."""
+
 EDGE_TOKENS = 192
 """Length of rows that ranks share: the edges of their parts are at 96, or at 48, 96 and 144."""
 ON_EDGES = [
@@ -141,6 +150,8 @@ ON_EDGES = [
 some documents have 1 to 3 tokens; every rank has several documents, and none an image. In all but the last,
 the last ranks have only padding."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
+MANY = [[["short_text", "words", "words"] * 560 + ["image", "words"] * 8 + ["video"]]]
+"""As many documents as a row of 1,048,576 tokens has, small ones."""
 TWO_HEADS = {"heads": 2, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 """Sizes of models with fewer heads than ranks. Then ranks gather keys and values."""
@@ -162,6 +173,7 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         quick("training, CP2, overlap", **TRAIN, **SMALL_BUCKETS),
         case("training, CP2, tied, plain optimizer, qwen3_vl", Q3, tied=True, **TRAIN, **PLAIN),
         quick("CP2 beyond the heads, qwen3_vl", Q3, sizes=THREE_HEADS, steps=SHARED),
+        quick("CP2, YaRN, qwen3_5", Q35, steps=[ON_EDGES], recompute=SELECTIVE, **YARN),
     ],
     4: [
         quick("CP4 above the key/value heads, qwen3_vl", Q3, cp=4, steps=SHARED),
@@ -183,6 +195,10 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         quick("CP8 beyond the heads, qwen2_5_vl", cp=8, steps=SHARED),
         *(case(f"CP8 beyond the heads, {family}", family, cp=8, steps=SHARED) for family in (Q3, Q35)),
         case("CP4 x TP2 + SP beyond the heads", cp=4, **TP2_SP, steps=SHARED),
+        *(
+            case(f"CP8, 1,697 documents, YaRN, {family}", family, cp=8, seq_len=10_240, steps=MANY, **YARN)
+            for family in (Q3, Q35)
+        ),
     ],
 }
 """Cases of context parallelism. Their images, videos and documents cross the edges of the ranks' parts."""
@@ -256,6 +272,8 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, logits of every token", **TP2_SP, seq_len=128, steps=[[["text"], ["image"]]]),
         case("TP2 + SP, language frozen", **TP2_SP, **NO_LANGUAGE),
+        case("TP2 + SP, YaRN", **TP2_SP, **YARN),
+        case("PP2, YaRN, qwen3_vl", Q3, pp=2, **YARN),
         case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
         case("TP2 + SP, activation recompute", **TP2_SP, recompute=ACTIVATION),
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),

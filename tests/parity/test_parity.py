@@ -7,6 +7,7 @@ case's result.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from converters.convert import convert_weights
+from megatron_vl.spec.families.rope import with_rope_scaling
 from tests.support.ranks import run_module
 from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import ParityCase, write_cases
@@ -67,10 +69,21 @@ def run_group(
                     seed=SEEDS.get(family, 0),
                     **fields.pop("sizes", {}),
                 )
+                if yarn := fields.pop("yarn", None):
+                    hf = with_yarn(hf, folder / f"{hf.name}_yarn", yarn)
                 cases.append(TableCase(hf=str(hf), weights=str(weights(hf)), **fields))
         return run_cases(cases, ranks, folder / str(ranks))
 
     return run
+
+
+def with_yarn(hf: Path, copied: Path, yarn: dict[str, Any]) -> Path:
+    """A copy of a folder whose config has YaRN, which transformers then reads too."""
+    if not copied.exists():
+        shutil.copytree(hf, copied)
+        config = json.loads((hf / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps(with_rope_scaling(config, yarn)))
+    return copied
 
 
 def _is_case(item: pytest.Item) -> bool:

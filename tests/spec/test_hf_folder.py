@@ -261,19 +261,10 @@ def rope_config(family: str) -> tuple[dict, dict, dict]:
     return config, text, text.pop("rope_scaling", None) or text.pop("rope_parameters")
 
 
-YARN = {"rope_type": "yarn", "type": "yarn", "factor": 3.0, "original_max_position_embeddings": 4096}
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize(
     "places",
     [
-        {"rope_scaling": YARN},
-        {"rope_parameters": YARN},
-        {"rope_scaling": {}, "rope_parameters": YARN},
-        {"rope_scaling": YARN, "rope_parameters": {}},
-        {"rope_scaling": {"rope_type": "default", "type": "yarn"}},
-        {"rope_parameters": {"rope_type": "yarn", "type": "mrope"}},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": {}},
         {"rope_scaling": {"type": "longrope"}},
@@ -285,15 +276,6 @@ def test_other_positions_are_refused_in_each_place(family: str, places: dict[str
     text |= {name: old | value for name, value in places.items()}
     with pytest.raises(ConfigError, match=r"rope type '\w+' in .*rope_\w+\.(rope_)?type is not supported"):
         read_spec(config)
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-def test_other_positions_are_refused_at_the_top(family: str, name: str) -> None:
-    config, text, old = rope_config(family)
-    text["rope_parameters"] = old
-    with pytest.raises(ConfigError, match=f"rope type 'yarn' in {name}.rope_type"):
-        read_spec(config | {name: YARN})
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])

@@ -92,7 +92,7 @@ def resolve_bench_run(options: BenchOptions) -> BenchRun:
     paths: dict[str, DataPath] = {kind: f"synthetic:{kind}" for kind in RANDOM_WORKLOADS}
     if data.path:
         paths = {str(data.path).removeprefix("synthetic:") if data.is_synthetic else "data": data.path}
-    spec = read_spec(config.model.hf).replace_layers(
+    spec = read_spec(config.model.hf, config.model.rope_scaling).replace_layers(
         num_language_layers=options.language_layers or None, num_vision_layers=options.vision_layers or None
     )
     if options.even_routing and not spec.language.moe:

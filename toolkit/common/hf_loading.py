@@ -23,6 +23,7 @@ from megatron_vl.data.sample.conversation_checks import iterate_texts
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
+from megatron_vl.spec.families.rope import serving_config
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 
 SAFE_LOADING_ARGUMENTS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -87,13 +88,17 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     Raises:
         The errors of :func:`check_hf_folder`.
     """
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     check_hf_folder(hf_dir)
+    spec = read_spec(hf_dir)
     if device_map is None:
-        use_torch_for_linear_attention(read_spec(hf_dir))
+        use_torch_for_linear_attention(spec)
+    # transformers would not see YaRN in the second of two places.
+    config = serving_config(spec.hf_config, spec.language.rope_fields)
     return AutoModelForImageTextToText.from_pretrained(
         hf_dir,
+        config=None if config == spec.hf_config else AutoConfig.for_model(**config),
         dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True,

@@ -138,7 +138,7 @@ class StepResults(Hook):
 
 def resolve_on_given_rows(config: TrainConfig) -> ResolvedRun:
     """The run of a config without a data set, from the weights in ``model.checkpoint``. Collective."""
-    spec = read_spec(config.model.hf)
+    spec = read_spec(config.model.hf, config.model.rope_scaling)
     layers = config.parallel.layers
     layout = configured_layout(config, spec, layers if isinstance(layers, list) else None)
     return ResolvedRun(

@@ -11,12 +11,16 @@ from __future__ import annotations
 import numpy as np
 
 UNREACHED_PATCHES = 1 << 30
+CHOICES = 64
+"""Samples among which the exact choice is made. Each takes a table of 4 bytes for every token of a row."""
 
 
 def choose_row_samples(
     sample_sizes: list[tuple[int, int]], max_tokens: int, max_patches: int = 0
 ) -> list[int]:
     """The samples that share the fullest row with sample 0: subset sum, exact on both budgets.
+
+    Of more samples than :data:`CHOICES`, the oldest are taken first, as far as they fit.
 
     Args:
         sample_sizes: (tokens, patches) of each sample, the oldest first; none may exceed a budget.
@@ -26,15 +30,23 @@ def choose_row_samples(
     Returns:
         Ascending indices, including 0. Among equally full rows, one with older samples.
     """
-    free_tokens = max_tokens - sample_sizes[0][0]
+    used_tokens, used_patches = sample_sizes[0]
+    num_taken = 1
+    for tokens, patches in sample_sizes[1 : 1 + len(sample_sizes) - CHOICES]:
+        if used_tokens + tokens > max_tokens or 0 < max_patches < used_patches + patches:
+            break
+        used_tokens, used_patches, num_taken = used_tokens + tokens, used_patches + patches, num_taken + 1
+    first_choices = num_taken + CHOICES
+
+    free_tokens = max_tokens - used_tokens
     # least_patches[t]: the fewest patches with which some of the samples added so far take t tokens.
     least_patches = np.full(free_tokens + 1, UNREACHED_PATCHES, np.int32)
-    least_patches[0] = sample_sizes[0][1] if max_patches else 0
+    least_patches[0] = used_patches if max_patches else 0
 
     later_samples = [
         (i, tokens, patches if max_patches else 0)
-        for i, (tokens, patches) in enumerate(sample_sizes)
-        if i > 0 and tokens <= free_tokens
+        for i, (tokens, patches) in enumerate(sample_sizes[:first_choices])
+        if i >= num_taken and tokens <= free_tokens
     ][::-1]
 
     # The tables of all steps are kept, because they tell afterwards which samples the best row has.
@@ -54,7 +66,7 @@ def choose_row_samples(
 
     # A sample is in the row if the samples added before it can fill what it leaves. The oldest samples were
     # added last, so that going back takes them first.
-    row_indices = [0]
+    row_indices = list(range(num_taken))
     for (i, needed_tokens, needed_patches), previous_table in zip(
         reversed(later_samples), reversed(patch_tables[:-1]), strict=True
     ):

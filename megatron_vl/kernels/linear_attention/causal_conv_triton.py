@@ -36,6 +36,18 @@ def _segment_id(segments, token, length, HALO: tl.constexpr):
     return tl.load(segments + token, mask=is_inside, other=-1)
 
 
+@triton.jit
+def _block_of_program(WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """The number of this program's block of tokens, and its channels.
+
+    The grid has one dimension: a second one may have 65,535 programs, less than the blocks of 2^20 tokens.
+    """
+    channel_blocks: tl.constexpr = (WIDTH + CHANNELS - 1) // CHANNELS
+    channel_block = tl.program_id(0) % channel_blocks
+    token_block = (tl.program_id(0) // channel_blocks).to(tl.int64)
+    return token_block, channel_block * CHANNELS + tl.arange(0, CHANNELS)
+
+
 @triton.jit(do_not_specialize=["length"])
 def _forward_kernel(
     x, weight, segments, halo, out, length, x_stride,
@@ -46,9 +58,9 @@ def _forward_kernel(
     x0 to x3 are the inputs of a token and of the three tokens before it, s0 to s3 the numbers of their
     sequences, and w0 to w3 their weights.
     """
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    token_block, channel = _block_of_program(WIDTH, CHANNELS)
     channel_mask = channel < WIDTH
-    first_token = tl.program_id(1).to(tl.int64) * TOKENS
+    first_token = token_block * TOKENS
     w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
     w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
     w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)
@@ -104,9 +116,9 @@ def _backward_kernel(
     The gradient of an input depends on the outputs of its token and of the three tokens after it. The program
     walks backwards and starts three tokens after its own.
     """
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    token_block, channel = _block_of_program(WIDTH, CHANNELS)
     channel_mask = channel < WIDTH
-    first_token = tl.program_id(1).to(tl.int64) * TOKENS
+    first_token = token_block * TOKENS
     w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
     w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
     w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)
@@ -188,15 +200,15 @@ def _backward_kernel(
         tl.store(dhalo + WIDTH + channel, h2.to(dhalo.dtype.element_ty), mask=load_mask)
         tl.store(dhalo + channel, (w3 * d1).to(dhalo.dtype.element_ty), mask=load_mask)
 
-    pointers = weight_grads + tl.program_id(1).to(tl.int64) * 4 * WIDTH + channel
+    pointers = weight_grads + token_block * 4 * WIDTH + channel
     tl.store(pointers, dw3, mask=channel_mask)
     tl.store(pointers + WIDTH, dw2, mask=channel_mask)
     tl.store(pointers + 2 * WIDTH, dw1, mask=channel_mask)
     tl.store(pointers + 3 * WIDTH, dw0, mask=channel_mask)
 
 
-def _launch_grid(x: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x.shape[1], _BLOCK_CHANNELS), triton.cdiv(x.shape[0], _BLOCK_TOKENS)
+def _launch_grid(x: Tensor) -> tuple[int]:
+    return (triton.cdiv(x.shape[1], _BLOCK_CHANNELS) * triton.cdiv(x.shape[0], _BLOCK_TOKENS),)
 
 
 def forward(x: Tensor, weight: Tensor, segments: Tensor, halo: Tensor | None = None) -> Tensor:
@@ -215,9 +227,9 @@ def backward(
     """Returns the gradients of x, weight and halo. The channels of ``dout`` [S, C] are contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dhalo = None if halo is None else torch.empty_like(halo)
-    grid = _launch_grid(x)
-    dweight = torch.empty(grid[1], 4, x.shape[1], dtype=torch.float32, device=x.device)
-    _backward_kernel[grid](
+    token_blocks = triton.cdiv(x.shape[0], _BLOCK_TOKENS)
+    dweight = torch.empty(token_blocks, 4, x.shape[1], dtype=torch.float32, device=x.device)
+    _backward_kernel[_launch_grid(x)](
         x, weight, segments, halo, dout, dx, dweight, dhalo, x.shape[0], x.stride(0), dout.stride(0),
         WIDTH=x.shape[1], TOKENS=_BLOCK_TOKENS, CHANNELS=_BLOCK_CHANNELS, HALO=halo is not None, num_warps=4,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_vl.spec.families.base import (
     VisionSpec,
 )
 from megatron_vl.spec.families.hf_folder import read_config
+from megatron_vl.spec.families.rope import with_rope_scaling
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
@@ -33,35 +35,45 @@ class MissingConfigError(ConfigError, FileNotFoundError):
     """There is no ``config.json``. The message says how to get one."""
 
 
-def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
+def read_spec(
+    config: dict[str, Any] | str | Path, rope_scaling: Mapping[str, Any] | None = None
+) -> ModelSpec:
     """Reads the :class:`ModelSpec` of an HF config.
 
     Args:
         config: the config as a dict, the path of a ``config.json``, or the folder that holds one.
+        rope_scaling: ``model.rope_scaling`` of a run, which stands for the config's own; empty: none.
 
     Raises:
         MissingConfigError: there is no ``config.json``.
         ConfigError: the ``model_type`` is unknown, a field is missing or impossible, or the folder
             contradicts itself (:mod:`.hf_folder`).
     """
-    if not isinstance(config, dict):
-        config_path = Path(config)
-        config_path = config_path / "config.json" if config_path.is_dir() else config_path
-        if not config_path.is_file():
-            raise MissingConfigError(
-                f"{config} holds no config.json; give the folder of a downloaded checkpoint"
-                " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
-                " `hf download REPOSITORY config.json --local-dir FOLDER`)"
-            )
-        try:
-            return _read_spec(read_config(config_path))
-        except ConfigError as error:
-            if str(config_path.parent) in str(error):
-                raise
-            raise ConfigError(f"{config_path.parent}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ConfigError(f"{config_path} is invalid: {type(error).__name__}: {error}") from error
-    return _read_spec(config)
+    spec = _read_spec(config) if isinstance(config, dict) else _read_folder(Path(config))
+    if not rope_scaling:
+        return spec
+    try:
+        return _read_spec(with_rope_scaling(spec.hf_config, rope_scaling))
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"model.rope_scaling: {str(error).removeprefix('config.json: ')}") from error
+
+
+def _read_folder(path: Path) -> ModelSpec:
+    config_path = path / "config.json" if path.is_dir() else path
+    if not config_path.is_file():
+        raise MissingConfigError(
+            f"{path} holds no config.json; give the folder of a downloaded checkpoint"
+            " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
+            " `hf download REPOSITORY config.json --local-dir FOLDER`)"
+        )
+    try:
+        return _read_spec(read_config(config_path))
+    except ConfigError as error:
+        if str(config_path.parent) in str(error):
+            raise
+        raise ConfigError(f"{config_path.parent}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{config_path} is invalid: {type(error).__name__}: {error}") from error
 
 
 def _read_spec(config: dict[str, Any]) -> ModelSpec:

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron_vl.system.errors import UserError
-
-
-class ConfigError(UserError, ValueError):
-    """A Hugging Face config cannot be used. The message names the field and what would be valid."""
+from megatron_vl.spec.families.config_error import ConfigError
+from megatron_vl.spec.families.rope import (
+    YarnSpec,
+    check_rope_places,
+    read_rope_fields,
+    read_yarn,
+    text_config,
+)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,8 @@ class LanguageSpec:
     """The experts of the layers that have experts; None for a dense model."""
     rotary_fraction: float = 1.0
     """Fraction of a head's elements that RoPE rotates, starting with the first element."""
+    yarn: YarnSpec | None = None
+    """YaRN; None for the frequencies of the pretraining."""
     output_gate: bool = False
     """Whether softmax attention's output is multiplied by the sigmoid of a gate. The query projection outputs
     this gate next to each head's query."""
@@ -196,6 +201,24 @@ class LanguageSpec:
     def rotary_dim(self) -> int:
         """Number of a head's elements that RoPE rotates."""
         return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def query_scale(self) -> tuple[int, float] | None:
+        """YaRN's attention factor of query and key: (elements of a query's head, their factor); None: 1."""
+        if self.yarn is None or self.yarn.attention_factor == 1.0:
+            return None
+        return self.rotary_dim, self.yarn.attention_factor**2
+
+    @property
+    def rope_fields(self) -> dict[str, Any]:
+        """The rotary positions, with the names of ``config.json``."""
+        fields: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        fields["mrope_section"] = list(self.mrope_section)
+        if self.mrope_interleaved:
+            fields["mrope_interleaved"] = True
+        if self.rotary_fraction != 1.0:
+            fields["partial_rotary_factor"] = self.rotary_fraction
+        return fields | (self.yarn.as_fields() if self.yarn else {})
 
     def has_linear_attention(self, layer_index: int) -> bool:
         """Whether the decoder layer ``layer_index`` (from 0) has linear attention."""
@@ -224,7 +247,7 @@ class ModelSpec:
         """Lists (field, own value, other's value) for the fields that make two specs different models.
 
         If the list is empty, both specs can use the same weights. Special tokens, the range of random initial
-        weights and the coefficient of the load-balancing loss are not compared.
+        weights, the coefficient of the load-balancing loss and YaRN are not compared.
         """
         if self.family != other.family:
             return [("family", self.family, other.family)]
@@ -232,7 +255,7 @@ class ModelSpec:
         for half in ("vision", "language"):
             for spec_field in dataclasses.fields(getattr(self, half)):
                 own, others = (getattr(getattr(spec, half), spec_field.name) for spec in (self, other))
-                if spec_field.compare and own != others:
+                if spec_field.compare and spec_field.name != "yarn" and own != others:
                     differences.append((f"{half} {spec_field.name}", own, others))
         return differences
 
@@ -285,15 +308,6 @@ def _config_with_layers(
     return config
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The text fields of an HF config.
-
-    Released Qwen2-VL and Qwen2.5-VL checkpoints have them at the top level. transformers 5.x nests them in
-    ``text_config``.
-    """
-    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
-
-
 TEXT_FIELDS_PLACE = "the text fields (text_config, or the top of the file)"
 """Where the language model's fields are, for error messages."""
 
@@ -334,7 +348,7 @@ def read_language_spec(
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
     text_fields, rope_fields = text_config(config), read_rope_fields(config)
-    _check_rope_places(config)
+    check_rope_places(config)
     _check_text_fields(text_fields, rope_fields)
     required_field = partial(require_field, text_fields, section_name=TEXT_FIELDS_PLACE)
 
@@ -359,45 +373,8 @@ def read_language_spec(
         tied_embeddings=tied_embeddings,
         mrope_interleaved=bool(rope_fields.get("mrope_interleaved", False)),
         rotary_fraction=rotary_fraction,
+        yarn=read_yarn(config),
     )
-
-
-def read_rope_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions. If a file has both names, transformers uses the older one."""
-    text_fields = text_config(config)
-    return text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
-
-
-def _check_rope_places(config: dict[str, Any]) -> None:
-    """Raises ConfigError if one of the places for rope fields asks for other positions than another.
-
-    Which of them counts depends on the program and its version, so that a wish in one of them would be lost.
-    """
-    sections = {"": config, "text_config.": text_config(config)}
-    places = {
-        f"{prefix}{name}": section[name]
-        for prefix, section in sections.items()
-        for name in ("rope_scaling", "rope_parameters")
-        if section.get(name)
-    }
-    for place, rope_fields in places.items():
-        for name in ("rope_type", "type"):
-            if rope_fields.get(name, "default") not in ("mrope", "default", None):
-                raise ConfigError(
-                    f"config.json: rope type {rope_fields[name]!r} in {place}.{name} is not supported; valid:"
-                    " 'mrope', 'default'"
-                )
-
-    rope_fields, text_fields = read_rope_fields(config), text_config(config)
-    for name in ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor"):
-        # Beside the fields, transformers also saves its class's default, which counts only if they have none.
-        value = rope_fields.get(name, text_fields.get(name))
-        for place, fields in places.items():
-            if fields.get(name, value) != value:
-                raise ConfigError(
-                    f"config.json: {name} is {fields[name]} in {place}, but {value} is read; make the places"
-                    " of rope fields equal, or keep one"
-                )
 
 
 def _check_text_fields(text_fields: dict[str, Any], rope_fields: dict[str, Any]) -> None:

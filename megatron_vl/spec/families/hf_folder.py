@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.spec.families.base import ConfigError
+from megatron_vl.spec.families.rope import serving_config
 
 WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -209,3 +210,12 @@ def chat_template_note(hf_dir: str | Path) -> str:
         " as by transformers' processors. A server that reads the tokenizer's needs it as an option"
         " (vllm serve --chat-template)"
     )
+
+
+def write_rope_fields(hf_dir: Path, trained_rope: dict[str, Any]) -> None:
+    """Makes a folder's config say which rotary positions training saw, if it does not for every program."""
+    config_path = hf_dir / "config.json"
+    config = json.loads(config_path.read_bytes())
+    served_config = serving_config(config, trained_rope)
+    if served_config != config:
+        config_path.write_text(json.dumps(served_config, indent=2) + "\n")

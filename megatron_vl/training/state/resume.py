@@ -40,6 +40,7 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
     part_rates = peak_learning_rates(config)
     fields |= {
         "model.moe_aux_loss": aux_loss(spec, config.model)[0],
+        "model.rope_scaling": spec.language.yarn and spec.language.yarn.as_fields(),
         "optimizer.vision_lr": part_rates["vision"],
         "optimizer.merger_lr": part_rates["merger"],
     }

@@ -1,0 +1,109 @@
+"""An export says which rotary positions training saw, in config.json and in megatron_vl.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from converters.convert import convert_weights, export_weights
+from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.rope import with_rope_scaling
+from megatron_vl.training.lora import check_same_model
+from megatron_vl.weights.weight_reader import WeightReader
+from tests.tiny import tiny_checkpoint
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def folder_with_yarn(hf: Path, copied: Path, second_place: bool = False) -> Path:
+    shutil.copytree(hf, copied)
+    config = json.loads((hf / "config.json").read_text())
+    changed = with_rope_scaling(config, YARN)
+    if second_place:
+        text = config.get("text_config", config)
+        old = text.pop("rope_parameters", None) or text["rope_scaling"]
+        text |= {"rope_scaling": old, "rope_parameters": YARN}
+        changed = config
+    (copied / "config.json").write_text(json.dumps(changed))
+    return copied
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_export_to_the_plain_folder_has_yarn(tmp_path: Path, family: str) -> None:
+    hf = tiny_checkpoint(family)
+    convert_weights(folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "weights")
+    export_weights(tmp_path / "weights", hf, tmp_path / "out")
+
+    trained = read_spec(tmp_path / "hf").language
+    facts = json.loads((tmp_path / "out" / "megatron_vl.json").read_text())
+    assert facts["rope"] == trained.rope_fields and facts["rope"].items() >= YARN.items()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    text = config.get("text_config", config)
+    [place] = [name for name in ("rope_scaling", "rope_parameters") if name in text]
+    assert text[place].items() >= YARN.items() and "type" not in text[place]
+    assert read_spec(tmp_path / "out").language == trained
+
+    from transformers import AutoConfig
+
+    served = AutoConfig.from_pretrained(tmp_path / "out").get_text_config().rope_parameters
+    assert (served["rope_type"], served["factor"]) == ("yarn", 4.0)
+    # All but the rotary fields is as it was.
+    plain = json.loads((hf / "config.json").read_text())
+    for each in (plain.get("text_config", plain), text):
+        for name in ("rope_scaling", "rope_parameters"):
+            each.pop(name, None)
+    assert config == plain
+
+
+def test_export_to_a_folder_with_yarn_in_the_second_place_moves_it(tmp_path: Path) -> None:
+    """transformers would serve that folder without YaRN."""
+    hf = folder_with_yarn(tiny_checkpoint("qwen3_vl"), tmp_path / "hf", second_place=True)
+    convert_weights(hf, tmp_path / "weights")
+    export_weights(tmp_path / "weights", hf, tmp_path / "out")
+    text = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
+    assert "rope_parameters" not in text and text["rope_scaling"].items() >= YARN.items()
+
+    from toolkit.common.hf_loading import load_hf_model
+
+    for folder in (hf, tmp_path / "out"):
+        model = load_hf_model(folder, dtype="float32")
+        assert model.model.language_model.rotary_emb.rope_type == "yarn"
+
+
+def test_export_without_yarn_to_a_folder_with_it_has_none(tmp_path: Path) -> None:
+    """As after a run with ``model.rope_scaling: {rope_type: default}``, whose checkpoint knows its facts."""
+    hf = tiny_checkpoint("qwen3_5")
+    convert_weights(hf, tmp_path / "weights")
+    manifest_path = tmp_path / "weights" / "manifest.json"
+    manifest = json.loads(manifest_path.read_text())
+    manifest["origin"] |= {"media": {"min_pixels": 4, "max_pixels": 8}}
+    from megatron_vl.system.json_files import manifest_digest
+
+    manifest_path.write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
+    export_weights(tmp_path / "weights", folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "out")
+    assert read_spec(tmp_path / "out").language == read_spec(hf).language
+    assert json.loads((tmp_path / "out" / "megatron_vl.json").read_text())["rope"]["rope_type"] == "default"
+
+
+def test_untrained_weights_leave_the_config_as_it_is(tmp_path: Path) -> None:
+    hf = folder_with_yarn(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")
+    convert_weights(hf, tmp_path / "weights")
+    export_weights(tmp_path / "weights", hf, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_bytes() == (hf / "config.json").read_bytes()
+
+
+def test_weights_trained_with_yarn_start_no_run_without_it(tmp_path: Path) -> None:
+    hf = tiny_checkpoint("qwen3_vl")
+    convert_weights(folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "weights")
+    weights_spec = WeightReader(tmp_path / "weights").spec
+    with pytest.raises(
+        RunConfigError, match="trained with YaRN.* lacks .*--model.rope_scaling '{\"rope_type"
+    ):
+        check_same_model("weights", weights_spec, TrainConfig(model=ModelConfig(hf=str(hf))), read_spec(hf))
+    for rope_scaling in (YARN, {"rope_type": "default"}):
+        config = TrainConfig(model=ModelConfig(hf=str(hf), rope_scaling=rope_scaling))
+        check_same_model("weights", weights_spec, config, read_spec(hf, rope_scaling))

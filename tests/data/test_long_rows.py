@@ -1,0 +1,171 @@
+"""Rows of 1,048,576 tokens: what the loader plans, counts and sends of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
+from megatron_vl.data.packing.fill_row import choose_row_samples
+from megatron_vl.data.packing.plan_rows import plan_rows
+from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
+from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.positions import GridTHW, mrope_positions, placeholder_runs
+from megatron_vl.training.rows.row_message import serialize_row
+from megatron_vl.training.rows.row_shards import RowSharding
+
+MILLION = 2**20
+CONFIGS = Path(__file__).parents[1] / "hf_configs"
+RANKS = 8
+
+
+# --- Packing ------------------------------------------------------------------------------------------------
+
+
+def test_planned_rows_of_a_million_tokens_are_full() -> None:
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(300, 900, 4 * 1800)
+    patches = 4 * draw.integers(100, 299, len(tokens))
+    rows = plan_rows(tokens, patches, 3, MILLION)
+    for row in range(3):
+        assert 0.995 * MILLION < tokens[rows == row].sum() <= MILLION
+
+
+def test_planned_rows_hold_samples_of_a_million_tokens() -> None:
+    tokens = np.full(3, MILLION)
+    assert sorted(plan_rows(tokens, 4 * tokens, 3, MILLION)) == [0, 1, 2]
+
+
+def test_row_choice_among_many_samples_is_full() -> None:
+    """The oldest are taken first, and the last 64 fill the rest; a table for each would take 7 GB."""
+    draw = random.Random(0)
+    sizes = [(draw.randint(300, 900), draw.randint(100, 500)) for _ in range(2000)]
+    end = next(i for i in range(64, 2000) if sum(tokens for tokens, _ in sizes[:i]) >= MILLION)
+    row = choose_row_samples(sizes[:end], MILLION)
+    assert row[: end - 64] == list(range(end - 64)) and row == sorted(set(row))
+    assert 0.999 * MILLION < sum(sizes[i][0] for i in row) <= MILLION
+
+    # Where patches are short, the oldest stop before.
+    row = choose_row_samples(sizes[:end], MILLION, 60_000)
+    assert 59_000 < sum(sizes[i][1] for i in row) <= 60_000
+
+
+def million_row(spec: ModelSpec, documents: int) -> TrainingRow:
+    """Documents of 4,000 images with 192 tokens each, and text. Of pixels, one byte a patch."""
+    grid = GridTHW(1, 24, 32)
+    placeholders = torch.full((194,), spec.image_token_id)
+    placeholders[0], placeholders[-1] = spec.vision_start_token_id, spec.vision_end_token_id
+    planes = torch.zeros(1, 24 * 32, 1, dtype=torch.uint8)
+    samples = []
+    images = 4000 // documents
+    for _ in range(documents):
+        length = MILLION // documents - 7
+        text = torch.full((length - images * 194,), 5)
+        token_ids = torch.cat([placeholders.repeat(images), text])
+        loss_mask = torch.zeros(length, dtype=torch.bool)
+        loss_mask[-len(text) // 2 :] = True
+        samples.append(TokenizedSample(token_ids, loss_mask, [MediaItem(grid, planes)] * images))
+    return pack_row(samples, spec, MILLION)
+
+
+@pytest.mark.parametrize("documents", [1, pytest.param(1000, marks=pytest.mark.full)])
+def test_row_of_a_million_tokens_is_sent_in_parts(documents: int) -> None:
+    """Positions, segments, indices and routes of CP8 as each part gets them."""
+    spec = read_spec(CONFIGS / "Qwen3-VL-8B-Instruct.json")
+    row = million_row(spec, documents)
+    assert row.cu_seqlens[-1] == MILLION and row.num_patches == 4000 * 768
+    length, images = MILLION // documents - 7, 4000 // documents
+    assert row.cu_seqlens[1] == length
+    # An image of 12 x 16 units moves the text after it by 16 instead of 192 positions.
+    last = images * (2 + 16) + length - images * 194 - 1
+    assert row.position_ids[:, :length].max() == last
+
+    sharding = RowSharding(RANKS, 1, spec.vision, tower_is_decoupled=False)
+    header, buffers = serialize_row(row, sharding)
+    part = MILLION // RANKS
+    assert len(header["parts"]) == RANKS
+    sent = np.array(header["features"])
+    assert sent.sum() == 4000 * 192
+    # Each part gets as many features as it has placeholders.
+    parts = (row.tokens == spec.image_token_id).view(RANKS, part)
+    assert sent.sum(0).tolist() == parts.sum(1).tolist()
+    assert sent.sum(1).tolist() == [4000 * 192 // RANKS] * RANKS
+
+    begin = 0
+    for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
+        count = int(np.prod(header["shapes"][name]))
+        values = buffers["text"][begin : begin + count]
+        if name != "loss_mask":
+            assert torch.equal(values.long(), getattr(row, name).long().flatten()), name
+        begin += count
+    indices = buffers["ints"][-2 * 4000 * 192 :]
+    feature_index, feature_order = indices.chunk(2)
+    assert feature_index.min() >= 0 and feature_index.max() < part
+    assert feature_order.min() == 0 and feature_order.max() == sent.sum(1).max() - 1
+
+
+# --- A video of four hours ----------------------------------------------------------------------------------
+
+FOUR_HOURS = VideoInfo(frame_count=4 * 3600 * 25, fps=25.0, height=720, width=1280)
+
+
+def video_tokens(spec: ModelSpec, grid: GridTHW) -> torch.Tensor:
+    """A video alone; with four tokens of time before each frame group from Qwen3-VL on."""
+    time = [5] * 4 * spec.vision.video_timestamps
+    token_ids: list[int] = []
+    for run in placeholder_runs([grid], spec):
+        placeholders = [spec.video_token_id] * run.num_tokens(2)
+        token_ids += [*time, spec.vision_start_token_id, *placeholders, spec.vision_end_token_id]
+    return torch.tensor(token_ids)
+
+
+def test_video_of_four_hours_within_the_released_budgets() -> None:
+    """Qwen3-VL: at most 768 frames, in all 25,165,824 pixels of 2 x 32 x 32 a token."""
+    spec = read_spec(CONFIGS / "Qwen3-VL-8B-Instruct.json")
+    settings = PixelSettings(
+        **{"patch_size": 16, "video_spread": True, "video_fps": 2.0, "video_max_frames": 768},
+        **{"video_min_pixels": 4096, "video_max_pixels": 25_165_824},
+    )
+    grid = video_grid(FOUR_HOURS, settings)
+    assert grid.t == 384 and grid.t * 2 * grid.h * grid.w * 16 * 16 <= 25_165_824
+    assert grid.timestamps[-1] == pytest.approx(4 * 3600, abs=12)
+    token_ids = video_tokens(spec, grid)
+    positions = mrope_positions(token_ids, [grid], spec)
+    # Each frame group is 4 x 8 units behind 4 tokens of its time and a mark, and one mark follows.
+    assert (grid.h // 2, grid.w // 2) == (4, 7) and positions.max() == grid.t * (4 + 1 + 7 + 1) - 1
+
+
+def test_video_of_four_hours_fills_a_row_of_a_million_tokens() -> None:
+    """With ``data.video_max_frames`` and ``video_max_pixels`` raised: a frame a second, 144 tokens a pair."""
+    spec = read_spec(CONFIGS / "Qwen3-VL-8B-Instruct.json")
+    settings = PixelSettings(
+        **{"patch_size": 16, "video_spread": True, "video_fps": 1.0, "video_max_frames": 14_400},
+        **{"video_min_pixels": 4096, "video_max_pixels": 14_400 * 144 * 32 * 32},
+    )
+    assert len(frame_indices(FOUR_HOURS, settings)) == 14_400
+    grid = video_grid(FOUR_HOURS, settings)
+    assert (grid.t, grid.h // 2, grid.w // 2) == (7200, 9, 16)
+    token_ids = video_tokens(spec, grid)
+    assert len(token_ids) == 7200 * (4 + 144 + 2) == 1_080_000  # so a row of 2^20 cuts it to 3.8 hours
+    positions = mrope_positions(token_ids, [grid], spec)
+    assert positions.shape == (3, len(token_ids)) and positions.max() == 7200 * (4 + 1 + 16 + 1) - 1
+
+
+def test_positions_of_a_video_of_four_hours_follow_its_seconds() -> None:
+    """Qwen2.5-VL: 768 frames, a group every 37.5 seconds, at 2 positions a second: the last at 28,725."""
+    spec = read_spec(CONFIGS / "Qwen2.5-VL-7B-Instruct.json")
+    settings = PixelSettings(video_fps=2.0, video_max_frames=768)
+    grid = video_grid(FOUR_HOURS, settings)
+    assert grid.t == 384 and grid.second_per_grid == pytest.approx(37.5)
+    token_ids = video_tokens(spec, grid)
+    positions = mrope_positions(token_ids, [grid], spec)
+    assert positions[0].max() == 1 + 383 * 75 + 1  # the mark before it, the last group, and the mark after it
+    # Far beyond the 32,768 of the pretraining if it has twice the frames a second.
+    longer = VideoInfo(FOUR_HOURS.frame_count * 2, 25.0, 720, 1280)
+    assert int(mrope_positions(token_ids, [video_grid(longer, settings)], spec).max()) > 50_000
