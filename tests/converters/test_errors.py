@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.convert import convert_weights, export_weights, reshard_weights
-from converters.hf_checkpoint import SINGLE_FILE, WEIGHT_INDEX_FILE
+from converters.tensor_folder import SINGLE_FILE, WEIGHT_INDEX_FILE
 from megatron_vl.spec.families import ConfigError
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.hf_checkpoint import TensorFolder
+from converters import make_conversion_rules
+from converters.fp8 import Fp8Folder, open_tensor_folder
+from converters.hf_checkpoint import HfCheckpoint
+from converters.tensor_folder import TensorFolder
 from megatron_vl.data.sample.conversation_checks import iterate_texts
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
@@ -42,7 +45,7 @@ def check_hf_folder(hf_dir: str | Path) -> TensorFolder:
     """
     read_spec(hf_dir)
     refuse_named_models(Path(hf_dir))
-    return TensorFolder(hf_dir)
+    return open_tensor_folder(hf_dir)
 
 
 def load_hf_processor(hf_dir: str | Path) -> Any:
@@ -80,6 +83,8 @@ def refuse_named_models(hf_path: Path) -> None:
 def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
     """Loads the folder's model from its safetensors, in evaluation mode with SDPA attention.
 
+    FP8 weights are dequantised, which needs accelerate, and have the values that training starts from.
+
     Args:
         device_map: None loads it into this machine's memory; ``auto`` distributes it over the GPUs, which
             needs accelerate.
@@ -87,19 +92,43 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     Raises:
         The errors of :func:`check_hf_folder`.
     """
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText, FineGrainedFP8Config
 
-    check_hf_folder(hf_dir)
+    folder = check_hf_folder(hf_dir)
     if device_map is None:
         use_torch_for_linear_attention(read_spec(hf_dir))
-    return AutoModelForImageTextToText.from_pretrained(
+    fp8_arguments: dict[str, Any] = {}
+    if isinstance(folder, Fp8Folder):
+        fp8_arguments["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForImageTextToText.from_pretrained(
         hf_dir,
         dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True,
         device_map=device_map,
+        **fp8_arguments,
         **SAFE_LOADING_ARGUMENTS,
     ).eval()
+    if isinstance(folder, Fp8Folder):
+        _correct_fp8_weights(model, hf_dir, folder.weight_dtype)
+    return model
+
+
+def _correct_fp8_weights(model: Any, hf_dir: str | Path, weight_dtype: torch.dtype) -> None:
+    """Gives a model that was dequantised the values that training starts from.
+
+    transformers rounds to the type of the model and not of the folder. Up to 5.24, it takes stacks of experts
+    without their scales, and knows no separate experts of Qwen3-VL-MoE.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(parameter.to(weight_dtype))
+        source = HfCheckpoint(hf_dir)
+        for rule in make_conversion_rules(source.spec, "output_first"):  # as in transformers' memory
+            if source.tensor_infos[rule.name].num_experts:
+                (name,) = rule.hf_shapes
+                model.get_parameter(name).copy_(source.read_shard(rule.name))
 
 
 def greedy_settings(stop_token_ids: Sequence[int], max_new_tokens: int) -> Any:

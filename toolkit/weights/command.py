@@ -58,11 +58,15 @@ def export(options: ExportOptions) -> int:
 
     if options.adapter and options.merge:
         raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
+    if options.adapter and options.fp8:
+        raise UsageError("--fp8 writes a whole model, --adapter the adapters alone; leave out one of the two")
     arguments = (options.checkpoint, options.hf, options.out)
     if options.adapter:
         report = export_adapter(*arguments, force=options.force)
     else:
-        report = export_weights(*arguments, force=options.force, merges_adapter=options.merge)
+        report = export_weights(
+            *arguments, force=options.force, merges_adapter=options.merge, as_fp8=options.fp8
+        )
     report.notes += filter(None, [media_note(options.out, options.hf)])
     return _print_report(report, "" if options.adapter else options.hf.name)
 

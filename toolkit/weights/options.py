@@ -106,6 +106,9 @@ class ExportOptions(CheckpointOptions):
     """Write the adapters of a run with LoRA as a folder that PEFT loads."""
     merge: bool = False
     """Add the adapters to the weights of --hf (in float32, rounded once) and write a whole model."""
+    fp8: bool = False
+    """Write the decoder's matrices in FP8 with a scale for each block of 128 x 128, as vLLM reads the
+    released *-FP8 folders. Blocks that are equal to those of a FP8 folder in --hf keep their bytes."""
 
 
 @dataclass(kw_only=True)
