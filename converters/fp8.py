@@ -77,7 +77,7 @@ class Fp8Folder(TensorFolder):
         names = [name for name in stored.file_by_tensor if not name.endswith(SCALE_SUFFIX)]
         self.file_by_tensor = {name: stored.file_by_tensor[name] for name in names}
         self.grid_by_tensor: dict[str, BlockGrid] = {}
-        for scale_name in stored.file_by_tensor.keys() - self.file_by_tensor.keys():
+        for scale_name in [name for name in stored.file_by_tensor if name.endswith(SCALE_SUFFIX)]:
             name = scale_name.removesuffix(SCALE_SUFFIX)
             if name not in self.file_by_tensor:
                 raise WeightsError(f"{self.path}: tensor {scale_name!r} scales {name!r}, which is missing")
@@ -193,15 +193,14 @@ class Fp8Output:
 
         def largest_of_blocks(elements: Tensor) -> Tensor:
             tiles = pad(elements, (0, -cols % block_cols)).unflatten(1, (-1, block_cols)).amax(2)
-            return tiles.new_zeros(scale_row_end - scale_row, tiles.shape[1]).index_reduce_(
-                0, block_rows, tiles, "amax"
-            )
+            peaks = tiles.new_zeros(scale_row_end - scale_row, tiles.shape[1])
+            return peaks.scatter_reduce_(0, block_rows[:, None].expand_as(tiles), tiles, "amax")
 
         def of_elements(blocks: Tensor) -> Tensor:
             return blocks.index_select(0, block_rows).repeat_interleave(block_cols, 1)[:, :cols]
 
         peaks = largest_of_blocks(values.abs())
-        factors = torch.where(peaks > 0, torch.finfo(FP8).max / peaks, 1.0)
+        factors = torch.where(peaks > 1e-30, torch.finfo(FP8).max / peaks, 1.0)
         scales = (1 / factors).to(self.scale_dtype)
         if self.scale_dtype != torch.float32:
             factors = 1 / scales.float()  # of the scale that readers find

@@ -10,6 +10,7 @@ of all families may use either style.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from functools import cached_property, reduce
 from pathlib import Path
@@ -34,9 +35,9 @@ from .fp8 import open_tensor_folder
 from .rules import DOWN_STACK, GATE_UP_STACK, HF_OUTPUT, RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle
 from .tensor_folder import TensorFolder
 
-CARRIED_PREFIX_BY_FAMILY = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
-"""Family -> prefix of the tensors in its released folders that neither this project nor transformers treats
-as part of the model. An export copies them from the original folder."""
+CARRIED_NAMES = re.compile(r"(model\.)?(language_model\.)?mtp\.")
+"""Begins the names of multi-token prediction, as released (``mtp.``) and in places where other tools put it.
+Neither this project nor transformers treats it as part of Qwen3.5. An export copies it from the original."""
 
 _NAME_STYLES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 """Prefixes of names in transformers' memory, and those of the first released folders."""
@@ -102,9 +103,8 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
-    """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_PREFIX_BY_FAMILY`)."""
-    carried_prefix = CARRIED_PREFIX_BY_FAMILY.get(spec.family)
-    return carried_prefix is not None and tensor_name.startswith(carried_prefix)
+    """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_NAMES`)."""
+    return spec.language.linear_attention is not None and bool(CARRIED_NAMES.match(tensor_name))
 
 
 class HfCheckpoint(CanonicalWeights):
@@ -186,8 +186,10 @@ class HfCheckpoint(CanonicalWeights):
             expected_by_name[HF_OUTPUT] = expected_by_name[self.embedding_name]
         for released_name in expected_by_name:
             if released_name not in self.stored_name_by_released:
+                advice = "; tie_word_embeddings at its top says that it is not the embedding"
                 raise WeightsError(
                     f"{self.path}: tensor {released_name!r} is missing, but config.json requires it"
+                    + advice * (released_name == HF_OUTPUT)
                 )
 
         for released_name, stored_name in self.stored_name_by_released.items():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from converters import make_conversion_rules
 from converters.fp8 import Fp8Folder, open_tensor_folder
-from converters.hf_checkpoint import HfCheckpoint
+from converters.hf_checkpoint import HfCheckpoint, detect_expert_style
 from converters.tensor_folder import TensorFolder
 from megatron_vl.data.sample.conversation_checks import iterate_texts
 from megatron_vl.data.sample.tokenizer import load_tokenizer
@@ -94,9 +94,9 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     """
     from transformers import AutoModelForImageTextToText, FineGrainedFP8Config
 
-    folder = check_hf_folder(hf_dir)
+    folder, spec = check_hf_folder(hf_dir), read_spec(hf_dir)
     if device_map is None:
-        use_torch_for_linear_attention(read_spec(hf_dir))
+        use_torch_for_linear_attention(spec)
     fp8_arguments: dict[str, Any] = {}
     if isinstance(folder, Fp8Folder):
         fp8_arguments["quantization_config"] = FineGrainedFP8Config(dequantize=True)
@@ -109,26 +109,30 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
         **fp8_arguments,
         **SAFE_LOADING_ARGUMENTS,
     ).eval()
-    if isinstance(folder, Fp8Folder):
-        _correct_fp8_weights(model, hf_dir, folder.weight_dtype)
+    with torch.no_grad():
+        if isinstance(folder, Fp8Folder):
+            # transformers rounds to the type of the model, and training to that of the folder.
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(parameter.to(folder.weight_dtype))
+        if spec.language.moe and (
+            isinstance(folder, Fp8Folder) or detect_expert_style(spec, folder) == "apart"
+        ):
+            _fill_experts(model, hf_dir)
     return model
 
 
-def _correct_fp8_weights(model: Any, hf_dir: str | Path, weight_dtype: torch.dtype) -> None:
-    """Gives a model that was dequantised the values that training starts from.
+def _fill_experts(model: Any, hf_dir: str | Path) -> None:
+    """Gives the experts of a model the weights that training starts from.
 
-    transformers rounds to the type of the model and not of the folder. Up to 5.24, it takes stacks of experts
-    without their scales, and knows no separate experts of Qwen3-VL-MoE.
+    Up to 5.24, transformers takes stacks in FP8 without their scales, and leaves the experts of Qwen3-VL-MoE
+    random if they are stored apart.
     """
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(parameter.to(weight_dtype))
-        source = HfCheckpoint(hf_dir)
-        for rule in make_conversion_rules(source.spec, "output_first"):  # as in transformers' memory
-            if source.tensor_infos[rule.name].num_experts:
-                (name,) = rule.hf_shapes
-                model.get_parameter(name).copy_(source.read_shard(rule.name))
+    source = HfCheckpoint(hf_dir)
+    for rule in make_conversion_rules(source.spec, "output_first"):  # as in transformers' memory
+        if source.tensor_infos[rule.name].num_experts:
+            (name,) = rule.hf_shapes
+            model.get_parameter(name).copy_(source.read_shard(rule.name))
 
 
 def greedy_settings(stop_token_ids: Sequence[int], max_new_tokens: int) -> Any:
