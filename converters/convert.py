@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,14 @@ from megatron_vl.weights.weight_reader import WeightReader
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
 from .fp8 import FP8, Fp8Folder
 from .hf_checkpoint import HfCheckpoint
-from .hf_output import describe_tensors, file_headers, gather_from, keeps_form, output_tensors
+from .hf_output import (
+    OutputTensor,
+    describe_form,
+    file_headers,
+    gather_from,
+    keeps_form,
+    output_tensors,
+)
 from .lora import MergedWeights, PeftAdapters, open_lora, peft_config, peft_tensors
 from .output_folder import ConversionOutput, open_output
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -336,27 +343,17 @@ def export_weights(
     training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
     outputs = output_tensors(source, hf_checkpoint, as_fp8=as_fp8)
     headers = file_headers(hf_checkpoint, outputs, as_fp8=as_fp8)
-    companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
-    input_dirs, output_dir = [source.path, hf_checkpoint.path], Path(output_dir)
-    with open_output(output_dir, input_dirs, headers, force_overwrite=force, is_hf_export=True) as output:
-        jobs: dict[str, list[CopyJob]] = {}
-        for o in outputs:
-            job = CopyJob(output.writer_by_file[o.file], o.name, o.shape, o.dtype, o.read_region)
-            jobs.setdefault(o.source_name, []).append(job)
-        write_seconds = _run_copy_jobs("export", source, jobs, output, workers)
-        output.commit_files()
-        for relative_path in companion_files:
-            copied_path = output.path / relative_path
-            copied_path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
-        if not keeps_form(hf_checkpoint, as_fp8=as_fp8):
-            describe_tensors(output.path, outputs, as_fp8=as_fp8)
-        _write_training_facts(output.path, training_facts)
 
-    report = _make_report(output_dir, output, write_seconds)
+    def describe(output_path: Path) -> None:
+        if not keeps_form(hf_checkpoint, as_fp8=as_fp8):
+            describe_form(output_path, outputs, as_fp8=as_fp8)
+        _write_training_facts(output_path, training_facts)
+
+    report = write_hf_folder(
+        "export", source, hf_checkpoint, outputs, headers, Path(output_dir), describe, workers, force=force
+    )
     report.cast = _count_casts(source, hf_checkpoint)
     report.carried = len(hf_checkpoint.carried_names)
-    report.skipped = list(map(str, skipped_files))
     if fp8_count := sum(o.dtype == FP8 for o in outputs):
         report.notes.append(f"{fp8_count} matrices are in FP8 (E4M3), with a scale for each block")
     if merges_adapter and not lora.lora_base.digest:
@@ -364,6 +361,45 @@ def export_weights(
             f"{checkpoint} does not record which weights its adapters were trained on; the result is right"
             f" only if they are those in {hf}"
         )
+    return report
+
+
+def write_hf_folder(
+    command_name: str,
+    source: CanonicalWeights,
+    original: HfCheckpoint,
+    outputs: Sequence[OutputTensor],
+    header_by_file: dict[str, bytes],
+    output_dir: Path,
+    describe: Callable[[Path], None],
+    workers: int = 0,
+    *,
+    force: bool,
+) -> WeightsReport:
+    """Writes a Hugging Face folder: its weights, and copies of the other files of ``original``.
+
+    Args:
+        describe: called at the end with the folder, to complete the copies.
+    """
+    companion_files, skipped_files = original.tensor_folder.companion_files()
+    input_dirs = [source.path, original.path]
+    with open_output(
+        output_dir, input_dirs, header_by_file, force_overwrite=force, is_hf_export=True
+    ) as output:
+        jobs: dict[str, list[CopyJob]] = {}
+        for o in outputs:
+            job = CopyJob(output.writer_by_file[o.file], o.name, o.shape, o.dtype, o.read_region)
+            jobs.setdefault(o.source_name, []).append(job)
+        write_seconds = _run_copy_jobs(command_name, source, jobs, output, workers or default_worker_count())
+        output.commit_files()
+        for relative_path in companion_files:
+            copied_path = output.path / relative_path
+            copied_path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(original.path / relative_path, copied_path)
+        describe(output.path)
+
+    report = _make_report(output_dir, output, write_seconds)
+    report.skipped = list(map(str, skipped_files))
     return report
 
 

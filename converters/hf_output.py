@@ -34,6 +34,7 @@ from . import make_conversion_rules
 from .fp8 import FP8, RELEASED_BLOCK_SIZE, BlockGrid, Fp8Folder, Fp8Output
 from .hf_checkpoint import HfCheckpoint, is_carried_tensor
 from .rules import DOWN_STACK, GATE_UP_STACK
+from .tensor_folder import TensorFolder
 
 _FP8_MATRICES = re.compile(
     r"\.layers\.\d+\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
@@ -108,8 +109,7 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
     stored = fp8_folder.stored if fp8_folder and as_fp8 else folder
     for name, file in stored.file_by_tensor.items():
         if is_carried_tensor(original.spec, name):
-            dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[stored.dtype_code(name)]
-            read_region = partial(stored.read_region, name)
+            dtype, read_region = any_dtype(stored, name), partial(stored.read_region, name)
             outputs.append(OutputTensor(file, name, stored.shape(name), dtype, name, read_region))
     return outputs
 
@@ -146,10 +146,20 @@ def file_headers(
     if keeps_form(original, as_fp8=as_fp8):
         files = original.tensor_folder.reader_by_file
         return {file: read_safetensors_header(original.path / file) for file in files}
+    return headers_of(outputs)
+
+
+def headers_of(outputs: Sequence[OutputTensor]) -> dict[str, bytes]:
+    """File -> its header."""
     types_by_file: dict[str, dict[str, tuple[torch.dtype, Sequence[int]]]] = {}
     for output in outputs:
         types_by_file.setdefault(output.file, {})[output.name] = (output.dtype, output.shape)
     return {file: make_safetensors_header(types, {"format": "pt"}) for file, types in types_by_file.items()}
+
+
+def any_dtype(folder: TensorFolder, tensor_name: str) -> torch.dtype:
+    """The type of a stored tensor, also if it cannot be converted."""
+    return (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[folder.dtype_code(tensor_name)]
 
 
 def keeps_form(original: HfCheckpoint, *, as_fp8: bool) -> bool:
@@ -157,7 +167,7 @@ def keeps_form(original: HfCheckpoint, *, as_fp8: bool) -> bool:
     return as_fp8 == isinstance(original.tensor_folder, Fp8Folder)
 
 
-def describe_tensors(output_dir: Path, outputs: Sequence[OutputTensor], *, as_fp8: bool) -> None:
+def describe_form(output_dir: Path, outputs: Sequence[OutputTensor], *, as_fp8: bool) -> None:
     """Makes the copies of ``config.json`` and the index in ``output_dir`` say what the tensors are now."""
     config = json.loads((output_dir / "config.json").read_text())
     config.pop(FP8_FIELD, None)
@@ -170,6 +180,11 @@ def describe_tensors(output_dir: Path, outputs: Sequence[OutputTensor], *, as_fp
             "modules_to_not_convert": _plain_modules(outputs),
         }
     (output_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_index(output_dir, outputs)
+
+
+def write_index(output_dir: Path, outputs: Sequence[OutputTensor]) -> None:
+    """Writes the index of an exported folder, if it has one."""
     if (output_dir / WEIGHT_INDEX_FILE).exists():
         total_size = sum(math.prod(output.shape) * output.dtype.itemsize for output in outputs)
         weight_map = {output.name: output.file for output in sorted(outputs, key=lambda o: o.name)}

@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.tiny import tiny_checkpoint
 
 QUANTISED = re.compile(
-    r"layers\.\d+\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)|mlp\.[a-z_.]*(gate|up|down|gate_up)_proj)"
+    r"layers\.\d+\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
+    r"|mlp\.[a-z_.]*(gate|up|down|gate_up)_proj)"
 )
 SIZES: dict[str, Any] = {
     **{"ffn_hidden_size": 192, "expert_ffn_hidden_size": 96, "shared_ffn_hidden_size": 32, "head_dim": 32},

@@ -24,9 +24,14 @@ SHOWN_DIFFERENCES = 10
 
 
 def convert(options: ConvertOptions) -> int:
-    """Converts Hugging Face weights, or an adapter for them, to Megatron weights."""
+    """Converts Hugging Face weights, or an adapter for them, to Megatron weights; or adds tokens."""
+    from converters.add_tokens import add_tokens
     from converters.convert import convert_adapter, convert_weights
 
+    if options.add_tokens is not None:
+        if options.adapter is not None or options.fields:
+            raise UsageError("--add-tokens writes a Hugging Face folder; leave out --adapter and the layout")
+        return _print_report(add_tokens(options.hf, options.add_tokens, options.out, force=options.force))
     arguments = (options.hf, options.out, options.layout_arguments)
     if options.adapter is not None:
         report = convert_adapter(options.adapter, *arguments, force=options.force)
