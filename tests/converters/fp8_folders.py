@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 
 
 def quantise(values: Tensor, block_size: tuple[int, int], scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """E4M3 values and scales of a matrix or a stack of them, in plain loops. The last blocks may be smaller."""
+    """E4M3 values and scales of a matrix or a stack, in plain loops. The last blocks may be smaller."""
     (*lead, rows, cols), (height, width) = values.shape, block_size
     scales = torch.zeros(*lead, -(-rows // height), -(-cols // width), dtype=scale_dtype)
     weight = torch.zeros_like(values, dtype=torch.float8_e4m3fn)
