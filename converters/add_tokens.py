@@ -57,10 +57,11 @@ def add_tokens(hf: str | Path, token_file: Path, output_dir: Path, *, force: boo
         resized.add(source.stored_name_by_released[HF_OUTPUT])
     outputs = []
     for name, file in folder.file_by_tensor.items():
-        shape, read_region = folder.shape(name), partial(folder.read_region, name)
+        shape = folder.shape(name)
+        read_region: Callable[[MatrixRegion], Tensor] = partial(folder.read_region, name)
         if name in resized:
-            num_used = min(old_rows, last_id + 1)
-            shape, read_region = (rows, *shape[1:]), _resized_rows(folder, name, num_used, pieces)
+            shape = (rows, *shape[1:])
+            read_region = _resized_rows(folder, name, min(old_rows, last_id + 1), pieces)
         outputs.append(OutputTensor(file, name, shape, any_dtype(folder, name), name, read_region))
 
     def describe(output_path: Path) -> None:

@@ -98,9 +98,8 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
                 f"{original.path}: tensor {name!r} of shape {list(shape)} cannot be written in FP8: serving"
                 " engines need whole blocks of 128 x 128"
             )
-        fp8_output = Fp8Output(
-            grid, gather_from(source, blocks, torch.float32), fp8_folder and (fp8_folder, name)
-        )
+        earlier = (fp8_folder, name) if fp8_folder else None
+        fp8_output = Fp8Output(grid, gather_from(source, blocks, torch.float32), earlier)
         scale_types = (grid.scale_shape, fp8_output.scale_dtype)
         outputs += [
             OutputTensor(file, name, shape, FP8, source_name, fp8_output.read_weight),

@@ -71,9 +71,10 @@ def fp8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     if not isinstance(fields, dict) or fields.get("quant_method") != "fp8":
         return None
     block_size = fields.get("weight_block_size")
-    is_block_size = isinstance(block_size, list) and [type(n) for n in block_size] == [int, int]
     usual = {"fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-    if not is_block_size or min(block_size) < 1 or any(fields.get(k, v) != v for k, v in usual.items()):
+    if not isinstance(block_size, list) or [type(side) for side in block_size] != [int, int]:
+        return None
+    if min(block_size) < 1 or any(fields.get(name, value) != value for name, value in usual.items()):
         return None
     return block_size[0], block_size[1]
 
