@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 
 from converters.add_tokens import add_tokens
 from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.conversation_checks import ChatError
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
@@ -63,7 +65,7 @@ def test_added_tokens_have_the_mean_of_their_pieces(tmp_path: Path, family: str,
     assert torch.equal(*logits)
 
 
-def test_rows_grow_and_can_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_grow_and_can_be_cut(tmp_path: Path) -> None:
     """FP8 weights stay as they are; a second conversion has nothing to do."""
     hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
     tokenizer = AutoTokenizer.from_pretrained(hf)
@@ -120,7 +122,7 @@ def test_odd_numbers_of_rows_have_a_way_out(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
 
 
-def test_tokens_without_a_row_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_without_a_row_get_one(tmp_path: Path) -> None:
     """A start is refused with the command that helps; an empty file gives their rows to all tokens."""
     hf = tmp_path / "hf"
     shutil.copytree(tiny_checkpoint("qwen3_vl"), hf)
@@ -128,14 +130,14 @@ def test_tokens_without_a_row_get_one(tmp_path: Path, capsys: pytest.CaptureFixt
     pieces = tokenizer("<loc_299>", add_special_tokens=False)["input_ids"]
     tokenizer.add_tokens([f"<loc_{i}>" for i in range(300)])
     tokenizer.save_pretrained(hf)
-    capsys.readouterr()
-    assert main(f"train --dry-run --model.hf {hf} --data.path {hf} --platform cpu".split()) != 0
-    remedy = f"megatron-vl convert --hf {hf} --add-tokens FILE --out NEW_FOLDER`"
-    assert remedy in capsys.readouterr().err
+    remedy = rf"`megatron-vl convert --hf {hf} --add-tokens FILE --out NEW_FOLDER` \(FILE may be empty\)"
+    with pytest.raises(ChatError, match=remedy):
+        ChatEncoder(hf, read_spec(hf))  # with which every start and data command begins
     add_tokens(hf, token_file(tmp_path, []), tmp_path / "out")
     name = "model.language_model.embed_tokens.weight"
     old, new = stored_tensors(hf)[name], stored_tensors(tmp_path / "out")[name]
     assert torch.equal(new[: len(old)], old)
+    ChatEncoder(tmp_path / "out", read_spec(tmp_path / "out"))
     expected = old[pieces].float().mean(0).bfloat16()
     assert torch.equal(new[tokenizer.convert_tokens_to_ids("<loc_299>")], expected)
 
