@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from converters import make_conversion_rules
-from converters.hf_checkpoint import WEIGHT_INDEX_FILE
+from converters.tensor_folder import WEIGHT_INDEX_FILE
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.tensor_files import TensorWriter, make_safetensors_header, row_regions

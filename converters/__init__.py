@@ -1,9 +1,10 @@
 """Converts weights between Hugging Face and Megatron, with one table of rules per family for both directions.
 
 The converters run on CPU and stream tensors. ``rules.py`` defines what a tensor consists of, ``qwen*.py`` are
-the families' tables, ``hf_checkpoint.py`` reads HF folders, ``copy_jobs.py`` copies tensors in threads,
-``output_folder.py`` holds what is written, ``convert.py`` combines them for conversion,
-splitting, merging and export, and ``compare.py`` compares checkpoints.
+the families' tables, ``hf_checkpoint.py`` reads HF folders, ``fp8.py`` reads and writes FP8 weights,
+``copy_jobs.py`` copies tensors in threads, ``output_folder.py`` holds what is written, ``hf_output.py`` says
+what an export holds, ``convert.py`` combines them for conversion, splitting, merging and export,
+``add_tokens.py`` writes folders with more rows, and ``compare.py`` compares checkpoints.
 """
 
 from __future__ import annotations

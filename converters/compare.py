@@ -26,7 +26,9 @@ from megatron_vl.weights.tensor_files import (
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import default_worker_count
-from .hf_checkpoint import HfCheckpoint, TensorFolder, short_tensor_name
+from .fp8 import is_fp8_folder, open_tensor_folder
+from .hf_checkpoint import HfCheckpoint, short_tensor_name
+from .tensor_folder import TensorFolder
 
 INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,8 +65,11 @@ class _StoredTensor:
     read_region: Callable[[MatrixRegion], Tensor]
 
 
-def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], bool]:
+def _open_checkpoint(checkpoint_path: Path, *, as_stored: bool) -> tuple[dict[str, _StoredTensor], bool]:
     """Opens a HF folder with its stored names, or Megatron weights of any layout as full tensors.
+
+    Args:
+        as_stored: whether FP8 weights are not dequantised.
 
     Returns:
         The tensors by name, and whether it is a HF folder.
@@ -74,7 +79,7 @@ def _open_checkpoint(checkpoint_path: Path) -> tuple[dict[str, _StoredTensor], b
         # The reader must not refuse damaged tensors: a comparison shows the differences.
         return _canonical_tensors(WeightReader(checkpoint_path, should_verify=False)), False
 
-    folder = TensorFolder(checkpoint_path)
+    folder = TensorFolder(checkpoint_path) if as_stored else open_tensor_folder(checkpoint_path)
     return {
         name: _StoredTensor(folder.shape(name), folder.dtype_code(name), partial(folder.read_region, name))
         for name in folder.file_by_tensor
@@ -100,7 +105,8 @@ def compare_weights(
 ) -> CheckpointComparison:
     """Compares all tensors of two folders bit for bit: HF folders, or Megatron weights of any layouts.
 
-    A HF folder and Megatron weights are compared as `convert` would write the HF folder.
+    A HF folder and Megatron weights are compared as `convert` would write the HF folder. FP8 weights are
+    dequantised if only one of two HF folders has them.
 
     Tensors of two HF folders whose names differ only in style are compared with each other. Differences are
     sorted by name. They are tensors that only one folder has, other types, other shapes, or other bits.
@@ -108,8 +114,9 @@ def compare_weights(
     Raises:
         WeightsError: a folder cannot be read, or not as Megatron weights.
     """
-    first_tensors, first_is_hf = _open_checkpoint(Path(first_path))
-    second_tensors, second_is_hf = _open_checkpoint(Path(second_path))
+    as_stored = is_fp8_folder(first_path) == is_fp8_folder(second_path)
+    first_tensors, first_is_hf = _open_checkpoint(Path(first_path), as_stored=as_stored)
+    second_tensors, second_is_hf = _open_checkpoint(Path(second_path), as_stored=as_stored)
     if first_is_hf != second_is_hf:
         hf_checkpoint = HfCheckpoint(first_path if first_is_hf else second_path)
         hf_checkpoint.check_tied_output()  # Megatron weights do not have it

@@ -11,12 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE, write_chat_template, write_rope_fields
@@ -28,15 +26,13 @@ from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import file_entry, rank_file_name, write_manifest
-from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
+from megatron_vl.weights.matrix_blocks import blocks_of_shard
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
-    MatrixRegion,
     WeightsError,
     dtype_name,
     make_safetensors_header,
-    read_safetensors_header,
 )
 from megatron_vl.weights.trained_media import (
     ARGUMENTS_KEY,
@@ -48,7 +44,16 @@ from megatron_vl.weights.trained_media import (
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
+from .fp8 import FP8, Fp8Folder
 from .hf_checkpoint import HfCheckpoint
+from .hf_output import (
+    OutputTensor,
+    describe_form,
+    file_headers,
+    gather_from,
+    keeps_form,
+    output_tensors,
+)
 from .lora import MergedWeights, PeftAdapters, open_lora, peft_config, peft_tensors
 from .output_folder import ConversionOutput, open_output
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -104,6 +109,8 @@ def convert_weights(
     origin = {"hf": Path(hf).resolve().name, **exported_facts(Path(hf))}
     report = _write_weights(source, [Path(hf)], out, layout, "convert", workers, force, origin)
     report.carried = len(source.carried_names)
+    if isinstance(source.tensor_folder, Fp8Folder):
+        report.notes.append(source.tensor_folder.describe_rounding())
     if rounding_note := source.rounded_decays():
         report.notes.append(rounding_note)
     return report
@@ -196,7 +203,7 @@ def _shard_jobs(
             info = tensor_infos[name]
             blocks = blocks_of_shard(info, sharding.shard_index(info, **ranks), sharding)
             jobs_by_tensor[name].append(
-                CopyJob(writer, name, shape, dtype, _gather_from(source, blocks, dtype))
+                CopyJob(writer, name, shape, dtype, gather_from(source, blocks, dtype))
             )
     return jobs_by_tensor
 
@@ -286,17 +293,6 @@ def _plan_unsplit_files(source: CanonicalWeights, tensor_infos: dict[str, Tensor
     ]
 
 
-def _gather_from(
-    source: CanonicalWeights, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
-) -> Callable[[MatrixRegion], Tensor]:
-    """Reads regions of a tensor that consists of these blocks of the source's tensors."""
-
-    def read_block(tensor_name: object, block_region: MatrixRegion) -> Tensor:
-        return source.read_region(str(tensor_name), block_region)
-
-    return lambda region: gather_region(source_blocks, region, read_block, dtype)
-
-
 # --- To Hugging Face ----------------------------------------------------------------------------------------
 
 
@@ -306,6 +302,7 @@ def export_weights(
     output_dir: str | Path,
     *,
     merges_adapter: bool = False,
+    as_fp8: bool = False,
     workers: int = 0,
     force: bool = False,
     export_facts: Mapping[str, Any] | None = None,
@@ -326,6 +323,8 @@ def export_weights(
         hf: the original Hugging Face folder.
         merges_adapter: ``checkpoint`` holds adapters, or is a PEFT folder. They are added to the weights of
             ``hf`` in float32, and the sums are rounded once. Matrices without an adapter stay as they are.
+        as_fp8: whether the decoder's matrices are written in FP8 (:mod:`.fp8`). Otherwise, they are not, even
+            if ``hf`` has FP8 weights.
         workers, force: as in :func:`convert_weights`.
         export_facts: further entries of ``megatron_vl.json``.
 
@@ -350,7 +349,23 @@ def export_weights(
     # Everything that can be refused is refused before the first byte is written.
     _check_padding(source, hf_checkpoint, workers)
     training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
-    report = _write_hf_folder(source, hf_checkpoint, Path(output_dir), training_facts, workers, force)
+    outputs = output_tensors(source, hf_checkpoint, as_fp8=as_fp8)
+    headers = file_headers(hf_checkpoint, outputs, as_fp8=as_fp8)
+
+    def describe(output_path: Path) -> None:
+        if not keeps_form(hf_checkpoint, as_fp8=as_fp8):
+            describe_form(output_path, outputs, as_fp8=as_fp8)
+        if (rope := training_facts.get(ROPE_KEY)) is not None:
+            write_rope_fields(output_path, rope)
+        _write_training_facts(output_path, training_facts)
+
+    report = write_hf_folder(
+        "export", source, hf_checkpoint, outputs, headers, Path(output_dir), describe, workers, force=force
+    )
+    report.cast = _count_casts(source, hf_checkpoint)
+    report.carried = len(hf_checkpoint.carried_names)
+    if fp8_count := sum(o.dtype == FP8 for o in outputs):
+        report.notes.append(f"{fp8_count} matrices are in FP8 (E4M3), with a scale for each block")
     if merges_adapter and not lora.lora_base.digest:
         report.notes.append(
             f"{checkpoint} does not record which weights its adapters were trained on; the result is right"
@@ -359,66 +374,43 @@ def export_weights(
     return report
 
 
-def _write_hf_folder(
-    source: WeightReader | MergedWeights,
-    hf_checkpoint: HfCheckpoint,
+def write_hf_folder(
+    command_name: str,
+    source: CanonicalWeights,
+    original: HfCheckpoint,
+    outputs: Sequence[OutputTensor],
+    header_by_file: dict[str, bytes],
     output_dir: Path,
-    training_facts: dict[str, Any],
-    worker_count: int,
-    force_overwrite: bool,
+    describe: Callable[[Path], None],
+    workers: int = 0,
+    *,
+    force: bool,
 ) -> WeightsReport:
-    """Writes the files of a Hugging Face folder: first the weights, then copies of the other files."""
-    companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
-    # With the original headers, unchanged tensors give the original files byte for byte.
-    source_files = hf_checkpoint.tensor_folder.reader_by_file
-    header_by_file = {file: read_safetensors_header(hf_checkpoint.path / file) for file in source_files}
-    input_dirs = [source.path, hf_checkpoint.path]
-    with open_output(
-        output_dir, input_dirs, header_by_file, force_overwrite=force_overwrite, is_hf_export=True
-    ) as conversion_output:
-        export_jobs = _export_jobs(source, hf_checkpoint, conversion_output)
-        write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
-        conversion_output.commit_files()
-        for relative_path in companion_files:
-            copied_path = conversion_output.path / relative_path
-            copied_path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(hf_checkpoint.path / relative_path, copied_path)
-        if (rope := training_facts.get(ROPE_KEY)) is not None:
-            write_rope_fields(conversion_output.path, rope)
-        _write_training_facts(conversion_output.path, training_facts)
+    """Writes a Hugging Face folder: its weights, and copies of the other files of ``original``.
 
-    report = _make_report(output_dir, conversion_output, write_seconds)
-    report.cast = _count_casts(source, hf_checkpoint)
-    report.carried = len(hf_checkpoint.carried_names)
+    Args:
+        describe: called at the end with the folder, to complete the copies.
+    """
+    companion_files, skipped_files = original.tensor_folder.companion_files()
+    input_dirs = [source.path, original.path]
+    with open_output(
+        output_dir, input_dirs, header_by_file, force_overwrite=force, is_hf_export=True
+    ) as output:
+        jobs: dict[str, list[CopyJob]] = {}
+        for o in outputs:
+            job = CopyJob(output.writer_by_file[o.file], o.name, o.shape, o.dtype, o.read_region)
+            jobs.setdefault(o.source_name, []).append(job)
+        write_seconds = _run_copy_jobs(command_name, source, jobs, output, workers or default_worker_count())
+        output.commit_files()
+        for relative_path in companion_files:
+            copied_path = output.path / relative_path
+            copied_path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(original.path / relative_path, copied_path)
+        describe(output.path)
+
+    report = _make_report(output_dir, output, write_seconds)
     report.skipped = list(map(str, skipped_files))
     return report
-
-
-def _export_jobs(
-    source: CanonicalWeights, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
-) -> dict[str, list[CopyJob]]:
-    """Canonical or carried tensor -> the jobs that write its HF tensors.
-
-    They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
-    page cache.
-    """
-    tensor_folder = hf_checkpoint.tensor_folder
-    jobs_by_tensor: dict[str, list[CopyJob]] = {}
-
-    def add_job(source_name: str, stored_name: str, read_region: Callable[[MatrixRegion], Tensor]) -> None:
-        shape, dtype = tensor_folder.shape(stored_name), tensor_folder.dtype(stored_name)
-        writer = conversion_output.writer_by_file[tensor_folder.file_by_tensor[stored_name]]
-        job = CopyJob(writer, stored_name, shape, dtype, read_region)
-        jobs_by_tensor.setdefault(source_name, []).append(job)
-
-    for hf_name in hf_checkpoint.names_in_order():
-        canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
-        read_region = _gather_from(source, canonical_blocks, hf_checkpoint.hf_dtype(hf_name))
-        canonical_name = str(canonical_blocks[0].part_id)
-        add_job(canonical_name, hf_checkpoint.stored_name_by_released[hf_name], read_region)
-    for carried_name in hf_checkpoint.carried_names:
-        add_job(carried_name, carried_name, partial(tensor_folder.read_region, carried_name))
-    return jobs_by_tensor
 
 
 def _count_casts(

@@ -96,7 +96,10 @@ def run_copy_tasks(
     stop_event = threading.Event()
 
     def read_chunks(copy_job: CopyJob) -> Iterator[Tensor]:
-        for region in row_regions(copy_job.shape, copy_job.dtype.itemsize):
+        # FP8 is computed in float32, from whole blocks of 128 rows.
+        is_fp8 = copy_job.dtype.itemsize == 1
+        itemsize = 4 if is_fp8 else copy_job.dtype.itemsize
+        for region in row_regions(copy_job.shape, itemsize, rows_multiple=128 if is_fp8 else 1):
             if stop_event.is_set():
                 raise _StoppedError
             chunk = copy_job.read_region(region)

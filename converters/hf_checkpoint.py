@@ -10,8 +10,6 @@ of all families may use either style.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 from collections.abc import Sequence
 from functools import cached_property, reduce
@@ -22,26 +20,24 @@ from torch import Tensor
 
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.families.hf_folder import SINGLE_FILE, WEIGHT_INDEX_FILE
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, tensor_table
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
-    TensorReader,
     WeightsError,
     read_safetensors_header,
     row_regions,
 )
 
 from . import make_conversion_rules
+from .fp8 import open_tensor_folder
 from .rules import DOWN_STACK, GATE_UP_STACK, HF_OUTPUT, RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle
+from .tensor_folder import TensorFolder
 
-CARRIED_PREFIX_BY_FAMILY = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
-"""Family -> prefix of the tensors in its released folders that neither this project nor transformers treats
-as part of the model. An export copies them from the original folder."""
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+CARRIED_NAMES = re.compile(r"(model\.)?(language_model\.)?mtp\.")
+"""Begins the names of multi-token prediction, as released (``mtp.``) and in places where other tools put it.
+Neither this project nor transformers treats it as part of Qwen3.5. An export copies it from the original."""
 
 _NAME_STYLES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 """Prefixes of names in transformers' memory, and those of the first released folders."""
@@ -62,129 +58,6 @@ def long_tensor_name(tensor_name: str) -> str:
         if short_name.startswith(short_prefix):
             return long_prefix + short_name.removeprefix(short_prefix)
     return tensor_name
-
-
-class TensorFolder:
-    """The safetensors files of a HF folder, with the names that the files use. It needs no config.
-
-    Raises:
-        FileNotFoundError: the folder has no safetensors weights.
-        WeightsError: index and files disagree; the message names the file or tensor.
-    """
-
-    def __init__(self, hf_dir: str | Path) -> None:
-        self.path = Path(hf_dir)
-        self.weight_map: dict[str, str] | None = self._read_index()
-        file_names = sorted(set(self.weight_map.values())) if self.weight_map is not None else [SINGLE_FILE]
-        self.reader_by_file = {name: TensorReader(self.path / name) for name in file_names}
-        self.file_by_tensor: dict[str, str] = {}
-        for file_name, tensor_reader in self.reader_by_file.items():
-            self.file_by_tensor.update(dict.fromkeys(tensor_reader.tensor_names(), file_name))
-        self._check_index()
-
-    def _read_index(self) -> dict[str, str] | None:
-        if not self.path.is_dir():
-            raise FileNotFoundError(f"{self.path} is not a folder")
-
-        index_path = self.path / WEIGHT_INDEX_FILE
-        if not index_path.is_file():
-            if not (self.path / SINGLE_FILE).is_file():
-                raise FileNotFoundError(
-                    f"{self.path} holds neither {SINGLE_FILE} nor "
-                    f"{WEIGHT_INDEX_FILE}; only safetensors weights are read"
-                )
-            return None
-
-        try:
-            weight_map = json.loads(index_path.read_text())
-        except ValueError as error:
-            raise WeightsError(f"{index_path} is not JSON ({error}); copy it again") from error
-
-        weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise WeightsError(f"{index_path}: field 'weight_map' is missing or empty")
-        for tensor_name, file_name in weight_map.items():
-            # An index may come from an untrusted source, so its names must stay inside its folder.
-            if not isinstance(file_name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
-                raise WeightsError(
-                    f"{index_path} says tensor {tensor_name!r} is in "
-                    f"{file_name!r}, which is not a file name of weights"
-                )
-
-        return weight_map
-
-    def _check_index(self) -> None:
-        for file_name, reader in self.reader_by_file.items():
-            for tensor_name in reader.tensor_names():
-                if self.file_by_tensor[tensor_name] != file_name:
-                    raise WeightsError(
-                        f"{self.path}: tensor {tensor_name!r} is in both "
-                        f"{file_name} and {self.file_by_tensor[tensor_name]}"
-                    )
-        if self.weight_map is None or self.weight_map == self.file_by_tensor:
-            return
-
-        for tensor_name in sorted(self.weight_map.keys() | self.file_by_tensor.keys()):
-            indexed_file = self.weight_map.get(tensor_name, "no file")
-            actual_file = self.file_by_tensor.get(tensor_name, "no file")
-            if indexed_file != actual_file:
-                raise WeightsError(
-                    f"{self.path}: {WEIGHT_INDEX_FILE} says tensor {tensor_name!r} "
-                    f"is in {indexed_file}, but it is in {actual_file}"
-                )
-
-    def shape(self, tensor_name: str) -> tuple[int, ...]:
-        return self.reader_by_file[self.file_by_tensor[tensor_name]].shape(tensor_name)
-
-    def dtype(self, tensor_name: str) -> torch.dtype:
-        return self.reader_by_file[self.file_by_tensor[tensor_name]].dtype(tensor_name)
-
-    def dtype_code(self, tensor_name: str) -> str:
-        """The data type of a tensor in safetensors' notation."""
-        return self.reader_by_file[self.file_by_tensor[tensor_name]].dtype_code(tensor_name)
-
-    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        return self.reader_by_file[self.file_by_tensor[tensor_name]].read_region(tensor_name, region)
-
-    def companion_files(self) -> tuple[list[Path], list[Path]]:
-        """Relative paths of the checkpoint's other files, and of files with weights that are not read.
-
-        The other files include config, tokenizer, processor, chat templates and the index. Version control
-        folders are in neither list.
-
-        Raises:
-            WeightsError: one of the other files is a link to a file outside the folder, which an export would
-                copy.
-        """
-        kept_paths: list[Path] = []
-        weight_paths: list[Path] = []
-        for current_dir, subdirs, file_names in os.walk(self.path):
-            subdirs[:] = [entry_name for entry_name in subdirs if entry_name not in (".git", ".cache")]
-            for entry_name in file_names:
-                relative_path = (Path(current_dir) / entry_name).relative_to(self.path)
-                if str(relative_path) == EXPORT_FACTS_FILE:  # it describes another export
-                    continue
-                has_weights = entry_name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-                if not has_weights or str(relative_path) == WEIGHT_INDEX_FILE:
-                    kept_paths.append(relative_path)
-                elif str(relative_path) not in self.reader_by_file:
-                    weight_paths.append(relative_path)
-
-        self._check_links(kept_paths)
-        return sorted(kept_paths), sorted(weight_paths)
-
-    def _check_links(self, companion_paths: Sequence[Path]) -> None:
-        allowed_dirs = [self.path.resolve()]
-        if allowed_dirs[0].parent.name == "snapshots":
-            # In the cache of huggingface_hub, a snapshot consists of links to files in a folder blobs.
-            allowed_dirs.append(allowed_dirs[0].parents[1] / "blobs")
-        for path in companion_paths:
-            link_target = (self.path / path).resolve()
-            if not any(map(link_target.is_relative_to, allowed_dirs)):
-                raise WeightsError(
-                    f"{self.path / path} is a link to {link_target}, "
-                    "outside the folder; put the file itself there"
-                )
 
 
 def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertStyle:
@@ -230,9 +103,8 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
-    """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_PREFIX_BY_FAMILY`)."""
-    carried_prefix = CARRIED_PREFIX_BY_FAMILY.get(spec.family)
-    return carried_prefix is not None and tensor_name.startswith(carried_prefix)
+    """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_NAMES`)."""
+    return spec.language.linear_attention is not None and bool(CARRIED_NAMES.match(tensor_name))
 
 
 class HfCheckpoint(CanonicalWeights):
@@ -259,7 +131,7 @@ class HfCheckpoint(CanonicalWeights):
             )
         self.spec = read_spec(self.path)
         self.tensor_infos = tensor_table(self.spec)
-        self.tensor_folder = TensorFolder(self.path)
+        self.tensor_folder = open_tensor_folder(self.path)
         expert_style = detect_expert_style(self.spec, self.tensor_folder)
         self.rule_by_name: dict[str, ConversionRule] = {
             rule.name: rule for rule in make_conversion_rules(self.spec, expert_style)
@@ -314,8 +186,10 @@ class HfCheckpoint(CanonicalWeights):
             expected_by_name[HF_OUTPUT] = expected_by_name[self.embedding_name]
         for released_name in expected_by_name:
             if released_name not in self.stored_name_by_released:
+                advice = "; tie_word_embeddings at its top says that it is not the embedding"
                 raise WeightsError(
                     f"{self.path}: tensor {released_name!r} is missing, but config.json requires it"
+                    + advice * (released_name == HF_OUTPUT)
                 )
 
         for released_name, stored_name in self.stored_name_by_released.items():

@@ -331,6 +331,8 @@ def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
         if cut_size % tp_size:
             common_divisor = math.gcd(language_spec.num_heads, vision_spec.num_heads, linear_key_heads)
             valid_sizes = [size for size in (1, 2, 4, 8, 16) if common_divisor % size == 0]
+            padding = "; `megatron-vl convert --add-tokens` with an empty file writes a folder with more rows"
             raise LayoutError(
                 f"tp={tp_size} does not divide {size_text}; the heads allow tp in {valid_sizes}"
+                + padding * (size_text.startswith("the vocabulary") and tp_size in valid_sizes)
             )

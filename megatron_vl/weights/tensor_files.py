@@ -87,10 +87,17 @@ def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
     return MatrixRegion(0, rows, 0, col_count)
 
 
-def row_regions(tensor_shape: Sequence[int], itemsize: int) -> Iterator[MatrixRegion]:
-    """Regions of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
+def row_regions(
+    tensor_shape: Sequence[int], itemsize: int, *, rows_multiple: int = 1
+) -> Iterator[MatrixRegion]:
+    """Regions of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`.
+
+    Args:
+        rows_multiple: regions have a multiple of this number of rows.
+    """
     row_count, col_count = matrix_shape(tensor_shape)
     rows_per_region = max(1, CHUNK_BYTES // max(1, col_count * itemsize))
+    rows_per_region = math.ceil(rows_per_region / rows_multiple) * rows_multiple
     for row in range(0, row_count, rows_per_region):
         yield MatrixRegion(row, min(row_count, row + rows_per_region), 0, col_count)
 

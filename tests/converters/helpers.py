@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from converters.convert import convert_weights, export_weights, reshard_weights
-from converters.hf_checkpoint import SINGLE_FILE, WEIGHT_INDEX_FILE, TensorFolder
+from converters.tensor_folder import SINGLE_FILE, WEIGHT_INDEX_FILE, TensorFolder
 from megatron_vl.spec.families import read_spec
 
 CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"

@@ -153,10 +153,24 @@ def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp
 
 
 def test_unknown_tensors_beside_the_model_are_refused(tmp_path: Path) -> None:
-    tensors = released_tensors(DENSE_3_5) | {"model.mtp.fc.weight": torch.zeros(3)}
+    tensors = released_tensors(DENSE_3_5) | {"model.mtpx.fc.weight": torch.zeros(3)}
     origin = write_hf(tmp_path / "hf", tensors, small_config(DENSE_3_5))
-    with pytest.raises(ValueError, match=r"'model\.mtp\.fc\.weight' is unknown"):
+    with pytest.raises(ValueError, match=r"'model\.mtpx\.fc\.weight' is unknown"):
         HfCheckpoint(origin)
+
+
+@pytest.mark.parametrize("place", ["model.", "language_model.", "model.language_model."])
+def test_prediction_in_the_places_of_other_tools(tmp_path: Path, place: str) -> None:
+    """transformers ignores it there too; an export leaves it where it was."""
+    from transformers import AutoModelForImageTextToText
+
+    tensors = {place * name.startswith("mtp.") + name: t for name, t in released_tensors(DENSE_3_5).items()}
+    origin = write_hf(tmp_path / "hf", tensors, small_config(DENSE_3_5))
+    assert convert_weights(origin, tmp_path / "full").carried == 3
+    export_weights(tmp_path / "full", origin, tmp_path / "back")
+    assert_same_folder(origin, tmp_path / "back")
+    theirs = AutoModelForImageTextToText.from_pretrained(origin, output_loading_info=True)[1]
+    assert not theirs["missing_keys"] and all("mtp." in name for name in theirs["unexpected_keys"])
 
 
 def test_convert_says_what_it_leaves_out(tmp_path: Path, capsys) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from converters.convert import convert_weights, export_weights, reshard_weights
-from converters.hf_checkpoint import TensorFolder
+from converters.tensor_folder import TensorFolder
 
 from .helpers import (
     SIZES,

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from converters.compare import compare_weights, verify_checkpoint_hashes
 from converters.convert import convert_weights
-from converters.hf_checkpoint import SINGLE_FILE
+from converters.tensor_folder import SINGLE_FILE
 from toolkit.cli import main
 
 from .helpers import read_tensors, released_folder, released_tensors, small_config, write_hf

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 import torch
 
+from converters.add_tokens import add_tokens
 from converters.convert import convert_weights
 from converters.hf_checkpoint import HfCheckpoint
-from megatron_vl.config import RunConfigError, parse_config
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.sample_sizes import index_datasets
+from megatron_vl.config import DataConfig, RunConfigError, parse_config
 from megatron_vl.config.checks import check_inputs
+from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import Sharding
 from megatron_vl.training.start_weights import check_start_weights, open_start_weights, start_weights_path
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.converters.fp8_folders import fp8_folder
 from tests.support.tiny_run import metrics, train
 from tests.tiny import TINY_FAMILIES, tiny_checkpoint
 
@@ -72,3 +78,43 @@ def test_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -
         words = [*layout.split(), "--model.checkpoint", ""]
         done = train(prepared, tmp_path / "converted", *words, ranks=2, steps=4)
         assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr
+
+
+@pytest.mark.ranks
+def test_added_tokens_of_a_fp8_folder_train(tmp_path) -> None:
+    """More tokens than rows, from FP8 weights, in two ranks: only rows of tokens that occurred move."""
+    fp8_folder(tmp_path / "fp8", "qwen3_vl")
+    tokens = [f"<loc_{i}>" for i in range(300)]
+    (tmp_path / "tokens.txt").write_text("\n".join(tokens))
+    hf = tmp_path / "hf"
+    add_tokens(tmp_path / "fp8", tmp_path / "tokens.txt", hf)
+    used = tokens[290:]
+    (tmp_path / "data.json").write_text(
+        json.dumps(
+            [
+                {
+                    "conversations": [
+                        {"from": "human", "value": "Where?"},
+                        {"from": "gpt", "value": f"At {used[i % 10]}."},
+                    ]
+                }
+                for i in range(24)
+            ]
+        )
+    )
+    convert_dataset(
+        [tmp_path / "data.json"],
+        ConversionOptions(out=tmp_path / "data", media_root=tmp_path, workers=1, val_fraction=0),
+    )
+    index_datasets(DataConfig(path=str(tmp_path / "data")), read_spec(hf), hf)
+    prepared = {"folder": tmp_path, "hf": hf, "weights": "", "data": tmp_path / "data"}
+    words = ["--parallel.tp", "2", "--optimizer.weight_decay", "0", "--optimizer.warmup_steps", "0"]
+    done = train(prepared, tmp_path / "run", *words, ranks=2, steps=2)
+    assert done.returncode == 0, done.stderr
+    start, trained = HfCheckpoint(hf), WeightReader(tmp_path / "run")
+    name = "embedding.word_embeddings.weight"
+    (name,) = [n for n in start.tensor_infos if n.endswith(name)]
+    is_moved = (start.read_shard(name).float() != trained.read_shard(name).float()).any(1)
+    tokenizer, _ = load_tokenizer(hf)
+    moved = {tokenizer.convert_ids_to_tokens(i) for i in is_moved.nonzero().flatten().tolist()}
+    assert moved & set(tokens) and moved & set(tokens) <= set(used)

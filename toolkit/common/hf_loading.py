@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.hf_checkpoint import TensorFolder
+from converters import make_conversion_rules
+from converters.fp8 import Fp8Folder, open_tensor_folder
+from converters.hf_checkpoint import HfCheckpoint, detect_expert_style
+from converters.tensor_folder import TensorFolder
 from megatron_vl.data.sample.conversation_checks import iterate_texts
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
@@ -43,7 +46,7 @@ def check_hf_folder(hf_dir: str | Path) -> TensorFolder:
     """
     read_spec(hf_dir)
     refuse_named_models(Path(hf_dir))
-    return TensorFolder(hf_dir)
+    return open_tensor_folder(hf_dir)
 
 
 def load_hf_processor(hf_dir: str | Path) -> Any:
@@ -81,6 +84,8 @@ def refuse_named_models(hf_path: Path) -> None:
 def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
     """Loads the folder's model from its safetensors, in evaluation mode with SDPA attention.
 
+    FP8 weights are dequantised, which needs accelerate, and have the values that training starts from.
+
     Args:
         device_map: None loads it into this machine's memory; ``auto`` distributes it over the GPUs, which
             needs accelerate.
@@ -88,23 +93,50 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     Raises:
         The errors of :func:`check_hf_folder`.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText, FineGrainedFP8Config
 
-    check_hf_folder(hf_dir)
-    spec = read_spec(hf_dir)
+    folder, spec = check_hf_folder(hf_dir), read_spec(hf_dir)
     if device_map is None:
         use_torch_for_linear_attention(spec)
     # transformers would not see YaRN in the second of two places.
     config = serving_config(spec.hf_config, spec.language.rope_fields)
-    return AutoModelForImageTextToText.from_pretrained(
+    fp8_arguments: dict[str, Any] = {}
+    if isinstance(folder, Fp8Folder):
+        fp8_arguments["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForImageTextToText.from_pretrained(
         hf_dir,
         config=None if config == spec.hf_config else AutoConfig.for_model(**config),
         dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True,
         device_map=device_map,
+        **fp8_arguments,
         **SAFE_LOADING_ARGUMENTS,
     ).eval()
+    with torch.no_grad():
+        if isinstance(folder, Fp8Folder):
+            # transformers rounds to the type of the model, and training to that of the folder.
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(parameter.to(folder.weight_dtype))
+        if spec.language.moe and (
+            isinstance(folder, Fp8Folder) or detect_expert_style(spec, folder) == "apart"
+        ):
+            _fill_experts(model, hf_dir)
+    return model
+
+
+def _fill_experts(model: Any, hf_dir: str | Path) -> None:
+    """Gives the experts of a model the weights that training starts from.
+
+    Up to 5.24, transformers takes stacks in FP8 without their scales, and leaves the experts of Qwen3-VL-MoE
+    random if they are stored apart.
+    """
+    source = HfCheckpoint(hf_dir)
+    for rule in make_conversion_rules(source.spec, "output_first"):  # as in transformers' memory
+        if source.tensor_infos[rule.name].num_experts:
+            (name,) = rule.hf_shapes
+            model.get_parameter(name).copy_(source.read_shard(rule.name))
 
 
 def greedy_settings(stop_token_ids: Sequence[int], max_new_tokens: int) -> Any:

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 
 from converters.compare import compare_weights
 from converters.convert import export_weights
+from converters.fp8 import Fp8Folder
 from converters.peft_folder import is_peft_folder
 from megatron_vl.data.sample.thinking import has_thinking_switch
 from megatron_vl.spec.families.hf_folder import read_chat_template
@@ -150,6 +151,7 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     codes = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor))
     weights_dtype = DTYPE_BY_CODE.get(codes.most_common(1)[0][0], torch.bfloat16)
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
+    model_bytes *= 2 if isinstance(tensor_folder, Fp8Folder) else 1  # it is loaded in bfloat16
     num_gpus = torch.cuda.device_count()
     return {
         "thinking": options.thinking,

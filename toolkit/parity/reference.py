@@ -25,6 +25,7 @@ from megatron_vl.data.sample.pixel_settings import PixelNorm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
 from megatron_vl.system.errors import UserError
+from megatron_vl.system.json_files import write_json
 from toolkit.common.hf_loading import SAFE_LOADING_ARGUMENTS, load_hf_model
 
 RANDOM_B_SCALE = 0.1
@@ -148,7 +149,7 @@ def write_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path, weights_d
     if read_spec(hf_dir).language.tied_embeddings:
         stored.pop("lm_head.weight", None)
     with tempfile.TemporaryDirectory(prefix="parity-tensors-") as folder:
-        shutil.copy(Path(hf_dir) / "config.json", folder)
+        write_json(Path(folder) / "config.json", read_spec(hf_dir).hf_config)  # says nothing of FP8
         save_file(stored, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         convert_weights(folder, weights_dir)
 

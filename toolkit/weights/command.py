@@ -24,9 +24,14 @@ SHOWN_DIFFERENCES = 10
 
 
 def convert(options: ConvertOptions) -> int:
-    """Converts Hugging Face weights, or an adapter for them, to Megatron weights."""
+    """Converts Hugging Face weights, or an adapter for them, to Megatron weights; or adds tokens."""
+    from converters.add_tokens import add_tokens
     from converters.convert import convert_adapter, convert_weights
 
+    if options.add_tokens is not None:
+        if options.adapter is not None or options.fields:
+            raise UsageError("--add-tokens writes a Hugging Face folder; leave out --adapter and the layout")
+        return _print_report(add_tokens(options.hf, options.add_tokens, options.out, force=options.force))
     arguments = (options.hf, options.out, options.layout_arguments)
     if options.adapter is not None:
         report = convert_adapter(options.adapter, *arguments, force=options.force)
@@ -58,11 +63,15 @@ def export(options: ExportOptions) -> int:
 
     if options.adapter and options.merge:
         raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
+    if options.adapter and options.fp8:
+        raise UsageError("--fp8 writes a whole model, --adapter the adapters alone; leave out one of the two")
     arguments = (options.checkpoint, options.hf, options.out)
     if options.adapter:
         report = export_adapter(*arguments, force=options.force)
     else:
-        report = export_weights(*arguments, force=options.force, merges_adapter=options.merge)
+        report = export_weights(
+            *arguments, force=options.force, merges_adapter=options.merge, as_fp8=options.fp8
+        )
     report.notes += filter(None, [media_note(options.out, options.hf)])
     return _print_report(report, "" if options.adapter else options.hf.name)
 

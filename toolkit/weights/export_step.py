@@ -109,9 +109,12 @@ def media_note(export_dir: Path, hf_dir: Path) -> str:
 
 
 def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
+    from converters.fp8 import is_fp8_folder
+
     # An export is as large as the original folder, or as the adapters of a run with LoRA.
     source_dir = Path(export_job.checkpoint) / "weights" if writes_peft else Path(export_job.hf)
     size = sum(path.stat().st_size for path in source_dir.glob("*.safetensors"))
+    size *= 1 if writes_peft or not is_fp8_folder(source_dir) else 2  # it is written in bfloat16
     free_bytes = shutil.disk_usage(Path(export_job.out).parent).free
     if free_bytes < size + export_job.leave_free:
         raise UserError(

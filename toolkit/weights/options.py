@@ -71,6 +71,9 @@ class ConvertOptions(WeightOutputOptions, LayoutOptions):
     adapter: Path | None = option(None, metavar="PEFT_DIR", must_exist=True)
     """Convert this LoRA adapter of --hf, in PEFT's files, instead of the model. lora.adapter of a run takes
     the result."""
+    add_tokens: Path | None = option(None, metavar="FILE", must_exist=True)
+    """Write a Hugging Face folder with these tokens more (one in each line) and a row for each token, instead
+    of Megatron weights. An empty FILE only makes the number of rows one that parallel.tp divides."""
 
 
 @dataclass(kw_only=True)
@@ -106,6 +109,9 @@ class ExportOptions(CheckpointOptions):
     """Write the adapters of a run with LoRA as a folder that PEFT loads."""
     merge: bool = False
     """Add the adapters to the weights of --hf (in float32, rounded once) and write a whole model."""
+    fp8: bool = False
+    """Write the decoder's matrices in FP8 with a scale for each block of 128 x 128, as vLLM reads the
+    released *-FP8 folders. Blocks that are equal to those of a FP8 folder in --hf keep their bytes."""
 
 
 @dataclass(kw_only=True)

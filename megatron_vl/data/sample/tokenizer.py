@@ -82,8 +82,9 @@ def check_embedding_rows(tokenizer: Tokenizer, embedding_rows: int, hf_dir: str 
     if last_id >= embedding_rows:
         raise ChatError(
             f"{hf_dir}: the tokenizer has token ids up to {last_id} ({last_token!r}), but the embedding has"
-            f" {embedding_rows} rows (vocab_size in config.json): resize the model's embedding"
-            " (resize_token_embeddings in transformers), or remove the added tokens"
+            f" {embedding_rows} rows (vocab_size in config.json): write a folder with enough"
+            f" rows with `megatron-vl convert --hf {hf_dir} --add-tokens FILE --out NEW_FOLDER` (FILE may be"
+            " empty), or remove the added tokens"
         )
 
 

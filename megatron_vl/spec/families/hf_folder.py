@@ -19,7 +19,10 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _READ_SUFFIXES = (".json", ".jinja", ".txt", ".safetensors")
-_QUANTISATION_FIELDS = ("quantization_config", "quantization", "compression_config")
+FP8_FIELD = "quantization_config"
+SCALE_SUFFIX = "_scale_inv"
+"""The scales of a FP8 tensor ``NAME`` are in ``NAME_scale_inv``."""
+_QUANTISATION_FIELDS = (FP8_FIELD, "quantization", "compression_config")
 """Fields for the quantisation by transformers, MLX, and compressed-tensors."""
 _QUANTISATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files of ModelOpt, AutoGPTQ and AutoAWQ."""
@@ -30,7 +33,10 @@ _QUANTISED_SUFFIXES = (
 )
 """Ends of the names of tensors that hold quantised weights or their scales."""
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
-_UNQUANTISED_ADVICE = "quantised weights are not supported: use the model's folder in bfloat16"
+_UNQUANTISED_ADVICE = (
+    "of quantised weights, only FP8 in blocks (F8_E4M3 with weight_scale_inv, as in Qwen3-VL-8B-Instruct-FP8)"
+    " is read: use the model's folder in bfloat16"
+)
 _PROCESSOR_TEMPLATES = ("chat_template.json", "processor_config.json")
 
 
@@ -44,14 +50,34 @@ def read_config(config_path: Path) -> dict[str, Any]:
     is_folder = config_path.name == "config.json"
     _refuse_lfs_pointers(hf_path.iterdir() if is_folder else [config_path])
     config = _read_object(config_path)
-    _refuse_quantisation_fields(config_path, config)
+    is_fp8 = fp8_block_size(config) is not None
+    _refuse_quantisation_fields(config_path, {**config, FP8_FIELD: None} if is_fp8 else config)
     if "transformers_weights" in config:
         raise ConfigError(f"{config_path}: field 'transformers_weights' names other weights; remove it")
     if is_folder:
         _refuse_other_weights(hf_path)
-        _refuse_quantised_tensors(hf_path)
+        _check_quantised_tensors(hf_path, is_fp8)
         read_chat_template(hf_path, is_required=False)
-    return config
+    # What is read is not quantised, and neither are weights or exports that carry this config.
+    return {name: value for name, value in config.items() if not (is_fp8 and name == FP8_FIELD)}
+
+
+def fp8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the blocks that have one scale each; None if a config says no FP8 of this form.
+
+    The form is that of the released ``*-FP8`` folders and of DeepSeek-V3: E4M3 weights, activations
+    quantised while the model runs.
+    """
+    fields = config.get(FP8_FIELD)
+    if not isinstance(fields, dict) or fields.get("quant_method") != "fp8":
+        return None
+    block_size = fields.get("weight_block_size")
+    usual = {"fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
+    if not isinstance(block_size, list) or [type(side) for side in block_size] != [int, int]:
+        return None
+    if min(block_size) < 1 or any(fields.get(name, value) != value for name, value in usual.items()):
+        return None
+    return block_size[0], block_size[1]
 
 
 def _read_object(json_path: Path) -> dict[str, Any]:
@@ -78,10 +104,12 @@ def _refuse_quantisation_fields(config_path: Path, config: dict[str, Any]) -> No
     sections = {"": config} | {f"{k}.": value for k, value in config.items() if isinstance(value, dict)}
     for prefix, section in sections.items():
         for name in _QUANTISATION_FIELDS:
-            if section.get(name) is not None:
+            if (fields := section.get(name)) is not None:
+                method = fields.get("quant_method") if isinstance(fields, dict) else None
                 raise ConfigError(
-                    f"{config_path}: field '{prefix}{name}' says that the weights are quantised;"
-                    f" {_UNQUANTISED_ADVICE}, or remove the field if the tensors are in bfloat16"
+                    f"{config_path}: field '{prefix}{name}' says that the weights are quantised"
+                    f" ({method or name}); {_UNQUANTISED_ADVICE}, or remove the field if the tensors are in"
+                    " bfloat16"
                 )
 
 
@@ -114,7 +142,7 @@ def _weight_map(hf_path: Path) -> dict[str, str]:
         return {}
 
 
-def _refuse_quantised_tensors(hf_path: Path) -> None:
+def _check_quantised_tensors(hf_path: Path, is_fp8: bool) -> None:
     """Judges the tensors of one file by type and name, and those of the others by the names in the index.
 
     A large model has a hundred files, and every rank would open them. The reader of weights checks all types.
@@ -129,12 +157,23 @@ def _refuse_quantised_tensors(hf_path: Path) -> None:
             types = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
         pass  # the reader of weights says what is wrong
+    valid_types = (*_WEIGHT_TYPES, "F8_E4M3") if is_fp8 else _WEIGHT_TYPES
+
+    def is_quantised(name: str) -> bool:
+        return name.endswith(_QUANTISED_SUFFIXES) and not (is_fp8 and name.endswith(SCALE_SUFFIX))
+
     for name, dtype in types.items():
-        if dtype not in _WEIGHT_TYPES or name.endswith(_QUANTISED_SUFFIXES):
+        if dtype not in valid_types or is_quantised(name):
             raise ConfigError(f"{first_path}: tensor {name!r} has type {dtype}; {_UNQUANTISED_ADVICE}")
     for name, file in weight_map.items():
-        if name.endswith(_QUANTISED_SUFFIXES):
+        if is_quantised(name):
             raise ConfigError(f"{hf_path / file}: tensor {name!r} is quantised; {_UNQUANTISED_ADVICE}")
+    names = weight_map or types
+    if is_fp8 and names and not any(name.endswith(SCALE_SUFFIX) for name in names):
+        raise ConfigError(
+            f"{hf_path / 'config.json'}: field {FP8_FIELD!r} says that the weights are quantised (fp8), but"
+            f" no tensor has scales (weight{SCALE_SUFFIX}); remove the field if the tensors are in bfloat16"
+        )
 
 
 # --- Chat templates -----------------------------------------------------------------------------------------

@@ -1,0 +1,282 @@
+"""FP8 weights are read as transformers reads them, and written as serving engines read them."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from converters.compare import compare_weights
+from converters.convert import convert_weights, export_weights
+from converters.fp8 import BlockGrid, Fp8Output, open_tensor_folder
+from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.spec.families import ConfigError
+from megatron_vl.spec.tensors import Sharding
+from megatron_vl.weights.matrix_blocks import cut_shard
+from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError
+from tests.converters.fp8_folders import SIZES, dequantise, fp8_folder, quantise, stored_tensors
+from tests.security.payload import edit
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+from toolkit.common.hf_loading import load_hf_model
+
+WHOLE_BLOCKS: dict[str, Any] = {
+    **{"hidden_size": 384, "heads": 4, "kv_heads": 2, "head_dim": 64, "interleaved_section": (16, 8, 8)},
+    **{"ffn_hidden_size": 256, "experts": 4, "expert_ffn_hidden_size": 128, "shared_ffn_hidden_size": 128},
+    **{"hybrid_head_dim": 64, "hybrid_section": (4, 2, 2), "linear_key_dim": 32, "linear_value_dim": 16},
+}
+"""Sizes that blocks of 128 x 128 divide."""
+LAYER = "model.language_model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("family", "apart"),
+    [("qwen3_vl", False), ("qwen3_5", False), ("qwen3_5_moe", True), ("qwen2_5_vl", False)],
+)
+def test_fp8_weights_equal_those_of_transformers(tmp_path: Path, family: str, apart: bool) -> None:
+    """Bit for bit in the type of the folder, and with the same values in float32."""
+    from transformers import AutoModelForImageTextToText, FineGrainedFP8Config
+
+    hf = fp8_folder(tmp_path / "hf", family, experts_apart=apart)
+    options = {"dtype": torch.bfloat16, "quantization_config": FineGrainedFP8Config(dequantize=True)}
+    theirs = AutoModelForImageTextToText.from_pretrained(hf, **options).state_dict()
+    source = HfCheckpoint(hf)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(source.spec.hf_config))
+    save_file(theirs, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    reference = HfCheckpoint(tmp_path / "theirs")
+    assert len(open_tensor_folder(hf).grid_by_tensor) > 20
+    for name in source.tensor_infos:
+        assert torch.equal(source.read_shard(name).bfloat16(), reference.read_shard(name)), name
+    loaded = load_hf_model(hf, torch.float32).state_dict()
+    assert all(torch.equal(loaded[name].bfloat16(), theirs[name]) for name in theirs)
+
+
+def test_fp8_block_edges_by_hand(tmp_path: Path) -> None:
+    """Two matrices of 3 x 5 in blocks of 2 x 4: each has 2 x 2 scales, and the last blocks are smaller."""
+    grid = BlockGrid((2, 3, 5), (2, 4))
+    assert grid.scale_shape == (2, 2, 2)
+    assert grid.scale_rows(0, 6).tolist() == [0, 0, 1, 2, 2, 3]
+    assert [grid.first_row(i) for i in range(5)] == [0, 2, 3, 5, 6]
+
+    stack = torch.arange(1.0, 31.0).view(2, 3, 5)
+    weight = stack.to(torch.float8_e4m3fn)  # integers up to 16 are exact, and the even ones up to 32
+    scales = torch.tensor([[[1.0, 2.0], [4.0, 8.0]], [[16.0, 32.0], [64.0, 128.0]]])
+    save_file({"x": weight, "x_scale_inv": scales}, tmp_path / "model.safetensors")
+    form = {"quant_method": "fp8", "weight_block_size": [2, 4]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": form, "dtype": "float32"}))
+    folder = open_tensor_folder(tmp_path)
+    whole = folder.read_region("x", MatrixRegion(0, 6, 0, 5))
+    assert whole[0].tolist() == [1, 2, 3, 4, 10]
+    assert whole[2].tolist() == [44, 48, 52, 56, 120]
+    assert whole[3].tolist() == [256, 256, 288, 320, 640]  # 17 and 19 round to 16 and 20
+    assert whole[5, 4] == 30 * 128
+    for row in range(6):
+        for row_end in range(row + 1, 7):
+            for col in range(5):
+                region = MatrixRegion(row, row_end, col, 5)
+                assert torch.equal(folder.read_region("x", region), whole[row:row_end, col:])
+
+
+@pytest.mark.parametrize(
+    ("family", "apart"),
+    [("qwen3_vl", False), ("qwen3_5_moe", True), ("qwen3_5_moe", False), ("qwen3_vl_moe", False)],
+)
+@pytest.mark.parametrize("block_size", [(16, 32), (40, 48)])
+def test_fp8_round_trip_gives_the_same_files(
+    tmp_path: Path, family: str, apart: bool, block_size: tuple[int, int]
+) -> None:
+    """Also where blocks end within a shard, and where the last ones are smaller."""
+    hf = fp8_folder(tmp_path / "hf", family, block_size, experts_apart=apart)
+    report = convert_weights(hf, tmp_path / "megatron", {"tp": 2, "pp": 2})
+    assert "in float32 and rounded once to bfloat16" in report.notes[0]
+    export_weights(tmp_path / "megatron", hf, tmp_path / "out", as_fp8=True)
+    names = sorted(path.name for path in hf.iterdir())
+    assert filecmp.cmpfiles(hf, tmp_path / "out", names, shallow=False)[0] == names
+
+    export_weights(tmp_path / "megatron", hf, tmp_path / "plain")
+    assert not compare_weights(hf, tmp_path / "plain").differences
+    assert not compare_weights(hf, tmp_path / "megatron").differences
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    stored, plain = stored_tensors(hf), stored_tensors(tmp_path / "plain")
+    assert plain.keys() == {name for name in stored if not name.endswith("_scale_inv")}
+    for name, values in plain.items():
+        if scaled := f"{name}_scale_inv" in stored:
+            expected = dequantise(stored[name], stored[f"{name}_scale_inv"], block_size).bfloat16()
+        assert torch.equal(values, expected if scaled else stored[name]), name
+
+
+def test_fp8_shards_are_parts_of_the_whole(tmp_path: Path) -> None:
+    source = HfCheckpoint(fp8_folder(tmp_path / "hf", "qwen3_vl", (40, 48)))
+    sharding = Sharding(2)
+    for name, info in source.tensor_infos.items():
+        whole = source.read_shard(name)
+        for i in range(2):
+            assert torch.equal(source.read_shard(name, i, sharding), cut_shard(whole, info, i, sharding))
+
+
+def test_fp8_blocks_that_were_trained_change_alone(tmp_path: Path) -> None:
+    """The block's largest value becomes 448; the others are within half a step of E4M3."""
+    hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
+    convert_weights(hf, tmp_path / "megatron")
+    name = f"{LAYER}.self_attn.o_proj.weight"
+    (path,) = (tmp_path / "megatron").glob("*.safetensors")
+    tensors = load_file(path)
+    trained = tensors["language_model.decoder.layers.0.self_attention.linear_proj.weight"]
+    trained[20, 40] = 3.0  # the second block of 16 rows, and of 32 columns
+
+    def read_values(region: MatrixRegion) -> Tensor:
+        return trained[region.row : region.row_end].float()
+
+    folder: Any = open_tensor_folder(hf)
+    grid = folder.grid_by_tensor[name]
+    output = Fp8Output(grid, read_values, (folder, name))
+    whole = MatrixRegion(0, trained.shape[0], 0, trained.shape[1])
+    weight = output.read_weight(whole)
+    scales = output.read_scales(MatrixRegion(0, grid.scale_shape[0], 0, grid.scale_shape[1]))
+    stored = stored_tensors(hf)
+    is_changed = scales != stored[f"{name}_scale_inv"]
+    assert is_changed.nonzero().tolist() == [[1, 1]]
+    assert scales.dtype == torch.bfloat16 and weight[20, 40].float() == 448
+    differs = weight.view(torch.uint8) != stored[name].view(torch.uint8)
+    assert not differs[:16].any() and not differs[32:].any() and not differs[:, :32].any()
+    errors = (dequantise(weight, scales, (16, 32)) - trained.float()).abs()
+    assert errors[16:32, 32:64].max() <= 3.0 / 448 * 16 * 1.01
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"])
+def test_export_in_fp8_equals_the_quantiser_of_transformers(tmp_path: Path, family: str) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    hf = tiny_checkpoint(family, **WHOLE_BLOCKS)
+    convert_weights(hf, tmp_path / "megatron", {"tp": 2})
+    export_weights(tmp_path / "megatron", hf, tmp_path / "fp8", as_fp8=True)
+    stored, plain = stored_tensors(tmp_path / "fp8"), load_hf_model(hf, torch.float32).state_dict()
+    settings = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
+    quantiser = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    scaled = [name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")]
+    assert len(scaled) == len([t for t in stored.values() if t.dtype == torch.float8_e4m3fn]) > 20
+    for name in scaled:
+        if ".experts." not in name:
+            theirs = quantiser.convert({name: plain[name]})
+            for key, tensor in theirs.items():
+                assert torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == stored.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
+    assert not {name.removesuffix(".weight") for name in scaled} & set(config["modules_to_not_convert"])
+    loaded = load_hf_model(tmp_path / "fp8", torch.float32).state_dict()
+    for name, values in plain.items():
+        error = (loaded[name] - values).abs().max() / values.abs().max()
+        assert error <= 0.04, name  # half the largest step of E4M3 is 16 of 448; then bfloat16 rounds
+        if name not in scaled and ".experts." not in name:
+            assert error == 0, name
+
+
+def test_export_in_fp8_leaves_what_the_released_folders_leave(tmp_path: Path) -> None:
+    """The modules of a layer that Qwen3.6-35B-A3B-FP8 names, with the names that engines fuse."""
+    hf = tiny_checkpoint("qwen3_5_moe", **WHOLE_BLOCKS)
+    convert_weights(hf, tmp_path / "megatron")
+    report = export_weights(tmp_path / "megatron", hf, tmp_path / "fp8", as_fp8=True)
+    assert "matrices are in FP8 (E4M3), with a scale for each block" in report.notes[0]
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    form = config["quantization_config"]
+    assert (form["quant_method"], form["activation_scheme"]) == ("fp8", "dynamic")
+    modules = form["modules_to_not_convert"]
+    assert {name.removeprefix(f"{LAYER}.") for name in modules if name.startswith(f"{LAYER}.")} == {
+        *("input_layernorm", "post_attention_layernorm", "mlp.gate", "mlp.shared_expert_gate"),
+        *(f"linear_attn.{n}" for n in ("A_log", "conv1d", "dt_bias", "norm")),
+        *(f"linear_attn.in_proj_{n}" for n in ("a", "b", "ba")),
+    }
+    assert {"lm_head", "model.language_model.embed_tokens", "mtp.fc", "mtp.norm"} <= set(modules)
+    assert {f"{n}visual.blocks.0.attn.qkv" for n in ("", "model.")} <= set(modules)
+    assert "visual.blocks.0.attn.qkv_proj" in modules
+
+
+@pytest.mark.parametrize(
+    ("family", "apart"), [("qwen3_vl_moe", False), ("qwen3_vl_moe", True), ("qwen3_5_moe", False)]
+)
+def test_experts_that_transformers_misreads_are_filled_in(tmp_path: Path, family: str, apart: bool) -> None:
+    hf = fp8_folder(tmp_path / "hf", family, experts_apart=apart)
+    source = HfCheckpoint(hf)
+    model = load_hf_model(hf, torch.float32)
+    experts = model.model.language_model.layers[1].mlp.experts
+    for name, parameter in (("linear_fc1", experts.gate_up_proj), ("linear_fc2", experts.down_proj)):
+        ours = source.read_shard(f"language_model.decoder.layers.1.mlp.experts.{name}.weight")
+        assert torch.equal(parameter, ours.float())
+    plain = load_hf_model(tiny_checkpoint(family, **SIZES), torch.float32)
+    assert (plain.model.language_model.layers[1].mlp.experts.down_proj - experts.down_proj).abs().max() < 0.1
+
+
+REFUSED = {
+    "no scales": ({}, "says that the weights are quantised \\(fp8\\), but no tensor has scales"),
+    "another block": (
+        {"weight_block_size": [128, 128]},
+        "has shape .*; weight_block_size in config.json says",
+    ),
+    "no blocks": (
+        {"weight_block_size": None},
+        "quantised \\(fp8\\); of quantised weights, only FP8 in blocks",
+    ),
+    "static": ({"activation_scheme": "static"}, "quantised \\(fp8\\); of quantised"),
+    "another format": ({"fmt": "e5m2"}, "quantised \\(fp8\\); of quantised"),
+    "MXFP4": ({"quant_method": "mxfp4"}, "quantised \\(mxfp4\\); of quantised"),
+    "GPTQ": ({"quant_method": "gptq"}, "quantised \\(gptq\\); of quantised"),
+    "AWQ": ({"quant_method": "awq"}, "quantised \\(awq\\); of quantised"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quantised \\(bitsandbytes\\); of quantised"),
+    "compressed-tensors": ({"quant_method": "compressed-tensors"}, "quantised \\(compressed-tensors\\)"),
+    "modelopt": ({"quant_method": "modelopt"}, "quantised \\(modelopt\\)"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_quantised_weights_are_refused_by_name(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every command that takes a folder, before anything is written."""
+    changes, message = REFUSED[kind]
+    if kind == "no scales":
+        hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
+        for path in hf.glob("*.safetensors"):
+            kept = {k: t.bfloat16() for k, t in load_file(path).items() if "_scale_inv" not in k}
+            save_file(kept, path, metadata={"format": "pt"})
+        index = json.loads((hf / "model.safetensors.index.json").read_text())["weight_map"]
+        weight_map = {k: file for k, file in index.items() if "_scale_inv" not in k}
+        edit(hf / "model.safetensors.index.json", weight_map=weight_map)
+    else:
+        hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
+        form = json.loads((hf / "config.json").read_text())["quantization_config"]
+        edit(hf / "config.json", quantization_config=form | changes)
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        HfCheckpoint(hf)
+    out = tmp_path / "out"
+    commands = [f"convert --hf {hf} --out {out}", f"parity --hf {hf} --layouts tp2"]
+    commands += [f"train --dry-run --model.hf {hf} --data.path {hf} --platform cpu"]
+    commands += [f"generate --checkpoint {hf} --prompt x"] if kind != "another block" else []
+    for command in commands:
+        assert main(command.split()) != 0
+        assert "quantis" in (printed := capsys.readouterr().err) or "weight_block_size" in printed
+    assert not out.exists()
+
+
+def test_fp8_is_refused_where_blocks_would_not_be_whole(tmp_path: Path) -> None:
+    hf = tiny_checkpoint("qwen3_vl")
+    convert_weights(hf, tmp_path / "megatron")
+    with pytest.raises(WeightsError, match="cannot be written in FP8: .* whole blocks of 128 x 128"):
+        export_weights(tmp_path / "megatron", hf, tmp_path / "out", as_fp8=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantise_in_loops_is_what_released_folders_hold() -> None:
+    """The scale of a block is its largest value by 448."""
+    weight, scales = quantise(torch.tensor([[896.0, -2.0, 448.0]]), (1, 2), torch.float32)
+    assert scales.tolist() == [[2.0, 1.0]] and weight.float().tolist() == [[448.0, -1.0, 448.0]]
