@@ -335,7 +335,7 @@ def export_weights(
         source = MergedWeights(hf_checkpoint, lora)
     else:
         source = WeightReader(checkpoint)
-        hf_checkpoint = HfCheckpoint(hf)
+        hf_checkpoint = HfCheckpoint(hf, has_mtp=source.spec.language.has_mtp)
         _check_same_model(source, hf_checkpoint)
     workers = workers or default_worker_count()
 

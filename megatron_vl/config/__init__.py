@@ -13,6 +13,7 @@ from megatron_vl.config.fields import (
     Fp8Config,
     LogConfig,
     LoraConfig,
+    MtpConfig,
     LossOn,
     ModelConfig,
     OptimizerConfig,

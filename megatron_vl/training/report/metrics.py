@@ -177,10 +177,12 @@ class MetricsLog:
             "patches": totals.patches,
             **{f"{DROPPED_PREFIX}{reason}": count for reason, count in drop_reasons.items()},
             **source_metrics,
+            **(step_result.mtp.metrics if step_result.mtp is not None else {}),
         }
         self.bad_sample_meter.add_counts(totals.samples, drop_reasons, drop_details)
         if self.grid.rank == 0:
-            self._print_line(metrics, source_text, step_result.skip_reason)
+            mtp_text = step_result.mtp.text if step_result.mtp is not None else ""
+            self._print_line(metrics, [mtp_text, *source_text.split(" | ")], step_result.skip_reason)
             for sink in self.sinks:
                 sink.write_step(metrics)
         self.interval_steps, self.step_metrics = 0, StepMetrics()
@@ -272,7 +274,7 @@ class MetricsLog:
             metrics["expert_rank_load"] = busiest_rank_load(tokens[layers], ep)
         return metrics
 
-    def _print_line(self, metrics: dict[str, Any], source_text: str, skip_reason: str) -> None:
+    def _print_line(self, metrics: dict[str, Any], further_parts: list[str], skip_reason: str) -> None:
         seconds, memory_text = metrics["step_s"], f"{metrics['memory_gib']:.1f} GiB"
         rates = [metrics[f"lr/{part}"] for part in ("language", "vision", "merger")]
         speed = f"{metrics['tflops_per_rank']:.1f} TFLOP/s" if self.platform.name == "cuda" else ""
@@ -292,7 +294,7 @@ class MetricsLog:
             else "",
             f"busiest expert {metrics['expert_load']:.2f}x" if "expert_load" in metrics else "",
             f"busiest rank {metrics['expert_rank_load']:.2f}x" if "expert_rank_load" in metrics else "",
-            *source_text.split(" | "),
+            *further_parts,
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
         ]
         self.printed_memory = memory_text
@@ -308,7 +310,7 @@ class MetricsLog:
         log_rank_0(
             self.grid,
             f"{self._step_text(step)} | validation loss {result.loss:.6f} | {result.loss_tokens} tokens |"
-            f" {result.elapsed_s:.1f} s",
+            f" {result.elapsed_s:.1f} s{f' | {result.mtp.text}' if result.mtp is not None else ''}",
         )
         for sink in self.sinks:
             sink.write_evaluation(step, result)
