@@ -332,6 +332,8 @@ def export_weights(
         lora = open_lora(checkpoint, hf_checkpoint.spec)
         _check_same_model(lora, hf_checkpoint)
         _check_base(lora, hf_checkpoint)
+        if lora.spec.language.has_mtp:
+            hf_checkpoint = HfCheckpoint(hf, has_mtp=True)
         source = MergedWeights(hf_checkpoint, lora)
     else:
         source = WeightReader(checkpoint)
@@ -544,7 +546,13 @@ def export_adapter(
         write_json(output.path / ADAPTER_CONFIG_FILE, peft_config(source, base_name))
         _write_training_facts(output.path, training_facts)
 
-    return _make_report(output_dir, output, time.monotonic() - start_time)
+    report = _make_report(output_dir, output, time.monotonic() - start_time)
+    if source.spec.language.has_mtp:
+        report.notes.append(
+            "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters; an"
+            " export with --merge writes it"
+        )
+    return report
 
 
 def convert_adapter(

@@ -100,3 +100,84 @@ def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, An
         numbers=numbers,
         fields=fields | mtp,
     )
+
+
+def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int], list[float], list[bool]]:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    labels = torch.arange(1, sum(lengths) + 1).int() * 10
+    return tuple(each.tolist() for each in WholeRow(labels, torch.tensor(mask), bounds, part).two_ahead())
+
+
+def test_targets_stay_within_their_sequence() -> None:
+    """Ten times the number of a token is its label. The mask is that of the label."""
+    labels, mask, has_next = ahead([3, 1, 4], [1, 0.5, 0, 0, 1, 0, 2, 0], slice(None))
+    # The first sequence ends at token 2, the second at 3: their last two tokens have no token two ahead.
+    assert labels == [20, 30, 40, 50, 60, 70, 80, 10]
+    assert mask == [0.5, 0, 0, 0, 0, 2, 0, 0]
+    assert has_next == [True, True, False, False, True, True, True, False]
+
+
+def test_targets_cross_the_edges_of_parts_and_not_those_of_sequences() -> None:
+    lengths, mask = [3, 5], [1.0, 1, 0, 1, 1, 1, 1, 0]
+    parts = [ahead(lengths, mask, slice(start, start + 2)) for start in range(0, 8, 2)]
+    whole = ahead(lengths, mask, slice(None))
+    assert tuple(sum((part[i] for part in parts), []) for i in range(3)) == whole
+    assert parts[1][1:] == ([0, 1], [False, True])  # token 2 ends a sequence, token 3 begins one
+    assert parts[2][1:] == ([1, 1], [True, True])  # the target of token 5 is in the next part
+
+
+def outputs_of_samples(hf: str, family: str) -> list[float]:
+    """Largest relative errors of the layer's hidden states and of the losses of single tokens."""
+    trainer = trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": FACTOR})
+    chunk, reference, states = trainer.model_chunks[0].module, Reference(hf), []
+    chunk.mtp.register_forward_hook(lambda module, args, output: states.append(output.detach()[:, 0]))
+    rows = draw_samples(KINDS, trainer.spec, 0)
+    largest = [0.0, 0.0, 0.0]
+    for row, samples in zip(pack_step(trainer, rows).rows, rows, strict=True):
+        found = chunk(row).detach()
+        # Only tokens whose loss counts have one.
+        found[1] *= row.whole_row.two_ahead().loss_mask
+        start = 0
+        for sample in samples:
+            expected, length = reference.outputs(sample, "head"), len(sample.token_ids)
+            masked = (expected["losses"] * sample.loss_mask[1:], expected["mtp_losses"] * sample.loss_mask[2:])
+            own = (found[0] * row.loss_mask)[start:][: length - 1], found[1][start:][: max(length - 2, 0)]
+            pairs = [*zip(own, masked, strict=True), (states[-1][start:][: length - 1], expected["states"])]
+            for i, (ours, theirs) in enumerate(pairs):
+                scale = float(theirs.detach().abs().max()) if theirs.numel() else 0.0
+                if scale:
+                    largest[i] = max(largest[i], float((ours - theirs).detach().abs().max()) / scale)
+            start += length
+    return largest
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", [DENSE, EXPERTS])
+def test_outputs_equal_the_reference_token_by_token(family: str) -> None:
+    errors = call(outputs_of_samples, hf=str(folder_of(family)), family=family)
+    assert 0 < min(errors) and max(errors) < 1e-5, errors
+
+
+def gradients_and_state(trainer: Trainer) -> dict[str, Tensor]:
+    run_passes(trainer)
+    return {tensor.tensor_name: tensor.parameter.main_grad.clone() for tensor in trainer.live_tensors}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}])
+@in_ranks(lambda variables: 2 if variables["fields"] else 1)
+def test_head_leaves_every_gradient_of_the_model_as_it_is(fields: dict[str, Any]) -> None:
+    """To the bit: the trunk, the embedding, the output layer and the tower."""
+    hf = folder_of(DENSE)
+    alone = gradients_and_state(trainer_of(hf, SEQ_LEN, optimizer=False, **fields))
+    beside = gradients_and_state(
+        trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "head"}, **fields)
+    )
+    assert [name for name, gradient in alone.items() if not torch.equal(gradient, beside[name])] == []
+    of_layer = {name for name in beside if name.startswith("mtp.")}
+    assert beside.keys() - alone.keys() == of_layer and len(alone) > 9
+    assert all(beside[name].any() for name in of_layer)
+    if not fields.get("pp"):
+        joint = trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "all"}, **fields)
+        changed = gradients_and_state(joint)
+        same = {name for name in alone if torch.equal(alone[name], changed[name])}
+        assert same == set()
