@@ -123,7 +123,8 @@ class MtpConfig:
     layer is not trained."""
     trains: Literal["head", "all"] = "head"
     """What its loss trains. head: the layer alone, without a backward pass through the model. all: also the
-    model, its embedding and its output layer."""
+    model, its embedding and its output layer. Gradients are clipped by their norm over the model and the
+    layer together."""
 
 
 @dataclass(frozen=True)

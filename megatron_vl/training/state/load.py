@@ -125,9 +125,10 @@ def load_checkpoint(
         metadata = read_run_metadata(checkpoint_path)
         weight_reader = open_checkpoint_weights(checkpoint_path, metadata)
         # A run may begin to train multi-token prediction when it resumes.
+        saved_tensors = live_tensors
         if not weight_reader.spec.language.has_mtp:
-            live_tensors = [t for t in live_tensors if not t.tensor_name.startswith(MTP_PREFIX)]
-        load_weights(weight_reader, live_tensors, grid)
+            saved_tensors = [t for t in live_tensors if not t.tensor_name.startswith(MTP_PREFIX)]
+        load_weights(weight_reader, saved_tensors, grid)
 
         files = metadata["files"]
         optimizer_files = {
