@@ -549,8 +549,8 @@ def export_adapter(
     report = _make_report(output_dir, output, time.monotonic() - start_time)
     if source.spec.language.has_mtp:
         report.notes.append(
-            "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters; an"
-            " export with --merge writes it"
+            "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters;"
+            " an export with --merge writes it"
         )
     return report
 

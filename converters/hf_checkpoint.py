@@ -232,7 +232,9 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 def detect_mtp_expert_style(tensor_folder: TensorFolder) -> ExpertStyle:
     """Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks."""
     stored_names = tensor_folder.file_by_tensor
-    return "apart" if f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight" in stored_names else "output_first"
+    return (
+        "apart" if f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight" in stored_names else "output_first"
+    )
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
@@ -329,8 +331,8 @@ class HfCheckpoint(CanonicalWeights):
         for released_name in expected_by_name:
             if released_name not in self.stored_name_by_released and released_name.startswith(MTP_PREFIX):
                 raise WeightsError(
-                    f"{self.path}: tensor {released_name!r} of multi-token prediction is missing (transformers"
-                    " drops these tensors when it saves a model): take the released folder, or set mtp.loss"
+                    f"{self.path}: tensor {released_name!r} of multi-token prediction is missing"
+                    " (transformers drops these tensors when it saves a model): take the released folder, or set mtp.loss"
                     " to 0"
                 )
             if released_name not in self.stored_name_by_released:

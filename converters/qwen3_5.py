@@ -107,6 +107,4 @@ def make_rules(
         for entry in layer_entries(mtp_expert_style)
         if entry.name.startswith(DECODER_LAYER)
     ]
-    return rules_from_entries(
-        spec, (*qwen3_vl.TOWER, *layer_entries(expert_style), *MTP, *mtp_entries)
-    )
+    return rules_from_entries(spec, (*qwen3_vl.TOWER, *layer_entries(expert_style), *MTP, *mtp_entries))

@@ -76,7 +76,9 @@ class ActivationEstimator:
         logits_tokens = min(-(-self.loss_tokens // self.layout.cp), LOSS_CHUNK_TOKENS)
         # Those of multi-token prediction come on top, unless they are computed in chunks.
         copies = 4.0 if self.spec.language.has_mtp and logits_tokens < LOSS_CHUNK_TOKENS else 2.0
-        return copies * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
+        return (
+            copies * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
+        )
 
     @property
     def _sequence_parallel_size(self) -> int:

@@ -105,8 +105,9 @@ class VisionLanguageModel(MegatronModule):
         Returns:
             On the last chunk, per-token losses [1, S], which are 0 outside ``row.loss_index``; or logits [1,
             S, V / tp] if ``labels`` is False. With multi-token prediction, the losses are followed by those
-            of its targets, and by whether it ranks them first: [3, S]. On other chunks, a pipeline message that consists of the hidden
-            state and DeepStack's levels, [(1 + message_levels) * S (/ tp), 1, H].
+            of its targets, and by whether it ranks them first: [3, S]. On other chunks, a pipeline message
+            that consists of the hidden state and DeepStack's levels, or the embeddings for multi-token
+            prediction, [(1 + message_levels) * S (/ tp), 1, H].
         """
         decoder_input = self._embed_row(row) if self.pre_process else None
 

@@ -158,8 +158,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     continued_path = checkpoint_path or config.model.checkpoint
     if not config.mtp.loss and continued_path not in ("", RANDOM_WEIGHTS) and has_mtp_weights(continued_path):
         run_notes.append(
-            f"NOTE: the multi-token prediction in {continued_path} is left out, as mtp.loss is 0; exports of this"
-            " run have that of model.hf"
+            f"NOTE: the multi-token prediction in {continued_path} is left out, as mtp.loss is 0; exports of"
+            " this run have that of model.hf"
         )
     model_digests = read_model_digests(config, source_checkpoint)
     base_digest = ""

@@ -155,7 +155,7 @@ def _finalize_gradient_sums(model: Any, num_tokens: Tensor, **options: Any) -> N
 
 
 def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss of one row from its per-token losses [1, S], or the model's output with multi-token prediction.
+    """The loss of one row from its per-token losses [1, S], or [3, S] with multi-token prediction.
 
     Returns:
         (loss sum, number of loss tokens, report). The report has both numbers of the model, float32 [2]. For

@@ -23,7 +23,7 @@ from converters.convert import _write_weights
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families import read_spec
 from toolkit.parity.case import draw_samples
 from toolkit.parity.reference import gradients_by_name, hf_inputs, load_hf_for_training
 
@@ -152,9 +152,7 @@ class Reference:
         return [float(sums[0]) / count, float(sums[1]) / targets, targets, int(sums[2])]
 
 
-def write_reference(
-    hf: str, kinds: list[list[str]], factor: float, trains: str, out: str
-) -> list[float]:
+def write_reference(hf: str, kinds: list[list[str]], factor: float, trains: str, out: str) -> list[float]:
     """Writes the gradients of the samples as Megatron weights to ``out``/gradients."""
     torch.set_num_threads(1)
     reference = Reference(hf)

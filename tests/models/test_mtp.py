@@ -16,7 +16,7 @@ from megatron_vl.training.step import reduce_losses, run_schedule
 from megatron_vl.training.trainer import Trainer
 from tests.models.mtp_reference import Reference, write_reference
 from tests.support.ranks import call, in_ranks
-from tests.support.tiny_trainer import gather, trainer_of
+from tests.support.tiny_trainer import trainer_of
 from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import draw_samples, pack_step
 from toolkit.parity.worker import complete_gradients, gradient_errors
@@ -140,7 +140,10 @@ def outputs_of_samples(hf: str, family: str) -> list[float]:
         start = 0
         for sample in samples:
             expected, length = reference.outputs(sample, "head"), len(sample.token_ids)
-            masked = (expected["losses"] * sample.loss_mask[1:], expected["mtp_losses"] * sample.loss_mask[2:])
+            masked = (
+                expected["losses"] * sample.loss_mask[1:],
+                expected["mtp_losses"] * sample.loss_mask[2:],
+            )
             own = (found[0] * row.loss_mask)[start:][: length - 1], found[1][start:][: max(length - 2, 0)]
             pairs = [*zip(own, masked, strict=True), (states[-1][start:][: length - 1], expected["states"])]
             for i, (ours, theirs) in enumerate(pairs):

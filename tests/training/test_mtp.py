@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from converters.compare import compare_weights
-from converters.convert import convert_weights, export_adapter, export_weights, reshard_weights
+from converters.convert import (
+    _write_weights,
+    convert_weights,
+    export_adapter,
+    export_weights,
+    reshard_weights,
+)
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.run_folder import step_dir_path
@@ -43,7 +50,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp_path: Path) -> None:
     run, hf = tmp_path / "run", prepared["hf"]
     # Clipping is by the norm of all gradients, so that the layer would scale those of the model.
-    words = "--steps 8 --optimizer.clip_grad 0 --log.interval 1 --eval.interval 2 --eval.rows 4 --checkpoint.interval 2 --checkpoint.keep 9".split()
+    words = "--steps 8 --optimizer.clip_grad 0 --log.interval 1 --eval.interval 2 --eval.rows 4".split()
+    words += "--checkpoint.interval 2 --checkpoint.keep 9".split()
     on = [*words, "--mtp.loss", "0.3", "--model.checkpoint", ""]
     off = [*words, "--model.checkpoint", ""]
     said = trainings(
@@ -60,7 +68,9 @@ def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp
     assert has_mtp == [True] * 4 + [False] * 2 + [True] * 2
     assert re.search(r"mtp loss \d+\.\d+, top-1 \d+\.\d% of \d+", said[0])
     assert re.search(r"validation loss .* \| mtp loss \d+\.\d+, top-1", said[0])
-    assert lines[3]["mtp_loss"] < lines[0]["mtp_loss"] and 0 < lines[0]["mtp_tokens"] <= lines[0]["loss_tokens"]
+    assert (
+        lines[3]["mtp_loss"] < lines[0]["mtp_loss"] and 0 < lines[0]["mtp_tokens"] <= lines[0]["loss_tokens"]
+    )
     # Head alone: the model trains as without it, bit for bit.
     plain = [line["loss"] for line in metrics(tmp_path / "plain")]
     assert plain == [line["loss"] for line in lines[:2]]
@@ -105,8 +115,8 @@ def test_layer_is_trained_beside_adapters_and_merged_with_them(prepared, tmp_pat
     exported, original = mtp_of(tmp_path / "merged"), mtp_of(hf)
     assert not any(torch.equal(exported[name], original[name]) for name in original)
     assert export_adapter(run, hf, tmp_path / "adapter").notes == [
-        "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters; an"
-        " export with --merge writes it"
+        "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters;"
+        " an export with --merge writes it"
     ]
     [more] = trainings(
         prepared, (tmp_path / "more", [*words[:4], *on[6:], "--lora.adapter", str(run), "--steps", "5"])
@@ -136,8 +146,6 @@ def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path
         hf = stacked_copy(hf, tmp_path / "stacked")
     source = HfCheckpoint(hf, has_mtp=True)
     assert source.carried_names == []
-    from converters.convert import _write_weights
-
     layout = {"tp": 2, "pp": 2, **({"ep": 2} if style else {})}
     _write_weights(source, [Path(hf)], tmp_path / "cut", layout, "convert", 1, False, {})
     reshard_weights(tmp_path / "cut", tmp_path / "whole", workers=1)
@@ -151,29 +159,22 @@ def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path
 
 def stacked_copy(hf: Path, out: Path) -> Path:
     """The folder with the experts of multi-token prediction in stacks, as Qwen3.6 stores them."""
-    import shutil
-
-    from safetensors.torch import save_file
-
     shutil.copytree(hf, out)
+    prefix = "mtp.layers.0.mlp.experts."
     for file in sorted(out.glob("*.safetensors")):
         tensors = load_file(file)
-        prefix = "mtp.layers.0.mlp.experts."
         apart = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
         if apart:
-            count = 1 + max(int(name.split(".")[5]) for name in apart)
-
-            def stack(kind: str, apart=apart, count=count) -> list[torch.Tensor]:
-                return [apart[f"{prefix}{i}.{kind}_proj.weight"] for i in range(count)]
-
-            pairs = zip(stack("gate"), stack("up"), strict=True)
-            tensors[prefix + "gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-            tensors[prefix + "down_proj"] = torch.stack(stack("down"))
+            stacks = {
+                kind: torch.stack([apart[f"{prefix}{i}.{kind}_proj.weight"] for i in range(len(apart) // 3)])
+                for kind in ("gate", "up", "down")
+            }
+            tensors[prefix + "gate_up_proj"] = torch.cat((stacks["gate"], stacks["up"]), 1)
+            tensors[prefix + "down_proj"] = stacks["down"]
         save_file(tensors, file, metadata={"format": "pt"})
     index = out / "model.safetensors.index.json"
-    facts = json.loads(index.read_text())
-    names = {n: file.name for file in sorted(out.glob("*.safetensors")) for n in load_file(file)}
-    index.write_text(json.dumps(facts | {"weight_map": names}))
+    names = {name: file.name for file in sorted(out.glob("*.safetensors")) for name in load_file(file)}
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": names}))
     return out
 
 
@@ -212,9 +213,9 @@ def test_models_and_folders_without_it_are_refused_by_name(tmp_path: Path) -> No
         read_spec(config).with_mtp()
 
     # As transformers saves it.
-    from safetensors.torch import save_file
-
-    kept = {n: t for f in sorted(hf.glob("*.safetensors")) for n, t in load_file(f).items() if n[:4] != "mtp."}
+    kept = {
+        n: t for f in sorted(hf.glob("*.safetensors")) for n, t in load_file(f).items() if n[:4] != "mtp."
+    }
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((hf / "config.json").read_text())
     HfCheckpoint(tmp_path)
