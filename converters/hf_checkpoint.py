@@ -332,8 +332,8 @@ class HfCheckpoint(CanonicalWeights):
             if released_name not in self.stored_name_by_released and released_name.startswith(MTP_PREFIX):
                 raise WeightsError(
                     f"{self.path}: tensor {released_name!r} of multi-token prediction is missing"
-                    " (transformers drops these tensors when it saves a model): take the released folder, or set mtp.loss"
-                    " to 0"
+                    " (transformers drops these tensors when it saves a model): take the released folder, or"
+                    " set mtp.loss to 0"
                 )
             if released_name not in self.stored_name_by_released:
                 raise WeightsError(

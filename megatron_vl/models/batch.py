@@ -6,6 +6,7 @@ The loader's :class:`megatron_vl.data.packing.training_row.TrainingRow` holds th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,11 +108,11 @@ class WholeRow:
     part: slice = slice(None)
     """This rank's tokens."""
 
+    @functools.cached_property
     def two_ahead(self) -> TwoAhead:
         """The label of a token two ahead is that of the next token, in the same sequence."""
         has_next = torch.ones_like(self.labels, dtype=torch.bool)
-        # Several segments may end at one token, because some may be empty.
-        has_next[self.cu_seqlens[1:].long() - 1] = False
+        has_next.index_fill_(0, self.cu_seqlens[1:].long() - 1, False)
         labels, loss_mask = self.labels.roll(-1), self.loss_mask.roll(-1) * has_next
         return TwoAhead(labels[self.part].long(), loss_mask[self.part], has_next[self.part])
 

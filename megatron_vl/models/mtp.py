@@ -118,7 +118,7 @@ class MultiTokenPrediction(MegatronModule):
             states,
             language_model.output_layer,
             weight if self.trains_model else weight.detach(),
-            row.whole_row.two_ahead().labels[None],
+            row.whole_row.two_ahead.labels[None],
             index,
             language_model.compute_language_model_loss,
             is_first,
@@ -157,7 +157,7 @@ def embeddings_of_next(token_embeddings: Tensor, row: DeviceRow, language_model:
     # After the last token of the row, the first one follows; it is in another sequence.
     next_part = (cp_group.rank() + 1) % cp_group.size()
     first_of_next = first_of_parts[next_part : next_part + 1]
-    has_next = row.whole_row.two_ahead().has_next[:, None, None]
+    has_next = row.whole_row.two_ahead.has_next[:, None, None]
     next_embeddings = torch.cat((token_embeddings[1:], first_of_next)) * has_next
     if language_model.config.sequence_parallel:
         next_embeddings = scatter_to_sequence_parallel_region(next_embeddings)

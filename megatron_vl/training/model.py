@@ -57,16 +57,12 @@ def build_model(
     live_tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_live_tensors(spec, layout, live_tensors, config.lora)
 
-    mtp = [tensor for tensor in live_tensors if tensor.tensor_name.startswith(MTP_PREFIX)]
+    base = [tensor for tensor in live_tensors if not is_lora_tensor(tensor.tensor_name)]
     if mtp_weights is not None:
+        mtp = [tensor for tensor in base if tensor.tensor_name.startswith(MTP_PREFIX)]
+        base = [tensor for tensor in base if not tensor.tensor_name.startswith(MTP_PREFIX)]
         load_weights(mtp_weights, mtp, grid)
     if start_weights is not None:
-        outside = [tensor.tensor_name for tensor in mtp] if mtp_weights is not None else []
-        base = [
-            tensor
-            for tensor in live_tensors
-            if not is_lora_tensor(tensor.tensor_name) and tensor.tensor_name not in outside
-        ]
         load_weights(start_weights, base, grid)
     if start_lora is not None:
         trained = [tensor for tensor in live_tensors if tensor.tensor_name in start_lora.tensor_infos]

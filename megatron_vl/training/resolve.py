@@ -152,15 +152,6 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         start_weights = check_start_weights(config, spec)
         if isinstance(start_weights, HfCheckpoint) and (rounding_note := start_weights.rounded_decays()):
             run_notes.append(f"NOTE: {rounding_note}")
-    checkpoint_path = source_checkpoint.path if source_checkpoint is not None else None
-    if open_mtp_weights(config, checkpoint_path) is not None:  # it checks the folder
-        run_notes.append("multi-token prediction begins with the weights in model.hf")
-    continued_path = checkpoint_path or config.model.checkpoint
-    if not config.mtp.loss and continued_path not in ("", RANDOM_WEIGHTS) and has_mtp_weights(continued_path):
-        run_notes.append(
-            f"NOTE: the multi-token prediction in {continued_path} is left out, as mtp.loss is 0; exports of"
-            " this run have that of model.hf"
-        )
     model_digests = read_model_digests(config, source_checkpoint)
     base_digest = ""
     if config.lora.rank:
@@ -171,6 +162,15 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         check_lora_base(config, spec, base_digest)
     else:
         check_own_checkpoint(config, spec, source_checkpoint.path, base_digest)
+    checkpoint_path = source_checkpoint.path if source_checkpoint is not None else None
+    if open_mtp_weights(config, checkpoint_path) is not None:  # it checks the folder
+        run_notes.append("multi-token prediction begins with the weights in model.hf")
+    continued_path = checkpoint_path or config.model.checkpoint
+    if not config.mtp.loss and continued_path not in ("", RANDOM_WEIGHTS) and has_mtp_weights(continued_path):
+        run_notes.append(
+            f"NOTE: the multi-token prediction in {continued_path} is left out, as mtp.loss is 0; exports of"
+            " this run have that of model.hf"
+        )
 
     if is_synthetic:
         from megatron_vl.data.synthetic import synthetic_identity  # it imports torch

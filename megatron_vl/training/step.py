@@ -158,9 +158,9 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     """The loss of one row from its per-token losses [1, S], or [3, S] with multi-token prediction.
 
     Returns:
-        (loss sum, number of loss tokens, report). The report has both numbers of the model, float32 [2]. For
-        a row of a
-        blend, it also has the loss sum of each segment, float64 [segments], and the segments' sources.
+        (loss sum, number of loss tokens, report). The report has both numbers, float32 [2], those of
+        multi-token prediction apart. For a row of a blend, it also has the loss sum of each segment, float64
+        [segments], and the segments' sources.
     """
     token_losses, *mtp_output = token_losses.float()
     weighted_losses = token_losses * row.loss_mask
@@ -177,7 +177,7 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     if mtp_output:
         assert row.whole_row is not None
         mtp_losses, is_first = mtp_output
-        mtp_mask = row.whole_row.two_ahead().loss_mask
+        mtp_mask = row.whole_row.two_ahead.loss_mask
         mtp_sum = (mtp_losses * mtp_mask).sum()
         sums = (mtp_sum.detach(), (mtp_mask != 0).sum(), (is_first * (mtp_mask != 0)).sum())
         row_report["mtp"] = torch.stack([each.float() for each in sums])
@@ -194,7 +194,7 @@ def weigh_mtp(rows: list[DeviceRow], factor: float) -> None:
     Args:
         factor: ``mtp.loss``.
     """
-    masks = [(row.loss_mask, row.whole_row.two_ahead().loss_mask) for row in rows if row.whole_row]
+    masks = [(row.loss_mask, row.whole_row.two_ahead.loss_mask) for row in rows if row.whole_row]
     counts = torch.stack([torch.stack([(mask != 0).sum() for mask in pair]) for pair in masks]).sum(0)
     dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     for row in rows:
@@ -227,9 +227,8 @@ def run_schedule(
     progress.note_progress()
     if not forward_only:
         reset_router_counts(model_chunks, rows)
-
-    if mtp_factor := get_attr_wrapped_model(model_chunks[0], "mtp_config").loss:
-        weigh_mtp(rows, mtp_factor)
+        if mtp_factor := get_attr_wrapped_model(model_chunks[0], "mtp_config").loss:
+            weigh_mtp(rows, mtp_factor)
 
     # Each chunk reads all rows, at its own time in the schedule.
     row_iterators = [iter(rows) for _ in model_chunks]

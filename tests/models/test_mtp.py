@@ -105,7 +105,7 @@ def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, An
 def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int], list[float], list[bool]]:
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     labels = torch.arange(1, sum(lengths) + 1).int() * 10
-    return tuple(each.tolist() for each in WholeRow(labels, torch.tensor(mask), bounds, part).two_ahead())
+    return tuple(each.tolist() for each in WholeRow(labels, torch.tensor(mask), bounds, part).two_ahead)
 
 
 def test_targets_stay_within_their_sequence() -> None:
@@ -136,7 +136,7 @@ def outputs_of_samples(hf: str, family: str) -> list[float]:
     for row, samples in zip(pack_step(trainer, rows).rows, rows, strict=True):
         found = chunk(row).detach()
         # Only tokens whose loss counts have one.
-        found[1] *= row.whole_row.two_ahead().loss_mask
+        found[1] *= row.whole_row.two_ahead.loss_mask
         start = 0
         for sample in samples:
             expected, length = reference.outputs(sample, "head"), len(sample.token_ids)
