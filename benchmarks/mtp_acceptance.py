@@ -83,7 +83,9 @@ def config_of(hf: Path, steps: int, lr: float, mtp: MtpConfig, run: Path | None 
     )
 
 
-def train(hf: Path, out: Path, samples: list[TokenizedSample], config: TrainConfig, platform: Platform) -> None:
+def train(
+    hf: Path, out: Path, samples: list[TokenizedSample], config: TrainConfig, platform: Platform
+) -> None:
     """Trains on all samples in each step, and exports to ``out``."""
     step = [samples[i::ROWS] for i in range(ROWS)]
     results = train_on_samples(config, [step] * config.steps, platform)
@@ -143,7 +145,10 @@ def main() -> None:
         encoder, table = SampleEncoder(hf), {}
         end_id = int(encoder.chat_encoder.tokenizer.encode(END)[0])
         own, other = ([*conversations(hf, media, is_other)] for is_other in (False, True))
-        prompts = [encoder.encode_prompt(messages[:1], items[: str(messages[0]).count("'image'")]) for messages, items in own]
+        prompts = [
+            encoder.encode_prompt(messages[:1], items[: str(messages[0]).count("'image'")])
+            for messages, items in own
+        ]
 
         config = config_of(hf, options.steps, options.lr, joint, d / "run")
         train(hf, d / "before", [encoder.encode_sample(*c) for c in own], config, platform)

@@ -136,7 +136,7 @@ class Evaluate(Hook):
                     reports, self.grid, self.platform.device, has_mtp=has_mtp
                 )
                 if batch_mtp is not None:
-                    mtp = MtpCounts(*map(sum, zip(mtp, batch_mtp, strict=True)))
+                    mtp = mtp.plus(batch_mtp)
                 loss_sum += batch_loss
                 num_tokens += batch_tokens
         self.platform.synchronize()  # the time includes what still runs on the device

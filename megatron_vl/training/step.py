@@ -57,6 +57,10 @@ class MtpCounts(NamedTuple):
     first: int = 0
     """Targets that the layer ranks first."""
 
+    def plus(self, other: MtpCounts) -> MtpCounts:
+        """The sums over the targets of both."""
+        return MtpCounts(self.loss_sum + other.loss_sum, self.tokens + other.tokens, self.first + other.first)
+
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers for the log: mean loss, targets, and the share of them that is ranked first."""

@@ -69,23 +69,21 @@ def check_layout(hf: str, reference: str, numbers: list[float], fields: dict[str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("trains", ["head", "all"])
 @pytest.mark.parametrize(
-    ("family", "ranks", "fields"),
+    ("family", "ranks", "fields", "trains"),
     [
-        (DENSE, 1, {}),
-        (EXPERTS, 1, {}),
-        (DENSE + " tied", 1, {}),
-        (DENSE, 2, SP),
-        (DENSE, 2, {"tp": 2}),
-        (EXPERTS, 2, SP | {"ep": 2}),
-        (EXPERTS, 2, {"ep": 2}),
-        (DENSE, 2, {"pp": 2}),
-        (DENSE + " tied", 2, {"pp": 2} | FULL),
-        (EXPERTS, 2, {"pp": 2, "vpp": 2}),
-        (DENSE, 2, {"cp": 2}),
-        (DENSE, 2, {"overlap": True}),
-        (DENSE, 2, {"decoupled": True}),
+        (DENSE, 1, {}, "all"),
+        (EXPERTS, 1, {}, "all"),
+        (DENSE, 2, {"tp": 2}, "all"),
+        (EXPERTS, 2, SP | {"ep": 2}, "all"),
+        (EXPERTS, 2, SP | {"etp": 2}, "head"),
+        (DENSE, 2, {"pp": 2}, "head"),
+        (DENSE + " tied", 2, {"pp": 2} | FULL, "all"),
+        (EXPERTS, 2, {"pp": 2, "vpp": 2}, "all"),
+        (DENSE, 2, {"cp": 2}, "all"),
+        (DENSE, 2, {"decoupled": True, "overlap": True}, "all"),
+        (DENSE, 4, SP | {"cp": 2} | FULL, "all"),
+        (EXPERTS, 4, {"cp": 2, "pp": 2, "ep": 2}, "all"),
     ],
 )
 def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, Any], trains: str) -> None:
