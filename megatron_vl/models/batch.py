@@ -91,8 +91,6 @@ class TwoAhead(NamedTuple):
     """int64 [S]: the token two ahead."""
     loss_mask: Tensor
     """float32 [S]: the weight of its loss; 0 if it is in another sequence or is not trained on."""
-    has_next: Tensor
-    """bool [S]: whether the next token of the row is in the same sequence."""
 
 
 @dataclass
@@ -114,7 +112,7 @@ class WholeRow:
         has_next = torch.ones_like(self.labels, dtype=torch.bool)
         has_next.index_fill_(0, self.cu_seqlens[1:].long() - 1, False)
         labels, loss_mask = self.labels.roll(-1), self.loss_mask.roll(-1) * has_next
-        return TwoAhead(labels[self.part].long(), loss_mask[self.part], has_next[self.part])
+        return TwoAhead(labels[self.part].long(), loss_mask[self.part])
 
 
 @dataclass

@@ -144,21 +144,20 @@ def target_index(row: DeviceRow) -> tuple[Tensor, Tensor]:
     return index.clamp(min=0), index >= 0
 
 
-def embeddings_of_next(token_embeddings: Tensor, row: DeviceRow, language_model: GPTModel) -> Tensor:
-    """The embedding of each token's next one, 0 at the end of a sequence: [S, 1, H] -> [S (/ tp), 1, H].
+def embeddings_of_next(token_embeddings: Tensor, language_model: GPTModel) -> Tensor:
+    """The embedding of each token's next one: [S, 1, H] -> [S (/ tp), 1, H].
 
+    That of the last token of a sequence is of no use: the token has no target, and no other one sees it.
     Collective over the context-parallel ranks, backwards too: the next token may be on the next rank.
     """
-    assert row.whole_row is not None
     cp_group = language_model.pg_collection.cp
     first_of_parts = token_embeddings[:1]
     if cp_group.size() > 1:
         first_of_parts = gather_from_sequence_parallel_region(first_of_parts, group=cp_group)
-    # After the last token of the row, the first one follows; it is in another sequence.
+    # After the last part, the first one follows.
     next_part = (cp_group.rank() + 1) % cp_group.size()
     first_of_next = first_of_parts[next_part : next_part + 1]
-    has_next = row.whole_row.two_ahead.has_next[:, None, None]
-    next_embeddings = torch.cat((token_embeddings[1:], first_of_next)) * has_next
+    next_embeddings = torch.cat((token_embeddings[1:], first_of_next))
     if language_model.config.sequence_parallel:
         next_embeddings = scatter_to_sequence_parallel_region(next_embeddings)
     return next_embeddings

@@ -67,12 +67,6 @@ class MtpCounts(NamedTuple):
         loss, top1 = (s / self.tokens if self.tokens else math.nan for s in (self.loss_sum, self.first))
         return {"mtp_loss": loss, "mtp_tokens": self.tokens, "mtp_top1": top1}
 
-    @property
-    def text(self) -> str:
-        """The numbers as a part of a line."""
-        loss, tokens, top1 = self.metrics.values()
-        return f"mtp loss {loss:.6f}, top-1 {top1:.1%} of {tokens}"
-
 
 @dataclass
 class StepResult:

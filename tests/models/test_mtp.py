@@ -100,7 +100,7 @@ def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, An
     )
 
 
-def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int], list[float], list[bool]]:
+def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int], list[float]]:
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     labels = torch.arange(1, sum(lengths) + 1).int() * 10
     return tuple(each.tolist() for each in WholeRow(labels, torch.tensor(mask), bounds, part).two_ahead)
@@ -108,20 +108,19 @@ def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int]
 
 def test_targets_stay_within_their_sequence() -> None:
     """Ten times the number of a token is its label. The mask is that of the label."""
-    labels, mask, has_next = ahead([3, 1, 4], [1, 0.5, 0, 0, 1, 0, 2, 0], slice(None))
+    labels, mask = ahead([3, 1, 4], [1, 0.5, 0, 0, 1, 0, 2, 0], slice(None))
     # The first sequence ends at token 2, the second at 3: their last two tokens have no token two ahead.
     assert labels == [20, 30, 40, 50, 60, 70, 80, 10]
     assert mask == [0.5, 0, 0, 0, 0, 2, 0, 0]
-    assert has_next == [True, True, False, False, True, True, True, False]
 
 
 def test_targets_cross_the_edges_of_parts_and_not_those_of_sequences() -> None:
     lengths, mask = [3, 5], [1.0, 1, 0, 1, 1, 1, 1, 0]
     parts = [ahead(lengths, mask, slice(start, start + 2)) for start in range(0, 8, 2)]
     whole = ahead(lengths, mask, slice(None))
-    assert tuple(sum((part[i] for part in parts), []) for i in range(3)) == whole
-    assert parts[1][1:] == ([0, 1], [False, True])  # token 2 ends a sequence, token 3 begins one
-    assert parts[2][1:] == ([1, 1], [True, True])  # the target of token 5 is in the next part
+    assert tuple(sum((part[i] for part in parts), []) for i in range(2)) == whole
+    assert parts[1][1] == [0, 1]  # token 2 ends a sequence, token 3 begins one
+    assert parts[2][1] == [1, 1]  # the target of token 5 is in the next part
 
 
 def outputs_of_samples(hf: str, family: str) -> list[float]:

@@ -181,8 +181,7 @@ class MetricsLog:
         }
         self.bad_sample_meter.add_counts(totals.samples, drop_reasons, drop_details)
         if self.grid.rank == 0:
-            mtp_text = step_result.mtp.text if step_result.mtp is not None else ""
-            self._print_line(metrics, [mtp_text, *source_text.split(" | ")], step_result.skip_reason)
+            self._print_line(metrics, source_text, step_result.skip_reason)
             for sink in self.sinks:
                 sink.write_step(metrics)
         self.interval_steps, self.step_metrics = 0, StepMetrics()
@@ -274,7 +273,7 @@ class MetricsLog:
             metrics["expert_rank_load"] = busiest_rank_load(tokens[layers], ep)
         return metrics
 
-    def _print_line(self, metrics: dict[str, Any], further_parts: list[str], skip_reason: str) -> None:
+    def _print_line(self, metrics: dict[str, Any], source_text: str, skip_reason: str) -> None:
         seconds, memory_text = metrics["step_s"], f"{metrics['memory_gib']:.1f} GiB"
         rates = [metrics[f"lr/{part}"] for part in ("language", "vision", "merger")]
         speed = f"{metrics['tflops_per_rank']:.1f} TFLOP/s" if self.platform.name == "cuda" else ""
@@ -294,7 +293,8 @@ class MetricsLog:
             else "",
             f"busiest expert {metrics['expert_load']:.2f}x" if "expert_load" in metrics else "",
             f"busiest rank {metrics['expert_rank_load']:.2f}x" if "expert_rank_load" in metrics else "",
-            *further_parts,
+            mtp_text(metrics),
+            *source_text.split(" | "),
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
         ]
         self.printed_memory = memory_text
@@ -307,11 +307,14 @@ class MetricsLog:
     def log_evaluation(self, step: int, result: ValidationResult) -> None:
         """Prints and writes an evaluation. Its time does not count for the speed of steps."""
         self.exclude_seconds(result.elapsed_s)
-        log_rank_0(
-            self.grid,
-            f"{self._step_text(step)} | validation loss {result.loss:.6f} | {result.loss_tokens} tokens |"
-            f" {result.elapsed_s:.1f} s{f' | {result.mtp.text}' if result.mtp is not None else ''}",
-        )
+        parts = [
+            self._step_text(step),
+            f"validation loss {result.loss:.6f}",
+            f"{result.loss_tokens} tokens",
+            f"{result.elapsed_s:.1f} s",
+            mtp_text(result.mtp_metrics),
+        ]
+        log_rank_0(self.grid, wrap_parts(filter(None, parts)))
         for sink in self.sinks:
             sink.write_evaluation(step, result)
 
@@ -353,6 +356,13 @@ def _split_by_size(
             break
         count += 1
     return samples[:count], samples[count:]
+
+
+def mtp_text(numbers: Mapping[str, Any]) -> str:
+    """The part of a line about multi-token prediction; empty for a run that does not train it."""
+    if "mtp_loss" not in numbers:
+        return ""
+    return f"mtp loss {numbers['mtp_loss']:.6f}, top-1 {numbers['mtp_top1']:.1%} of {numbers['mtp_tokens']}"
 
 
 def wrap_parts(parts: Iterable[str]) -> str:
