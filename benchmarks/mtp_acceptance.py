@@ -145,10 +145,10 @@ def main() -> None:
         encoder, table = SampleEncoder(hf), {}
         end_id = int(encoder.chat_encoder.tokenizer.encode(END)[0])
         own, other = ([*conversations(hf, media, is_other)] for is_other in (False, True))
-        prompts = [
-            encoder.encode_prompt(messages[:1], items[: str(messages[0]).count("'image'")])
-            for messages, items in own
-        ]
+        prompts = []
+        for (question, *_), items in own:
+            num_images = sum(part["type"] == "image" for part in question["content"])
+            prompts.append(encoder.encode_prompt([question], items[:num_images]))
 
         config = config_of(hf, options.steps, options.lr, joint, d / "run")
         train(hf, d / "before", [encoder.encode_sample(*c) for c in own], config, platform)
