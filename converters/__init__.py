@@ -10,6 +10,7 @@ what an export holds, ``convert.py`` combines them for conversion, splitting, me
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from megatron_vl.spec.families import ModelSpec
 
@@ -27,13 +28,20 @@ RULES_BY_FAMILY: dict[str, Callable[..., list[ConversionRule]]] = {
 """Maps each family to the function that returns its rules."""
 
 
-def make_conversion_rules(spec: ModelSpec, expert_style: ExpertStyle | None = None) -> list[ConversionRule]:
+def make_conversion_rules(
+    spec: ModelSpec,
+    expert_style: ExpertStyle | None = None,
+    mtp_expert_style: ExpertStyle = "output_first",
+) -> list[ConversionRule]:
     """The rules of a model, one for each canonical tensor.
 
     Args:
         expert_style: how the HF folder stores experts, if the model has any; None: as released.
+        mtp_expert_style: the same for multi-token prediction, if that is part of the model.
     """
     make_family_rules = RULES_BY_FAMILY[spec.family]
+    if spec.language.has_mtp:
+        make_family_rules = partial(make_family_rules, mtp_expert_style=mtp_expert_style)
     if spec.language.moe:
         return make_family_rules(spec, expert_style or RELEASED_EXPERT_STYLE[spec.family])
     return make_family_rules(spec)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.spec.tensors import MTP_PREFIX, tensor_table
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
@@ -118,7 +118,9 @@ def compare_weights(
     first_tensors, first_is_hf = _open_checkpoint(Path(first_path), as_stored=as_stored)
     second_tensors, second_is_hf = _open_checkpoint(Path(second_path), as_stored=as_stored)
     if first_is_hf != second_is_hf:
-        hf_checkpoint = HfCheckpoint(first_path if first_is_hf else second_path)
+        canonical_names = second_tensors if first_is_hf else first_tensors
+        has_mtp = any(name.startswith(MTP_PREFIX) for name in canonical_names)
+        hf_checkpoint = HfCheckpoint(first_path if first_is_hf else second_path, has_mtp=has_mtp)
         hf_checkpoint.check_tied_output()  # Megatron weights do not have it
         if first_is_hf:
             first_tensors, first_is_hf = _canonical_tensors(hf_checkpoint), False

@@ -339,10 +339,12 @@ def export_weights(
         lora = open_lora(checkpoint, hf_checkpoint.spec)
         _check_same_model(lora, hf_checkpoint)
         _check_base(lora, hf_checkpoint)
+        if lora.spec.language.has_mtp:
+            hf_checkpoint = HfCheckpoint(hf, has_mtp=True)
         source = MergedWeights(hf_checkpoint, lora)
     else:
         source = WeightReader(checkpoint)
-        hf_checkpoint = HfCheckpoint(hf)
+        hf_checkpoint = HfCheckpoint(hf, has_mtp=source.spec.language.has_mtp)
         _check_same_model(source, hf_checkpoint)
     workers = workers or default_worker_count()
 
@@ -557,6 +559,11 @@ def export_adapter(
         report.notes.append(
             f"the adapters were trained with other rotary positions than those in {hf}; write them into the"
             f" config.json that is served: {json.dumps(rope)}"
+        )
+    if source.spec.language.has_mtp:
+        report.notes.append(
+            "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters;"
+            " an export with --merge writes it"
         )
     return report
 

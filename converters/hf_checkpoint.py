@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.tensors import EMBEDDING_TENSOR, tensor_table
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, MTP_PREFIX, tensor_table
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
 from megatron_vl.weights.tensor_files import (
@@ -37,7 +37,7 @@ from .tensor_folder import TensorFolder
 
 CARRIED_NAMES = re.compile(r"(model\.)?(language_model\.)?mtp\.")
 """Begins the names of multi-token prediction, as released (``mtp.``) and in places where other tools put it.
-Neither this project nor transformers treats it as part of Qwen3.5. An export copies it from the original."""
+transformers does not treat it as part of Qwen3.5, nor do we unless a run trains it. An export copies it."""
 
 _NAME_STYLES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 """Prefixes of names in transformers' memory, and those of the first released folders."""
@@ -79,7 +79,7 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     ffn_hidden_size = spec.language.moe.ffn_hidden_size
     hidden_size = spec.language.hidden_size
 
-    names = [name for name in tensor_folder.file_by_tensor if not is_carried_tensor(spec, name)]
+    names = [name for name in tensor_folder.file_by_tensor if not name.startswith(MTP_PREFIX)]
     expert_stacks = {
         name: (2 * ffn_hidden_size, hidden_size) for name in names if name.endswith(GATE_UP_STACK)
     }
@@ -102,13 +102,26 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     return "output_first" if has_output_first else released_style
 
 
+def detect_mtp_expert_style(tensor_folder: TensorFolder) -> ExpertStyle:
+    """Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks."""
+    stored_names = tensor_folder.file_by_tensor
+    return (
+        "apart" if f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight" in stored_names else "output_first"
+    )
+
+
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
     """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_NAMES`)."""
-    return spec.language.linear_attention is not None and bool(CARRIED_NAMES.match(tensor_name))
+    language = spec.language
+    is_carried = language.linear_attention is not None and not language.has_mtp
+    return is_carried and bool(CARRIED_NAMES.match(tensor_name))
 
 
 class HfCheckpoint(CanonicalWeights):
     """A HF folder that is read as Megatron weights: the source of a conversion, or the model for an export.
+
+    Args:
+        has_mtp: whether multi-token prediction is part of the model.
 
     Attributes:
         stored_name_by_released: released name -> the name in this folder's files.
@@ -123,18 +136,23 @@ class HfCheckpoint(CanonicalWeights):
 
     lora = LoraConfig()
 
-    def __init__(self, hf_dir: str | Path) -> None:
+    def __init__(self, hf_dir: str | Path, *, has_mtp: bool = False) -> None:
         self.path = Path(hf_dir)
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(
                 f"{self.path / 'config.json'} is missing; --hf must be a Hugging Face checkpoint folder"
             )
         self.spec = read_spec(self.path)
+        if has_mtp:
+            self.spec = self.spec.with_mtp()
         self.tensor_infos = tensor_table(self.spec)
         self.tensor_folder = open_tensor_folder(self.path)
         expert_style = detect_expert_style(self.spec, self.tensor_folder)
         self.rule_by_name: dict[str, ConversionRule] = {
-            rule.name: rule for rule in make_conversion_rules(self.spec, expert_style)
+            rule.name: rule
+            for rule in make_conversion_rules(
+                self.spec, expert_style, detect_mtp_expert_style(self.tensor_folder)
+            )
         }
         stored_names = self.tensor_folder.file_by_tensor
         self.carried_names = [name for name in stored_names if is_carried_tensor(self.spec, name)]
@@ -185,6 +203,12 @@ class HfCheckpoint(CanonicalWeights):
         if self.has_tied_output:
             expected_by_name[HF_OUTPUT] = expected_by_name[self.embedding_name]
         for released_name in expected_by_name:
+            if released_name not in self.stored_name_by_released and released_name.startswith(MTP_PREFIX):
+                raise WeightsError(
+                    f"{self.path}: tensor {released_name!r} of multi-token prediction is missing"
+                    " (transformers drops these tensors when it saves a model): take the released folder, or"
+                    " set mtp.loss to 0"
+                )
             if released_name not in self.stored_name_by_released:
                 advice = "; tie_word_embeddings at its top says that it is not the embedding"
                 raise WeightsError(

@@ -185,7 +185,8 @@ def open_lora(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
         FileNotFoundError: there is neither.
         WeightsError: it holds no LoRA weights, or a PEFT folder does not fit the model.
     """
-    return PeftAdapters(path, spec) if is_peft_folder(path) else read_lora(path)
+    # PEFT's files have no multi-token prediction.
+    return PeftAdapters(path, spec.with_mtp(False)) if is_peft_folder(path) else read_lora(path)
 
 
 def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:
@@ -291,13 +292,13 @@ class MergedWeights(CanonicalWeights):
         self.spec, self.tensor_infos = base.spec, base.tensor_infos
         self.path = source.path
         self.fused = fused_lora(source.spec, source.lora)
-        self.saved_modules = saved_modules(source.spec, source.lora)
+        self.whole_tensors = {name for name in source.tensor_infos if not is_lora_tensor(name)}
         self._cached_factors = lru_cache(maxsize=16)(self._read_wide_factors)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         if tensor_name in self.fused:
             return torch.float32
-        if tensor_name in self.saved_modules:
+        if tensor_name in self.whole_tensors:
             return self.source.dtype(tensor_name)
         return self.base.dtype(tensor_name)
 
@@ -306,7 +307,7 @@ class MergedWeights(CanonicalWeights):
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a full canonical tensor as a matrix."""
-        if tensor_name in self.saved_modules:
+        if tensor_name in self.whole_tensors:
             self.source.verify_tensor(tensor_name)
             return self.source.read_region(tensor_name, region)
         base_region = self.base.read_region(tensor_name, region)

@@ -7,6 +7,7 @@ Qwen3.5-MoE has a router, experts and a shared expert in its decoder layers. Nam
 from __future__ import annotations
 
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import MTP_PREFIX
 
 from . import qwen3_vl
 from .qwen2_vl import DECODER_LAYER
@@ -14,6 +15,7 @@ from .qwen3_vl import HF_DECODER_LAYER
 from .rules import (
     ConversionRule,
     ExpertStyle,
+    NameEntry,
     language_gated_qkv,
     linear_attention_input,
     name_entries,
@@ -62,17 +64,47 @@ SHARED_EXPERT = name_entries(
 )
 
 
-def make_rules(spec: ModelSpec, expert_style: ExpertStyle = "output_first") -> list[ConversionRule]:
+MTP = name_entries(
+    MTP_PREFIX,
+    MTP_PREFIX,
+    (
+        ("embedding_norm.weight", "pre_fc_norm_embedding.weight", unchanged_tensor),
+        ("hidden_norm.weight", "pre_fc_norm_hidden.weight", unchanged_tensor),
+        ("fc.weight", "fc.weight", unchanged_tensor),
+        ("decoder.final_layernorm.weight", "norm.weight", unchanged_tensor),
+    ),
+)
+
+
+def make_rules(
+    spec: ModelSpec,
+    expert_style: ExpertStyle = "output_first",
+    mtp_expert_style: ExpertStyle = "output_first",
+) -> list[ConversionRule]:
     """Returns one rule for each tensor of the model.
 
     Args:
         expert_style: how the HF folder stores experts, if the model has any.
+        mtp_expert_style: how it stores those of multi-token prediction.
     """
-    decoder_entries = (
-        *LANGUAGE,
-        *LINEAR_ATTENTION,
-        *qwen3_vl.ROUTER,
-        *qwen3_vl.EXPERTS[expert_style],
-        *SHARED_EXPERT,
-    )
-    return rules_from_entries(spec, (*qwen3_vl.TOWER, *decoder_entries))
+
+    def layer_entries(style: ExpertStyle) -> tuple[NameEntry, ...]:
+        return (
+            *LANGUAGE,
+            *LINEAR_ATTENTION,
+            *qwen3_vl.ROUTER,
+            *qwen3_vl.EXPERTS[style],
+            *SHARED_EXPERT,
+        )
+
+    mtp_entries = [
+        entry._replace(
+            name=entry.name.replace(DECODER_LAYER, f"{MTP_PREFIX}decoder.layers.*."),
+            hf_names=tuple(
+                name.replace(HF_DECODER_LAYER, f"{MTP_PREFIX}layers.*.") for name in entry.hf_names
+            ),
+        )
+        for entry in layer_entries(mtp_expert_style)
+        if entry.name.startswith(DECODER_LAYER)
+    ]
+    return rules_from_entries(spec, (*qwen3_vl.TOWER, *layer_entries(expert_style), *MTP, *mtp_entries))

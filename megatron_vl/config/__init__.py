@@ -15,6 +15,7 @@ from megatron_vl.config.fields import (
     LoraConfig,
     LossOn,
     ModelConfig,
+    MtpConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,

@@ -194,7 +194,7 @@ def _check_model_parts(config: TrainConfig) -> None:
         config.lora.rank and not config.lora.targets, "lora.targets is empty, so nothing would be trained"
     )
     _refuse_if(
-        model.freeze_vision and model.freeze_merger and model.freeze_language,
+        model.freeze_vision and model.freeze_merger and model.freeze_language and not config.mtp.loss,
         "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false",
     )
 

@@ -120,6 +120,22 @@ def _split_words(words: list[str] | str) -> list[str]:
 
 
 @dataclass(frozen=True)
+class MtpConfig:
+    """Multi-token prediction: the layer of Qwen3.5 (mtp.*) that predicts the token after the next one.
+
+    Serving engines draft tokens with it. With a loss of 0, it is not trained and is exported as it was.
+    """
+
+    loss: float = option(0.0, minimum=0)
+    """Factor of its loss, the mean over its own targets, beside the loss of the model (0.1 is usual). 0: the
+    layer is not trained."""
+    trains: Literal["head", "all"] = "head"
+    """What its loss trains. head: the layer alone, without a backward pass through the model. all: also the
+    model, its embedding and its output layer. Gradients are clipped by their norm over the model and the
+    layer together."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How the model is spread over ranks.
 
@@ -415,6 +431,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)

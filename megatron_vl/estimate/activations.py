@@ -74,7 +74,11 @@ class ActivationEstimator:
         if pipeline_stage < self.layout.pp - 1:
             return 0.0
         logits_tokens = min(-(-self.loss_tokens // self.layout.cp), LOSS_CHUNK_TOKENS)
-        return 2.0 * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
+        # Those of multi-token prediction come on top, unless they are computed in chunks.
+        copies = 4.0 if self.spec.language.has_mtp and logits_tokens < LOSS_CHUNK_TOKENS else 2.0
+        return (
+            copies * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
+        )
 
     @property
     def _sequence_parallel_size(self) -> int:
@@ -99,6 +103,12 @@ class ActivationEstimator:
             + (hidden_bytes * self._sequence_parallel_size if is_first_chunk else 0.0)
             + (2 * hidden_bytes if is_last_chunk else 0.0)
         )
+        if language_spec.has_mtp:
+            boundary_bytes += hidden_bytes  # the embeddings that messages carry
+        if language_spec.has_mtp and is_last_chunk:
+            # Both norms and what they normalise, side by side, and the layer, which may be recomputed.
+            kind = LayerKind(language_spec.moe is not None, False)
+            boundary_bytes += 6 * hidden_bytes + bytes_per_feature * self._decoder_layer_elements(kind)
         has_linear_attention = any(kind.has_linear_attention for kind in kinds_of_layers)
         delta_rule_bytes = self._delta_rule_bytes() if has_linear_attention else 0.0
 

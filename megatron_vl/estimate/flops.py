@@ -116,11 +116,23 @@ def needed_flops(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, s
     attention_pairs = counts.full_layers * sizes.frame_pairs + counts.window_layers * sizes.window_pairs
     return RowFlops(
         layers=tuple(by_kind[kind] for kind in counts.layers),
-        output=2.0 * (2 + trains_output) * output_weights * sizes.loss_tokens,
+        output=2.0 * (2 + trains_output) * output_weights * sizes.loss_tokens
+        + (_mtp_flops(spec.language, sizes) if spec.language.has_mtp else 0.0),
         tower=2.0 * counts.per_patch * sizes.patches
         + 4.0 * spec.vision.hidden_size * attention_pairs
         + 2.0 * counts.per_merged_unit * (sizes.patches / spec.vision.merge_unit),
     )
+
+
+def _mtp_flops(language_spec: LanguageSpec, sizes: RowSizes) -> float:
+    """Multi-token prediction: its layer, and the output layer once more.
+
+    As of a loss that trains the layer alone; with ``mtp.trains: all``, two matrices have one more product.
+    """
+    weights = layer_weights(language_spec, LayerKind(language_spec.moe is not None, False))
+    dense = 3.0 * sum(weights.values()) + 2.0 * 2 * language_spec.hidden_size**2
+    layer = _layer_flops(language_spec, _LayerProducts(dense, 0.0, 3, is_linear=False), sizes)
+    return layer.dense + 2.0 * 2 * language_spec.hidden_size * language_spec.vocab_size * sizes.loss_tokens
 
 
 def _layer_flops(language_spec: LanguageSpec, products: _LayerProducts, sizes: RowSizes) -> LayerFlops:

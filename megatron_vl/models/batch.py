@@ -6,8 +6,9 @@ The loader's :class:`megatron_vl.data.packing.training_row.TrainingRow` holds th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,37 @@ class RowShard:
     """How the row's sequences cross the edges of the shard."""
 
 
+class TwoAhead(NamedTuple):
+    """The targets of multi-token prediction, for each token of this rank's part of a row."""
+
+    labels: Tensor
+    """int64 [S]: the token two ahead."""
+    loss_mask: Tensor
+    """float32 [S]: the weight of its loss; 0 if it is in another sequence or is not trained on."""
+
+
+@dataclass
+class WholeRow:
+    """What a row says about the next tokens, before ranks cut it."""
+
+    labels: Tensor
+    """int32 [row length]"""
+    loss_mask: Tensor
+    """float32 [row length]"""
+    cu_seqlens: Tensor
+    """int32 [segments + 1]"""
+    part: slice = slice(None)
+    """This rank's tokens."""
+
+    @functools.cached_property
+    def two_ahead(self) -> TwoAhead:
+        """The label of a token two ahead is that of the next token, in the same sequence."""
+        has_next = torch.ones_like(self.labels, dtype=torch.bool)
+        has_next.index_fill_(0, self.cu_seqlens[1:].long() - 1, False)
+        labels, loss_mask = self.labels.roll(-1), self.loss_mask.roll(-1) * has_next
+        return TwoAhead(labels[self.part].long(), loss_mask[self.part])
+
+
 @dataclass
 class VisionInput:
     """A :class:`~megatron_vl.data.packing.training_row.VisionBatch` on the device, with the same shapes."""
@@ -131,6 +163,10 @@ class DeviceRow:
     feature_route: FeatureRoute | None = None
     """The way of features from the tower to placeholders, on the first stage under context parallelism, if
     the row has images and the tower is on the first stage; otherwise None."""
+    whole_row: WholeRow | None = None
+    """For multi-token prediction."""
+    mtp_weight: Tensor | float = 1.0
+    """The factor of the sum of multi-token prediction's losses."""
 
     @property
     def local_segments(self) -> Segments:

@@ -22,6 +22,7 @@ from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.layer_specs import transformer_block_spec
 from megatron_vl.models.lora import AdaptedModel, seed_dropout
+from megatron_vl.models.mtp import MultiTokenPrediction
 from megatron_vl.models.parameter_names import LiveTensor, named_tensors
 from megatron_vl.models.rotary_embedding import MultimodalRope
 from megatron_vl.models.transformer_configs import language_config, vision_config
@@ -121,6 +122,7 @@ class _ModelBuilder:
         message_levels = 0
         if len(layout.layers_per_chunk) > 1:
             message_levels = remaining_deepstack_levels(layout.layers_per_chunk[0], num_deepstack_levels)
+            message_levels += bool(self.config.mtp.loss)  # the embeddings that it needs on the last stage
         chunk = VisionLanguageModel(
             self.core_config,
             language_model,
@@ -129,6 +131,9 @@ class _ModelBuilder:
             layer_range=layer_range,
             message_levels=message_levels,
         )
+        chunk.mtp_config = self.config.mtp
+        if self.config.mtp.loss and chunk.post_process:
+            chunk.mtp = self._build_mtp(language_model)
         return _move_to_device(chunk, self.platform.device, self.dtype)
 
     def build_tower_everywhere(self) -> TowerEverywhere:
@@ -168,6 +173,25 @@ class _ModelBuilder:
             is_frozen=config.model.freeze_vision,
             fused_windows=has_window_kernel and config.model.attention == "auto",
             recompute_activation=config.recompute.vision == "activation",
+        )
+
+    def _build_mtp(self, language_model: GPTModel) -> MultiTokenPrediction:
+        """The layer of multi-token prediction, on the last chunk."""
+        block_spec = transformer_block_spec(
+            self.platform,
+            self.core_config,
+            1,
+            attention_backend=self._language_backend,
+            causal=True,
+            recompute_activation="activation" in self.config.recompute.selected_modules,
+            layers_with_experts=[self.spec.language.moe is not None],
+        )
+        return MultiTokenPrediction(
+            self.platform,
+            self.core_config,
+            block_spec,
+            language_model.pg_collection,
+            trains_model=self.config.mtp.trains == "all",
         )
 
     def _build_language_model(self, virtual_stage: int, layer_range: range) -> GPTModel:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor
 
@@ -42,6 +43,28 @@ def loss_token_losses(
         context: int64 [N], distinct token positions in the row
             (:func:`~megatron_vl.data.packing.training_row.loss_index`), equal on all tensor-parallel ranks.
     """
+    weight = output_layer.weight if output_weight is None else output_weight
+    token_losses = losses_of_tokens(
+        hidden_states, output_layer, weight, labels, context, compute_language_model_loss
+    )
+    return token_losses.new_zeros(labels.shape).index_copy(1, context, token_losses)
+
+
+def losses_of_tokens(
+    hidden_states: Tensor,
+    output_layer: ColumnParallelLinear,
+    weight: Tensor,
+    labels: Tensor,
+    index: Tensor,
+    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    is_first: list[Tensor] | None = None,
+) -> Tensor:
+    """Losses [1, N] of the tokens ``index``, int64 [N]; other arguments as in :func:`loss_token_losses`.
+
+    Args:
+        weight: that of the output layer. If it needs no gradient, none is computed.
+        is_first: gets, for the tokens in order, whether the label has the highest logit, bool [1, n].
+    """
     if output_layer.sequence_parallel:
         # Loss tokens are not distributed evenly over the ranks' parts of the row, so each rank gathers the
         # whole row before it selects. The selection is a copy, so core's shared buffer need not be kept.
@@ -55,15 +78,31 @@ def loss_token_losses(
     def compute_losses(states: Tensor, weight: Tensor, chunk_labels: Tensor) -> Tensor:
         with _accept_whole_row(output_layer):
             logits, _bias = output_layer(states, weight=weight)
+        # Chunks are computed again in the backward pass. The loss may overwrite the logits.
+        if is_first is not None and sum(part.numel() for part in is_first) < len(index):
+            is_first.append(_label_is_first(logits.detach(), chunk_labels, output_layer.tp_group))
         return compute_language_model_loss(chunk_labels, logits)
 
-    weight = output_layer.weight if output_weight is None else output_weight
-    selected_states, selected_labels = hidden_states.index_select(0, context), labels.index_select(1, context)
-    if len(context) <= LOSS_CHUNK_TOKENS:
-        token_losses = compute_losses(selected_states, weight, selected_labels)
-    else:
-        token_losses = _ChunkedLosses.apply(selected_states, weight, selected_labels, compute_losses)
-    return token_losses.new_zeros(labels.shape).index_copy(1, context, token_losses)
+    selected_states, selected_labels = hidden_states.index_select(0, index), labels.index_select(1, index)
+    if len(index) <= LOSS_CHUNK_TOKENS:
+        return compute_losses(selected_states, weight, selected_labels)
+    return _ChunkedLosses.apply(selected_states, weight, selected_labels, compute_losses)
+
+
+def _label_is_first(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Whether a label has the highest logit: [n, 1, V / tp] and [1, n] -> bool [1, n].
+
+    Collective over the tensor-parallel group.
+    """
+    logits = logits.squeeze(1)
+    local_labels = labels[0] - group.rank() * logits.shape[1]
+    is_elsewhere = (local_labels < 0) | (local_labels >= logits.shape[1])
+    label_logits = logits.gather(1, local_labels.masked_fill(is_elsewhere, 0)[:, None])[:, 0]
+    label_logits = label_logits.masked_fill(is_elsewhere, float("-inf"))
+    highest = torch.stack((label_logits, logits.amax(1)))
+    if group.size() > 1:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    return (highest[0] >= highest[1])[None]
 
 
 class _ChunkedLosses(torch.autograd.Function):

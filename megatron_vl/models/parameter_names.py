@@ -20,7 +20,7 @@ from torch import nn
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR
 
-_LAYER_PATTERN = re.compile(r"^language_model\.decoder\.layers\.(\d+)\.")
+_LAYER_PATTERN = re.compile(r"^(language_model|mtp)\.decoder\.layers\.(\d+)\.")
 _ATTENTION_NORM_NAMES = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 _LINEAR_ATTENTION_NORM_NAMES = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
 _MLP_NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -70,8 +70,8 @@ def canonical_name(
         tensor_name = f"{tensor_name[: match.start()]}.mlp.experts.{linear_name}.weight"
 
     if match := _LAYER_PATTERN.match(tensor_name):
-        layer_number = int(match[1]) + first_layer
-        tensor_name = f"language_model.decoder.layers.{layer_number}.{tensor_name[match.end() :]}"
+        layer_number = int(match[2]) + (first_layer if match[1] == "language_model" else 0)
+        tensor_name = f"{match[1]}.decoder.layers.{layer_number}.{tensor_name[match.end() :]}"
 
     return (EMBEDDING_TENSOR if is_tied and tensor_name == OUTPUT_TENSOR else tensor_name), local_expert
 

@@ -6,6 +6,7 @@ in a row, and any tensor-parallel rank may hold any token.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_vl.config import LoraConfig
+from megatron_vl.config import LoraConfig, MtpConfig
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.context_parallel import exchange_features
 from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.head import loss_token_losses
+from megatron_vl.models.mtp import MultiTokenPrediction, embeddings_of_next
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.parallel.ddp import AbsentTower
 
@@ -67,6 +69,11 @@ class VisionLanguageModel(MegatronModule):
         self.lora = LoraConfig()
         """The adapters of the run. If there are any, they are trained, and not the model itself."""
 
+        self.mtp_config = MtpConfig()
+        """The run's multi-token prediction, on every chunk."""
+        self.next_embeddings: Tensor | None = None
+        """What it needs from the first stage, between the reading of a row or message and the output."""
+
         self.language_model = language_model
         self.model_type = language_model.model_type
         self.pre_process = language_model.pre_process
@@ -74,10 +81,15 @@ class VisionLanguageModel(MegatronModule):
         self.vp_stage = language_model.vp_stage
         self.share_embeddings_and_output_weights = language_model.share_embeddings_and_output_weights
 
+        self.mtp: MultiTokenPrediction | None = None
+        """The layer of multi-token prediction, on the last chunk of a run that trains it."""
+
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
         """Takes the previous stage's message: the hidden state, remaining DeepStack levels, and padding."""
         stage_message = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        if stage_message is not None and self.levels_in < self.message_levels:
+        if stage_message is not None and self.mtp_config.loss:  # such models have no DeepStack
+            stage_message, self.next_embeddings = stage_message.chunk(2)
+        elif stage_message is not None and self.levels_in < self.message_levels:
             stage_message = stage_message[
                 : stage_message.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)
             ]
@@ -92,14 +104,19 @@ class VisionLanguageModel(MegatronModule):
 
         Returns:
             On the last chunk, per-token losses [1, S], which are 0 outside ``row.loss_index``; or logits [1,
-            S, V / tp] if ``labels`` is False. On other chunks, a pipeline message that consists of the hidden
-            state and DeepStack's levels, [(1 + message_levels) * S (/ tp), 1, H].
+            S, V / tp] if ``labels`` is False. With multi-token prediction, the losses are followed by those
+            of its targets, and by whether it ranks them first: [3, S]. On other chunks, a pipeline message
+            that consists of the hidden state and DeepStack's levels, or the embeddings for multi-token
+            prediction, [(1 + message_levels) * S (/ tp), 1, H].
         """
         decoder_input = self._embed_row(row) if self.pre_process else None
 
         # Most tokens of a row have no loss. The head is computed only for those that have one, because logits
         # [S, V] are the largest activation of the model.
         selects_loss_tokens = labels and row.loss_index is not None
+        output_processor: Any = loss_token_losses if selects_loss_tokens else None
+        if self.mtp is not None and labels:
+            output_processor = partial(self._losses_of_both, row)
 
         # ``attention_mask`` is None because PackedAttention reads the segments from ``packed_seq_params``.
         chunk_output = self.language_model(
@@ -110,18 +127,35 @@ class VisionLanguageModel(MegatronModule):
             labels=row.labels[None] if labels else None,
             packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard),
             padding_mask=self._padding_mask(row),
-            output_processor=loss_token_losses if selects_loss_tokens else None,
+            output_processor=output_processor,
             output_processor_context=row.loss_index,
         )
 
         # All messages between stages have one size, because core allocates the receiving buffers from the
         # config. Levels that earlier layers have already added are sent as zeros.
+        next_embeddings, self.next_embeddings = self.next_embeddings, None
         num_unused_levels = 0 if self.post_process else self.message_levels - self.levels_out
-        if num_unused_levels:
+        if self.mtp_config.loss and not self.post_process:
+            assert next_embeddings is not None
+            chunk_output = torch.cat((chunk_output, next_embeddings))
+        elif num_unused_levels:
             local_seq_len = chunk_output.shape[0] // (1 + self.levels_out)
             padding = chunk_output.new_zeros(local_seq_len * num_unused_levels, *chunk_output.shape[1:])
             chunk_output = torch.cat((chunk_output, padding))
         return chunk_output
+
+    def _losses_of_both(
+        self, row: DeviceRow, *, hidden_states: Tensor, context: Tensor | None, **options: Any
+    ) -> Tensor:
+        """The losses of the model and of multi-token prediction, as :meth:`forward` returns them."""
+        assert self.mtp is not None and self.next_embeddings is not None
+        if context is None:
+            context = torch.arange(row.tokens.numel(), device=row.tokens.device)
+        token_losses = loss_token_losses(hidden_states=hidden_states, context=context, **options)
+        mtp_losses = self.mtp.losses(
+            row, self.language_model, hidden_states, self.next_embeddings, self._padding_mask(row)
+        )
+        return torch.cat((token_losses.float(), mtp_losses))
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
         """The mask of padding tokens, bool [1, S (/ tp)].
@@ -168,6 +202,11 @@ class VisionLanguageModel(MegatronModule):
                 for part, one_level_features in zip(embedding_parts, level_features, strict=True)
             ]
 
+        if self.mtp_config.loss:
+            merged_embeddings = embedding_parts[0]
+            if self.mtp_config.trains == "head":
+                merged_embeddings = merged_embeddings.detach()
+            self.next_embeddings = embeddings_of_next(merged_embeddings, self.language_model)
         if self.config.sequence_parallel:
             embedding_parts = [scatter_to_sequence_parallel_region(part) for part in embedding_parts]
         return torch.cat(embedding_parts) if self.num_deepstack_levels else embedding_parts[0]

@@ -31,6 +31,7 @@ from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainCon
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import (
     EMBEDDING_TENSOR,
+    MTP_PREFIX,
     OUTPUT_TENSOR,
     ParallelStyle,
     TensorInfo,
@@ -251,7 +252,11 @@ def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     if not lora.rank:
         return tensor_table(spec)
     saved = saved_modules(spec, lora)
-    saved_infos = {name: info for name, info in tensor_table(spec).items() if name in saved}
+    saved_infos = {
+        name: info
+        for name, info in tensor_table(spec).items()
+        if name in saved or name.startswith(MTP_PREFIX)
+    }
     return adapter_table(spec, lora) | saved_infos
 
 
@@ -261,7 +266,9 @@ def trained_tensors(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig
     return frozenset(
         tensor_name
         for tensor_name in trained_table(spec, lora)
-        if lora.rank or not getattr(model_config, f"freeze_{model_part(tensor_name)}")
+        if lora.rank
+        or tensor_name.startswith(MTP_PREFIX)
+        or not getattr(model_config, f"freeze_{model_part(tensor_name)}")
     )
 
 
@@ -278,8 +285,12 @@ def trains_own_matrices(model_config: ModelConfig, lora: LoraConfig, part_name: 
 
 @functools.cache
 def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> frozenset[str]:
-    """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained."""
-    return frozenset(map(model_part, trained_tensors(spec, lora, model_config)))
+    """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained.
+
+    Multi-token prediction belongs to none of them.
+    """
+    trained_names = trained_tensors(spec, lora, model_config)
+    return frozenset(model_part(name) for name in trained_names if not name.startswith(MTP_PREFIX))
 
 
 def freeze_parts_without_lora(config: TrainConfig, spec: ModelSpec) -> TrainConfig:

@@ -36,6 +36,8 @@ experts, each expert's matrix is cut in this way."""
 
 EMBEDDING_TENSOR = "language_model.embedding.word_embeddings.weight"
 OUTPUT_TENSOR = "language_model.output_layer.weight"
+MTP_PREFIX = "mtp."
+"""Begins the names of the tensors of multi-token prediction."""
 
 
 class LayoutError(UserError, ValueError):
@@ -197,19 +199,48 @@ def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
             _linear_attention_tensors(language_spec, add_tensor)
         else:
             _softmax_attention_tensors(language_spec, add_tensor)
-
-        if language_spec.has_experts(layer_index):
-            _expert_tensors(language_spec, add_tensor)
-        else:
-            add_tensor("mlp.linear_fc1.layer_norm_weight", (hidden_size,))
-            add_tensor("mlp.linear_fc1.weight", (2 * language_spec.ffn_hidden_size, hidden_size), "gated")
-            add_tensor("mlp.linear_fc2.weight", (hidden_size, language_spec.ffn_hidden_size), "row")
+        _feed_forward_tensors(language_spec, language_spec.has_experts(layer_index), add_tensor)
 
     norm_name = "language_model.decoder.final_layernorm.weight"
     tensor_infos.append(TensorInfo(norm_name, (hidden_size,), "replicated", "head"))
     if not language_spec.tied_embeddings:
         tensor_infos.append(TensorInfo(OUTPUT_TENSOR, embedding_shape, "column", "head"))
+    return [*tensor_infos, *(_mtp_tensors(language_spec) if language_spec.has_mtp else [])]
+
+
+def _mtp_tensors(language_spec: LanguageSpec) -> list[TensorInfo]:
+    """The layer of multi-token prediction, which stands on the last stage with the output layer."""
+    hidden_size = language_spec.hidden_size
+    tensor_infos: list[TensorInfo] = []
+
+    def add_tensor(
+        name: str, shape: tuple[int, ...], style: ParallelStyle = "replicated", **sizes: Any
+    ) -> None:
+        tensor_infos.append(TensorInfo(f"{MTP_PREFIX}{name}", shape, style, "head", **sizes))
+
+    def add_layer_tensor(name: str, *arguments: Any, **sizes: Any) -> None:
+        add_tensor(f"decoder.layers.0.{name}", *arguments, **sizes)
+
+    add_tensor("embedding_norm.weight", (hidden_size,))
+    add_tensor("hidden_norm.weight", (hidden_size,))
+    add_tensor("fc.weight", (hidden_size, 2 * hidden_size))
+    _softmax_attention_tensors(language_spec, add_layer_tensor)
+    _feed_forward_tensors(language_spec, language_spec.moe is not None, add_layer_tensor)
+    add_tensor("decoder.final_layernorm.weight", (hidden_size,))
     return tensor_infos
+
+
+def _feed_forward_tensors(
+    language_spec: LanguageSpec, has_experts: bool, add_tensor: Callable[..., None]
+) -> None:
+    """Adds the tensors of one layer's MLP or experts."""
+    if has_experts:
+        _expert_tensors(language_spec, add_tensor)
+        return
+    hidden_size, ffn_hidden_size = language_spec.hidden_size, language_spec.ffn_hidden_size
+    add_tensor("mlp.linear_fc1.layer_norm_weight", (hidden_size,))
+    add_tensor("mlp.linear_fc1.weight", (2 * ffn_hidden_size, hidden_size), "gated")
+    add_tensor("mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
 
 
 def _softmax_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:

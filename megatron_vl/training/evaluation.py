@@ -32,7 +32,7 @@ from megatron_vl.training.hooks import Hook, Trainer
 from megatron_vl.training.report.sinks import ValidationResult
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.state.validations import read_validations
-from megatron_vl.training.step import StepResult, reduce_losses, run_schedule
+from megatron_vl.training.step import MtpCounts, StepResult, reduce_losses, run_schedule
 
 
 class Evaluate(Hook):
@@ -118,6 +118,8 @@ class Evaluate(Hook):
         start = time.perf_counter()
         chunks = [chunk.module for chunk in ddp_chunks]
         loss_sum, num_tokens = 0.0, 0
+        has_mtp = bool(self.config.mtp.loss)
+        mtp = MtpCounts()
         row_iterator = iter(self.rows) if self.grid.owns_loader else None
         # At most as many rows as in a training step, so that there is enough memory.
         rows_at_once = self.config.global_batch_size // self.grid.dp
@@ -130,12 +132,17 @@ class Evaluate(Hook):
                 reports = run_schedule(
                     chunks, batches.next_batch().rows, seq_len=self.config.data.seq_len, forward_only=True
                 )
-                batch_loss, batch_tokens, *_ = reduce_losses(reports, self.grid, self.platform.device)
+                batch_loss, batch_tokens, _, _, batch_mtp = reduce_losses(
+                    reports, self.grid, self.platform.device, has_mtp=has_mtp
+                )
+                if batch_mtp is not None:
+                    mtp = mtp.plus(batch_mtp)
                 loss_sum += batch_loss
                 num_tokens += batch_tokens
         self.platform.synchronize()  # the time includes what still runs on the device
         seconds = time.perf_counter() - start
-        return ValidationResult(loss_sum / max(num_tokens, 1), num_tokens, seconds, self.digest)
+        mean_loss = loss_sum / max(num_tokens, 1)
+        return ValidationResult(mean_loss, num_tokens, seconds, self.digest, mtp if has_mtp else None)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.lora import is_lora_tensor
+from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
 from megatron_vl.training.state.load import load_weights
 from megatron_vl.weights.canonical_weights import CanonicalWeights
@@ -29,6 +30,7 @@ def build_model(
     *,
     start_weights: CanonicalWeights | None = None,
     start_lora: CanonicalWeights | None = None,
+    mtp_weights: CanonicalWeights | None = None,
     pixel_norm: PixelNorm | None = None,
 ) -> tuple[list[VisionLanguageModel], list[LiveTensor]]:
     """Builds this rank's chunks, checks them against the tensor table, and fills them.
@@ -38,6 +40,7 @@ def build_model(
         start_weights: weights in any layout, of which each rank reads its own slices; None: random weights.
         start_lora: matrices of LoRA, and modules that were trained whole, in any layout; None: matrices that
             add nothing yet.
+        mtp_weights: weights of multi-token prediction; None: those of ``start_weights``, or random ones.
         pixel_norm: statistics of pixels; None: those of ``model.hf``.
 
     Returns:
@@ -54,8 +57,12 @@ def build_model(
     live_tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_live_tensors(spec, layout, live_tensors, config.lora)
 
+    base = [tensor for tensor in live_tensors if not is_lora_tensor(tensor.tensor_name)]
+    if mtp_weights is not None:
+        mtp = [tensor for tensor in base if tensor.tensor_name.startswith(MTP_PREFIX)]
+        base = [tensor for tensor in base if not tensor.tensor_name.startswith(MTP_PREFIX)]
+        load_weights(mtp_weights, mtp, grid)
     if start_weights is not None:
-        base = [tensor for tensor in live_tensors if not is_lora_tensor(tensor.tensor_name)]
         load_weights(start_weights, base, grid)
     if start_lora is not None:
         trained = [tensor for tensor in live_tensors if tensor.tensor_name in start_lora.tensor_infos]

@@ -141,6 +141,8 @@ def peak_learning_rates(config: TrainConfig) -> PartLearningRates:
     for part in ("language", "vision", "merger"):
         rate = lr if part == "language" else getattr(config.optimizer, f"{part}_lr")
         is_frozen = getattr(config.model, f"freeze_{part}")
+        if part == "language" and config.mtp.loss:  # its layer is trained beside a frozen model too
+            is_frozen = False
         part_rates[part] = None if is_frozen else lr if rate is None else rate
     return part_rates
 

@@ -6,6 +6,8 @@ so that a rank gets bit for bit what ``megatron-vl convert`` would have written.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.config import RANDOM_WEIGHTS, TrainConfig
 from megatron_vl.config.checks import check_weights_exist
@@ -34,7 +36,29 @@ def open_start_weights(config: TrainConfig, *, should_verify: bool = True) -> Ca
         return None
     if config.model.checkpoint:
         return WeightReader(config.model.checkpoint, should_verify=should_verify)
-    return HfCheckpoint(config.model.hf)
+    return HfCheckpoint(config.model.hf, has_mtp=bool(config.mtp.loss))
+
+
+def open_mtp_weights(config: TrainConfig, checkpoint_path: Path | None) -> CanonicalWeights | None:
+    """The folder ``model.hf``, if a run trains its multi-token prediction but continues with weights without.
+
+    Args:
+        checkpoint_path: the step folder that the run resumes from.
+
+    Raises:
+        WeightsError, FileNotFoundError: the folder has no such tensors, or cannot be read.
+    """
+    weights_path = checkpoint_path or config.model.checkpoint
+    if not config.mtp.loss or not weights_path or weights_path == RANDOM_WEIGHTS:
+        return None
+    if has_mtp_weights(weights_path) or config.model.checkpoint == RANDOM_WEIGHTS:
+        return None
+    return HfCheckpoint(config.model.hf, has_mtp=True)
+
+
+def has_mtp_weights(weights_path: str | Path) -> bool:
+    """Whether Megatron weights hold multi-token prediction."""
+    return WeightReader(weights_path, should_verify=False, takes_lora=True).spec.language.has_mtp
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeights | None:

@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -47,6 +48,26 @@ SKIP_TEXTS = {
 are; data and learning-rate schedules advance."""
 
 
+class MtpCounts(NamedTuple):
+    """Sums over the targets of multi-token prediction, the tokens two ahead that are trained on."""
+
+    loss_sum: float = 0.0
+    """Weighted, but without the factor ``mtp.loss``."""
+    tokens: int = 0
+    first: int = 0
+    """Targets that the layer ranks first."""
+
+    def plus(self, other: MtpCounts) -> MtpCounts:
+        """The sums over the targets of both."""
+        return MtpCounts(self.loss_sum + other.loss_sum, self.tokens + other.tokens, self.first + other.first)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers for the log: mean loss, targets, and the share of them that is ranked first."""
+        loss, top1 = (s / self.tokens if self.tokens else math.nan for s in (self.loss_sum, self.first))
+        return {"mtp_loss": loss, "mtp_tokens": self.tokens, "mtp_top1": top1}
+
+
 @dataclass
 class StepResult:
     """Numbers of one step, equal on all ranks."""
@@ -65,6 +86,8 @@ class StepResult:
     """Whether any rank was asked to stop."""
     source_counts: SourceCounts | None = None
     """Samples, loss tokens and losses by source; None if the data set is no blend."""
+    mtp: MtpCounts | None = None
+    """Sums of multi-token prediction; None if the run does not train it."""
 
     @property
     def is_updated(self) -> bool:
@@ -130,13 +153,15 @@ def _finalize_gradient_sums(model: Any, num_tokens: Tensor, **options: Any) -> N
 
 
 def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss of one row from its per-token losses [1, S].
+    """The loss of one row from its per-token losses [1, S], or [3, S] with multi-token prediction.
 
     Returns:
-        (loss sum, number of loss tokens, report). The report has both numbers, float32 [2]. For a row of a
-        blend, it also has the loss sum of each segment, float64 [segments], and the segments' sources.
+        (loss sum, number of loss tokens, report). The report has both numbers, float32 [2], those of
+        multi-token prediction apart. For a row of a blend, it also has the loss sum of each segment, float64
+        [segments], and the segments' sources.
     """
-    weighted_losses = token_losses.view(-1).float() * row.loss_mask
+    token_losses, *mtp_output = token_losses.float()
+    weighted_losses = token_losses * row.loss_mask
     loss_sum = weighted_losses.sum()
     # Weights change the sum of the losses, not the number of tokens by which it is divided.
     loss_token_count = (row.loss_mask != 0).sum()
@@ -147,7 +172,31 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
             weighted_losses.detach().double(), "sum", offsets=row.local_segments.cu_seqlens, unsafe=True
         )
         row_report["sources"] = row.segment_sources
+    if mtp_output:
+        assert row.whole_row is not None
+        mtp_losses, is_first = mtp_output
+        mtp_mask = row.whole_row.two_ahead.loss_mask
+        mtp_sum = (mtp_losses * mtp_mask).sum()
+        sums = (mtp_sum.detach(), (mtp_mask != 0).sum(), (is_first * (mtp_mask != 0)).sum())
+        row_report["mtp"] = torch.stack([each.float() for each in sums])
+        loss_sum = loss_sum + row.mtp_weight * mtp_sum
     return loss_sum, loss_token_count.to(torch.int), row_report
+
+
+def weigh_mtp(rows: list[DeviceRow], factor: float) -> None:
+    """Sets the factor of the sum of multi-token prediction's losses, for gradients divided by loss tokens.
+
+    Its loss is the mean over its own targets. Collective over the data-parallel and context-parallel ranks,
+    without host synchronisation.
+
+    Args:
+        factor: ``mtp.loss``.
+    """
+    masks = [(row.loss_mask, row.whole_row.two_ahead.loss_mask) for row in rows if row.whole_row]
+    counts = torch.stack([torch.stack([(mask != 0).sum() for mask in pair]) for pair in masks]).sum(0)
+    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    for row in rows:
+        row.mtp_weight = factor * counts[0] / counts[1].clamp(min=1)
 
 
 def forward_step(row_iterator: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -176,6 +225,8 @@ def run_schedule(
     progress.note_progress()
     if not forward_only:
         reset_router_counts(model_chunks, rows)
+        if mtp_factor := get_attr_wrapped_model(model_chunks[0], "mtp_config").loss:
+            weigh_mtp(rows, mtp_factor)
 
     # Each chunk reads all rows, at its own time in the schedule.
     row_iterators = [iter(rows) for _ in model_chunks]
@@ -241,8 +292,9 @@ def train_step(
     # device here.
     progress.enter_phase(progress.UPDATING_WEIGHTS)
     device = rows[0].tokens.device
-    loss_sum, loss_tokens, (any_failed, any_stop), source_counts = reduce_losses(
-        row_reports, grid, device, (has_failed, stop_requested), local_source_counts
+    has_mtp = bool(get_attr_wrapped_model(model_chunks[0], "mtp_config").loss)
+    loss_sum, loss_tokens, (any_failed, any_stop), source_counts, mtp_counts = reduce_losses(
+        row_reports, grid, device, (has_failed, stop_requested), local_source_counts, has_mtp
     )
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
@@ -257,9 +309,18 @@ def train_step(
     core_config = model_chunks[0].config
     tokens_per_expert = None
     if num_experts := core_config.num_moe_experts:
-        tokens_per_expert = expert_load(model_chunks, core_config.num_layers, num_experts, device)
+        num_layers = core_config.num_layers + has_mtp
+        tokens_per_expert = expert_load(model_chunks, num_layers, num_experts, device)
     return StepResult(
-        mean_loss, loss_tokens, grad_norm, skip_reason, tokens_per_expert, any_failed, any_stop, source_counts
+        mean_loss,
+        loss_tokens,
+        grad_norm,
+        skip_reason,
+        tokens_per_expert,
+        any_failed,
+        any_stop,
+        source_counts,
+        mtp_counts,
     )
 
 
@@ -269,7 +330,8 @@ def reduce_losses(
     device: torch.device,
     local_flags: tuple[bool, ...] = (),
     local_source_counts: SourceCounts | None = None,
-) -> tuple[float, int, list[bool], SourceCounts | None]:
+    has_mtp: bool = False,
+) -> tuple[float, int, list[bool], SourceCounts | None, MtpCounts | None]:
     """Adds up the losses of the global batch over all ranks. Collective.
 
     The host reads losses, counts and flags from the device here, all at once.
@@ -277,14 +339,16 @@ def reduce_losses(
     Args:
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
             blend.
+        has_mtp: whether the run trains multi-token prediction.
 
     Returns:
-        (loss sum, loss tokens, for each flag whether any rank has set it, numbers by source), equal on every
-        rank.
+        (loss sum, loss tokens, for each flag whether any rank has set it, numbers by source, sums of
+        multi-token prediction), equal on every rank.
     """
     # The losses of a row lie in equal copies on all tensor ranks of the last stage, and in parts on its
     # context ranks. All ranks of a replica know the counts of its rows, so only one of them adds them.
-    sums = torch.tensor([0.0, 0.0, *local_flags], dtype=torch.float64)
+    num_sums = 5 if has_mtp else 2
+    sums = torch.tensor([0.0] * num_sums + [*local_flags], dtype=torch.float64)
     has_loss = grid.is_last_stage and grid.tp_rank == 0
     if local_source_counts is not None:
         counts = torch.cat(local_source_counts)
@@ -293,16 +357,19 @@ def reduce_losses(
     if has_loss:
         for report in row_reports:
             sums[:2] += report["loss"].double()
+            if has_mtp:
+                sums[2:5] += report["mtp"].double()
         if local_source_counts is not None:
             num_sources = len(local_source_counts.losses)
             sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
     dist.all_reduce(sums)
 
     sums = sums.cpu()  # the sync
-    loss_sum, loss_tokens = sums[:2].tolist()
-    flags, counts = sums[2:].tensor_split([len(local_flags)])
+    loss_sum, loss_tokens, *mtp_sums = sums[:num_sums].tolist()
+    flags, counts = sums[num_sums:].tensor_split([len(local_flags)])
     source_counts = SourceCounts(*counts.view(3, -1)) if local_source_counts is not None else None
-    return loss_sum, int(loss_tokens), (flags > 0).tolist(), source_counts
+    mtp_counts = MtpCounts(mtp_sums[0], int(mtp_sums[1]), int(mtp_sums[2])) if has_mtp else None
+    return loss_sum, int(loss_tokens), (flags > 0).tolist(), source_counts, mtp_counts
 
 
 def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:

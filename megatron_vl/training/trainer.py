@@ -44,7 +44,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import end_summary, run_summary, skipped_steps_message
 from megatron_vl.training.source_counts import count_sources
-from megatron_vl.training.start_weights import open_start_weights, start_weights_path
+from megatron_vl.training.start_weights import open_mtp_weights, open_start_weights, start_weights_path
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.keep import last_good_text
 from megatron_vl.training.state.load import (
@@ -158,7 +158,8 @@ class Trainer:
             overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
             with_optimizer: if false, the model cannot be trained, and its memory has no optimizer state.
         """
-        config, is_resumed = self.config, self.resolved_run.is_resumed
+        config, source = self.config, self.resolved_run.source_checkpoint
+        is_resumed = source is not None
         self.grid = grid = make_grid(self.layout)
         check_same_files(self.resolved_run, grid.owns_loader)
         cp_text = f", cp {grid.cp_rank}" if grid.cp > 1 else ""
@@ -180,6 +181,7 @@ class Trainer:
             grid,
             start_weights=start_weights,
             start_lora=start_lora,
+            mtp_weights=open_mtp_weights(config, source.path if source is not None else None),
             pixel_norm=HALF_PIXEL_NORM if config.data.is_synthetic else None,
         )
         self.model_chunks = wrap_in_ddp(config, chunks, overlap=overlap, bucket_size=bucket_size)

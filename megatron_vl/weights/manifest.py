@@ -134,7 +134,7 @@ def write_manifest(
     Raises:
         WeightsError: a tensor is missing, unexpected, or of a wrong shape, or its parts have different types.
     """
-    if not spec.hf_config or read_spec(spec.hf_config) != spec:
+    if not spec.hf_config or read_spec(spec.hf_config) != spec.with_mtp(False):
         raise WeightsError(
             "the model differs from its hf_config; write weights with the config that describes them"
         )
@@ -151,6 +151,7 @@ def write_manifest(
         "lora": dataclasses.asdict(dataclasses.replace(lora, adapter="")) if lora.rank else None,
         # The reader needs no other file to know the model.
         "hf_config": spec.hf_config,
+        **({"mtp": True} if spec.language.has_mtp else {}),
         "tensors": _check_entries(trained_table(spec, lora), layout, rank_entries),
         # Sorted, so that the manifest does not depend on the order in which ranks finish.
         "files": {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_vl.spec.lora import trained_table
-from megatron_vl.spec.tensors import TensorInfo
+from megatron_vl.spec.tensors import MTP_PREFIX, TensorInfo
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
 
@@ -62,10 +62,15 @@ def recorded_base(facts: Mapping[str, Any] | None) -> LoraBase:
 
 
 def model_digest(source: CanonicalWeights) -> str:
-    """A digest of values from all over every tensor; a model of 400 B parameters takes seconds."""
+    """A digest of values from all over every tensor; a model of 400 B parameters takes seconds.
+
+    It does not depend on whether a run trains multi-token prediction.
+    """
     digest = hashlib.sha256()
     source.expect_scattered_reads(True)
     for tensor_name, tensor_info in trained_table(source.spec, source.lora).items():
+        if tensor_name.startswith(MTP_PREFIX):
+            continue
         digest.update(f"{tensor_name} {tensor_info.shape}".encode())
         for region in _sampled_regions(tensor_info):
             values = source.read_region(tensor_name, region).to(torch.float32).contiguous()

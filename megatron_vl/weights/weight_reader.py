@@ -109,6 +109,8 @@ class WeightReader(CanonicalWeights):
         self.manifest = read_manifest(self.path / MANIFEST_FILE)
         try:
             self.spec = read_spec(self.manifest["hf_config"])
+            if self.manifest.get("mtp"):
+                self.spec = self.spec.with_mtp()
             self.layout = read_manifest_layout(self.spec, self.manifest)
             self.sharding = self.layout.sharding if self.layout else UNSHARDED
             self.lora = stored_lora(self.spec, self.manifest["lora"] or {})

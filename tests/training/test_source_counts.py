@@ -204,7 +204,7 @@ def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
         step_batch = batches.next_batch()
         reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=128, forward_only=True)
         local = count_sources(step_batch.source_loss_tokens, 3)
-        total, _, _, found = reduce_losses(reports, grid, trainer.platform.device, (), local)
+        total, _, _, found, _ = reduce_losses(reports, grid, trainer.platform.device, (), local)
         assert found is not None
         assert torch.equal(found.samples, alone.samples) and torch.equal(found.tokens, alone.tokens)
         assert found.losses.tolist() == pytest.approx(alone.losses.tolist(), rel=2e-6)

@@ -23,6 +23,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from converters import make_conversion_rules
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.tensors import MTP_PREFIX
+
 TINY_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families for which a tiny checkpoint can be written."""
 NESTED_CONFIG_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -149,12 +153,8 @@ def write_tiny_checkpoint(
         tensors |= {name: stack.transpose(1, 2) for name, stack in stacks.items()}
     if tied:
         tensors.pop("lm_head.weight", None)
-    if family in HYBRID_FAMILIES:  # some tensors of multi-token prediction, which no model in memory has
-        width = config["text_config"]["hidden_size"]
-        shapes = {"fc": (width, 2 * width), "norm": (width,), "pre_fc_norm_hidden": (width,)}
-        generator = torch.Generator().manual_seed(seed + 1)
-        for name, shape in shapes.items():
-            tensors[f"mtp.{name}.weight"] = torch.randn(shape, generator=generator).bfloat16()
+    if family in HYBRID_FAMILIES:
+        tensors |= _random_mtp(checkpoint_dir, config, seed, dtype)
     _write_shards(checkpoint_dir, tensors)
     return checkpoint_dir
 
@@ -236,6 +236,19 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
         if not name.endswith(FLOAT32_SUFFIXES):
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _random_mtp(
+    checkpoint_dir: Path, config: dict[str, Any], seed: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Multi-token prediction, which no model of transformers has, with its experts apart as in Qwen3.5."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    rules = make_conversion_rules(read_spec(checkpoint_dir).with_mtp(), mtp_expert_style="apart")
+    shapes = {n: s for rule in rules if rule.name.startswith(MTP_PREFIX) for n, s in rule.hf_shapes.items()}
+    return {
+        name: _random_values(name, torch.randn(shape, generator=generator), config).to(dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def _random_values(name: str, noise: Tensor, config: dict[str, Any]) -> Tensor:

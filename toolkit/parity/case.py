@@ -18,6 +18,7 @@ from megatron_vl.config import (
     Fp8Config,
     LoraConfig,
     ModelConfig,
+    MtpConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -91,6 +92,8 @@ class ParityCase:
     pass per step."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`~megatron_vl.config.LoraConfig`; without any, the model itself is trained."""
+    mtp: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`~megatron_vl.config.MtpConfig`; ``transformers`` has no multi-token prediction."""
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
@@ -119,6 +122,7 @@ class ParityCase:
                 attention=self.attention,  # type: ignore[arg-type]
             ),
             lora=(MixedLora if "matrices" in self.lora else LoraConfig)(**self.lora),
+            mtp=MtpConfig(**self.mtp),
             vision=vision_config,
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),
@@ -138,7 +142,7 @@ class StepResults(Hook):
 
 def resolve_on_given_rows(config: TrainConfig) -> ResolvedRun:
     """The run of a config without a data set, from the weights in ``model.checkpoint``. Collective."""
-    spec = read_spec(config.model.hf, config.model.rope_scaling)
+    spec = read_spec(config.model.hf, config.model.rope_scaling).with_mtp(bool(config.mtp.loss))
     layers = config.parallel.layers
     layout = configured_layout(config, spec, layers if isinstance(layers, list) else None)
     return ResolvedRun(

@@ -49,7 +49,7 @@ def make_plan(options: PlanOptions) -> Plan:
             ``lora.adapter``. The message says why.
     """
     config = _read_config(options)
-    spec = read_spec(config.model.hf, config.model.rope_scaling)
+    spec = read_spec(config.model.hf, config.model.rope_scaling).with_mtp(bool(config.mtp.loss))
     # Adapters that are there already decide their own rank and targets, as at the start of a run.
     if config.lora.adapter:
         config = with_start_lora(config, spec, find_source_checkpoint(config))

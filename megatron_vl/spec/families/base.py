@@ -191,6 +191,9 @@ class LanguageSpec:
     """Whether the RMS norms multiply by ``1 + weight``. The norm within linear attention never does."""
     linear_attention: LinearAttentionSpec | None = None
     """Gated DeltaNet and the layers that use it; None: all layers have softmax attention."""
+    has_mtp: bool = False
+    """Whether the layer of multi-token prediction is part of the model. A run that trains it sets this
+    (:meth:`ModelSpec.with_mtp`); no config does."""
 
     @property
     def moe_ffn_hidden_size(self) -> int:
@@ -247,7 +250,8 @@ class ModelSpec:
         """Lists (field, own value, other's value) for the fields that make two specs different models.
 
         If the list is empty, both specs can use the same weights. Special tokens, the range of random initial
-        weights, the coefficient of the load-balancing loss and YaRN are not compared.
+        weights, the coefficient of the load-balancing loss, YaRN, and whether multi-token prediction is part
+        of the model are not compared.
         """
         if self.family != other.family:
             return [("family", self.family, other.family)]
@@ -255,9 +259,26 @@ class ModelSpec:
         for half in ("vision", "language"):
             for spec_field in dataclasses.fields(getattr(self, half)):
                 own, others = (getattr(getattr(spec, half), spec_field.name) for spec in (self, other))
-                if spec_field.compare and spec_field.name != "yarn" and own != others:
+                is_compared = spec_field.compare and spec_field.name not in ("yarn", "has_mtp")
+                if is_compared and own != others:
                     differences.append((f"{half} {spec_field.name}", own, others))
         return differences
+
+    def with_mtp(self, has_mtp: bool = True) -> ModelSpec:
+        """A copy with or without the layer of multi-token prediction.
+
+        Raises:
+            ConfigError: the model has no such layer, or not one that shares the model's embedding.
+        """
+        fields = text_config(self.hf_config) if has_mtp else {}
+        if has_mtp and not self.family.startswith("qwen3_5"):
+            raise ConfigError(f"{self.family} has no layer of multi-token prediction: set mtp.loss to 0")
+        if fields.get("mtp_num_hidden_layers", 1) != 1 or fields.get("mtp_use_dedicated_embeddings"):
+            raise ConfigError(
+                "config.json: only one layer of multi-token prediction that shares the model's embedding is"
+                " supported (mtp_num_hidden_layers 1, mtp_use_dedicated_embeddings false): set mtp.loss to 0"
+            )
+        return dataclasses.replace(self, language=dataclasses.replace(self.language, has_mtp=has_mtp))
 
     def replace_layers(
         self, *, num_vision_layers: int | None = None, num_language_layers: int | None = None

@@ -4,8 +4,8 @@ Three of four decoder layers have Gated DeltaNet in place of softmax attention. 
 and rotate a quarter of each head. The RMS norms multiply by ``1 + weight``, except the one within Gated
 DeltaNet. The tower is Qwen3-VL's without DeepStack. Reference: ``transformers.models.qwen3_5``.
 
-Released checkpoints hold one more layer, ``mtp.*``, which predicts the token after the next one. Neither this
-project nor ``transformers`` builds it. Conversion copies it unchanged.
+Released checkpoints hold one more layer, ``mtp.*``, which predicts the token after the next one. A run may
+train it (:mod:`megatron_vl.models.mtp`). Otherwise it is not part of the model, and exports copy it.
 """
 
 from __future__ import annotations

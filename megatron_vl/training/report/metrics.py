@@ -199,6 +199,7 @@ class MetricsLog:
             "patches": totals.patches,
             **{f"{DROPPED_PREFIX}{reason}": count for reason, count in drop_reasons.items()},
             **source_metrics,
+            **(step_result.mtp.metrics if step_result.mtp is not None else {}),
         }
         self.bad_sample_meter.add_counts(totals.samples, drop_reasons, drop_details)
         if self.grid.rank == 0:
@@ -300,6 +301,7 @@ class MetricsLog:
             else "",
             f"busiest expert {metrics['expert_load']:.2f}x" if "expert_load" in metrics else "",
             f"busiest rank {metrics['expert_rank_load']:.2f}x" if "expert_rank_load" in metrics else "",
+            mtp_text(metrics),
             *source_text.split(" | "),
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
         ]
@@ -313,11 +315,14 @@ class MetricsLog:
     def log_evaluation(self, step: int, result: ValidationResult) -> None:
         """Prints and writes an evaluation. Its time does not count for the speed of steps."""
         self.exclude_seconds(result.elapsed_s)
-        log_rank_0(
-            self.grid,
-            f"{self._step_text(step)} | validation loss {result.loss:.6f} | {result.loss_tokens} tokens |"
-            f" {result.elapsed_s:.1f} s",
-        )
+        parts = [
+            self._step_text(step),
+            f"validation loss {result.loss:.6f}",
+            f"{result.loss_tokens} tokens",
+            f"{result.elapsed_s:.1f} s",
+            mtp_text(result.mtp_metrics),
+        ]
+        log_rank_0(self.grid, wrap_parts(filter(None, parts)))
         for sink in self.sinks:
             sink.write_evaluation(step, result)
 
@@ -359,6 +364,13 @@ def _split_by_size(
             break
         count += 1
     return samples[:count], samples[count:]
+
+
+def mtp_text(numbers: Mapping[str, Any]) -> str:
+    """The part of a line about multi-token prediction; empty for a run that does not train it."""
+    if "mtp_loss" not in numbers:
+        return ""
+    return f"mtp loss {numbers['mtp_loss']:.6f}, top-1 {numbers['mtp_top1']:.1%} of {numbers['mtp_tokens']}"
 
 
 def wrap_parts(parts: Iterable[str]) -> str:

@@ -48,6 +48,14 @@ class ValidationResult:
     elapsed_s: float
     rows: str = ""
     """Digest of the rows."""
+    mtp: Any = None
+    """Sums of multi-token prediction (:class:`megatron_vl.training.step.MtpCounts`); None if the run does not
+    train it."""
+
+    @property
+    def mtp_metrics(self) -> dict[str, float]:
+        """The numbers of multi-token prediction for the log; empty without it."""
+        return self.mtp.metrics if self.mtp is not None else {}
 
 
 class MetricsSink:
@@ -101,6 +109,7 @@ class JsonLinesSink(MetricsSink):
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
         numbers = {"loss": result.loss, "loss_tokens": result.loss_tokens, "seconds": result.elapsed_s}
+        numbers |= result.mtp_metrics
         append_lines(self.run_dir / EVALUATIONS_FILE, [{"step": step, **numbers, "rows": result.rows}])
 
 
@@ -136,7 +145,8 @@ class TensorBoardSink(MetricsSink):
         self.summary_writer.add_histogram("expert_load/all", torch.cat(list(loads.values())), step)
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
-        self.summary_writer.add_scalar("val/loss", result.loss, step)
+        for name, value in {"loss": result.loss, **result.mtp_metrics}.items():
+            self.summary_writer.add_scalar(f"val/{name}", value, step)
         self.summary_writer.flush()
 
     def close(self, has_failed: bool = False) -> None:
@@ -207,7 +217,8 @@ class WandbSink(MetricsSink):
         self._log_metrics(make_metrics)
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
-        self._log_metrics(lambda: {"step": step, "validation_loss": result.loss})
+        numbers = {f"validation_{name}": value for name, value in result.mtp_metrics.items()}
+        self._log_metrics(lambda: {"step": step, "validation_loss": result.loss, **numbers})
 
     def close(self, has_failed: bool = False) -> None:
         # Sending what is left may take a while. Without it, W&B marks the run as crashed, which it is.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.data.packing.training_row import TrainingRow
-from megatron_vl.models.batch import DeviceRow
+from megatron_vl.models.batch import DeviceRow, WholeRow
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
@@ -156,9 +156,17 @@ class BatchBroadcast:
             tensors = unpack_tensors(header, {name: buffers[i] for name, buffers in received.items()})
             # Under context parallelism, this rank keeps its part of the row.
             if self.row_sharding is not None:
-                step_batch.rows.append(self._shard_row(header, tensors, plane_bounds_by_row[i]))
+                row = self._shard_row(header, tensors, plane_bounds_by_row[i])
             else:
-                step_batch.rows.append(self._whole_row(header, tensors))
+                row = self._whole_row(header, tensors)
+            first = self.grid.cp_rank * row.tokens.numel()
+            row.whole_row = WholeRow(
+                tensors["labels"],
+                tensors["loss_mask"].contiguous().view(torch.float32),
+                tensors["cu_seqlens"],
+                slice(first, first + row.tokens.numel()),
+            )
+            step_batch.rows.append(row)
             step_batch.add_numbers(header)
 
         # A tower that every rank holds encodes images of all rows, shared out by their cost.

@@ -19,6 +19,7 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import read_layout
+from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.system import progress
 from megatron_vl.system.json_files import check_format_version, manifest_digest, write_json
 from megatron_vl.training.state.keep import remove_dir
@@ -123,7 +124,11 @@ def load_checkpoint(
     with suggest_remedy(checkpoint_path):
         metadata = read_run_metadata(checkpoint_path)
         weight_reader = open_checkpoint_weights(checkpoint_path, metadata)
-        load_weights(weight_reader, live_tensors, grid)
+        # A run may begin to train multi-token prediction when it resumes.
+        saved_tensors = live_tensors
+        if not weight_reader.spec.language.has_mtp:
+            saved_tensors = [t for t in live_tensors if not t.tensor_name.startswith(MTP_PREFIX)]
+        load_weights(weight_reader, saved_tensors, grid)
 
         files = metadata["files"]
         optimizer_files = {

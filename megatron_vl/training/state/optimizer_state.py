@@ -486,6 +486,8 @@ def restore_optimizer(
         counts_steps_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers
     )
     for piece in optimizer_slices(optimizer, live_tensors):
+        if piece.live_tensor.tensor_name not in tensor_infos:  # the run begins to train it now
+            continue
         info, expert_index = tensor_infos[piece.live_tensor.tensor_name], piece.live_tensor.expert_index
         shard_index = grid.shard_index(info)
         for kind in STATE_KINDS:

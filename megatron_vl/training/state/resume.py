@@ -12,7 +12,7 @@ from megatron_vl.models.build import aux_loss
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
 
-_RECORDED_SECTIONS = ("model", "fp8", "optimizer")
+_RECORDED_SECTIONS = ("model", "mtp", "fp8", "optimizer")
 _RECORDED_FIELDS = (
     *("data.path", "lora.adapter", "lora.dropout", "steps"),
     *("global_batch_size", "dtype", "seed"),
@@ -49,6 +49,7 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
         "model.checkpoint": not config.lora.rank,
         "lora.adapter": config.lora.rank,
         "lora.dropout": config.lora.rank,
+        "mtp.trains": config.mtp.loss,
         "fp8.vision": config.fp8.recipe != "none",
         "optimizer.vision_lr": part_rates["vision"] is not None,
         "optimizer.merger_lr": part_rates["merger"] is not None,

@@ -1,0 +1,163 @@
+"""Multi-token prediction: one more layer, which predicts the token after the next one (``mtp.*`` of Qwen3.5).
+
+At token ``t``, it reads the model's last hidden state of ``t`` and the embedding of ``t + 1``, in which
+features have replaced placeholders, at the position of ``t``. It shares the model's embedding and output
+layer. Reference: ``qwen3_5_mtp.py`` of vLLM and SGLang, in which it drafts tokens.
+
+The layer stands on the last stage. The embeddings come from the first one in the pipeline's messages, as one
+more level beside the hidden state. So no stage holds a second copy of the embedding, features need no way of
+their own, and gradients go back as those of the hidden state do.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_vl.models.attention import PackedRow
+from megatron_vl.models.batch import DeviceRow
+from megatron_vl.models.head import losses_of_tokens
+from megatron_vl.models.layer_specs import make_norm
+from megatron_vl.platform import Platform
+
+
+class MultiTokenPrediction(MegatronModule):
+    """The layer, on the last chunk.
+
+    Args:
+        config: the language model's config.
+        block_spec: one layer with softmax attention, built like those of the model.
+        process_groups: those of the language model.
+        trains_model: whether the loss trains the model too, and not the layer alone.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        config: TransformerConfig,
+        block_spec: TransformerBlockSubmodules,
+        process_groups: Any,
+        *,
+        trains_model: bool,
+    ) -> None:
+        super().__init__(config=config)
+        self.trains_model = trains_model
+        width = config.hidden_size
+        self.embedding_norm = make_norm(platform, config, width)
+        self.hidden_norm = make_norm(platform, config, width)
+        # Not cut by tensor parallelism: with sequence parallelism, each rank computes its own tokens.
+        self.fc = nn.Linear(2 * width, width, bias=False, dtype=config.params_dtype)
+        assert config.init_method is not None
+        config.init_method(self.fc.weight)
+        # finalize_model_grads then sums its gradient over the tensor-parallel group.
+        self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+        layer_config = copy.copy(config)
+        layer_config.pipeline_model_parallel_size = 1  # core derives the layer's number from these
+        layer_config.virtual_pipeline_model_parallel_size = None
+        layer_config.pipeline_model_parallel_layout = None
+        layer_config.moe_router_load_balancing_type = "none"
+        self.decoder = TransformerBlock(layer_config, block_spec, pg_collection=process_groups)
+        if config.num_moe_experts:  # its load is listed after that of the model's layers
+            self.decoder.layers[0].mlp.set_layer_number(config.num_layers + 1)
+
+    def forward(
+        self, hidden_states: Tensor, next_embeddings: Tensor, rotary_angles: Tensor, **row: Any
+    ) -> Tensor:
+        """From hidden states and embeddings to hidden states, [S (/ tp), 1, H] each."""
+        if not self.trains_model:
+            hidden_states, next_embeddings = hidden_states.detach(), next_embeddings.detach()
+        normalized = (self.embedding_norm(next_embeddings), self.hidden_norm(hidden_states))
+        return self.decoder(
+            hidden_states=self.fc(torch.cat(normalized, -1)),
+            attention_mask=None,
+            rotary_pos_emb=rotary_angles,
+            **row,
+        )
+
+    def losses(
+        self,
+        row: DeviceRow,
+        language_model: GPTModel,
+        hidden_states: Tensor,
+        next_embeddings: Tensor,
+        padding_mask: Tensor | None,
+    ) -> Tensor:
+        """The loss of each token's target, and whether the layer ranks the target first: [2, S].
+
+        Both are 0 for tokens without a target, apart from some whose loss mask is 0.
+        """
+        assert row.whole_row is not None
+        states = self(
+            hidden_states,
+            next_embeddings,
+            language_model.rotary_pos_emb(row.position_ids[:, None]),
+            packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard),
+            padding_mask=padding_mask,
+        )
+        is_tied = language_model.share_embeddings_and_output_weights
+        weight = (
+            language_model.shared_embedding_or_output_weight()
+            if is_tied
+            else language_model.output_layer.weight
+        )
+        index, is_target = target_index(row)
+        is_first: list[Tensor] = []
+        token_losses = losses_of_tokens(
+            states,
+            language_model.output_layer,
+            weight if self.trains_model else weight.detach(),
+            row.whole_row.two_ahead.labels[None],
+            index,
+            language_model.compute_language_model_loss,
+            is_first,
+        )
+        # Added, because a token that is no target may be listed twice.
+        found = torch.cat((token_losses.float(), torch.cat(is_first, 1).float())) * is_target
+        return found.new_zeros(2, row.tokens.numel()).index_add(1, index, found)
+
+
+def target_index(row: DeviceRow) -> tuple[Tensor, Tensor]:
+    """The tokens with a target, int64 [N], and some without: for those of ``loss_index``, the tokens before.
+
+    The last token of the row's part is always listed, because its target may be the first one of the next
+    part. So the host need not know the targets.
+
+    Returns:
+        (tokens, and for each whether it counts, bool [N]).
+    """
+    length, device = row.tokens.numel(), row.tokens.device
+    if row.loss_index is None:
+        return torch.arange(length, device=device), torch.ones(length, dtype=torch.bool, device=device)
+    index = torch.cat((row.loss_index - 1, row.loss_index.new_full((1,), length - 1)))
+    return index.clamp(min=0), index >= 0
+
+
+def embeddings_of_next(token_embeddings: Tensor, language_model: GPTModel) -> Tensor:
+    """The embedding of each token's next one: [S, 1, H] -> [S (/ tp), 1, H].
+
+    That of the last token of a sequence is of no use: the token has no target, and no other one sees it.
+    Collective over the context-parallel ranks, backwards too: the next token may be on the next rank.
+    """
+    cp_group = language_model.pg_collection.cp
+    first_of_parts = token_embeddings[:1]
+    if cp_group.size() > 1:
+        first_of_parts = gather_from_sequence_parallel_region(first_of_parts, group=cp_group)
+    # After the last part, the first one follows.
+    next_part = (cp_group.rank() + 1) % cp_group.size()
+    first_of_next = first_of_parts[next_part : next_part + 1]
+    next_embeddings = torch.cat((token_embeddings[1:], first_of_next))
+    if language_model.config.sequence_parallel:
+        next_embeddings = scatter_to_sequence_parallel_region(next_embeddings)
+    return next_embeddings

@@ -1,0 +1,183 @@
+"""Multi-token prediction computes and trains what the serving engines draft with, in every layout."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vl.models.batch import WholeRow
+from megatron_vl.training.step import reduce_losses, run_schedule
+from megatron_vl.training.trainer import Trainer
+from tests.models.mtp_reference import Reference, write_reference
+from tests.support.ranks import call, in_ranks
+from tests.support.tiny_trainer import trainer_of
+from tests.tiny import tiny_checkpoint
+from toolkit.parity.case import draw_samples, pack_step
+from toolkit.parity.worker import complete_gradients, gradient_errors
+
+KINDS = [["image", "short_text"], ["mixed", "word"], ["text", "text"], ["without_loss", "video"]]
+"""Samples of each row."""
+SEQ_LEN = 256
+FACTOR = 0.3
+DENSE, EXPERTS = "qwen3_5", "qwen3_5_moe"
+SP = {"tp": 2, "sequence_parallel": True}
+FULL = {"recompute": {"language": "full", "vision": "full"}}
+
+
+def folder_of(family: str) -> Path:
+    family, _, tied = family.partition(" ")
+    return tiny_checkpoint(family, dtype=torch.float32, tied=bool(tied))
+
+
+@functools.cache
+def reference_of(family: str, trains: str) -> tuple[str, list[float]]:
+    """(folder with the gradients, numbers of the step) of a reference that other processes compute."""
+    out = tempfile.mkdtemp(prefix="mtp_")
+    hf = str(folder_of(family))
+    numbers = call(write_reference, hf=hf, kinds=KINDS, factor=FACTOR, trains=trains, out=out)
+    return out, numbers
+
+
+def run_passes(trainer: Trainer) -> list[float]:
+    """Runs forward and backward passes; the numbers of :func:`write_reference`. Collective."""
+    batch = pack_step(trainer, draw_samples(KINDS, trainer.spec, 0))
+    for chunk in trainer.model_chunks:
+        chunk.zero_grad_buffer()
+    reports = run_schedule(trainer.model_chunks, batch.rows, seq_len=SEQ_LEN)
+    device, has_mtp = trainer.platform.device, bool(trainer.config.mtp.loss)
+    loss, tokens, _, _, mtp = reduce_losses(reports, trainer.grid, device, has_mtp=has_mtp)
+    complete_gradients(trainer, tokens)
+    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.first] if mtp else [])]
+
+
+def check_layout(hf: str, reference: str, numbers: list[float], fields: dict[str, Any]) -> None:
+    """Compares the step of a layout with the reference. A body of ranks."""
+    trainer = trainer_of(hf, SEQ_LEN, optimizer=False, **fields)
+    found = run_passes(trainer)
+    assert found[:2] == pytest.approx(numbers[:2], rel=1e-5)
+    assert found[2:] == numbers[2:]
+    errors = gradient_errors(trainer, Path(reference))
+    wrong = {name: error for name, error in errors.items() if error > 1e-4}
+    assert not wrong, wrong
+    assert any(name.startswith("mtp.") for name in errors)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("family", "ranks", "fields", "trains"),
+    [
+        (DENSE, 1, {}, "all"),
+        (EXPERTS, 1, {}, "all"),
+        (DENSE, 2, {"tp": 2}, "all"),
+        (EXPERTS, 2, SP | {"ep": 2}, "all"),
+        (EXPERTS, 2, SP | {"etp": 2}, "head"),
+        (DENSE, 2, {"pp": 2}, "head"),
+        (DENSE + " tied", 2, {"pp": 2} | FULL, "all"),
+        (EXPERTS, 2, {"pp": 2, "vpp": 2}, "all"),
+        (DENSE, 2, {"cp": 2}, "all"),
+        (DENSE, 2, {"decoupled": True, "overlap": True}, "all"),
+        (DENSE, 4, SP | {"cp": 2} | FULL, "all"),
+        (EXPERTS, 4, {"cp": 2, "pp": 2, "ep": 2}, "all"),
+    ],
+)
+def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, Any], trains: str) -> None:
+    """Losses (1e-5), targets, top-1 and the gradient of every tensor (1e-4)."""
+    reference, numbers = reference_of(family, trains)
+    mtp = {"mtp": {"loss": FACTOR, "trains": trains}}
+    call(
+        check_layout,
+        ranks,
+        hf=str(folder_of(family)),
+        reference=reference,
+        numbers=numbers,
+        fields=fields | mtp,
+    )
+
+
+def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int], list[float]]:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    labels = torch.arange(1, sum(lengths) + 1).int() * 10
+    return tuple(each.tolist() for each in WholeRow(labels, torch.tensor(mask), bounds, part).two_ahead)
+
+
+def test_targets_stay_within_their_sequence() -> None:
+    """Ten times the number of a token is its label. The mask is that of the label."""
+    labels, mask = ahead([3, 1, 4], [1, 0.5, 0, 0, 1, 0, 2, 0], slice(None))
+    # The first sequence ends at token 2, the second at 3: their last two tokens have no token two ahead.
+    assert labels == [20, 30, 40, 50, 60, 70, 80, 10]
+    assert mask == [0.5, 0, 0, 0, 0, 2, 0, 0]
+
+
+def test_targets_cross_the_edges_of_parts_and_not_those_of_sequences() -> None:
+    lengths, mask = [3, 5], [1.0, 1, 0, 1, 1, 1, 1, 0]
+    parts = [ahead(lengths, mask, slice(start, start + 2)) for start in range(0, 8, 2)]
+    whole = ahead(lengths, mask, slice(None))
+    assert tuple(sum((part[i] for part in parts), []) for i in range(2)) == whole
+    assert parts[1][1] == [0, 1]  # token 2 ends a sequence, token 3 begins one
+    assert parts[2][1] == [1, 1]  # the target of token 5 is in the next part
+
+
+def outputs_of_samples(hf: str, family: str) -> list[float]:
+    """Largest relative errors of the layer's hidden states and of the losses of single tokens."""
+    trainer = trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": FACTOR})
+    chunk, reference, states = trainer.model_chunks[0].module, Reference(hf), []
+    chunk.mtp.register_forward_hook(lambda module, args, output: states.append(output.detach()[:, 0]))
+    rows = draw_samples(KINDS, trainer.spec, 0)
+    largest = [0.0, 0.0, 0.0]
+    for row, samples in zip(pack_step(trainer, rows).rows, rows, strict=True):
+        found = chunk(row).detach()
+        # Only tokens whose loss counts have one.
+        found[1] *= row.whole_row.two_ahead.loss_mask
+        start = 0
+        for sample in samples:
+            expected, length = reference.outputs(sample, "head"), len(sample.token_ids)
+            masked = (
+                expected["losses"] * sample.loss_mask[1:],
+                expected["mtp_losses"] * sample.loss_mask[2:],
+            )
+            own = (found[0] * row.loss_mask)[start:][: length - 1], found[1][start:][: max(length - 2, 0)]
+            pairs = [*zip(own, masked, strict=True), (states[-1][start:][: length - 1], expected["states"])]
+            for i, (ours, theirs) in enumerate(pairs):
+                scale = float(theirs.detach().abs().max()) if theirs.numel() else 0.0
+                if scale:
+                    largest[i] = max(largest[i], float((ours - theirs).detach().abs().max()) / scale)
+            start += length
+    return largest
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", [DENSE, EXPERTS])
+def test_outputs_equal_the_reference_token_by_token(family: str) -> None:
+    errors = call(outputs_of_samples, hf=str(folder_of(family)), family=family)
+    assert 0 < min(errors) and max(errors) < 1e-5, errors
+
+
+def gradients_and_state(trainer: Trainer) -> dict[str, Tensor]:
+    run_passes(trainer)
+    return {tensor.tensor_name: tensor.parameter.main_grad.clone() for tensor in trainer.live_tensors}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}])
+@in_ranks(lambda variables: 2 if variables["fields"] else 1)
+def test_head_leaves_every_gradient_of_the_model_as_it_is(fields: dict[str, Any]) -> None:
+    """To the bit: the trunk, the embedding, the output layer and the tower."""
+    hf = folder_of(DENSE)
+    alone = gradients_and_state(trainer_of(hf, SEQ_LEN, optimizer=False, **fields))
+    beside = gradients_and_state(
+        trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "head"}, **fields)
+    )
+    assert [name for name, gradient in alone.items() if not torch.equal(gradient, beside[name])] == []
+    of_layer = {name for name in beside if name.startswith("mtp.")}
+    assert beside.keys() - alone.keys() == of_layer and len(alone) > 9
+    assert all(beside[name].any() for name in of_layer)
+    if not fields.get("pp"):
+        joint = trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "all"}, **fields)
+        changed = gradients_and_state(joint)
+        same = {name for name in alone if torch.equal(alone[name], changed[name])}
+        assert same == set()

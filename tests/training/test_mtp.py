@@ -1,0 +1,223 @@
+"""A run with multi-token prediction: its log, its checkpoints, exports, and switching it on and off."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from converters.compare import compare_weights
+from converters.convert import (
+    _write_weights,
+    convert_weights,
+    export_adapter,
+    export_weights,
+    reshard_weights,
+)
+from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.weights.run_folder import step_dir_path
+from megatron_vl.weights.tensor_files import WeightsError
+from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.ranks import in_ranks
+from tests.support.tiny_run import metrics, prepare, trainings
+from tests.support.tiny_trainer import differences, load, save, train, trainer_of
+from tests.tiny import tiny_checkpoint
+
+MTP = {"mtp": {"loss": 0.5, "trains": "all"}}
+ROWS = [["image", "short_text"], ["text"], ["text", "words"], ["video"]]
+
+
+def mtp_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {n: t for file in files for n, t in load_file(file).items() if n.startswith("mtp.")}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    hf = tiny_checkpoint("qwen3_5", dtype=torch.float32, layers=4)
+    return prepare(tmp_path_factory.mktemp("mtp"), hf, val_fraction=0.3)
+
+
+@pytest.mark.ranks
+def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp_path: Path) -> None:
+    run, hf = tmp_path / "run", prepared["hf"]
+    # Clipping is by the norm of all gradients, so that the layer would scale those of the model.
+    words = "--steps 8 --optimizer.clip_grad 0 --log.interval 1 --eval.interval 2 --eval.rows 4".split()
+    words += "--checkpoint.interval 2 --checkpoint.keep 9".split()
+    on = [*words, "--mtp.loss", "0.3", "--model.checkpoint", ""]
+    off = [*words, "--model.checkpoint", ""]
+    said = trainings(
+        prepared,
+        (run, [*on, "--stop_after", "2"]),
+        (run, [*on, "--stop_after", "4"]),
+        (run, [*off, "--stop_after", "6"]),
+        (run, on),
+        (tmp_path / "plain", [*off, "--stop_after", "2"]),
+    )
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, 9)), said
+    has_mtp = ["mtp_loss" in line for line in lines]
+    assert has_mtp == [True] * 4 + [False] * 2 + [True] * 2
+    assert re.search(r"mtp loss \d+\.\d+, top-1 \d+\.\d% of \d+", said[0])
+    assert re.search(r"validation loss .* \| mtp loss \d+\.\d+, top-1", said[0])
+    assert (
+        lines[3]["mtp_loss"] < lines[0]["mtp_loss"] and 0 < lines[0]["mtp_tokens"] <= lines[0]["loss_tokens"]
+    )
+    # Head alone: the model trains as without it, bit for bit.
+    plain = [line["loss"] for line in metrics(tmp_path / "plain")]
+    assert plain == [line["loss"] for line in lines[:2]]
+    evaluations = metrics(run, "eval.jsonl")
+    assert [("mtp_top1" in each) for each in evaluations] == [True, True, True, False, True]
+
+    assert "is left out, as mtp.loss is 0" in said[2] and "multi-token prediction begins" in said[3]
+    assert "mtp.loss was 0.3, is 0.0" in said[2] and "mtp.loss was 0.0, is 0.3" in said[3]
+    held = [WeightReader(step_dir_path(run, step)).spec.language.has_mtp for step in (4, 6, 8)]
+    assert held == [True, False, True]
+
+    # Exports: the trained layer, the original one, and back to the same bits.
+    for step, is_trained in ((4, True), (6, False)):
+        report = export_weights(step_dir_path(run, step), hf, tmp_path / f"hf_{step}")
+        exported, original = mtp_of(tmp_path / f"hf_{step}"), mtp_of(hf)
+        assert exported.keys() == original.keys() and bool(report.carried) != is_trained
+        assert all(torch.equal(exported[name], original[name]) != is_trained for name in exported)
+    assert compare_weights(step_dir_path(run, 4), tmp_path / "hf_4").differences == []
+
+
+@pytest.mark.ranks
+def test_layer_is_trained_beside_adapters_and_merged_with_them(prepared, tmp_path: Path) -> None:
+    run, hf = tmp_path / "run", prepared["hf"]
+    words = "--steps 4 --optimizer.clip_grad 0 --lora.rank 4 --log.interval 1 --model.checkpoint".split()
+    on = [*words, "", "--mtp.loss", "0.3"]
+    said = trainings(
+        prepared,
+        (tmp_path / "alone", [*words, "", "--stop_after", "2"]),
+        (run, [*on, "--stop_after", "2"]),
+        (run, on),
+        (tmp_path / "alone", on),  # begins with it at a resume
+    )
+    assert "resumed at step 2" in said[2] and "begins with the weights in model.hf" in said[3], said
+    losses = [[line["loss"] for line in metrics(folder)] for folder in (run, tmp_path / "alone")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4  # the adapters do not see it
+    held = WeightReader(run, takes_lora=True)
+    assert {name for name in held.tensor_names() if "lora" not in name} == {
+        name for name in HfCheckpoint(hf, has_mtp=True).tensor_infos if name.startswith("mtp.")
+    }
+
+    export_weights(run, hf, tmp_path / "merged", merges_adapter=True)
+    exported, original = mtp_of(tmp_path / "merged"), mtp_of(hf)
+    assert not any(torch.equal(exported[name], original[name]) for name in original)
+    assert export_adapter(run, hf, tmp_path / "adapter").notes == [
+        "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters;"
+        " an export with --merge writes it"
+    ]
+    [more] = trainings(
+        prepared, (tmp_path / "more", [*words[:4], *on[6:], "--lora.adapter", str(run), "--steps", "5"])
+    )
+    assert "step 5/5" in more, more
+
+
+@pytest.mark.ranks
+def test_layer_is_trained_alone_beside_a_frozen_model(prepared, tmp_path: Path) -> None:
+    words = "--steps 3 --log.interval 1 --mtp.loss 1 --model.checkpoint".split()
+    frozen = [f"--model.freeze_{part}" for part in ("vision", "merger", "language")]
+    options = [*words, "", *(word for name in frozen for word in (name, "true"))]
+    [said] = trainings(prepared, (tmp_path / "run", options))
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 3 and lines[2]["mtp_loss"] < lines[0]["mtp_loss"], said
+    export_weights(tmp_path / "run", prepared["hf"], tmp_path / "out")
+    changed = {d.name for d in compare_weights(prepared["hf"], tmp_path / "out").differences}
+    assert changed == set(mtp_of(prepared["hf"]))
+
+
+@pytest.mark.parametrize("size", ["qwen3_5", "qwen3_5_moe apart", "qwen3_5_moe stacked"])
+def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path) -> None:
+    """With its experts stored apart and in stacks."""
+    family, _, style = size.partition(" ")
+    hf = tiny_checkpoint(family)
+    if style == "stacked":
+        hf = stacked_copy(hf, tmp_path / "stacked")
+    source = HfCheckpoint(hf, has_mtp=True)
+    assert source.carried_names == []
+    layout = {"tp": 2, "pp": 2, **({"ep": 2} if style else {})}
+    _write_weights(source, [Path(hf)], tmp_path / "cut", layout, "convert", 1, False, {})
+    reshard_weights(tmp_path / "cut", tmp_path / "whole", workers=1)
+    export_weights(tmp_path / "whole", hf, tmp_path / "out", workers=1)
+    for file in sorted(Path(hf).glob("*.safetensors")):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    # Without it, the weights are those of before.
+    convert_weights(hf, tmp_path / "plain", workers=1)
+    assert "mtp" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
+
+
+def stacked_copy(hf: Path, out: Path) -> Path:
+    """The folder with the experts of multi-token prediction in stacks, as Qwen3.6 stores them."""
+    shutil.copytree(hf, out)
+    prefix = "mtp.layers.0.mlp.experts."
+    for file in sorted(out.glob("*.safetensors")):
+        tensors = load_file(file)
+        apart = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        if apart:
+            stacks = {
+                kind: torch.stack([apart[f"{prefix}{i}.{kind}_proj.weight"] for i in range(len(apart) // 3)])
+                for kind in ("gate", "up", "down")
+            }
+            tensors[prefix + "gate_up_proj"] = torch.cat((stacks["gate"], stacks["up"]), 1)
+            tensors[prefix + "down_proj"] = stacks["down"]
+        save_file(tensors, file, metadata={"format": "pt"})
+    index = out / "model.safetensors.index.json"
+    names = {name: file.name for file in sorted(out.glob("*.safetensors")) for name in load_file(file)}
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": names}))
+    return out
+
+
+@in_ranks(2)
+def test_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
+    """Weights, master weights and moments, the layer's among them."""
+    hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32)
+    layouts: list[dict[str, Any]] = [
+        {"tp": 2, "sequence_parallel": True},
+        {"pp": 2},
+        {"ep": 2},
+        {"cp": 2},
+        {"tp": 2, "sequence_parallel": True},
+    ]
+    first: dict[str, torch.Tensor] = {}
+    for number, layout in enumerate(layouts):
+        trainer = trainer_of(hf, 128, **layout, **MTP)
+        if number:
+            load(trainer, tmp_path / str(number - 1))
+        else:
+            train(trainer, ROWS, range(2))
+        saved = save(trainer, tmp_path / str(number))
+        first = first or saved
+        assert differences(saved, first) == [], layout
+    if dist.get_rank() == 0:
+        assert sum(name.startswith("mtp.") for name in first) > 60
+
+
+def test_models_and_folders_without_it_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"qwen3_vl has no layer of multi-token prediction: set mtp\.loss"):
+        read_spec(tiny_checkpoint("qwen3_vl")).with_mtp()
+    hf = tiny_checkpoint("qwen3_5")
+    config = json.loads((hf / "config.json").read_text())
+    config["text_config"]["mtp_use_dedicated_embeddings"] = True
+    with pytest.raises(ConfigError, match="mtp_use_dedicated_embeddings false"):
+        read_spec(config).with_mtp()
+
+    # As transformers saves it.
+    kept = {
+        n: t for f in sorted(hf.glob("*.safetensors")) for n, t in load_file(f).items() if n[:4] != "mtp."
+    }
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((hf / "config.json").read_text())
+    HfCheckpoint(tmp_path)
+    with pytest.raises(WeightsError, match=r"'mtp\..* is missing \(transformers drops .* set mtp\.loss to 0"):
+        HfCheckpoint(tmp_path, has_mtp=True)
