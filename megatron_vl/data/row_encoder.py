@@ -239,11 +239,11 @@ class RowEncoder:
             weight = record.get("loss_weight", 1.0)
             mask = mask if weight == 1 else mask.float() * weight
         else:
-            sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
-            sample.objects.check_inside()
+            objects = sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
+            objects.check_inside()
             encode_conversation = partial(
                 self.chat_encoder.encode,
-                sample.objects.written_messages(),
+                objects.written_messages(),
                 sample.grids,
                 record.get("tools", ()),
                 SampleDeadline(SAMPLE_TIMEOUT_S),
@@ -261,7 +261,7 @@ class RowEncoder:
         limits = (self.data_config.seq_len, self.data_config.max_patches)
         if self.data_config.too_long == "cut" and sample.is_document:
             sample.parts = cut_document(len(tokens), spans, patch_counts, *limits)
-        elif self.data_config.too_long == "cut" and not sample.objects.sized_boxes():
+        elif self.data_config.too_long == "cut" and not objects.sized_boxes():
             starts: list[ExchangeStart] = []
             encode_conversation(exchange_starts=starts)
             sample.parts = cut_conversation(len(tokens), starts, patch_counts, *limits)
