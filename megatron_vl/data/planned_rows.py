@@ -8,6 +8,8 @@ Without loader processes, batches are planned when they are needed.
 from __future__ import annotations
 
 import gc
+import io
+import itertools
 import pickle
 import warnings
 from collections import deque
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from megatron.energon.metadataset.loader_interface import LoadedDataset
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
@@ -39,6 +42,8 @@ SHUFFLE_BLOCK = 16
 """Successive samples of a shard that are drawn at about the same time: storage sees few large reads."""
 PACKING_BUFFER = 64
 """Smallest number of samples among which the packer chooses."""
+ALIGNMENT = 64
+"""Tensors begin at multiples of this in shared memory, in bytes."""
 SHARED_MEMORY_ADVICE = "`docker run --shm-size=16g` or `--ipc=host`"
 PREFETCHED = 2
 """Number of rows that a loader process makes at least, and of steps that are planned, before they are asked
@@ -184,9 +189,45 @@ class RowDataset(Dataset[bytes | TrainingRow]):
         row = read_planned_row(*self._encoder_and_readers, samples)
         if get_worker_info() is None:
             return row
-        # Moves the tensors to shared memory. Torch would do so in a thread, and drop the row if it fails.
+        # Torch would do so in a thread, and drop the row if it fails.
         with explain_shared_memory():
-            return bytes(ForkingPickler.dumps(row))
+            return dump_row(row)
+
+
+class _RowPickler(pickle.Pickler):
+    """Pickles tensors as arrays, whose memory is left out of the stream."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
+
+
+def dump_row(row: TrainingRow) -> bytes:
+    """Pickles a row for another process, with all of its tensors in one piece of shared memory.
+
+    The receiver asks the sender for each piece, which answers only when it has Python's lock: for the eleven
+    tensors of eight rows, 66 ms of each 3.3 s of a 3B on one H200.
+    """
+    stream = io.BytesIO()
+    arrays: list[pickle.PickleBuffer] = []
+    _RowPickler(stream, protocol=5, buffer_callback=arrays.append).dump(row)
+    pieces = [array.raw() for array in arrays]
+    aligned_lengths = [-(-piece.nbytes // ALIGNMENT) * ALIGNMENT for piece in pieces]
+    *starts, end = itertools.accumulate(aligned_lengths, initial=0)
+    bounds = [(start, start + piece.nbytes) for start, piece in zip(starts, pieces, strict=True)]
+    storage = torch.UntypedStorage._new_shared(end)  # as torch's own collation does
+    shared = torch.empty(0, dtype=torch.uint8).set_(storage)
+    memory = memoryview(shared.numpy())
+    for piece, (start, stop) in zip(pieces, bounds, strict=True):
+        memory[start:stop] = piece
+    return bytes(ForkingPickler.dumps((stream.getvalue(), shared, bounds)))
+
+
+def load_row(pickled_row: bytes) -> TrainingRow:
+    """The row of :func:`dump_row`, in the memory that its process shares."""
+    stream, shared, bounds = pickle.loads(pickled_row)
+    memory = memoryview(shared.numpy())
+    row: TrainingRow = pickle.loads(stream, buffers=[memory[start:stop] for start, stop in bounds])
+    return row
 
 
 def start_loader(dataset: Any, sampler: Any, worker_count: int, prefetched: int = PREFETCHED) -> Any:
@@ -317,7 +358,7 @@ class PlannedRankRows:
         try:
             row = next(self._rows)
             if isinstance(row, bytes):
-                row = pickle.loads(row)
+                row = load_row(row)
         except (OSError, EOFError) as error:
             # A process that is killed after it sent a row no longer serves the row's shared memory.
             if ended := _ended_processes(self._rows):
