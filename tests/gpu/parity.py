@@ -27,6 +27,7 @@ import torch
 
 from converters.convert import convert_weights
 from tests.parity.cases import FULL, MOE, MOE35, Q2, Q3, Q25, Q35, TP2_SP
+from tests.parity.test_parity import with_yarn
 from tests.support.tiny_run import torchrun
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 from toolkit.parity.case import ParityCase, write_cases
@@ -88,6 +89,7 @@ TEXT_LAST = [*ROWS[:3], ["text", "short_text"]]
 THREE_STEPS = [TEXT_LAST, ROWS, TEXT_LAST]
 
 TP2_PP2 = {**TP2_SP, "pp": 2, "overlap": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OFFLOADED = {**FULL, "offload_inputs": True}
 SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "layernorm", "activation"]}
 
@@ -122,6 +124,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("one rank, qwen3_5 with experts", MOE35, steps=[ROWS] * 2),
     ],
     2: [
+        case("CP2, YaRN, qwen3_5", Q35, cp=2, yarn=YARN),
+        case("TP2 + SP, YaRN, qwen3_vl", Q3, **TP2_SP, yarn=YARN),
         case("TP2 + SP", **TP2_SP),
         case(
             "TP2 + SP, collectives beside products", **TP2_SP, tp_comm_overlap=True, steps=[ROWS, TEXT_LAST]
@@ -196,11 +200,10 @@ def main() -> int:
             sizes: dict[str, Any] = FAMILY_SIZES.get(family, SIZES)
             write_tiny_checkpoint(hf, family.split(",")[0], tied=tied, dtype=torch.float32, **sizes)
             convert_weights(hf, work / f"{hf.name}_full")
-        cases.append(
-            ParityCase(
-                hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields
-            )
-        )
+        start_weights = str(work / f"{hf.name}_full")
+        if yarn := fields.pop("yarn", None):
+            hf = with_yarn(hf, work / f"{hf.name}_yarn", yarn)
+        cases.append(ParityCase(hf=str(hf), weights=start_weights, dtype="bfloat16", seq_len=512, **fields))
 
     write_cases(cases, work / "cases.json")
     out = (args.out or work) / f"parity_{args.ranks}.json"
