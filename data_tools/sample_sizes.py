@@ -417,16 +417,15 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
                 grids,
                 record.get("tools", ()),
                 template_arguments=record.get("chat_template_kwargs"),
-                exchange_starts=starts,
+                exchange_starts=None if objects.has_boxes else starts,
             )
             sized_boxes = objects.sized_boxes()
             num_digits = sum(len(str(n)) for box in sized_boxes for n in objects.numbers(box))
             limits += [limits[box["medium"]] for box in sized_boxes for _ in box["box"]]
             media = np.append(media, _coordinate_rows(sized_boxes, media))
             text_before = np.zeros(len(media), np.uint32)
-            if not sized_boxes:  # the digits before an exchange would have to be stored apart
-                media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
-                exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
+            media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
+            exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):

@@ -32,7 +32,7 @@ from .conversation import (
     shorten_value,
 )
 from .loss_weights import RECORD_WEIGHT_KEYS, apply_record_weight, read_loss_weight
-from .objects import ObjectReader
+from .objects import ObjectReader, take_objects
 from .record_reader import (
     BOX_KEYS,
     CLIP_KEYS,
@@ -123,6 +123,9 @@ def read_conversation(
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field)
+    # Objects are read in the order of the record: turns are left out and moved afterwards.
+    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references])
+    messages = object_reader.read_messages(messages)
     unfinished_turns, unfinished_media = cut_unfinished_turns(messages)
     num_media = len(reader.media_references) - unfinished_media
     apply_record_weight(record, messages)
@@ -136,8 +139,7 @@ def read_conversation(
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
     check_result_counts(messages, record_format.turns_field)
-    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references[:num_media]])
-    messages, unsaid_boxes = object_reader.read_messages(messages)
+    objects = take_objects(messages, num_media)
     return Conversation(
         messages,
         reader.media_references[:num_media],
@@ -148,8 +150,8 @@ def read_conversation(
         read_template_arguments(record),
         reader.media_limits[:num_media],
         unfinished_turns,
-        objects=object_reader.objects,
-        unsaid_boxes=unsaid_boxes,
+        objects=objects,
+        unsaid_boxes=object_reader.unsaid_boxes,
     )
 
 

@@ -46,9 +46,11 @@ class ObjectReader:
         self.is_read = bool(self.frame) or any(self.listed.values())
         """Whether markers in the texts stand for objects. In other records they are text."""
         self.objects: list[dict[str, Any]] = []
-        """In the order of their markers."""
+        """Those of the message, in the order of their markers."""
         self.has_unsaid = False
         """Whether the message has boxes whose frame of reference nothing says."""
+        self.unsaid_boxes = 0
+        """Number of answers with such boxes."""
 
     def _listed_objects(self, objects: Any) -> dict[str, list[dict[str, Any]]]:
         """The entries of ``objects`` by the marker that stands for them."""
@@ -94,19 +96,21 @@ class ObjectReader:
             raise _bad(f"{detail}, the numbers of the record's images", field_path)
         return {"box": [n * factor for n in box], "medium": self.images[image_number], "frame": frame}
 
-    def read_messages(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+    def read_messages(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with a marker in the place of each written box whose frame of reference is known, and
-        the number of answers with boxes of an unknown one."""
-        new_messages, unsaid = [], 0
+        with their ``objects``."""
+        new_messages = []
         for message in messages:
-            self.has_unsaid = False
+            self.has_unsaid, self.objects = False, []
             new_messages += map_texts([message], self._changed)
-            unsaid += self.has_unsaid and message["role"] == "assistant"
+            if self.objects:
+                new_messages[-1]["objects"] = self.objects
+            self.unsaid_boxes += self.has_unsaid and message["role"] == "assistant"
         for marker, key in OBJECT_KEYS.items():
             if self.is_read and self.counts[marker] != len(self.listed[marker]):
                 counts = f"{self.counts[marker]} <{marker}> in the text, but {len(self.listed[marker])}"
                 raise RecordError("objects and markers differ", f"{counts} in objects.{key}", "objects")
-        return new_messages, unsaid
+        return new_messages
 
     def _changed(self, value: Any, key: str) -> Any:
         if isinstance(value, str):
@@ -135,6 +139,14 @@ class ObjectReader:
             raise _bad(f"boxes on one of {len(self.media_kinds)} media; write objects with image_id", "boxes")
         self.objects.append(self._box(box, key, "boxes", self.frame))
         return True
+
+
+def take_objects(messages: Sequence[Message], num_media: int) -> list[dict[str, Any]]:
+    """Takes the objects out of the messages. Raises RecordError if a box is on none of their media."""
+    objects = [item for message in messages for item in message.pop("objects", ())]
+    if any(item.get("medium", -1) >= num_media for item in objects):
+        raise _bad("a box is on an image of a turn that is left out", "objects")
+    return objects
 
 
 def _bad(detail: str, field_path: str) -> RecordError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import random
@@ -177,6 +178,28 @@ def test_written_boxes_become_objects() -> None:
     call = conversation.messages[1]["tool_calls"][0]["function"]
     assert call["arguments"] == {"bbox_2d": "<bbox>", "points": [1, 2]}
     assert conversation.unsaid_boxes == 0 and not conversation.ignored_keys
+
+
+def test_objects_stay_with_their_turns() -> None:
+    """Results are put into the order of their calls, and turns after the last answer are left out."""
+    calls = [{"id": name, "function": {"name": "look", "arguments": {}}} for name in "ab"]
+    turns = [
+        {"role": "user", "content": "<image>Where?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "b", "content": "b at <bbox>"},
+        {"role": "tool", "tool_call_id": "a", "content": "a at <bbox>"},
+        {"role": "assistant", "content": "At <point>."},
+        {"role": "user", "content": "<image>And <ref-object> at <bbox>?"},
+    ]
+    objects = {"ref": ["dog"], "bbox": [[2, 2, 4, 4], [1, 1, 3, 3], [0, 0, 9, 9]], "points": [[5, 6]]}
+    objects["image_id"] = [0, 0, 1, 0]
+    record = {"messages": turns, "images": ["a.png", "b.png"], "objects": objects}
+    read = read_conversation(record)
+    assert [turn["content"] for turn in read.messages[2:]] == ["a at <bbox>", "b at <bbox>", "At <point>."]
+    assert read.objects == [box(1, 1, 3, 3), box(2, 2, 4, 4), box(5, 6)]
+    assert (read.media_references, read.unfinished_turns) == ([("image", "a.png")], 1)
+    with pytest.raises(RecordError, match="on an image of a turn that is left out"):
+        read_conversation(record | {"objects": objects | {"image_id": [1, 0, 1, 0]}})
 
 
 @pytest.mark.parametrize(
@@ -368,6 +391,39 @@ def test_boxes_of_the_resized_image_follow_the_limits_of_each_run(tmp_path: Path
             assert not sample.refused or sample.refused[0] == "box outside the image"
         usable = [i for i in range(2) if not refused[i]]
         assert [len(samples[i].token_ids) for i in usable] == tokens[usable].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_boxes_on_images_with_own_limits_stay_in_one_row(family: str, tmp_path: Path) -> None:
+    """Their digits follow the image's own size. A conversation with boxes is not cut, because a part might
+    lack the image; its tokens are counted and remembered as those of other samples."""
+    (tmp_path / "media").mkdir()
+    name, content = image_file("upright")
+    (tmp_path / "media" / name).write_bytes(content)
+    records = []
+    for own in ({"max_pixels": 9000}, {"resized_height": 1500, "resized_width": 1800}, {}):
+        part = {"type": "image", "image": name, **own}
+        turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "<bbox>"}]
+        turns += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<bbox>"}]
+        records.append({"messages": turns, "objects": {"bbox": [[9, 6, 345, 290]] * 2}})
+    path, _ = converted(tmp_path, records)
+    hf = tiny_files(family, tmp_path / "hf")
+    spec = read_spec(hf)
+    index_datasets(DataConfig(path=str(path), **LIMITS["small"]), spec, hf)  # which contradict the second
+    numbers = np.arange(3)
+    for name, limits in LIMITS.items():
+        data = DataConfig(path=str(path), seq_len=4096, too_long="cut", **limits)
+        encoder = open_encoder(data, spec, hf)
+        sizes = open_stored_sizes(path / METADATA_DIR, compute_tokenization_id(hf, spec, data))
+        counter = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
+        tokens, patches = counter.count_samples(sizes, numbers)
+        samples = raw_samples(encoder, path)
+        counts = list(zip(tokens.tolist(), patches.tolist(), strict=True))
+        assert [sample.token_and_patch_count for sample in samples] == counts
+        assert [bool(sample.refused) for sample in samples] == [False, name != "as they are", False]
+        assert all(counter.cut_sample(sizes, i, counts[i][0] - 5, 0) == [] for i in (0, 2))
+        short = open_encoder(dataclasses.replace(data, seq_len=counts[0][0] - 5), spec, hf)
+        assert raw_samples(short, path)[0].refused[0] == "longer than seq_len"
 
 
 @pytest.mark.parametrize(
