@@ -287,12 +287,12 @@ def open_stored_sizes(
         sample_records = _load_array(sizes_dir / "samples.npy")
         medium_records = _load_array(sizes_dir / "media.npy")
 
-        optional_arrays: Iterator[Any] = (
+        optional_arrays: list[Any] = [
             _load_array(sizes_dir / f"{name}.npy") if location_is_file(sizes_dir / f"{pair[0]}.npy") else None
             for pair in OPTIONAL_ARRAYS
             for name in pair
-        )
-        document_flags, text_before, limit_texts, limits_end, exchanges, exchange_ends = optional_arrays
+        ]
+        document_flags, text_before, _, limits_end, exchanges, exchange_ends = optional_arrays
 
         shard_ranges = {}
         sample_total = 0
@@ -320,12 +320,9 @@ def open_stored_sizes(
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
     excluded = tuple(_excluded_pairs(metadata_dir, excluded_names, shard_ranges))
-    return StoredSizes(
-        *(*facts, document_flags, text_before, limit_texts, limits_end),
-        *(exchanges, exchange_ends, excluded),
-    )
+    facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
+    return StoredSizes(*facts, *optional_arrays, excluded)
 
 
 def _excluded_pairs(
