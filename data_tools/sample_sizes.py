@@ -381,8 +381,8 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
     try:
         record = json.loads(checked_json_bytes(sample), parse_float=read_number)
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
-        all_limits = [item.pop("limits", {}) for item in record["media"]]
-        limits = [json.dumps(each).encode() if each else b"" for each in all_limits]
+        own_limits = [item.pop("limits", None) for item in record["media"]]
+        limits = [json.dumps(each).encode() if each else b"" for each in own_limits]
         # The text is the same without the limits, which a run's settings may contradict.
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
         text_before, num_digits = np.zeros(len(media), np.uint32), 0

@@ -302,6 +302,13 @@ def test_limits_of_a_record_are_read(record, limits) -> None:
         (in_part(video_start=8, video_end=5), "video_start"),
         (in_part("image", min_pixels=100, max_pixels=50), "min_pixels"),
         (in_part("image", resized_height=56), "resized_height"),
+        (
+            {
+                "videos": [{"path": "a.mp4", "fps": 1}],
+                "messages": [{"role": "user", "content": [{"type": "video", "nframes": 4}]}, ANSWER],
+            },
+            "nframes",
+        ),
         (in_part(video=IMAGES, timestamps=[0, 1]), "timestamps"),
         (in_part(video=IMAGES[:2], timestamps=[1, 0]), "timestamps"),
         (in_part(video=IMAGES[:2], timestamps="0,1"), "timestamps"),
