@@ -26,13 +26,14 @@ from .conversation import (
     check_loss_weights,
     check_result_counts,
     check_role_order,
+    count_media,
     cut_unfinished_turns,
     record_identity,
     refuse_listed_audio,
     shorten_value,
 )
 from .loss_weights import RECORD_WEIGHT_KEYS, apply_record_weight, read_loss_weight
-from .objects import ObjectReader, take_objects
+from .objects import ObjectReader
 from .record_reader import (
     BOX_KEYS,
     CLIP_KEYS,
@@ -123,11 +124,11 @@ def read_conversation(
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field)
-    # Objects are read in the order of the record: turns are left out and moved afterwards.
-    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references])
-    messages = object_reader.read_messages(messages)
-    unfinished_turns, unfinished_media = cut_unfinished_turns(messages)
-    num_media = len(reader.media_references) - unfinished_media
+    unfinished = cut_unfinished_turns(messages)
+    num_media = len(reader.media_references) - sum(map(count_media, unfinished))
+    # Before results are ordered, because objects are in the order of the record.
+    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references], num_media)
+    messages = object_reader.read_messages([*messages, *unfinished])[: len(messages)]
     apply_record_weight(record, messages)
     check_loss_weights(messages, record_format.turns_field)
 
@@ -139,7 +140,7 @@ def read_conversation(
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
     check_result_counts(messages, record_format.turns_field)
-    objects = take_objects(messages, num_media)
+    objects = object_reader.take_objects(messages)
     return Conversation(
         messages,
         reader.media_references[:num_media],
@@ -149,7 +150,7 @@ def read_conversation(
         tools,
         read_template_arguments(record),
         reader.media_limits[:num_media],
-        unfinished_turns,
+        len(unfinished),
         objects=objects,
         unsaid_boxes=object_reader.unsaid_boxes,
     )

@@ -33,10 +33,11 @@ class ObjectReader:
 
     Args:
         media_kinds: ``image`` or ``video`` of each medium, in the order of the text.
+        num_media: number of media in the turns that are kept.
     """
 
-    def __init__(self, record: dict[str, Any], media_kinds: Sequence[str]) -> None:
-        self.media_kinds = media_kinds
+    def __init__(self, record: dict[str, Any], media_kinds: Sequence[str], num_media: int) -> None:
+        self.num_media = num_media
         self.images = [i for i, kind in enumerate(media_kinds) if kind == "image"]
         self.frame = record.get("boxes") or ""
         if self.frame and self.frame not in FRAMES:
@@ -135,18 +136,17 @@ class ObjectReader:
         if not self.frame:
             self.has_unsaid = True
             return False
-        if len(self.media_kinds) > 1:
-            raise _bad(f"boxes on one of {len(self.media_kinds)} media; write objects with image_id", "boxes")
+        if self.num_media > 1:
+            raise _bad(f"boxes on one of {self.num_media} media; write objects with image_id", "boxes")
         self.objects.append(self._box(box, key, "boxes", self.frame))
         return True
 
-
-def take_objects(messages: Sequence[Message], num_media: int) -> list[dict[str, Any]]:
-    """Takes the objects out of the messages. Raises RecordError if a box is on none of their media."""
-    objects = [item for message in messages for item in message.pop("objects", ())]
-    if any(item.get("medium", -1) >= num_media for item in objects):
-        raise _bad("a box is on an image of a turn that is left out", "objects")
-    return objects
+    def take_objects(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The objects of the messages, which lose them."""
+        objects = [item for message in messages for item in message.pop("objects", ())]
+        if any(item.get("medium", -1) >= self.num_media for item in objects):
+            raise _bad("a box is on an image of a turn that is left out", "objects")
+        return objects
 
 
 def _bad(detail: str, field_path: str) -> RecordError:
