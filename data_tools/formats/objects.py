@@ -12,8 +12,8 @@ from typing import Any
 from megatron_vl.data.sample.boxes import FRAMES, find_outside, map_texts
 from megatron_vl.data.sample.medium import MediaInfo
 
-from ..exact_json import EXACT_DECODER
 from .conversation import Message, RecordError, checked_text, shorten_value
+from .tool_calls import parse_json_text
 
 BOX_TYPES = {"real": ("pixels", 1), "norm1": ("thousandths", 1000)}
 """Values of ``bbox_type``: the frame in which they are stored, and what a number is multiplied by."""
@@ -55,9 +55,7 @@ class ObjectReader:
 
     def _listed_objects(self, objects: Any) -> dict[str, list[dict[str, Any]]]:
         """The entries of ``objects`` by the marker that stands for them."""
-        if isinstance(objects, str):  # as tables hold them
-            with suppress(ValueError):
-                objects = EXACT_DECODER.decode(objects)
+        objects = parse_json_text(objects, "objects", "bad objects")  # text, as tables hold them
         keys = (*OBJECT_KEYS.values(), "image_id")
         if not isinstance(objects, dict) or not all(isinstance(objects.get(key) or [], list) for key in keys):
             raise _bad(f"an object with lists {', '.join(keys)} is required", "objects")
