@@ -322,7 +322,7 @@ def open_stored_sizes(
         )
     excluded = tuple(_excluded_pairs(metadata_dir, excluded_names, shard_ranges))
     facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
-    return StoredSizes(*facts, *optional_arrays, excluded)
+    return StoredSizes(*facts, *[*optional_arrays, excluded])
 
 
 def _excluded_pairs(
