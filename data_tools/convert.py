@@ -88,8 +88,6 @@ class DataReport:
     """Images and videos in the assistant's turns; the model sees them but is not trained on them."""
     unsaid_boxes: int = 0
     """The assistant's turns with boxes whose frame of reference is not said. They are trained on as text."""
-    clips: int = 0
-    """Videos of which a part is taken (``video_start``, ``video_end``)."""
     unfinished_turns: int = 0
     """Turns after the last answer or call of their conversation, which are left out."""
     assumed_fps: int = 0
@@ -114,7 +112,6 @@ class DataReport:
             counts[key] = counts.get(key, 0) + 1
         self.answer_media += sample.answer_media
         self.unsaid_boxes += sample.unsaid_boxes
-        self.clips += sample.clips
         self.unfinished_turns += sample.unfinished_turns
         for info in sample.media_infos:
             self.images += info.kind == "image"

@@ -250,27 +250,23 @@ def write_sizes(
         content_facts: returns what ``shards.json`` has besides the shards; called after the last one.
     """
     shards: dict[str, dict[str, Any]] = {}
-    media_count, limits_bytes, exchange_count, has_documents = 0, 0, 0, False
+    totals: Counter[str] = Counter()
     with ExitStack() as open_files:
         append = {
             name: open_files.enter_context(_open_array(sizes_dir / f"{name}.npy", dtype))
             for name, dtype in ARRAY_DTYPES.items()
         }
         for shard_name, (arrays, facts) in sizes_by_shard:
-            arrays["samples"]["media_end"] += media_count  # counted on from shard to shard
-            arrays["exchange_ends"] += np.uint64(exchange_count)
-            media_count += len(arrays["media"])
-            arrays["limits_end"] += np.uint64(limits_bytes)
-            limits_bytes += len(arrays["limits"])
-            exchange_count += len(arrays["exchanges"])
-            has_documents |= bool(arrays["documents"].any())
+            arrays["samples"]["media_end"] += totals["media"]  # counted on from shard to shard
+            arrays["limits_end"] += np.uint64(totals["limits"])
+            arrays["exchange_ends"] += np.uint64(totals["exchanges"])
             for name, values in arrays.items():
                 append[name](values)
+                totals[name] += int(values.sum()) if name == "documents" else len(values)
             shards[shard_name] = facts
             show_progress(1)
-    are_needed = (has_documents, limits_bytes > 0, exchange_count > 0)
-    for names, is_needed in zip(OPTIONAL_ARRAYS, are_needed, strict=True):
-        for name in names if not is_needed else ():
+    for names in OPTIONAL_ARRAYS:
+        for name in names if not totals[names[0]] else ():
             (sizes_dir / f"{name}.npy").unlink()
     (sizes_dir / SHARDS_FILE).write_text(json.dumps({**content_facts(), "shards": shards}))
 
@@ -336,38 +332,24 @@ def _measure_shard(task_number: int) -> ShardSizes:
 
 def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) -> ShardSizes:
     """The sizes of the samples of a shard, as :func:`measure_sample` measures each."""
-    sample_rows, document_flags = [], []
-    media_arrays, text_arrays = [np.zeros(0, MEDIUM_DTYPE)], [np.zeros(0, np.uint32)]
-    limit_texts: list[bytes] = []
-    unusable_reasons: Counter[str] = Counter()
-    exchange_arrays, exchange_ends = [np.zeros(0, EXCHANGE_DTYPE)], []
-    media_count = exchange_count = all_turns = 0
-    for raw_sample in samples:
-        sample = measure_sample(encoder, raw_sample)
-        all_turns += sample.assistant_turns
-        if sample.unusable_reason:
-            unusable_reasons[sample.unusable_reason] += 1
-        media_arrays.append(sample.media)
-        text_arrays.append(sample.text_before)
-        limit_texts += sample.limits
-        media_count += len(sample.media)
-        sample_rows.append((sample.text_tokens, media_count))
-        document_flags.append(sample.is_document)
-        exchange_arrays.append(sample.exchanges)
-        exchange_count += len(sample.exchanges)
-        exchange_ends.append(exchange_count)
-    facts = {"samples": len(sample_rows), "turns": all_turns, "unusable": unusable_reasons}
+    measured = [measure_sample(encoder, sample) for sample in samples]
+    media_ends = np.cumsum([len(each.media) for each in measured], dtype=np.int64).tolist()
+    limit_texts = [text for each in measured for text in each.limits]
     arrays = {
-        "samples": np.array(sample_rows, SAMPLE_DTYPE),
-        "media": np.concatenate(media_arrays),
-        "documents": np.array(document_flags, np.bool_),
-        "text_before": np.concatenate(text_arrays),
+        "samples": np.array(
+            [(each.text_tokens, end) for each, end in zip(measured, media_ends, strict=True)], SAMPLE_DTYPE
+        ),
+        "media": np.concatenate([MeasuredSample().media, *(each.media for each in measured)]),
+        "documents": np.array([each.is_document for each in measured], np.bool_),
+        "text_before": np.concatenate([np.zeros(0, np.uint32), *(each.text_before for each in measured)]),
         "limits": np.frombuffer(b"".join(limit_texts), np.uint8),
         "limits_end": np.cumsum([len(text) for text in limit_texts], dtype=np.uint64),
-        "exchanges": np.concatenate(exchange_arrays),
-        "exchange_ends": np.array(exchange_ends, np.uint64),
+        "exchanges": np.concatenate([MeasuredSample().exchanges, *(each.exchanges for each in measured)]),
+        "exchange_ends": np.cumsum([len(each.exchanges) for each in measured], dtype=np.uint64),
     }
-    return ShardSizes(arrays, facts)
+    reasons = Counter(each.unusable_reason for each in measured if each.unusable_reason)
+    turns = sum(each.assistant_turns for each in measured)
+    return ShardSizes(arrays, {"samples": len(measured), "turns": turns, "unusable": reasons})
 
 
 def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | None:
@@ -399,8 +381,8 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
     try:
         record = json.loads(checked_json_bytes(sample), parse_float=read_number)
         media = np.array([_medium_row(item) for item in record["media"]], MEDIUM_DTYPE)
-        all_limits = [item.pop("limits", {}) for item in record["media"]]
-        limits = [json.dumps(each).encode() if each else b"" for each in all_limits]
+        own_limits = [item.pop("limits", None) for item in record["media"]]
+        limits = [json.dumps(each).encode() if each else b"" for each in own_limits]
         # The text is the same without the limits, which a run's settings may contradict.
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
         text_before, num_digits = np.zeros(len(media), np.uint32), 0
@@ -417,16 +399,15 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
                 grids,
                 record.get("tools", ()),
                 template_arguments=record.get("chat_template_kwargs"),
-                exchange_starts=starts,
+                exchange_starts=None if objects.has_boxes else starts,
             )
             sized_boxes = objects.sized_boxes()
             num_digits = sum(len(str(n)) for box in sized_boxes for n in objects.numbers(box))
             limits += [limits[box["medium"]] for box in sized_boxes for _ in box["box"]]
             media = np.append(media, _coordinate_rows(sized_boxes, media))
             text_before = np.zeros(len(media), np.uint32)
-            if not sized_boxes:  # the digits before an exchange would have to be stored apart
-                media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
-                exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
+            media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
+            exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):

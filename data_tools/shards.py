@@ -22,7 +22,6 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from megatron_vl.data.sample.grids import CLIP_LIMITS
 from megatron_vl.data.sample.medium import MediaInfo
 from megatron_vl.data.sample.written_numbers import dump_json
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
@@ -54,7 +53,6 @@ class StoredSample:
     ignored_keys: list[tuple[str, str]]
     answer_media: int
     unsaid_boxes: int
-    clips: int
     unfinished_turns: int
     media_names: list[str]
     """The media's names in the record; empty for media in the record itself."""
@@ -107,7 +105,6 @@ def store_sample(
         conversation.ignored_keys,
         conversation.answer_media,
         conversation.unsaid_boxes,
-        sum(not limits.keys().isdisjoint(CLIP_LIMITS) for limits in conversation.media_limits),
         conversation.unfinished_turns,
         ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )

@@ -26,6 +26,7 @@ from .conversation import (
     check_loss_weights,
     check_result_counts,
     check_role_order,
+    count_media,
     cut_unfinished_turns,
     record_identity,
     refuse_listed_audio,
@@ -123,8 +124,11 @@ def read_conversation(
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field)
-    unfinished_turns, unfinished_media = cut_unfinished_turns(messages)
-    num_media = len(reader.media_references) - unfinished_media
+    unfinished = cut_unfinished_turns(messages)
+    num_media = len(reader.media_references) - sum(map(count_media, unfinished))
+    # Before results are ordered, because objects are in the order of the record.
+    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references], num_media)
+    messages = object_reader.read_messages([*messages, *unfinished])[: len(messages)]
     apply_record_weight(record, messages)
     check_loss_weights(messages, record_format.turns_field)
 
@@ -136,8 +140,7 @@ def read_conversation(
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
     check_result_counts(messages, record_format.turns_field)
-    object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references[:num_media]])
-    messages, unsaid_boxes = object_reader.read_messages(messages)
+    objects = object_reader.take_objects(messages)
     return Conversation(
         messages,
         reader.media_references[:num_media],
@@ -147,9 +150,9 @@ def read_conversation(
         tools,
         read_template_arguments(record),
         reader.media_limits[:num_media],
-        unfinished_turns,
-        objects=object_reader.objects,
-        unsaid_boxes=unsaid_boxes,
+        len(unfinished),
+        objects=objects,
+        unsaid_boxes=object_reader.unsaid_boxes,
     )
 
 

@@ -162,16 +162,12 @@ def check_role_order(messages: list[Message], turns_field: str) -> None:
         previous_role = "call" if message.get("tool_calls") else role
 
 
-def cut_unfinished_turns(messages: list[Message]) -> tuple[int, int]:
-    """Removes the turns after the last answer or call, on which nothing is trained.
-
-    Returns:
-        Number of removed turns, and of images and videos in them.
-    """
+def cut_unfinished_turns(messages: list[Message]) -> list[Message]:
+    """Removes the turns after the last answer or call, on which nothing is trained, and returns them."""
     last_answer = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     unfinished = messages[last_answer + 1 :]
     del messages[last_answer + 1 :]
-    return len(unfinished), sum(map(count_media, unfinished))
+    return unfinished
 
 
 def check_result_counts(messages: list[Message], turns_field: str) -> None:

@@ -40,7 +40,7 @@ def read_medium_limits(
         RecordError: a limit has no possible value, or two contradict each other.
     """
     is_list = isinstance(medium, FrameSequence) and not isinstance(medium.images, str)
-    names: tuple[str, ...] = AREA_LIMITS if media_kind == "video" else AREA_LIMITS[:4]
+    names: tuple[str, ...] = AREA_LIMITS
     if media_kind == "video" and not is_list:
         is_folder = isinstance(medium, FrameSequence) or may_be_frame_folder(medium)
         names += FRAME_LIMITS[is_folder:]  # the first is the rate of a folder's images

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_vl.data.sample.boxes import FRAMES, find_outside, map_texts
 from megatron_vl.data.sample.medium import MediaInfo
 
-from ..exact_json import EXACT_DECODER
 from .conversation import Message, RecordError, checked_text, shorten_value
+from .tool_calls import parse_json_text
 
 BOX_TYPES = {"real": ("pixels", 1), "norm1": ("thousandths", 1000)}
 """Values of ``bbox_type``: the frame in which they are stored, and what a number is multiplied by."""
@@ -33,10 +33,11 @@ class ObjectReader:
 
     Args:
         media_kinds: ``image`` or ``video`` of each medium, in the order of the text.
+        num_media: number of media in the turns that are kept.
     """
 
-    def __init__(self, record: dict[str, Any], media_kinds: Sequence[str]) -> None:
-        self.media_kinds = media_kinds
+    def __init__(self, record: dict[str, Any], media_kinds: Sequence[str], num_media: int) -> None:
+        self.num_media = num_media
         self.images = [i for i, kind in enumerate(media_kinds) if kind == "image"]
         self.frame = record.get("boxes") or ""
         if self.frame and self.frame not in FRAMES:
@@ -46,15 +47,15 @@ class ObjectReader:
         self.is_read = bool(self.frame) or any(self.listed.values())
         """Whether markers in the texts stand for objects. In other records they are text."""
         self.objects: list[dict[str, Any]] = []
-        """In the order of their markers."""
+        """Those of the message, in the order of their markers."""
         self.has_unsaid = False
         """Whether the message has boxes whose frame of reference nothing says."""
+        self.unsaid_boxes = 0
+        """Number of answers with such boxes."""
 
     def _listed_objects(self, objects: Any) -> dict[str, list[dict[str, Any]]]:
         """The entries of ``objects`` by the marker that stands for them."""
-        if isinstance(objects, str):  # as tables hold them
-            with suppress(ValueError):
-                objects = EXACT_DECODER.decode(objects)
+        objects = parse_json_text(objects, "objects", "bad objects")  # text, as tables hold them
         keys = (*OBJECT_KEYS.values(), "image_id")
         if not isinstance(objects, dict) or not all(isinstance(objects.get(key) or [], list) for key in keys):
             raise _bad(f"an object with lists {', '.join(keys)} is required", "objects")
@@ -94,19 +95,21 @@ class ObjectReader:
             raise _bad(f"{detail}, the numbers of the record's images", field_path)
         return {"box": [n * factor for n in box], "medium": self.images[image_number], "frame": frame}
 
-    def read_messages(self, messages: Sequence[Message]) -> tuple[list[Message], int]:
+    def read_messages(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with a marker in the place of each written box whose frame of reference is known, and
-        the number of answers with boxes of an unknown one."""
-        new_messages, unsaid = [], 0
+        with their ``objects``."""
+        new_messages = []
         for message in messages:
-            self.has_unsaid = False
+            self.has_unsaid, self.objects = False, []
             new_messages += map_texts([message], self._changed)
-            unsaid += self.has_unsaid and message["role"] == "assistant"
+            if self.objects:
+                new_messages[-1]["objects"] = self.objects
+            self.unsaid_boxes += self.has_unsaid and message["role"] == "assistant"
         for marker, key in OBJECT_KEYS.items():
             if self.is_read and self.counts[marker] != len(self.listed[marker]):
                 counts = f"{self.counts[marker]} <{marker}> in the text, but {len(self.listed[marker])}"
                 raise RecordError("objects and markers differ", f"{counts} in objects.{key}", "objects")
-        return new_messages, unsaid
+        return new_messages
 
     def _changed(self, value: Any, key: str) -> Any:
         if isinstance(value, str):
@@ -131,10 +134,17 @@ class ObjectReader:
         if not self.frame:
             self.has_unsaid = True
             return False
-        if len(self.media_kinds) > 1:
-            raise _bad(f"boxes on one of {len(self.media_kinds)} media; write objects with image_id", "boxes")
+        if self.num_media > 1:
+            raise _bad(f"boxes on one of {self.num_media} media; write objects with image_id", "boxes")
         self.objects.append(self._box(box, key, "boxes", self.frame))
         return True
+
+    def take_objects(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The objects of the messages, which lose them."""
+        objects = [item for message in messages for item in message.pop("objects", ())]
+        if any(item.get("medium", -1) >= self.num_media for item in objects):
+            raise _bad("a box is on an image of a turn that is left out", "objects")
+        return objects
 
 
 def _bad(detail: str, field_path: str) -> RecordError:

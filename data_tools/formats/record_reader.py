@@ -409,7 +409,6 @@ class RecordReader:
         reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path", "value")
         reference_key = next((key for key in reference_keys if item.get(key) is not None), None)
         media_value = item[reference_key] if reference_key else None
-        ignored_value_keys: list[tuple[str, str]] = []
         prefix, value_prefix = f"{field_path}.", f"{field_path}.{reference_key}."
         value_object = media_value if isinstance(media_value, dict) else {}
         if value_object and "bytes" not in value_object:
@@ -422,17 +421,17 @@ class RecordReader:
         medium, listed_path, listed_limits = waiting[0] if is_listed and waiting else (None, "", {})
         if not is_listed:
             medium, rate_key = self.medium_reference(media_kind, media_value, media_field_path, item, prefix)
-        medium, limits, limit_keys = read_medium_limits(media_kind, medium, value_object | item, prefix)
+        limits = listed_limits | value_object | item
+        medium, limits, limit_keys = read_medium_limits(media_kind, medium, limits, prefix)
         refuse_unread_keys(item, MEDIUM_KEYS, prefix, limit_keys)
         refuse_unread_keys(value_object, MEDIUM_KEYS, value_prefix, limit_keys)
-        if "bytes" not in value_object:
-            ignored_value_keys = unread_keys("content parts", value_object, "url", *limit_keys)
         if not is_listed:
             self._add_medium(media_kind, medium, media_field_path, limits)
         elif waiting:
-            waiting[0] = (medium, listed_path, listed_limits | limits)
+            waiting[0] = (medium, listed_path, limits)
         self.note_ignored_keys("content parts", item, "type", reference_key, rate_key, *limit_keys)
-        self.ignored_keys += ignored_value_keys
+        if "bytes" not in value_object:
+            self.note_ignored_keys("content parts", value_object, "url", *limit_keys)
         return self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}
 
     def next_listed_medium(self, media_kind: str) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class RowEncoder:
         limits = (self.data_config.seq_len, self.data_config.max_patches)
         if self.data_config.too_long == "cut" and sample.is_document:
             sample.parts = cut_document(len(tokens), spans, patch_counts, *limits)
-        elif self.data_config.too_long == "cut" and not objects.sized_boxes():
+        elif self.data_config.too_long == "cut" and not objects.has_boxes:
             starts: list[ExchangeStart] = []
             encode_conversation(exchange_starts=starts)
             sample.parts = cut_conversation(len(tokens), starts, patch_counts, *limits)

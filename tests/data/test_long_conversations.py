@@ -121,6 +121,8 @@ CALLED = [
             [exchange("a", "b"), [*exchange("c", "d"), *exchange("e")]],
         ),
         ([*exchange("a", "b"), *exchange("c")], [], []),
+        # A system turn after the start holds for all answers after it.
+        ([*exchange("a", "b"), SYSTEM, *exchange("c", "d"), *exchange("e", "f")], [], []),
     ],
 )
 def test_exchange_has_its_calls_results_and_answers(messages, tools, expected):

@@ -86,8 +86,6 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"  {pluralize(report.unsaid_boxes, 'answer')} with boxes whose frame of reference is not said: "
             "trained on as written; give the records 'boxes' or 'objects'"
         )
-    if report.clips:
-        print(f"  {report.clips} of the videos are clips (video_start, video_end)")
     if report.unfinished_turns:
         print(f"  {report.unfinished_turns} turns after the last answer of their conversation are left out")
     if report.first_images:

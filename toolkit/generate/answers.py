@@ -177,10 +177,7 @@ def answer_dataset(
     if not answered:
         raise UserError(f"{config.data.path}: no sample of {config.eval.split} can be answered{reasons}")
     partial_path.replace(out_path)
-    boxes_text = ""
-    if ious:
-        found = sum(iou >= 0.5 for iou in ious)
-        boxes_text = f"; mean IoU {sum(ious) / len(ious):.3f}, 0.5 or more for {found} of {len(ious)} boxes"
+    boxes_text = f"; mean IoU of {len(ious)} boxes {sum(ious) / len(ious):.3f}" if ious else ""
     return (
         f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference{boxes_text}{reasons}"
     )

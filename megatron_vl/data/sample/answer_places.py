@@ -131,7 +131,8 @@ def find_exchanges(
         places: what :func:`find_answers` returns for the conversation.
 
     Returns:
-        Nothing if there are fewer than two, or if the text before the first one cannot be told apart.
+        Nothing if there are fewer than two, if a later system turn holds for several, or if the text before
+        the first one cannot be told apart.
     """
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     # An answer that another one, or a result of a tool, follows is not the last of its exchange.
@@ -140,10 +141,10 @@ def find_exchanges(
         for i, (_, _, turn_end) in zip(answers[:-1], places, strict=False)
         if messages[i + 1].get("role") not in ("assistant", "tool")
     ]
-    if not later_starts:
+    head_turns = list(itertools.takewhile(lambda message: message.get("role") == "system", messages))
+    if not later_starts or any(message.get("role") == "system" for message in messages[len(head_turns) :]):
         return []
     mark = _unused_mark(rendered_text)
-    head_turns = list(itertools.takewhile(lambda message: message.get("role") == "system", messages))
     exchange = [{"role": role, "content": mark} for role in ("user", "assistant")]
     try:
         texts = render([*head_turns, *exchange, *exchange]).split(mark)

@@ -132,6 +132,10 @@ class SampleObjects:
 
         return map_texts(self.record["messages"], change) if self.objects else self.record["messages"]
 
+    @property
+    def has_boxes(self) -> bool:
+        return any("box" in item for item in self.objects)
+
     def sized_boxes(self) -> list[dict[str, Any]]:
         """The boxes and points with other coordinates if the run has other limits of pixels."""
         is_resized = self.vision.box_frame == "resized"

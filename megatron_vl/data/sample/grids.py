@@ -46,8 +46,8 @@ MAX_ASPECT_RATIO = 200
 CLIP_LIMITS = ("video_start", "video_end")
 FRAME_LIMITS = ("fps", "nframes", "min_frames", "max_frames", *CLIP_LIMITS)
 """Limits of a medium that choose frames of a video file. Starts and ends are in seconds."""
-AREA_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels")
-"""Limits of a medium that choose its size. ``total_pixels`` is of all frame groups of a video together."""
+AREA_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Limits of a medium that choose its size."""
 TIMES_LIMIT = "timestamps"
 """Seconds of each image of a video that is a list of images."""
 UTILS_MIN_TOKENS, UTILS_MAX_TOKENS = 4, 16384
@@ -169,10 +169,6 @@ def _resized_video_size(frame_count: int, video_info: VideoInfo, settings: Pixel
     if not limits.keys().isdisjoint(AREA_LIMITS):
         frames = frame_count if settings.video_spread else 1
         run_min, run_max = (area / frames for area in area_limits)
-        if "total_pixels" in limits:
-            frame_max = limits["total_pixels"] / frame_count * settings.temporal_patch_size
-            frame_max = max(frame_max, int(limits.get("min_pixels", run_min) * 1.05))
-            limits = {**limits, "max_pixels": min(limits.get("max_pixels", frame_max), frame_max)}
         return _limited_size(height, width, factor, limits, (run_min, run_max))
     if not settings.video_spread:
         return resized_image_size(height, width, factor, *area_limits)

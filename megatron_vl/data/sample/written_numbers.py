@@ -18,18 +18,14 @@ _MARKED_NUMBER = re.compile(f'"?{_MARK}([-+.0-9eE]+){_MARK}"?')
 class WrittenNumber(float):
     """A number that Python would write with other digits."""
 
-    digits: str
-
-    def __new__(cls, digits: str | float) -> WrittenNumber:
-        number = super().__new__(cls, digits)
-        number.digits = str(digits)
-        return number
+    digits = ""
 
 
 def read_number(digits: str) -> float:
     """A number of a JSON text (``parse_float``)."""
-    number = float(digits)
-    return number if repr(number) == digits else WrittenNumber(digits)
+    number = WrittenNumber(digits)
+    number.digits = digits
+    return number if repr(number) != digits else float(digits)
 
 
 def mark_numbers(json_value: Any) -> Any:

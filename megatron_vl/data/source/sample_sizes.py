@@ -287,12 +287,12 @@ def open_stored_sizes(
         sample_records = _load_array(sizes_dir / "samples.npy")
         medium_records = _load_array(sizes_dir / "media.npy")
 
-        optional_arrays: Iterator[Any] = (
+        optional_arrays: list[Any] = [
             _load_array(sizes_dir / f"{name}.npy") if location_is_file(sizes_dir / f"{pair[0]}.npy") else None
             for pair in OPTIONAL_ARRAYS
             for name in pair
-        )
-        document_flags, text_before, limit_texts, limits_end, exchanges, exchange_ends = optional_arrays
+        ]
+        document_flags, text_before, _, limits_end, exchanges, exchange_ends = optional_arrays
 
         shard_ranges = {}
         sample_total = 0
@@ -320,12 +320,9 @@ def open_stored_sizes(
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
     excluded = tuple(_excluded_pairs(metadata_dir, excluded_names, shard_ranges))
-    return StoredSizes(
-        *(*facts, document_flags, text_before, limit_texts, limits_end),
-        *(exchanges, exchange_ends, excluded),
-    )
+    facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
+    return StoredSizes(*facts, *[*optional_arrays, excluded])
 
 
 def _excluded_pairs(
@@ -431,31 +428,27 @@ class SampleSizeCounter:
         medium_records = stored_sizes.medium_records[medium_numbers]
         if len(self._cached_media_sizes) > MAX_CACHED_MEDIA:
             self._cached_media_sizes.clear()
-        keys = np.ascontiguousarray(medium_records).view(f"V{MEDIUM_DTYPE.itemsize}").tolist()
+        media = np.ascontiguousarray(medium_records).view(f"V{MEDIUM_DTYPE.itemsize}").tolist()
         all_limits = stored_sizes.own_limits(medium_numbers)
-        keys = [key + limits for key, limits in zip(keys, all_limits, strict=True)]
+        keys = [medium + limits for medium, limits in zip(media, all_limits, strict=True)]
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
         uncached_fields = medium_records[uncached_media].tolist()
         for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
             try:
-                limits = all_limits[number]
-                if medium_fields[2] == COORDINATE:
-                    self._cached_media_sizes[keys[number]] = self._count_digits(limits, *medium_fields) << 32
-                    continue
-                grid = self._medium_grid(limits, *medium_fields)
-                media_size = (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
+                media_size = self._count_medium(all_limits[number], *medium_fields)
             except PixelError:
                 media_size = 0
             self._cached_media_sizes[keys[number]] = media_size
         return np.fromiter(map(self._cached_media_sizes.__getitem__, keys), np.int64, len(keys))
 
-    def _count_digits(
-        self, limits_json: bytes, height: int, width: int, _: int, number: float, code: int
-    ) -> int:
-        """Number of digits of a stored coordinate."""
-        vision, (frame, axis) = self.chat_encoder.spec.vision, divmod(code, 2)
-        sizes = frame_sizes(height, width, self._medium_grid(limits_json, height, width, 0, 0.0, 0), vision)
-        return len(str(scale_number(number, FRAMES[frame], axis, sizes, vision.box_frame)))
+    def _count_medium(self, limits: bytes, height: int, width: int, frames: int, *fields: Any) -> int:
+        if frames != COORDINATE:
+            grid = self._medium_grid(limits, height, width, frames, *fields)
+            return (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
+        vision, (number, code) = self.chat_encoder.spec.vision, fields
+        sizes = frame_sizes(height, width, self._medium_grid(limits, height, width, 0, 0.0, 0), vision)
+        coordinate = scale_number(number, FRAMES[code // 2], code % 2, sizes, vision.box_frame)
+        return len(str(coordinate)) << 32  # a token for each digit
 
     def _medium_grid(self, limits_json: bytes, *fields: float) -> GridTHW:
         names = ("height", "width", "frames", "fps", "whole")
