@@ -44,7 +44,7 @@ from megatron_vl.weights.trained_media import (
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
-from .fp8 import FP8, Fp8Folder
+from .fp8 import FP8
 from .hf_checkpoint import HfCheckpoint
 from .hf_output import (
     OutputTensor,
@@ -109,10 +109,7 @@ def convert_weights(
     origin = {"hf": Path(hf).resolve().name, **exported_facts(Path(hf))}
     report = _write_weights(source, [Path(hf)], out, layout, "convert", workers, force, origin)
     report.carried = len(source.carried_names)
-    if isinstance(source.tensor_folder, Fp8Folder):
-        report.notes.append(source.tensor_folder.describe_rounding())
-    if rounding_note := source.rounded_decays():
-        report.notes.append(rounding_note)
+    report.notes += source.rounding_notes()
     return report
 
 

@@ -217,6 +217,37 @@ def test_experts_that_transformers_misreads_are_filled_in(tmp_path: Path, family
     assert (plain.model.language_model.layers[1].mlp.experts.down_proj - experts.down_proj).abs().max() < 0.1
 
 
+def test_mtp_in_fp8_in_a_place_of_other_tools(tmp_path: Path) -> None:
+    """It is carried byte for byte, and trained from the same weights as in its released place."""
+    hf = fp8_folder(tmp_path / "hf", "qwen3_5_moe", experts_apart=True, mtp_prefix="mtp.")
+    peers = fp8_folder(
+        tmp_path / "peers", "qwen3_5_moe", experts_apart=True, mtp_prefix="model.language_model.mtp."
+    )
+    convert_weights(peers, tmp_path / "megatron")
+    export_weights(tmp_path / "megatron", peers, tmp_path / "out", as_fp8=True)
+    names = sorted(path.name for path in peers.iterdir())
+    assert filecmp.cmpfiles(peers, tmp_path / "out", names, shallow=False)[0] == names
+
+    released, source = HfCheckpoint(hf, has_mtp=True), HfCheckpoint(peers, has_mtp=True)
+    fp8_names = source.tensor_folder.grid_by_tensor
+    assert "model.language_model.mtp.layers.0.self_attn.q_proj.weight" in fp8_names
+    for name in released.tensor_infos:
+        assert torch.equal(source.read_shard(name), released.read_shard(name)), name
+
+
+def test_fp8_folder_with_yarn_where_transformers_reads_none(tmp_path: Path) -> None:
+    """It has YaRN in transformers, and the same weights: not the FP8 values without their scales."""
+    hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
+    weights = load_hf_model(hf, torch.float32).state_dict()
+    text = json.loads((hf / "config.json").read_text())["text_config"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    first = text.pop("rope_scaling", None) or text["rope_parameters"]
+    edit(hf / "config.json", text_config=text | {"rope_scaling": first, "rope_parameters": yarn})
+    model = load_hf_model(hf, torch.float32)
+    assert model.model.language_model.rotary_emb.rope_type == "yarn"
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
 REFUSED = {
     "no scales": ({}, "says that the weights are quantised \\(fp8\\), but no tensor has scales"),
     "another block": (
