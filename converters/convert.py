@@ -33,6 +33,7 @@ from megatron_vl.weights.tensor_files import (
     WeightsError,
     dtype_name,
     make_safetensors_header,
+    read_safetensors_header,
 )
 from megatron_vl.weights.trained_media import (
     ARGUMENTS_KEY,
@@ -44,16 +45,9 @@ from megatron_vl.weights.trained_media import (
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
-from .fp8 import FP8
+from .fp8 import FP8, Fp8Folder
 from .hf_checkpoint import HfCheckpoint
-from .hf_output import (
-    OutputTensor,
-    describe_form,
-    file_headers,
-    gather_from,
-    keeps_form,
-    output_tensors,
-)
+from .hf_output import OutputTensor, describe_form, gather_from, headers_of, output_tensors
 from .lora import MergedWeights, PeftAdapters, open_lora, peft_config, peft_tensors
 from .output_folder import ConversionOutput, open_output
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -349,10 +343,13 @@ def export_weights(
     _check_padding(source, hf_checkpoint, workers)
     training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
     outputs = output_tensors(source, hf_checkpoint, as_fp8=as_fp8)
-    headers = file_headers(hf_checkpoint, outputs, as_fp8=as_fp8)
+    folder, headers = hf_checkpoint.tensor_folder, headers_of(outputs)
+    if keeps_form := as_fp8 == isinstance(folder, Fp8Folder):
+        # With the original headers, unchanged tensors give the original files byte for byte.
+        headers = {file: read_safetensors_header(folder.path / file) for file in folder.reader_by_file}
 
     def describe(output_path: Path) -> None:
-        if not keeps_form(hf_checkpoint, as_fp8=as_fp8):
+        if not keeps_form:
             describe_form(output_path, outputs, as_fp8=as_fp8)
         if (rope := training_facts.get(ROPE_KEY)) is not None:
             write_rope_fields(output_path, rope)

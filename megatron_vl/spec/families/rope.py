@@ -173,8 +173,13 @@ def read_yarn(config: dict[str, Any]) -> YarnSpec | None:
     beta_fast = _number(rope_fields, "beta_fast", default=32.0)
     beta_slow = _number(rope_fields, "beta_slow", default=1.0)
     if beta_fast < beta_slow:
-        raise ConfigError(f"config.json: beta_fast {beta_fast} of YaRN must be at least beta_slow {beta_slow}")
-    original_length, attention_factor = _original_length(config, rope_fields), _attention_factor(rope_fields, factor)
+        raise ConfigError(
+            f"config.json: beta_fast {beta_fast} of YaRN must be at least beta_slow {beta_slow}"
+        )
+    original_length, attention_factor = (
+        _original_length(config, rope_fields),
+        _attention_factor(rope_fields, factor),
+    )
     return YarnSpec(factor, original_length, attention_factor, beta_fast, beta_slow)
 
 
