@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_vl.system.errors import UserError
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape, row_regions
+from megatron_vl.weights.trained_media import exported_facts
 
 from .convert import WeightsReport, write_hf_folder
 from .fp8 import Fp8Folder
@@ -70,9 +71,8 @@ def add_tokens(hf: str | Path, token_file: Path, output_dir: Path, *, force: boo
         if new_ids:
             _write_tokens(output_path, new_ids)
 
-    report = write_hf_folder(
-        "convert", source, source, outputs, headers_of(outputs), output_dir, describe, force=force
-    )
+    arguments = (outputs, headers_of(outputs), output_dir, describe, exported_facts(source.path))
+    report = write_hf_folder("convert", source, source, *arguments, force=force)
     report.notes.append(f"{rows} rows (before: {old_rows}), {len(pieces)} of them the mean of their pieces")
     if new_ids:
         report.notes.append(f"new tokens have the ids {min(new_ids.values())} to {max(new_ids.values())}")

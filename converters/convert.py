@@ -353,11 +353,9 @@ def export_weights(
             describe_form(output_path, outputs, as_fp8=as_fp8)
         if (rope := training_facts.get(ROPE_KEY)) is not None:
             write_rope_fields(output_path, rope)
-        _write_training_facts(output_path, training_facts)
 
-    report = write_hf_folder(
-        "export", source, hf_checkpoint, outputs, headers, Path(output_dir), describe, workers, force=force
-    )
+    arguments = (source, hf_checkpoint, outputs, headers, Path(output_dir), describe, training_facts)
+    report = write_hf_folder("export", *arguments, workers, force=force)
     report.cast = _count_casts(source, hf_checkpoint)
     report.carried = len(hf_checkpoint.carried_names)
     if fp8_count := sum(o.dtype == FP8 for o in outputs):
@@ -378,6 +376,7 @@ def write_hf_folder(
     header_by_file: dict[str, bytes],
     output_dir: Path,
     describe: Callable[[Path], None],
+    training_facts: dict[str, Any],
     workers: int = 0,
     *,
     force: bool,
@@ -386,6 +385,7 @@ def write_hf_folder(
 
     Args:
         describe: called at the end with the folder, to complete the copies.
+        training_facts: the entries of ``megatron_vl.json``.
     """
     companion_files, skipped_files = original.tensor_folder.companion_files()
     input_dirs = [source.path, original.path]
@@ -403,6 +403,7 @@ def write_hf_folder(
             copied_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(original.path / relative_path, copied_path)
         describe(output.path)
+        _write_training_facts(output.path, training_facts)
 
     report = _make_report(output_dir, output, write_seconds)
     report.skipped = list(map(str, skipped_files))
