@@ -193,7 +193,7 @@ def _number(
     fields: dict[str, Any], name: str, *, default: float | None = None, minimum: float = 0.0
 ) -> float:
     """A number above 0 among the fields."""
-    value = default if fields.get(name) is None else fields[name]
+    value: Any = default if fields.get(name) is None else fields[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not minimum <= value < math.inf or not value:
         least = f"of at least {minimum:g}" if minimum else "above 0"
