@@ -237,6 +237,12 @@ def test_serving_config_speaks_to_vllm_too() -> None:
     assert served["attn_factor"] * (0.1 * math.log(4) + 1) == pytest.approx(1.5, rel=1e-12)
     assert "type" not in served and served["rope_type"] == "yarn"
 
+    # A training with fewer fields of YaRN than the folder has.
+    plain = read_spec(config, YARN)
+    for other in (YARN | {"attention_factor": 1.5}, YARN | {"beta_fast": 64.0}):
+        again = serving_config(read_spec(config, other).hf_config, plain.language.rope_fields)
+        assert read_spec(again).language == plain.language
+
     # A training without YaRN on a folder with it.
     without = serving_config(spec.hf_config, read_spec(config).language.rope_fields)
     assert read_spec(without).language.yarn is None

@@ -273,8 +273,10 @@ def serving_config(config: dict[str, Any], trained_rope: Mapping[str, Any]) -> d
     """
     changed = with_rope_scaling(config, trained_rope)
     yarn, text_fields = read_yarn(changed), text_config(config)
+    if yarn != read_yarn(config):
+        return changed
     if yarn is None:
-        return config if read_yarn(config) is None else changed
+        return config
     read_there = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
     has_yarn = all(read_there.get(name) == value for name, value in yarn.as_fields().items())
     # vLLM refuses a folder whose type is another.
