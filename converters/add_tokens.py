@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_vl.system.errors import UserError
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape, row_regions
+from megatron_vl.weights.trained_media import exported_facts
 
 from .convert import WeightsReport, write_hf_folder
 from .fp8 import Fp8Folder
@@ -66,12 +67,12 @@ def add_tokens(hf: str | Path, token_file: Path, output_dir: Path, *, force: boo
 
     def describe(output_path: Path) -> None:
         write_index(output_path, outputs)
-        _set_rows(output_path / "config.json", rows)
-        _write_tokens(output_path, new_ids)
+        _edit_json(output_path / "config.json", lambda config: _set_rows(config, rows))
+        if new_ids:
+            _write_tokens(output_path, new_ids)
 
-    report = write_hf_folder(
-        "convert", source, source, outputs, headers_of(outputs), output_dir, describe, force=force
-    )
+    arguments = (outputs, headers_of(outputs), output_dir, describe, exported_facts(source.path))
+    report = write_hf_folder("convert", source, source, *arguments, force=force)
     report.notes.append(f"{rows} rows (before: {old_rows}), {len(pieces)} of them the mean of their pieces")
     if new_ids:
         report.notes.append(f"new tokens have the ids {min(new_ids.values())} to {max(new_ids.values())}")
@@ -150,33 +151,25 @@ def _resized_rows(
     return read_region
 
 
-def _set_rows(config_path: Path, rows: int) -> None:
-    config = json.loads(config_path.read_text())
+def _set_rows(config: dict[str, Any], rows: int) -> None:
     for section in (config, config.get("text_config")):
         if isinstance(section, dict) and "vocab_size" in section:
             section["vocab_size"] = rows
-    _write_json(config_path, config)
 
 
 def _write_tokens(folder: Path, new_ids: Mapping[str, int]) -> None:
     """Adds tokens to all files of a tokenizer that list them."""
-    additions: dict[str, Callable[[Any], Any]] = {
-        "tokenizer.json": lambda fields: {"added_tokens": fields["added_tokens"] + _entries(new_ids)},
-        "tokenizer_config.json": lambda fields: (
-            {
-                "added_tokens_decoder": fields["added_tokens_decoder"]
-                | {str(entry.pop("id")): entry for entry in _entries(new_ids)}
-            }
-            if "added_tokens_decoder" in fields
-            else {}
-        ),
-        "added_tokens.json": lambda fields: new_ids,
-    }
-    for name, addition in additions.items():
-        if new_ids and (folder / name).is_file():
-            fields = json.loads((folder / name).read_text(encoding="utf-8"))
-            _write_json(folder / name, fields | addition(fields))
+    entries = _entries(new_ids)
+    by_id = {str(e["id"]): {key: value for key, value in e.items() if key != "id"} for e in entries}
+    _edit_json(folder / "tokenizer.json", lambda fields: fields["added_tokens"].extend(entries))
+    _edit_json(
+        folder / "tokenizer_config.json", lambda fields: fields.get("added_tokens_decoder", {}).update(by_id)
+    )
+    _edit_json(folder / "added_tokens.json", lambda fields: fields.update(new_ids))
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _edit_json(path: Path, edit: Callable[[Any], object]) -> None:
+    if path.is_file():
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        edit(fields)
+        path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

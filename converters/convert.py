@@ -33,6 +33,7 @@ from megatron_vl.weights.tensor_files import (
     WeightsError,
     dtype_name,
     make_safetensors_header,
+    read_safetensors_header,
 )
 from megatron_vl.weights.trained_media import (
     ARGUMENTS_KEY,
@@ -46,14 +47,7 @@ from megatron_vl.weights.weight_reader import WeightReader
 from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
 from .fp8 import FP8, Fp8Folder
 from .hf_checkpoint import HfCheckpoint
-from .hf_output import (
-    OutputTensor,
-    describe_form,
-    file_headers,
-    gather_from,
-    keeps_form,
-    output_tensors,
-)
+from .hf_output import OutputTensor, describe_form, gather_from, headers_of, output_tensors
 from .lora import MergedWeights, PeftAdapters, open_lora, peft_config, peft_tensors
 from .output_folder import ConversionOutput, open_output
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -109,10 +103,7 @@ def convert_weights(
     origin = {"hf": Path(hf).resolve().name, **exported_facts(Path(hf))}
     report = _write_weights(source, [Path(hf)], out, layout, "convert", workers, force, origin)
     report.carried = len(source.carried_names)
-    if isinstance(source.tensor_folder, Fp8Folder):
-        report.notes.append(source.tensor_folder.describe_rounding())
-    if rounding_note := source.rounded_decays():
-        report.notes.append(rounding_note)
+    report.notes += source.rounding_notes()
     return report
 
 
@@ -352,18 +343,19 @@ def export_weights(
     _check_padding(source, hf_checkpoint, workers)
     training_facts = {**(export_facts or {}), **_known_training_facts(source, hf_checkpoint)}
     outputs = output_tensors(source, hf_checkpoint, as_fp8=as_fp8)
-    headers = file_headers(hf_checkpoint, outputs, as_fp8=as_fp8)
+    folder, headers = hf_checkpoint.tensor_folder, headers_of(outputs)
+    if keeps_form := as_fp8 == isinstance(folder, Fp8Folder):
+        # With the original headers, unchanged tensors give the original files byte for byte.
+        headers = {file: read_safetensors_header(folder.path / file) for file in folder.reader_by_file}
 
     def describe(output_path: Path) -> None:
-        if not keeps_form(hf_checkpoint, as_fp8=as_fp8):
+        if not keeps_form:
             describe_form(output_path, outputs, as_fp8=as_fp8)
         if (rope := training_facts.get(ROPE_KEY)) is not None:
             write_rope_fields(output_path, rope)
-        _write_training_facts(output_path, training_facts)
 
-    report = write_hf_folder(
-        "export", source, hf_checkpoint, outputs, headers, Path(output_dir), describe, workers, force=force
-    )
+    arguments = (source, hf_checkpoint, outputs, headers, Path(output_dir), describe, training_facts)
+    report = write_hf_folder("export", *arguments, workers, force=force)
     report.cast = _count_casts(source, hf_checkpoint)
     report.carried = len(hf_checkpoint.carried_names)
     if fp8_count := sum(o.dtype == FP8 for o in outputs):
@@ -384,6 +376,7 @@ def write_hf_folder(
     header_by_file: dict[str, bytes],
     output_dir: Path,
     describe: Callable[[Path], None],
+    training_facts: dict[str, Any],
     workers: int = 0,
     *,
     force: bool,
@@ -392,6 +385,7 @@ def write_hf_folder(
 
     Args:
         describe: called at the end with the folder, to complete the copies.
+        training_facts: the entries of ``megatron_vl.json``.
     """
     companion_files, skipped_files = original.tensor_folder.companion_files()
     input_dirs = [source.path, original.path]
@@ -409,6 +403,7 @@ def write_hf_folder(
             copied_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(original.path / relative_path, copied_path)
         describe(output.path)
+        _write_training_facts(output.path, training_facts)
 
     report = _make_report(output_dir, output, write_seconds)
     report.skipped = list(map(str, skipped_files))

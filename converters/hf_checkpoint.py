@@ -31,7 +31,7 @@ from megatron_vl.weights.tensor_files import (
 )
 
 from . import make_conversion_rules
-from .fp8 import open_tensor_folder
+from .fp8 import Fp8Folder, open_tensor_folder
 from .rules import DOWN_STACK, GATE_UP_STACK, HF_OUTPUT, RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle
 from .tensor_folder import TensorFolder
 
@@ -44,7 +44,9 @@ _NAME_STYLES = (("model.language_model.", "model."), ("model.visual.", "visual."
 
 
 def short_tensor_name(tensor_name: str) -> str:
-    """The name of a tensor in the style ``model.*`` and ``visual.*``."""
+    """The name of a tensor in the style ``model.*``, ``visual.*`` and ``mtp.*``."""
+    if mtp := CARRIED_NAMES.match(tensor_name):
+        return MTP_PREFIX + tensor_name[mtp.end() :]
     for long_prefix, short_prefix in _NAME_STYLES:
         if tensor_name.startswith(long_prefix):
             return short_prefix + tensor_name.removeprefix(long_prefix)
@@ -79,7 +81,7 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     ffn_hidden_size = spec.language.moe.ffn_hidden_size
     hidden_size = spec.language.hidden_size
 
-    names = [name for name in tensor_folder.file_by_tensor if not name.startswith(MTP_PREFIX)]
+    names = [name for name in tensor_folder.file_by_tensor if not CARRIED_NAMES.match(name)]
     expert_stacks = {
         name: (2 * ffn_hidden_size, hidden_size) for name in names if name.endswith(GATE_UP_STACK)
     }
@@ -104,10 +106,9 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
 def detect_mtp_expert_style(tensor_folder: TensorFolder) -> ExpertStyle:
     """Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks."""
-    stored_names = tensor_folder.file_by_tensor
-    return (
-        "apart" if f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight" in stored_names else "output_first"
-    )
+    names = map(short_tensor_name, tensor_folder.file_by_tensor)
+    is_apart = f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight" in names
+    return "apart" if is_apart else "output_first"
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
@@ -230,7 +231,12 @@ class HfCheckpoint(CanonicalWeights):
                 )
             self.hf_dtype(released_name)
 
-    def rounded_decays(self) -> str:
+    def rounding_notes(self) -> list[str]:
+        """What was rounded in these weights, or is when they are read."""
+        fp8 = [self.tensor_folder.describe_rounding()] if isinstance(self.tensor_folder, Fp8Folder) else []
+        return [*fp8, *filter(None, [self._rounded_decays()])]
+
+    def _rounded_decays(self) -> str:
         """A note if the decay rates of linear attention (``A_log``) were rounded; otherwise empty.
 
         Released Qwen3.5 stores them in float32, like the norm within these layers. Qwen3.6 and 3.8 store them

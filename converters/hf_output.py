@@ -27,7 +27,6 @@ from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     WeightsError,
     make_safetensors_header,
-    read_safetensors_header,
 )
 
 from . import make_conversion_rules
@@ -138,16 +137,6 @@ def _model_tensors(
             yield file, apart_name, rule.hf_shapes[name], [block.inverse_block(rule.name)]
 
 
-def file_headers(
-    original: HfCheckpoint, outputs: Sequence[OutputTensor], *, as_fp8: bool
-) -> dict[str, bytes]:
-    """File -> its header. The original's give the original files byte for byte, if no weight has changed."""
-    if keeps_form(original, as_fp8=as_fp8):
-        files = original.tensor_folder.reader_by_file
-        return {file: read_safetensors_header(original.path / file) for file in files}
-    return headers_of(outputs)
-
-
 def headers_of(outputs: Sequence[OutputTensor]) -> dict[str, bytes]:
     """File -> its header."""
     types_by_file: dict[str, dict[str, tuple[torch.dtype, Sequence[int]]]] = {}
@@ -159,11 +148,6 @@ def headers_of(outputs: Sequence[OutputTensor]) -> dict[str, bytes]:
 def any_dtype(folder: TensorFolder, tensor_name: str) -> torch.dtype:
     """The type of a stored tensor, also if it cannot be converted."""
     return (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[folder.dtype_code(tensor_name)]
-
-
-def keeps_form(original: HfCheckpoint, *, as_fp8: bool) -> bool:
-    """Whether the tensors of an export have the names and types of the original's."""
-    return as_fp8 == isinstance(original.tensor_folder, Fp8Folder)
 
 
 def describe_form(output_dir: Path, outputs: Sequence[OutputTensor], *, as_fp8: bool) -> None:

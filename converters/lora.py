@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.lora import (
     FusedLora,
     fused_lora,
@@ -28,7 +28,7 @@ from megatron_vl.spec.lora import (
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.model_digest import LoraBase, recorded_base
 from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, matrix_shape
-from megatron_vl.weights.trained_media import read_export_facts
+from megatron_vl.weights.trained_media import ROPE_KEY, read_export_facts
 from megatron_vl.weights.weight_reader import WeightReader, read_lora
 
 from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
@@ -131,11 +131,14 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
     """A PEFT folder that is read as canonical factors.
 
     Attributes:
+        spec: the given one, with the rotary positions of the training if the folder names them.
         tensor_infos: canonical name of a factor -> its description, in model order.
     """
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         super().__init__(path, spec)
+        if isinstance(rope := read_export_facts(self.path).get(ROPE_KEY), dict):
+            self.spec = read_spec(spec.hf_config, rope)
         self.tensor_infos = trained_table(spec, self.lora)
         for tensor_name in self.tensor_infos:
             if not is_lora_tensor(tensor_name) and tensor_name not in self.saved_keys:

@@ -147,8 +147,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     start_weights = None
     if source_checkpoint is None or config.lora.rank:
         start_weights = check_start_weights(config, spec)
-        if isinstance(start_weights, HfCheckpoint) and (rounding_note := start_weights.rounded_decays()):
-            run_notes.append(f"NOTE: {rounding_note}")
+        if isinstance(start_weights, HfCheckpoint):
+            run_notes += [f"NOTE: {note}" for note in start_weights.rounding_notes()]
     model_digests = read_model_digests(config, source_checkpoint)
     base_digest = ""
     if config.lora.rank:

@@ -53,18 +53,23 @@ def fp8_folder(
     scale_dtype: torch.dtype = torch.bfloat16,
     experts_apart: bool = False,
     sizes: dict[str, Any] = SIZES,
+    mtp_prefix: str = "",
 ) -> Path:
-    """A tiny checkpoint with the matrices of its decoder layers in FP8."""
+    """A tiny checkpoint with the matrices of its decoder layers in FP8; with a prefix, of MTP's too."""
     shutil.copytree(tiny_checkpoint(family, **sizes), folder)
     weight_map = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors: dict[str, Tensor] = {}
         for name, tensor in load_file(path).items():
-            if not QUANTISED.search(name) or name.startswith("mtp") or tensor.dim() < 2:
+            is_mtp = name.startswith("mtp.")
+            name = mtp_prefix + name.removeprefix("mtp.") if is_mtp and mtp_prefix else name
+            if not QUANTISED.search(name) or tensor.dim() < 2 or (is_mtp and not mtp_prefix):
                 tensors[name] = tensor
                 continue
             matrices = (
-                _apart(family, name, tensor) if experts_apart and ".experts." in name else {name: tensor}
+                _apart(family, name, tensor)
+                if experts_apart and ".experts." in name and not is_mtp
+                else {name: tensor}
             )
             for matrix_name, matrix in matrices.items():
                 quantised = quantise(matrix, block_size, scale_dtype)

@@ -18,6 +18,8 @@ from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
 from megatron_vl.system.errors import UserError
+from megatron_vl.system.json_files import manifest_digest
+from megatron_vl.weights.trained_media import exported_facts
 from tests.converters.fp8_folders import fp8_folder, stored_tensors
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
@@ -115,7 +117,10 @@ def test_odd_numbers_of_rows_have_a_way_out(tmp_path: Path) -> None:
     resized(hf, 415)
     with pytest.raises(LayoutError, match="vocabulary of 415 tokens.*convert --add-tokens` with an empty"):
         check_tensor_parallel(read_spec(hf), 2)
+    facts = {"media": {"max_pixels": 4096}}  # of an exported folder
+    (hf / "megatron_vl.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
     add_tokens(hf, token_file(tmp_path, []), tmp_path / "out")
+    assert exported_facts(tmp_path / "out") == facts
     spec = read_spec(tmp_path / "out")
     assert spec.language.vocab_size == 512
     check_tensor_parallel(spec, 4)

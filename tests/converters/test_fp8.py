@@ -18,10 +18,8 @@ from converters.convert import convert_weights, export_weights
 from converters.fp8 import BlockGrid, Fp8Output, open_tensor_folder
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError
-from megatron_vl.spec.tensors import Sharding
-from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError
-from tests.converters.fp8_folders import SIZES, dequantise, fp8_folder, quantise, stored_tensors
+from tests.converters.fp8_folders import SIZES, dequantise, fp8_folder, stored_tensors
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -111,15 +109,6 @@ def test_fp8_round_trip_gives_the_same_files(
         if scaled := f"{name}_scale_inv" in stored:
             expected = dequantise(stored[name], stored[f"{name}_scale_inv"], block_size).bfloat16()
         assert torch.equal(values, expected if scaled else stored[name]), name
-
-
-def test_fp8_shards_are_parts_of_the_whole(tmp_path: Path) -> None:
-    source = HfCheckpoint(fp8_folder(tmp_path / "hf", "qwen3_vl", (40, 48)))
-    sharding = Sharding(2)
-    for name, info in source.tensor_infos.items():
-        whole = source.read_shard(name)
-        for i in range(2):
-            assert torch.equal(source.read_shard(name, i, sharding), cut_shard(whole, info, i, sharding))
 
 
 def test_fp8_blocks_that_were_trained_change_alone(tmp_path: Path) -> None:
@@ -217,24 +206,49 @@ def test_experts_that_transformers_misreads_are_filled_in(tmp_path: Path, family
     assert (plain.model.language_model.layers[1].mlp.experts.down_proj - experts.down_proj).abs().max() < 0.1
 
 
-REFUSED = {
-    "no scales": ({}, "says that the weights are quantised \\(fp8\\), but no tensor has scales"),
+def test_mtp_in_fp8_in_a_place_of_other_tools(tmp_path: Path) -> None:
+    """It is carried byte for byte, and trained from the same weights as in its released place."""
+    hf = fp8_folder(tmp_path / "hf", "qwen3_5_moe", experts_apart=True, mtp_prefix="mtp.")
+    peers = fp8_folder(
+        tmp_path / "peers", "qwen3_5_moe", experts_apart=True, mtp_prefix="model.language_model.mtp."
+    )
+    convert_weights(peers, tmp_path / "megatron")
+    export_weights(tmp_path / "megatron", peers, tmp_path / "out", as_fp8=True)
+    names = sorted(path.name for path in peers.iterdir())
+    assert filecmp.cmpfiles(peers, tmp_path / "out", names, shallow=False)[0] == names
+
+    released, source = HfCheckpoint(hf, has_mtp=True), HfCheckpoint(peers, has_mtp=True)
+    fp8_names = source.tensor_folder.grid_by_tensor
+    assert "model.language_model.mtp.layers.0.self_attn.q_proj.weight" in fp8_names
+    for name in released.tensor_infos:
+        assert torch.equal(source.read_shard(name), released.read_shard(name)), name
+
+
+def test_fp8_folder_with_yarn_where_transformers_reads_none(tmp_path: Path) -> None:
+    """It has YaRN in transformers, and the same weights: not the FP8 values without their scales."""
+    hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
+    weights = load_hf_model(hf, torch.float32).state_dict()
+    text = json.loads((hf / "config.json").read_text())["text_config"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    first = text.pop("rope_scaling", None) or text["rope_parameters"]
+    edit(hf / "config.json", text_config=text | {"rope_scaling": first, "rope_parameters": yarn})
+    model = load_hf_model(hf, torch.float32)
+    assert model.model.language_model.rotary_emb.rope_type == "yarn"
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+OTHER_METHODS = ("mxfp4", "gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt")
+NOT_READ = r"quantised \(fp8\); of quantised weights, only FP8 in blocks"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no scales": ({}, r"says that the weights are quantised \(fp8\), but no tensor has scales"),
     "another block": (
         {"weight_block_size": [128, 128]},
         "has shape .*; weight_block_size in config.json says",
     ),
-    "no blocks": (
-        {"weight_block_size": None},
-        "quantised \\(fp8\\); of quantised weights, only FP8 in blocks",
-    ),
-    "static": ({"activation_scheme": "static"}, "quantised \\(fp8\\); of quantised"),
-    "another format": ({"fmt": "e5m2"}, "quantised \\(fp8\\); of quantised"),
-    "MXFP4": ({"quant_method": "mxfp4"}, "quantised \\(mxfp4\\); of quantised"),
-    "GPTQ": ({"quant_method": "gptq"}, "quantised \\(gptq\\); of quantised"),
-    "AWQ": ({"quant_method": "awq"}, "quantised \\(awq\\); of quantised"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quantised \\(bitsandbytes\\); of quantised"),
-    "compressed-tensors": ({"quant_method": "compressed-tensors"}, "quantised \\(compressed-tensors\\)"),
-    "modelopt": ({"quant_method": "modelopt"}, "quantised \\(modelopt\\)"),
+    "no blocks": ({"weight_block_size": None}, NOT_READ),
+    "static": ({"activation_scheme": "static"}, NOT_READ),
+    "another format": ({"fmt": "e5m2"}, NOT_READ),
+    **{m: ({"quant_method": m}, rf"quantised \({m}\); of quantised") for m in OTHER_METHODS},
 }
 
 
@@ -274,9 +288,3 @@ def test_fp8_is_refused_where_blocks_would_not_be_whole(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="cannot be written in FP8: .* whole blocks of 128 x 128"):
         export_weights(tmp_path / "megatron", hf, tmp_path / "out", as_fp8=True)
     assert not (tmp_path / "out").exists()
-
-
-def test_quantise_in_loops_is_what_released_folders_hold() -> None:
-    """The scale of a block is its largest value by 448."""
-    weight, scales = quantise(torch.tensor([[896.0, -2.0, 448.0]]), (1, 2), torch.float32)
-    assert scales.tolist() == [[2.0, 1.0]] and weight.float().tolist() == [[448.0, -1.0, 448.0]]

@@ -195,9 +195,9 @@ def loaded_and_saved(folder: Path, out: Path, dtype: torch.dtype) -> Path:
 def test_rounded_decays_are_recognised(tmp_path: Path) -> None:
     """``transformers`` rounds A_log when it loads in bfloat16; Qwen3.6 was released so."""
     released = released_folder(tmp_path / "released", DENSE_3_5)
-    assert HfCheckpoint(released).rounded_decays() == ""
+    assert HfCheckpoint(released).rounding_notes() == []
     kept = loaded_and_saved(released, tmp_path / "kept", torch.float32)
-    assert HfCheckpoint(kept).rounded_decays() == ""
+    assert HfCheckpoint(kept).rounding_notes() == []
 
     rounded = loaded_and_saved(released, tmp_path / "rounded", torch.bfloat16)
     report = convert_weights(rounded, tmp_path / "weights")
@@ -205,9 +205,9 @@ def test_rounded_decays_are_recognised(tmp_path: Path) -> None:
     assert report.carried == 0  # transformers loses them, too
 
     widened = loaded_and_saved(rounded, tmp_path / "widened", torch.float32)
-    assert "hold only values of bfloat16" in HfCheckpoint(widened).rounded_decays()
+    assert "hold only values of bfloat16" in HfCheckpoint(widened).rounding_notes()[0]
 
-    assert HfCheckpoint(released_folder(tmp_path / "3.6", DENSE)).rounded_decays() == ""
+    assert HfCheckpoint(released_folder(tmp_path / "3.6", DENSE)).rounding_notes() == []
 
 
 def config_of(size: str, **text: Any) -> dict[str, Any]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from converters.convert import convert_weights, export_weights
-from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig
+from converters.convert import convert_adapter, convert_weights, export_weights
+from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.rope import with_rope_scaling
-from megatron_vl.training.lora import check_same_model
+from megatron_vl.system.json_files import manifest_digest
+from megatron_vl.training.lora import check_same_model, with_start_lora
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.converters.peft_models import peft_folder
 from tests.tiny import tiny_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -81,8 +84,6 @@ def test_export_without_yarn_to_a_folder_with_it_has_none(tmp_path: Path) -> Non
     manifest_path = tmp_path / "weights" / "manifest.json"
     manifest = json.loads(manifest_path.read_text())
     manifest["origin"] |= {"media": {"min_pixels": 4, "max_pixels": 8}}
-    from megatron_vl.system.json_files import manifest_digest
-
     manifest_path.write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
     export_weights(tmp_path / "weights", folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "out")
     assert read_spec(tmp_path / "out").language == read_spec(hf).language
@@ -107,3 +108,18 @@ def test_weights_trained_with_yarn_start_no_run_without_it(tmp_path: Path) -> No
     for rope_scaling in (YARN, {"rope_type": "default"}):
         config = TrainConfig(model=ModelConfig(hf=str(hf), rope_scaling=rope_scaling))
         check_same_model("weights", weights_spec, config, read_spec(hf, rope_scaling))
+
+
+def test_peft_folder_trained_with_yarn_starts_no_run_without_it(tmp_path: Path) -> None:
+    """Also after conversion: PEFT's own files do not name the rotary positions, megatron_vl.json does."""
+    hf = tiny_checkpoint("qwen3_vl")
+    adapter = peft_folder(tmp_path / "adapter", hf, target_modules=["q_proj"])
+    facts = {"rope": read_spec(hf, YARN).language.rope_fields}
+    (adapter / "megatron_vl.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
+    convert_adapter(adapter, hf, tmp_path / "converted")
+    for path in (adapter, tmp_path / "converted"):
+        config = parse_config(["--model.hf", str(hf), "--lora.adapter", str(path)])
+        with pytest.raises(RunConfigError, match="lora.adapter .*trained with YaRN"):
+            with_start_lora(config, read_spec(hf))
+        config = replace(config, model=replace(config.model, rope_scaling=YARN))
+        assert with_start_lora(config, read_spec(hf, YARN)).lora.rank

@@ -1,6 +1,6 @@
 """The Triton kernels compute what torch computes; on CPU they run in Triton's interpreter.
 
-For timings on a GPU, see benchmarks/tower_attention.py, fused_layers.py and experts.py.
+For timings on a GPU, see benchmarks/tower_attention.py and experts.py.
 """
 
 from __future__ import annotations

@@ -69,10 +69,8 @@ def test_frequencies_by_hand() -> None:
         YARN,
         {"type": "yarn", "factor": 3.0},
         YARN | {"attention_factor": 1.5},
-        YARN | {"beta_fast": 64, "beta_slow": 2.0, "truncate": False},
-        YARN | {"mscale": 1.2, "mscale_all_dim": 0.5},
-        YARN | {"factor": 1.0},
-        YARN | {"mscale": 1.2, "beta_fast": None},
+        YARN | {"beta_fast": 64, "beta_slow": 2.0},
+        YARN | {"factor": 1.0, "beta_fast": None},
     ],
 )
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5-9B"])
@@ -215,12 +213,14 @@ def test_rope_scaling_of_a_run_replaces_that_of_the_config() -> None:
     ("rope_scaling", "message"),
     [
         ({"factor": 4.0}, "set rope_type to yarn"),
-        (YARN | {"facter": 4.0}, "field 'facter' is not supported; valid: rope_type, factor"),
+        (YARN | {"facter": 4.0}, "field 'facter' of YaRN is not supported; valid: rope_type, factor"),
         (YARN | {"rope_theta": 3.0}, "rope_theta 3.0 differs from"),
         (YARN | {"mrope_section": [1, 1, 2]}, "mrope_section .* differs from"),
         ({"rope_type": "yarn"}, "factor None of YaRN must be a number"),
         ({"rope_type": "linear", "factor": 2.0}, "rope type 'linear'"),
-        (YARN | {"mscale": "x", "mscale_all_dim": 1.0}, "model.rope_scaling: "),
+        (YARN | {"mscale": 1.0}, "field 'mscale' of YaRN is not supported"),
+        (YARN | {"attention_factor": 0}, "attention_factor 0 of YaRN must be a number above 0"),
+        (YARN | {"beta_slow": 0}, "beta_slow 0 of YaRN must be a number above 0"),
     ],
 )
 def test_wrong_rope_scaling_is_refused_by_its_name(rope_scaling: dict[str, Any], message: str) -> None:
@@ -236,6 +236,12 @@ def test_serving_config_speaks_to_vllm_too() -> None:
     assert served["attention_factor"] == 1.5
     assert served["attn_factor"] * (0.1 * math.log(4) + 1) == pytest.approx(1.5, rel=1e-12)
     assert "type" not in served and served["rope_type"] == "yarn"
+
+    # A training with fewer fields of YaRN than the folder has.
+    plain = read_spec(config, YARN)
+    for other in (YARN | {"attention_factor": 1.5}, YARN | {"beta_fast": 64.0}):
+        again = serving_config(read_spec(config, other).hf_config, plain.language.rope_fields)
+        assert read_spec(again).language == plain.language
 
     # A training without YaRN on a folder with it.
     without = serving_config(spec.hf_config, read_spec(config).language.rope_fields)

@@ -90,6 +90,16 @@ def test_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_c
         assert "without effect" in last_note, "a rate was computed"
 
 
+def test_resumed_run_names_yarn_that_an_older_checkpoint_did_not_have(tiny_checkpoint) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl")
+    config, saved = recorded(hf, "--steps", "4")
+    del saved["model.rope_scaling"]
+    assert field_change_notes(config, recorded(hf, "--steps", "4")[1], saved, 2) == []
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    [note] = field_change_notes(config, recorded_fields(config, read_spec(hf, yarn), {}), saved, 2)
+    assert note == f"fields have changed since the checkpoint: model.rope_scaling was None, is {yarn}"
+
+
 def test_resumed_run_names_another_decay_and_its_rate(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl")
     _, saved = recorded(hf, "--steps", "8")

@@ -111,6 +111,7 @@ def test_added_tokens_of_a_fp8_folder_train(tmp_path) -> None:
     words = ["--parallel.tp", "2", "--optimizer.weight_decay", "0", "--optimizer.warmup_steps", "0"]
     done = train(prepared, tmp_path / "run", *words, ranks=2, steps=2)
     assert done.returncode == 0, done.stderr
+    assert "rounded once to bfloat16" in done.stdout
     start, trained = HfCheckpoint(hf), WeightReader(tmp_path / "run")
     name = "embedding.word_embeddings.weight"
     (name,) = [n for n in start.tensor_infos if n.endswith(name)]

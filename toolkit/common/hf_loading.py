@@ -99,18 +99,20 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     if device_map is None:
         use_torch_for_linear_attention(spec)
     # transformers would not see YaRN in the second of two places.
-    config = serving_config(spec.hf_config, spec.language.rope_fields)
-    fp8_arguments: dict[str, Any] = {}
+    config = json.loads((Path(hf_dir) / "config.json").read_text())
+    served_config = serving_config(config, spec.language.rope_fields)
+    options: dict[str, Any] = {}
+    if served_config != config:
+        options["config"] = AutoConfig.for_model(**served_config)
     if isinstance(folder, Fp8Folder):
-        fp8_arguments["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     model = AutoModelForImageTextToText.from_pretrained(
         hf_dir,
-        config=None if config == spec.hf_config else AutoConfig.for_model(**config),
         dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True,
         device_map=device_map,
-        **fp8_arguments,
+        **options,
         **SAFE_LOADING_ARGUMENTS,
     ).eval()
     with torch.no_grad():

@@ -21,7 +21,7 @@ PLAIN_FIELDS = ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rot
 """Rotary fields that belong to the weights."""
 YARN_FIELDS = (
     *("factor", "original_max_position_embeddings", "attention_factor", "attn_factor"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("beta_fast", "beta_slow"),
 )
 """Fields of YaRN. transformers reads ``attention_factor``. vLLM instead multiplies the default by
 ``attn_factor``."""
@@ -42,8 +42,6 @@ class YarnSpec:
     """Frequencies with more turns within ``original_length`` stay as they are."""
     beta_slow: float = 1.0
     """Frequencies with fewer turns within ``original_length`` are divided by the whole factor."""
-    truncate: bool = True
-    """Whether the bounds between these frequencies are rounded outwards to whole ones."""
 
     def ramp_bounds(self, rotary_dim: int, rope_theta: float) -> tuple[float, float]:
         """The index of the last frequency that stays, and of the first one that is divided by the factor.
@@ -55,10 +53,8 @@ class YarnSpec:
             turns_a_radian = self.original_length / (num_turns * 2 * math.pi)
             return rotary_dim * math.log(turns_a_radian) / (2 * math.log(rope_theta))
 
-        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rotary_dim - 1)
+        low = max(math.floor(index_of(self.beta_fast)), 0)
+        high = min(math.ceil(index_of(self.beta_slow)), rotary_dim - 1)
         return low, high + 0.001 if low == high else high
 
     def as_fields(self) -> dict[str, Any]:
@@ -68,7 +64,7 @@ class YarnSpec:
             "factor": self.factor,
             "original_max_position_embeddings": self.original_length,
         }
-        for name in ("beta_fast", "beta_slow", "truncate"):
+        for name in ("beta_fast", "beta_slow"):
             if (value := getattr(self, name)) != getattr(YarnSpec, name):
                 fields[name] = value
         default = _default_attention_factor(self.factor)
@@ -80,8 +76,8 @@ class YarnSpec:
         return fields
 
 
-def _default_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0
+def _default_attention_factor(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1.0
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -170,38 +166,38 @@ def read_yarn(config: dict[str, Any]) -> YarnSpec | None:
     rope_fields = read_rope_fields(config)
     if rope_fields.get("rope_type") != "yarn":
         return None
-    known = {*PLAIN_FIELDS, *YARN_FIELDS, *_IGNORED_FIELDS}
     for fields in _rope_places(config).values():
-        if _rope_type(fields) == "yarn" and (unknown := sorted(set(fields) - known)):
-            raise ConfigError(
-                f"config.json: field {unknown[0]!r} of YaRN is not supported; valid: {', '.join(YARN_FIELDS)}"
-            )
-
+        if _rope_type(fields) == "yarn":
+            _refuse_unknown(fields)
     factor = _number(rope_fields, "factor", minimum=1.0)
     beta_fast = _number(rope_fields, "beta_fast", default=32.0)
     beta_slow = _number(rope_fields, "beta_slow", default=1.0)
-    if not beta_fast >= beta_slow > 0:
+    if beta_fast < beta_slow:
         raise ConfigError(
-            f"config.json: beta_fast {beta_fast} of YaRN must be at least beta_slow {beta_slow}, and both"
-            " above 0"
+            f"config.json: beta_fast {beta_fast} of YaRN must be at least beta_slow {beta_slow}"
         )
-    return YarnSpec(
-        factor=factor,
-        original_length=_original_length(config, rope_fields),
-        attention_factor=_attention_factor(rope_fields, factor),
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        truncate=rope_fields.get("truncate", True),
+    original_length, attention_factor = (
+        _original_length(config, rope_fields),
+        _attention_factor(rope_fields, factor),
     )
+    return YarnSpec(factor, original_length, attention_factor, beta_fast, beta_slow)
+
+
+def _refuse_unknown(fields: Mapping[str, Any]) -> None:
+    if unknown := sorted(set(fields) - {*PLAIN_FIELDS, *YARN_FIELDS, *_IGNORED_FIELDS}):
+        valid = ", ".join(("rope_type", *YARN_FIELDS))
+        raise ConfigError(f"config.json: field {unknown[0]!r} of YaRN is not supported; valid: {valid}")
 
 
 def _number(
     fields: dict[str, Any], name: str, *, default: float | None = None, minimum: float = 0.0
 ) -> float:
-    """A number among the fields. transformers takes 0 for the default of the betas, too."""
-    value = fields.get(name) or default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < math.inf:
-        raise ConfigError(f"config.json: {name} {value} of YaRN must be a number of at least {minimum:g}")
+    """A number above 0 among the fields."""
+    value: Any = default if fields.get(name) is None else fields[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not minimum <= value < math.inf or not value:
+        least = f"of at least {minimum:g}" if minimum else "above 0"
+        raise ConfigError(f"config.json: {name} {value} of YaRN must be a number {least}")
     return float(value)
 
 
@@ -216,30 +212,22 @@ def _original_length(config: dict[str, Any], rope_fields: dict[str, Any]) -> int
         )
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ConfigError(
-            f"config.json: {name} {length} of YaRN must be a whole number of at least 1: the positions of the"
-            " pretraining (32768 for Qwen2.5-VL, 262144 for Qwen3-VL and Qwen3.5)"
+            f"config.json: {name} {length} of YaRN must be a whole number of at least 1: positions of the"
+            " pretraining"
         )
     return length
 
 
 def _attention_factor(rope_fields: dict[str, Any], factor: float) -> float:
     default = _default_attention_factor(factor)
-    mscale, mscale_all_dim = rope_fields.get("mscale"), rope_fields.get("mscale_all_dim")
-    inferred = default
-    if mscale and mscale_all_dim:
-        inferred = _default_attention_factor(factor, mscale) / _default_attention_factor(
-            factor, mscale_all_dim
-        )
-    if rope_fields.get("attention_factor") is not None:
-        inferred = _number(rope_fields, "attention_factor")
-    attn_factor = rope_fields.get("attn_factor")
-    if attn_factor is not None and not math.isclose(attn_factor * default, inferred, rel_tol=1e-6):
+    value = _number(rope_fields, "attention_factor", default=default)
+    vllm_value = default * _number(rope_fields, "attn_factor", default=value / default)
+    if not math.isclose(vllm_value, value, rel_tol=1e-6):
         raise ConfigError(
-            f"config.json: attn_factor {attn_factor} of YaRN, which vLLM reads, means an attention_factor of"
-            f" {attn_factor * default:.7g}, but transformers reads {inferred:.7g}; make them agree, or remove"
-            " attn_factor"
+            f"config.json: attn_factor of YaRN, which vLLM reads, means an attention_factor of"
+            f" {vllm_value:.7g}, but transformers reads {value:.7g}; make them agree, or remove attn_factor"
         )
-    return inferred
+    return value
 
 
 def with_rope_scaling(config: dict[str, Any], rope_scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,10 +242,8 @@ def with_rope_scaling(config: dict[str, Any], rope_scaling: Mapping[str, Any]) -
     """
     config = copy.deepcopy(config)
     text_fields, old_fields = text_config(config), read_rope_fields(config)
+    _refuse_unknown(rope_scaling)
     for field, value in rope_scaling.items():
-        if field not in (*PLAIN_FIELDS, *YARN_FIELDS, *_IGNORED_FIELDS):
-            valid = ", ".join(("rope_type", *YARN_FIELDS))
-            raise ConfigError(f"config.json: field {field!r} is not supported; valid: {valid}")
         old_value = old_fields.get(field, text_fields.get(field))
         if field in PLAIN_FIELDS and old_value not in (None, value):
             raise ConfigError(
@@ -287,8 +273,10 @@ def serving_config(config: dict[str, Any], trained_rope: Mapping[str, Any]) -> d
     """
     changed = with_rope_scaling(config, trained_rope)
     yarn, text_fields = read_yarn(changed), text_config(config)
+    if yarn != read_yarn(config):
+        return changed
     if yarn is None:
-        return config if read_yarn(config) is None else changed
+        return config
     read_there = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
     has_yarn = all(read_there.get(name) == value for name, value in yarn.as_fields().items())
     # vLLM refuses a folder whose type is another.

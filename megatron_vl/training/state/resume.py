@@ -66,9 +66,11 @@ def field_change_notes(
 
     Args:
         current_fields: the run's :func:`recorded_fields`.
-        saved_fields: those that the checkpoint records. A field that one of the two leaves out is not named.
+        saved_fields: those that the checkpoint records. A field that one of the two leaves out is not named,
+            apart from YaRN, which no checkpoint had before it was a field.
         step: the next step, zero-based.
     """
+    saved_fields = {"model.rope_scaling": None, **saved_fields}
     effective_changes: list[str] = []
     changes_without_effect: list[str] = []
     for name, value in current_fields.items():
