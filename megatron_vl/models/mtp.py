@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -71,6 +72,9 @@ class MultiTokenPrediction(MegatronModule):
         self.decoder = TransformerBlock(layer_config, block_spec, pg_collection=process_groups)
         if config.num_moe_experts:  # its load is listed after that of the model's layers
             self.decoder.layers[0].mlp.set_layer_number(config.num_layers + 1)
+        if not trains_model:
+            for parameter in self.parameters():
+                parameter.grad_norm_group = MTP_GRAD_NORM_GROUP
 
     def forward(
         self, hidden_states: Tensor, next_embeddings: Tensor, rotary_angles: Tensor, **row: Any

@@ -292,14 +292,16 @@ def train_step(
     # device here.
     progress.enter_phase(progress.UPDATING_WEIGHTS)
     device = rows[0].tokens.device
-    has_mtp = bool(get_attr_wrapped_model(model_chunks[0], "mtp_config").loss)
+    mtp_config = get_attr_wrapped_model(model_chunks[0], "mtp_config")
+    has_mtp = bool(mtp_config.loss)
     loss_sum, loss_tokens, (any_failed, any_stop), source_counts, mtp_counts = reduce_losses(
         row_reports, grid, device, (has_failed, stop_requested), local_source_counts, has_mtp
     )
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
     # If the gradient is zero, an update would still decay moments and weights.
-    is_updated, grad_norm = clip_and_update(optimizer, loss_tokens, is_loss_finite=math.isfinite(mean_loss))
+    clips_mtp_apart = has_mtp and mtp_config.trains == "head"
+    is_updated, grad_norm = clip_and_update(optimizer, loss_tokens, math.isfinite(mean_loss), clips_mtp_apart)
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     skip_reason = "" if is_updated else NOT_FINITE
     if is_finite and not (loss_tokens and grad_norm):
