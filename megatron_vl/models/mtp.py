@@ -97,6 +97,7 @@ class MultiTokenPrediction(MegatronModule):
         hidden_states: Tensor,
         next_embeddings: Tensor,
         padding_mask: Tensor | None,
+        output_weight: Tensor | None,
     ) -> Tensor:
         """The loss of each token's target, and whether the layer ranks the target first: [2, S].
 
@@ -110,19 +111,14 @@ class MultiTokenPrediction(MegatronModule):
             packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard),
             padding_mask=padding_mask,
         )
-        is_tied = language_model.share_embeddings_and_output_weights
-        weight = (
-            language_model.shared_embedding_or_output_weight()
-            if is_tied
-            else language_model.output_layer.weight
-        )
+        weight = language_model.output_layer.weight if output_weight is None else output_weight
         index, is_target = target_index(row)
         is_first: list[Tensor] = []
         token_losses = losses_of_tokens(
             states,
             language_model.output_layer,
             weight if self.trains_model else weight.detach(),
-            row.whole_row.two_ahead.labels[None],
+            row.whole_row.two_ahead[0][None],
             index,
             language_model.compute_language_model_loss,
             is_first,

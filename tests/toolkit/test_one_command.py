@@ -101,6 +101,12 @@ def test_validation_split_is_part_of_what_was_converted(
     assert "6 of 6 records converted, 3 of them for validation" in capsys.readouterr().err
     with pytest.raises(PrepareError, match="was converted with --val-fraction 0.5, not unset"):
         prepared(records, model)
+    # An earlier version wrote no share, and null for an option that was not given.
+    source_file = tmp_path / "runs/conversations/data/source.json"
+    source = json.loads(source_file.read_text()) | {"columns": None}
+    source_file.write_text(json.dumps({name: source[name] for name in source if name != "val_fraction"}))
+    prepared(records, model)
+    source_file.write_text(json.dumps(source))
     other = questions(tmp_path / "other", image="media/dot.png", count=5)
     known = rf"was converted from other records \({records}\) than {other} holds now"
     with pytest.raises(PrepareError, match=known):

@@ -281,9 +281,10 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
         return False
     other = f"another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
     for name, value in options.sample_options().items():
-        if source[name] != value:
+        earlier_value = source.get(name)  # a data set of an earlier version may lack it
+        if (earlier_value or None) != (value or None):
             raise PrepareError(
-                f"{dataset_dir} was converted with {option_flag(name)} {source[name] or 'unset'}, not"
+                f"{dataset_dir} was converted with {option_flag(name)} {earlier_value or 'unset'}, not"
                 f" {value or 'unset'}: give that one again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
