@@ -16,6 +16,7 @@ import pytest
 from data_tools.input_files import find_input_files
 from megatron_vl.config import TrainConfig, parse_config, validate_config
 from megatron_vl.data.source.sample_sizes import SizesError
+from megatron_vl.system.partial_folder import open_partial_folder
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
 from toolkit.cli import main
@@ -183,6 +184,16 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     template = "--data.chat_template=qwen2_vl_tools"
     assert prepared(Path("tools.json"), model, template).data.seq_len == prepare.ROW_TOKENS[0]
     assert main([*dry_run, template]) == 0 and "8 rows, 16,384 tokens" in capsys.readouterr().out
+
+
+def test_two_starts_do_not_convert_into_one_folder(tmp_path: Path):
+    records, dataset_dir = questions(tmp_path / "raw"), tmp_path / "run" / "data"
+    dataset_dir.parent.mkdir()
+    advice = (
+        r"data.partial is being written by process \d+ on .*; wait for it, or give another checkpoint.dir"
+    )
+    with open_partial_folder(dataset_dir), pytest.raises(PrepareError, match=advice):
+        convert_once(records, dataset_dir, TrainOptions(fields=[]))
 
 
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
