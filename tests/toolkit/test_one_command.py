@@ -16,7 +16,6 @@ import pytest
 from data_tools.input_files import find_input_files
 from megatron_vl.config import TrainConfig, parse_config, validate_config
 from megatron_vl.data.source.sample_sizes import SizesError
-from megatron_vl.system.partial_folder import open_partial_folder
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
 from toolkit.cli import main
@@ -189,11 +188,21 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
 def test_two_starts_do_not_convert_into_one_folder(tmp_path: Path):
     records, dataset_dir = questions(tmp_path / "raw"), tmp_path / "run" / "data"
     dataset_dir.parent.mkdir()
-    advice = (
-        r"data.partial is being written by process \d+ on .*; wait for it, or give another checkpoint.dir"
-    )
-    with open_partial_folder(dataset_dir), pytest.raises(PrepareError, match=advice):
-        convert_once(records, dataset_dir, TrainOptions(fields=[]))
+    other_start = f"""
+from pathlib import Path
+from megatron_vl.system.partial_folder import open_partial_folder
+with open_partial_folder(Path({str(dataset_dir)!r})):
+    print("begun", flush=True)
+    input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", other_start], text=True, **pipes) as other:
+        assert other.stdout.readline() == "begun\n"
+        with pytest.raises(
+            PrepareError, match=r"written by process \d+ on .*, or give another checkpoint.dir"
+        ):
+            convert_once(records, dataset_dir, TrainOptions(fields=[]))
+        other.communicate("\n")
 
 
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
