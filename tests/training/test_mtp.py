@@ -204,6 +204,32 @@ def test_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
         assert sum(name.startswith("mtp.") for name in first) > 60
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_5", {"pp": 2}),
+        ("qwen3_5_moe", {"tp": 2, "sequence_parallel": True}),
+        ("qwen3_5_moe", {"ep": 2}),
+    ],
+)
+@in_ranks(2)
+def test_head_leaves_updates_of_the_model_as_they_are(family: str, layout: dict[str, Any], tmp_path: Path):
+    """Although gradients are clipped: each by its own norm.
+
+    To the bit, unless ranks share optimizer state: the norm is then summed in other parts.
+    """
+    states = []
+    for number, loss in enumerate((0.0, 2.0)):
+        trainer = trainer_of(tiny_checkpoint(family, dtype=torch.float32), 128, mtp={"loss": loss}, **layout)
+        train(trainer, ROWS, range(2))
+        states.append(save(trainer, tmp_path / str(number)))
+    if dist.get_rank() == 0:  # it has read them
+        assert len(states[0]) > 30 and states[1].keys() > states[0].keys()
+    tolerance = 0.0 if layout == {"pp": 2} else 1e-5
+    for name, state in states[0].items():
+        assert (state - states[1][name]).abs().max() <= tolerance * state.abs().max(), name
+
+
 def test_models_and_folders_without_it_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"qwen3_vl has no layer of multi-token prediction: set mtp\.loss"):
         read_spec(tiny_checkpoint("qwen3_vl")).with_mtp()
