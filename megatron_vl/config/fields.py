@@ -130,9 +130,9 @@ class MtpConfig:
     """Factor of its loss, the mean over its own targets, beside the loss of the model (0.1 is usual). 0: the
     layer is not trained."""
     trains: Literal["head", "all"] = "head"
-    """What its loss trains. head: the layer alone, without a backward pass through the model. all: also the
-    model, its embedding and its output layer. Gradients are clipped by their norm over the model and the
-    layer together."""
+    """What its loss trains. head: the layer alone, without a backward pass through the model; its gradients
+    are clipped by their own norm, so that the model trains as without it. all: also the model, its embedding
+    and its output layer; gradients are clipped by the norm of all."""
 
 
 @dataclass(frozen=True)

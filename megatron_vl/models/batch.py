@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,18 +84,9 @@ class RowShard:
     """How the row's sequences cross the edges of the shard."""
 
 
-class TwoAhead(NamedTuple):
-    """The targets of multi-token prediction, for each token of this rank's part of a row."""
-
-    labels: Tensor
-    """int64 [S]: the token two ahead."""
-    loss_mask: Tensor
-    """float32 [S]: the weight of its loss; 0 if it is in another sequence or is not trained on."""
-
-
 @dataclass
 class WholeRow:
-    """What a row says about the next tokens, before ranks cut it."""
+    """What multi-token prediction needs of a row before ranks cut it."""
 
     labels: Tensor
     """int32 [row length]"""
@@ -107,12 +98,13 @@ class WholeRow:
     """This rank's tokens."""
 
     @functools.cached_property
-    def two_ahead(self) -> TwoAhead:
-        """The label of a token two ahead is that of the next token, in the same sequence."""
+    def two_ahead(self) -> tuple[Tensor, Tensor]:
+        """Of this rank's tokens: the token two ahead, int64 [S], which is the label of the next one, and the
+        weight of its loss, float32 [S]. It is 0 in another sequence."""
         has_next = torch.ones_like(self.labels, dtype=torch.bool)
         has_next.index_fill_(0, self.cu_seqlens[1:].long() - 1, False)
         labels, loss_mask = self.labels.roll(-1), self.loss_mask.roll(-1) * has_next
-        return TwoAhead(labels[self.part].long(), loss_mask[self.part])
+        return labels[self.part].long(), loss_mask[self.part]
 
 
 @dataclass

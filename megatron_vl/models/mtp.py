@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -71,6 +72,9 @@ class MultiTokenPrediction(MegatronModule):
         self.decoder = TransformerBlock(layer_config, block_spec, pg_collection=process_groups)
         if config.num_moe_experts:  # its load is listed after that of the model's layers
             self.decoder.layers[0].mlp.set_layer_number(config.num_layers + 1)
+        if not trains_model:
+            for parameter in self.parameters():
+                parameter.grad_norm_group = MTP_GRAD_NORM_GROUP
 
     def forward(
         self, hidden_states: Tensor, next_embeddings: Tensor, rotary_angles: Tensor, **row: Any
@@ -93,6 +97,7 @@ class MultiTokenPrediction(MegatronModule):
         hidden_states: Tensor,
         next_embeddings: Tensor,
         padding_mask: Tensor | None,
+        output_weight: Tensor | None,
     ) -> Tensor:
         """The loss of each token's target, and whether the layer ranks the target first: [2, S].
 
@@ -106,19 +111,14 @@ class MultiTokenPrediction(MegatronModule):
             packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard),
             padding_mask=padding_mask,
         )
-        is_tied = language_model.share_embeddings_and_output_weights
-        weight = (
-            language_model.shared_embedding_or_output_weight()
-            if is_tied
-            else language_model.output_layer.weight
-        )
+        weight = language_model.output_layer.weight if output_weight is None else output_weight
         index, is_target = target_index(row)
         is_first: list[Tensor] = []
         token_losses = losses_of_tokens(
             states,
             language_model.output_layer,
             weight if self.trains_model else weight.detach(),
-            row.whole_row.two_ahead.labels[None],
+            row.whole_row.two_ahead[0][None],
             index,
             language_model.compute_language_model_loss,
             is_first,

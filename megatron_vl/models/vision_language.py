@@ -153,7 +153,12 @@ class VisionLanguageModel(MegatronModule):
             context = torch.arange(row.tokens.numel(), device=row.tokens.device)
         token_losses = loss_token_losses(hidden_states=hidden_states, context=context, **options)
         mtp_losses = self.mtp.losses(
-            row, self.language_model, hidden_states, self.next_embeddings, self._padding_mask(row)
+            row,
+            self.language_model,
+            hidden_states,
+            self.next_embeddings,
+            self._padding_mask(row),
+            options["output_weight"],
         )
         return torch.cat((token_losses.float(), mtp_losses))
 

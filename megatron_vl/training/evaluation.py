@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import operator
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,13 +137,13 @@ class Evaluate(Hook):
                     reports, self.grid, self.platform.device, has_mtp=has_mtp
                 )
                 if batch_mtp is not None:
-                    mtp = mtp.plus(batch_mtp)
+                    mtp = MtpCounts(*map(operator.add, mtp, batch_mtp))
                 loss_sum += batch_loss
                 num_tokens += batch_tokens
         self.platform.synchronize()  # the time includes what still runs on the device
         seconds = time.perf_counter() - start
         mean_loss = loss_sum / max(num_tokens, 1)
-        return ValidationResult(mean_loss, num_tokens, seconds, self.digest, mtp if has_mtp else None)
+        return ValidationResult(mean_loss, num_tokens, seconds, self.digest, mtp.metrics if has_mtp else {})
 
 
 @contextlib.contextmanager

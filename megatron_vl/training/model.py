@@ -58,12 +58,10 @@ def build_model(
     check_live_tensors(spec, layout, live_tensors, config.lora)
 
     base = [tensor for tensor in live_tensors if not is_lora_tensor(tensor.tensor_name)]
-    if mtp_weights is not None:
-        mtp = [tensor for tensor in base if tensor.tensor_name.startswith(MTP_PREFIX)]
-        base = [tensor for tensor in base if not tensor.tensor_name.startswith(MTP_PREFIX)]
-        load_weights(mtp_weights, mtp, grid)
     if start_weights is not None:
         load_weights(start_weights, base, grid)
+    if mtp_weights is not None:
+        load_weights(mtp_weights, [t for t in base if t.tensor_name.startswith(MTP_PREFIX)], grid)
     if start_lora is not None:
         trained = [tensor for tensor in live_tensors if tensor.tensor_name in start_lora.tensor_infos]
         load_weights(start_lora, trained, grid)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import OptimizerConfig, TrainConfig
@@ -161,7 +163,7 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 
 @torch.no_grad()
 def clip_and_update(
-    optimizer: ChainedOptimizer, loss_tokens: int, is_loss_finite: bool
+    optimizer: ChainedOptimizer, loss_tokens: int, is_loss_finite: bool, clips_mtp_apart: bool = False
 ) -> tuple[bool, float]:
     """Divides gradients by the number of loss tokens, clips them, and updates weights. Collective.
 
@@ -174,14 +176,18 @@ def clip_and_update(
     Args:
         loss_tokens: number of loss tokens of the global batch.
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
+        clips_mtp_apart: whether multi-token prediction is clipped by its own norm, so that the update of the
+            model is what it is without.
 
     Returns:
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).
     """
     has_overflow = optimizer.prepare_grads()
-    norm_of_sums = optimizer.get_grad_norm()
     gradient_scale = 1.0 / max(1, loss_tokens)
-    grad_norm = float(norm_of_sums) * gradient_scale if norm_of_sums is not None else 0.0
+    norms = [float(optimizer.get_grad_norm() or 0.0) * gradient_scale]
+    if clips_mtp_apart:
+        norms.append(_mtp_norm(optimizer) * gradient_scale)
+    grad_norm = math.hypot(*norms)
     if has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):
             state_chunks.chunk_streamer.drop_slots()
@@ -191,9 +197,29 @@ def clip_and_update(
         if not getattr(sub_optimizer, "is_stub_optimizer", False):
             # All gradients are clipped by the norm over the whole model, not over the optimizer's own part.
             max_norm = sub_optimizer.config.clip_grad
-            clip_factor = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm > 0.0 else 1.0
-            _scale_gradients(sub_optimizer, gradient_scale * clip_factor)
+            model_factor, *mtp_factors = (
+                gradient_scale * (min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0)
+                for norm in norms
+            )
+            for mtp_factor in mtp_factors:
+                _multiply_gradients(
+                    (p for p in sub_optimizer.get_parameters() if hasattr(p, "grad_norm_group")),
+                    mtp_factor / model_factor,
+                )
+            _scale_gradients(sub_optimizer, model_factor)
     return bool(optimizer.step_with_ready_grads()), grad_norm
+
+
+def _mtp_norm(optimizer: ChainedOptimizer) -> float:
+    """The norm of the gradients that core's norm leaves out. Collective over the same groups as that."""
+    parts = optimizer.chained_optimizers
+    chains = [parts] if optimizer.grads_states_parallel_group_is_shared() else [[part] for part in parts]
+    norms = []
+    for chain in chains:
+        gradients = [g for part in chain for g in part.get_grads_for_grad_norm(MTP_GRAD_NORM_GROUP)]
+        group = chain[0].get_grad_stats_parallel_group()
+        norms.append(float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=group)))
+    return math.hypot(*norms)
 
 
 def _scale_gradients(sub_optimizer: Any, factor: float) -> None:
@@ -202,6 +228,10 @@ def _scale_gradients(sub_optimizer: Any, factor: float) -> None:
     if isinstance(step_function, ChunkedStep) and step_function.runs_own_kernel:
         step_function.gradient_scale = factor
         return
-    gradients = [p.grad for p in sub_optimizer.get_parameters() if p.grad is not None and p.grad.numel()]
+    _multiply_gradients(sub_optimizer.get_parameters(), factor)
+
+
+def _multiply_gradients(parameters: Iterable[Any], factor: float) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     if gradients:
         torch._foreach_mul_(gradients, factor)

@@ -49,11 +49,9 @@ def open_mtp_weights(config: TrainConfig, checkpoint_path: Path | None) -> Canon
         WeightsError, FileNotFoundError: the folder has no such tensors, or cannot be read.
     """
     weights_path = checkpoint_path or config.model.checkpoint
-    if not config.mtp.loss or not weights_path or weights_path == RANDOM_WEIGHTS:
+    if not config.mtp.loss or not weights_path or config.model.checkpoint == RANDOM_WEIGHTS:
         return None
-    if has_mtp_weights(weights_path) or config.model.checkpoint == RANDOM_WEIGHTS:
-        return None
-    return HfCheckpoint(config.model.hf, has_mtp=True)
+    return None if has_mtp_weights(weights_path) else HfCheckpoint(config.model.hf, has_mtp=True)
 
 
 def has_mtp_weights(weights_path: str | Path) -> bool:

@@ -57,10 +57,6 @@ class MtpCounts(NamedTuple):
     first: int = 0
     """Targets that the layer ranks first."""
 
-    def plus(self, other: MtpCounts) -> MtpCounts:
-        """The sums over the targets of both."""
-        return MtpCounts(self.loss_sum + other.loss_sum, self.tokens + other.tokens, self.first + other.first)
-
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers for the log: mean loss, targets, and the share of them that is ranked first."""
@@ -175,7 +171,7 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     if mtp_output:
         assert row.whole_row is not None
         mtp_losses, is_first = mtp_output
-        mtp_mask = row.whole_row.two_ahead.loss_mask
+        _, mtp_mask = row.whole_row.two_ahead
         mtp_sum = (mtp_losses * mtp_mask).sum()
         sums = (mtp_sum.detach(), (mtp_mask != 0).sum(), (is_first * (mtp_mask != 0)).sum())
         row_report["mtp"] = torch.stack([each.float() for each in sums])
@@ -192,7 +188,7 @@ def weigh_mtp(rows: list[DeviceRow], factor: float) -> None:
     Args:
         factor: ``mtp.loss``.
     """
-    masks = [(row.loss_mask, row.whole_row.two_ahead.loss_mask) for row in rows if row.whole_row]
+    masks = [(row.loss_mask, row.whole_row.two_ahead[1]) for row in rows if row.whole_row]
     counts = torch.stack([torch.stack([(mask != 0).sum() for mask in pair]) for pair in masks]).sum(0)
     dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     for row in rows:
@@ -292,14 +288,16 @@ def train_step(
     # device here.
     progress.enter_phase(progress.UPDATING_WEIGHTS)
     device = rows[0].tokens.device
-    has_mtp = bool(get_attr_wrapped_model(model_chunks[0], "mtp_config").loss)
-    loss_sum, loss_tokens, (any_failed, any_stop), source_counts, mtp_counts = reduce_losses(
+    mtp_config = get_attr_wrapped_model(model_chunks[0], "mtp_config")
+    has_mtp = bool(mtp_config.loss)
+    loss_sum, loss_tokens, (any_failed, any_stop), source_counts, mtp = reduce_losses(
         row_reports, grid, device, (has_failed, stop_requested), local_source_counts, has_mtp
     )
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
     # If the gradient is zero, an update would still decay moments and weights.
-    is_updated, grad_norm = clip_and_update(optimizer, loss_tokens, is_loss_finite=math.isfinite(mean_loss))
+    clips_mtp_apart = has_mtp and mtp_config.trains == "head"
+    is_updated, grad_norm = clip_and_update(optimizer, loss_tokens, math.isfinite(mean_loss), clips_mtp_apart)
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     skip_reason = "" if is_updated else NOT_FINITE
     if is_finite and not (loss_tokens and grad_norm):
@@ -312,15 +310,8 @@ def train_step(
         num_layers = core_config.num_layers + has_mtp
         tokens_per_expert = expert_load(model_chunks, num_layers, num_experts, device)
     return StepResult(
-        mean_loss,
-        loss_tokens,
-        grad_norm,
-        skip_reason,
-        tokens_per_expert,
-        any_failed,
-        any_stop,
-        source_counts,
-        mtp_counts,
+        *(mean_loss, loss_tokens, grad_norm, skip_reason, tokens_per_expert),
+        *(any_failed, any_stop, source_counts, mtp),
     )
 
 

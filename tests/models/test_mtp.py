@@ -133,7 +133,7 @@ def outputs_of_samples(hf: str, family: str) -> list[float]:
     for row, samples in zip(pack_step(trainer, rows).rows, rows, strict=True):
         found = chunk(row).detach()
         # Only tokens whose loss counts have one.
-        found[1] *= row.whole_row.two_ahead.loss_mask
+        found[1] *= row.whole_row.two_ahead[1]
         start = 0
         for sample in samples:
             expected, length = reference.outputs(sample, "head"), len(sample.token_ids)

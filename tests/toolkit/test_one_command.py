@@ -101,6 +101,12 @@ def test_validation_split_is_part_of_what_was_converted(
     assert "6 of 6 records converted, 3 of them for validation" in capsys.readouterr().err
     with pytest.raises(PrepareError, match="was converted with --val-fraction 0.5, not unset"):
         prepared(records, model)
+    # An earlier version wrote no share, and null for an option that was not given.
+    source_file = tmp_path / "runs/conversations/data/source.json"
+    source = json.loads(source_file.read_text()) | {"columns": None}
+    source_file.write_text(json.dumps({name: source[name] for name in source if name != "val_fraction"}))
+    prepared(records, model)
+    source_file.write_text(json.dumps(source))
     other = questions(tmp_path / "other", image="media/dot.png", count=5)
     known = rf"was converted from other records \({records}\) than {other} holds now"
     with pytest.raises(PrepareError, match=known):
@@ -177,6 +183,26 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     template = "--data.chat_template=qwen2_vl_tools"
     assert prepared(Path("tools.json"), model, template).data.seq_len == prepare.ROW_TOKENS[0]
     assert main([*dry_run, template]) == 0 and "8 rows, 16,384 tokens" in capsys.readouterr().out
+
+
+def test_two_starts_do_not_convert_into_one_folder(tmp_path: Path):
+    records, dataset_dir = questions(tmp_path / "raw"), tmp_path / "run" / "data"
+    dataset_dir.parent.mkdir()
+    other_start = f"""
+from pathlib import Path
+from megatron_vl.system.partial_folder import open_partial_folder
+with open_partial_folder(Path({str(dataset_dir)!r})):
+    print("begun", flush=True)
+    input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", other_start], text=True, **pipes) as other:
+        assert other.stdout.readline() == "begun\n"
+        with pytest.raises(
+            PrepareError, match=r"written by process \d+ on .*, or give another checkpoint.dir"
+        ):
+            convert_once(records, dataset_dir, TrainOptions(fields=[]))
+        other.communicate("\n")
 
 
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -17,6 +17,7 @@ from converters.convert import convert_weights
 from megatron_vl.config import parse_config
 from megatron_vl.estimate.memory import StageMemory
 from megatron_vl.spec.families import read_spec
+from megatron_vl.system.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import planned_run
 from tests.support.tiny_run import environment, metrics, options_of, prepare, train
@@ -170,8 +171,8 @@ def test_missing_inputs_are_refused_before_anything_starts(started, inputs, caps
 def test_train_starts_the_ranks_of_several_nodes(started, inputs, capsys):
     nodes = ["train", "--nproc-per-node", "8", "--nnodes", "2", *inputs, "--global_batch_size", "16"]
     assert main(nodes) == 2 and "give --master-addr" in capsys.readouterr().err
-    assert main([*nodes, "--master-addr", "head"]) == main([*nodes, "--master-addr", "head:5"]) == 7
-    for words, endpoint in zip(started, ("head:29500", "head:5"), strict=True):
+    assert main([*nodes, "--master-addr", "192.0.2.1"]) == main([*nodes, "--master-addr", "192.0.2.1:5"]) == 7
+    for words, endpoint in zip(started, ("192.0.2.1:29500", "192.0.2.1:5"), strict=True):
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "megatron-vl"]
         assert words[4:10] == meeting
 
@@ -181,7 +182,7 @@ def test_train_starts_the_ranks_of_several_nodes(started, inputs, capsys):
     [
         ("127.0.0.2", "head:29501", True),  # the name leads to another of this machine's addresses
         ("192.0.2.1", "head", False),  # kept for documentation, so it is no machine's
-        (None, "head", False),
+        (None, "head", None),  # a typing error: all nodes would wait for another one
         (None, "this-node", True),
     ],
 )
@@ -197,7 +198,11 @@ def test_first_node_is_the_one_that_has_the_address(address, host, is_first, mon
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(socket, "gethostname", lambda: "this-node")
     options = TrainOptions(fields=[], nnodes=2, master_addr=host)
-    assert command._is_first_node(options, LaunchEnvironment()) is is_first
+    if is_first is None:
+        with pytest.raises(UsageError, match="--master-addr head cannot be found from this node"):
+            command._is_first_node(options, LaunchEnvironment())
+    else:
+        assert command._is_first_node(options, LaunchEnvironment()) is is_first
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -49,8 +49,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.ranks
 def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp_path: Path) -> None:
     run, hf = tmp_path / "run", prepared["hf"]
-    # Clipping is by the norm of all gradients, so that the layer would scale those of the model.
-    words = "--steps 8 --optimizer.clip_grad 0 --log.interval 1 --eval.interval 2 --eval.rows 4".split()
+    # Gradients are clipped in all steps.
+    words = "--steps 8 --optimizer.clip_grad 0.01 --log.interval 1 --eval.interval 2 --eval.rows 4".split()
     words += "--checkpoint.interval 2 --checkpoint.keep 9".split()
     on = [*words, "--mtp.loss", "0.3", "--model.checkpoint", ""]
     off = [*words, "--model.checkpoint", ""]
@@ -94,11 +94,12 @@ def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp
 @pytest.mark.ranks
 def test_layer_is_trained_beside_adapters_and_merged_with_them(prepared, tmp_path: Path) -> None:
     run, hf = tmp_path / "run", prepared["hf"]
-    words = "--steps 4 --optimizer.clip_grad 0 --lora.rank 4 --log.interval 1 --model.checkpoint".split()
-    on = [*words, "", "--mtp.loss", "0.3"]
+    # The base is weights that were converted without the layer.
+    words = "--steps 4 --optimizer.clip_grad 0.01 --lora.rank 4 --log.interval 1".split()
+    on = [*words, "--mtp.loss", "0.3"]
     said = trainings(
         prepared,
-        (tmp_path / "alone", [*words, "", "--stop_after", "2"]),
+        (tmp_path / "alone", [*words, "--stop_after", "2"]),
         (run, [*on, "--stop_after", "2"]),
         (run, on),
         (tmp_path / "alone", on),  # begins with it at a resume
@@ -201,6 +202,32 @@ def test_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
         assert differences(saved, first) == [], layout
     if dist.get_rank() == 0:
         assert sum(name.startswith("mtp.") for name in first) > 60
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_5", {"pp": 2}),
+        ("qwen3_5_moe", {"tp": 2, "sequence_parallel": True}),
+        ("qwen3_5_moe", {"ep": 2}),
+    ],
+)
+@in_ranks(2)
+def test_head_leaves_updates_of_the_model_as_they_are(family: str, layout: dict[str, Any], tmp_path: Path):
+    """Although gradients are clipped: each by its own norm.
+
+    To the bit, unless ranks share optimizer state: the norm is then summed in other parts.
+    """
+    states = []
+    for number, loss in enumerate((0.0, 2.0)):
+        trainer = trainer_of(tiny_checkpoint(family, dtype=torch.float32), 128, mtp={"loss": loss}, **layout)
+        train(trainer, ROWS, range(2))
+        states.append(save(trainer, tmp_path / str(number)))
+    if dist.get_rank() == 0:  # it has read them
+        assert len(states[0]) > 30 and states[1].keys() > states[0].keys()
+    tolerance = 0.0 if layout == {"pp": 2} else 1e-5
+    for name, state in states[0].items():
+        assert (state - states[1][name]).abs().max() <= tolerance * state.abs().max(), name
 
 
 def test_models_and_folders_without_it_are_refused_by_name(tmp_path: Path) -> None:

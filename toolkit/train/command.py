@@ -106,18 +106,25 @@ def _answer_samples(run_args: list[str], environment: Mapping[str, str]) -> None
 
 
 def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment) -> bool:
-    """Whether this is the node at the address where all nodes meet, which every run has."""
+    """Whether this is the node at the address where all nodes meet, which every run has.
+
+    Raises:
+        UsageError: the address has a name that is not known here.
+    """
     if (options.nnodes or launch_environment.nnodes) == 1:
         return True
     host = _split_address(options.master_addr or launch_environment.master_addr)[0]
     if host == socket.gethostname():  # which need not resolve
         return True
     # The name may lead to another address than the one that the node's own name has (127.0.1.1).
-    with contextlib.suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(host, None):
-            with contextlib.suppress(OSError), socket.socket(family) as probe:
-                probe.bind((address[0], 0))  # which only works for addresses of this machine
-                return True
+    try:
+        addresses = socket.getaddrinfo(host, None)
+    except OSError as error:  # every node would wait for another one
+        raise UsageError(f"--master-addr {host} cannot be found from this node ({error})") from error
+    for family, *_, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address[0], 0))  # which only works for addresses of this machine
+            return True
     return False
 
 

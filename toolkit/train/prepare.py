@@ -186,10 +186,11 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     """Converts records into a data set, unless it was made of the same records before.
 
     Raises:
-        PrepareError: the records have changed, none can be used, or more than 1 % cannot.
-        ConvertError, ReadError: as :func:`data_tools.convert.convert_dataset` raises them.
+        PrepareError: the records have changed, none can be used, more than 1 % cannot, or another start
+            converts them now.
+        ReadError: as :func:`data_tools.convert.convert_dataset` raises it.
     """
-    from data_tools.convert import convert_dataset
+    from data_tools.convert import ConvertError, convert_dataset
 
     if _was_converted(records_path, dataset_dir, options):
         _print_progress(f"{dataset_dir} was converted from {records_path} before")
@@ -208,7 +209,10 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     source = {"path": str(records_path.resolve()), "files": _file_facts(records_path)}
     source |= {"sha256": _digest(records_path), **options.sample_options()}
     conversion = options.conversion_options([records_path], dataset_dir)
-    report = convert_dataset([records_path], conversion)
+    try:
+        report = convert_dataset([records_path], conversion)
+    except ConvertError as error:
+        raise PrepareError(str(error).replace("another --out", "another checkpoint.dir")) from error
     refusals = _report_records(report, conversion)
     # This file lets runs use the data set, so it is written last.
     write_json(dataset_dir / SOURCE_FILE, source | {"usable": not refusals})
@@ -281,9 +285,10 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
         return False
     other = f"another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
     for name, value in options.sample_options().items():
-        if source[name] != value:
+        earlier_value = source.get(name)  # a data set of an earlier version may lack it
+        if (earlier_value or None) != (value or None):
             raise PrepareError(
-                f"{dataset_dir} was converted with {option_flag(name)} {source[name] or 'unset'}, not"
+                f"{dataset_dir} was converted with {option_flag(name)} {earlier_value or 'unset'}, not"
                 f" {value or 'unset'}: give that one again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:

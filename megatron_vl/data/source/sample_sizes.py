@@ -31,7 +31,7 @@ import io
 import json
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,8 @@ class StoredSizes:
     """:data:`EXCHANGE_DTYPE` of the exchanges of all conversations that have several; None: none has."""
     exchange_ends: Any = None
     """uint64 [samples]: number of exchanges of all samples up to this one."""
-    excluded: tuple[int, ...] = ()
-    """Samples of tars in ``sample_records`` that the data set's description excludes."""
+    excluded: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [n], ascending: samples of tars in ``sample_records`` that the description excludes."""
 
     def own_limits(self, medium_numbers: Integers) -> list[bytes]:
         """The own limits of media as JSON; empty for a medium that has none."""
@@ -320,7 +320,7 @@ def open_stored_sizes(
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    excluded = tuple(_excluded_pairs(metadata_dir, excluded_names, shard_ranges))
+    excluded = np.sort(np.fromiter(_excluded_pairs(metadata_dir, excluded_names, shard_ranges), np.int64))
     facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
     return StoredSizes(*facts, *[*optional_arrays, excluded])
 
@@ -365,8 +365,10 @@ class SampleSizeCounter:
             sample_numbers: int64 [n], numbers in ``stored_sizes.sample_records``.
         """
         token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
-        if stored_sizes.excluded:
-            token_counts[np.isin(sample_numbers, stored_sizes.excluded)] = 0
+        # They may be many, while samples come few at a time.
+        excluded = stored_sizes.excluded
+        firsts, ends = excluded.searchsorted(sample_numbers), excluded.searchsorted(sample_numbers, "right")
+        token_counts[firsts < ends] = 0
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
 

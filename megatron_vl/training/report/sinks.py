@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,8 @@ class ValidationResult:
     elapsed_s: float
     rows: str = ""
     """Digest of the rows."""
-    mtp: Any = None
-    """Sums of multi-token prediction (:class:`megatron_vl.training.step.MtpCounts`); None if the run does not
-    train it."""
-
-    @property
-    def mtp_metrics(self) -> dict[str, float]:
-        """The numbers of multi-token prediction for the log; empty without it."""
-        return self.mtp.metrics if self.mtp is not None else {}
+    mtp_metrics: dict[str, float] = field(default_factory=dict)
+    """The numbers of multi-token prediction for the log; empty without it."""
 
 
 class MetricsSink:

@@ -124,11 +124,7 @@ def load_checkpoint(
     with suggest_remedy(checkpoint_path):
         metadata = read_run_metadata(checkpoint_path)
         weight_reader = open_checkpoint_weights(checkpoint_path, metadata)
-        # A run may begin to train multi-token prediction when it resumes.
-        saved_tensors = live_tensors
-        if not weight_reader.spec.language.has_mtp:
-            saved_tensors = [t for t in live_tensors if not t.tensor_name.startswith(MTP_PREFIX)]
-        load_weights(weight_reader, saved_tensors, grid)
+        load_weights(weight_reader, live_tensors, grid)
 
         files = metadata["files"]
         optimizer_files = {
@@ -215,8 +211,13 @@ def has_all_files(checkpoint_path: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(weight_reader: CanonicalWeights, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
-    """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices."""
+    """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices.
+
+    Weights without multi-token prediction leave its parameters as they are.
+    """
     for live_tensor in live_tensors:
+        if live_tensor.tensor_name.startswith(MTP_PREFIX) and not weight_reader.spec.language.has_mtp:
+            continue
         live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
         progress.note_progress()
 
