@@ -491,7 +491,7 @@ class WorkerPool:
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.executor: ProcessPoolExecutor | None = None
-        self.processes: list[Any] = []
+        self.processes: dict[int, Any] = {}
 
     def __enter__(self) -> WorkerPool:
         if self.num_workers > 1:
@@ -513,7 +513,8 @@ class WorkerPool:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self.executor is not None:
             future = self.executor.submit(function, *arguments)
-            self.processes = self.processes or multiprocessing.active_children()
+            # They start one after the other, and the pool forgets them when one has died.
+            self.processes |= self.executor._processes or {}
             return future
         finished_future: Future[Any] = Future()
         finished_future.set_result(function(*arguments))
@@ -533,7 +534,7 @@ class WorkerPool:
 
     def _dead_worker(self) -> str:
         """The process that died first: the pool ends the others by SIGTERM."""
-        for process in self.processes:
+        for process in self.processes.values():
             process.join(5)
             if process.exitcode not in (0, None, -signal.SIGTERM):
                 code = -process.exitcode

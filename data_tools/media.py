@@ -46,7 +46,7 @@ class MediaRoots:
 
 
 def resolve_reference(reference: str, roots: MediaRoots, *, allow_folder: bool = False) -> Path:
-    """Resolves ``reference`` to a file inside the first of the folders that has it.
+    """Resolves ``reference`` from the first of the folders where it names a file inside any of them.
 
     Args:
         allow_folder: it may also be a folder.
@@ -65,20 +65,22 @@ def resolve_reference(reference: str, roots: MediaRoots, *, allow_folder: bool =
     refusals = []
     for folder in roots.folders:
         try:
-            return _resolve_in(folder, _local_path(reference), roots.follow_links, allow_folder)
+            return _resolve_in(folder, _local_path(reference), roots, allow_folder)
         except RecordError as refusal:
             refusals.append(refusal)
     raise next((refusal for refusal in refusals if refusal.reason != MISSING), refusals[0])
 
 
-def _resolve_in(folder: Path, reference: str, follow_links: bool, allow_folder: bool) -> Path:
+def _resolve_in(folder: Path, reference: str, roots: MediaRoots, allow_folder: bool) -> Path:
     shown = reference[:MAX_SHOWN]
     try:
-        media_path = folder / reference
-        media_path = Path(os.path.normpath(media_path)) if follow_links else media_path.resolve()
-        if not media_path.is_relative_to(folder):
+        named_path = Path(os.path.normpath(folder / reference))
+        media_path = named_path if roots.follow_links else (folder / reference).resolve()
+        # "../images/1.png" may lead from one of the folders into another.
+        if not any(map(media_path.is_relative_to, roots.folders)):
+            is_link = any(map(named_path.is_relative_to, roots.folders))
             detail = f"{shown} leads to {media_path}, which is not inside the media root"
-            advice = "copy the file there, give a --media-root that holds both, or --follow-links"
+            advice = "--follow-links allows such links" if is_link else "add its folder to --media-root"
             raise RecordError("outside the media root", f"{detail}; {advice}")
         mode = retry_machine_faults(media_path.stat, media_path).st_mode
     except RecordError:

@@ -49,6 +49,7 @@ def read_medium_limits(
         for name in names
         if json_object.get(name) not in (None, "")
     }
+    read_keys = [*limits]
     if limits.get("video_start") == 0:  # which changes nothing
         del limits["video_start"]
     for lower, upper in (("min_pixels", "max_pixels"), ("min_frames", "max_frames"), CLIP_LIMITS):
@@ -59,7 +60,6 @@ def read_medium_limits(
     if ("resized_height" in limits) != ("resized_width" in limits):
         raise RecordError(REASON, "give both resized_height and resized_width", f"{key_prefix}resized_height")
 
-    read_keys = [*limits]
     if is_list and (time_keys := _read_times(medium, json_object, key_prefix)):
         limits[TIMES_LIMIT], rate_keys = time_keys
         seconds, intervals = limits[TIMES_LIMIT][-1] - limits[TIMES_LIMIT][0], len(medium.images) - 1

@@ -264,6 +264,7 @@ def test_times_of_images_are_in_the_positions_of_qwen2_5() -> None:
     ("record", "limits"),
     [
         (in_part(video_start=5, video_end="8"), {"video_start": 5.0, "video_end": 8.0}),
+        (in_part(video_start=0, video_end=8), {"video_end": 8.0}),
         (in_part(nframes=4.0, max_pixels="50176"), {"nframes": 4, "max_pixels": 50176}),
         (in_part("image", min_pixels=784, max_pixels=50176), {"min_pixels": 784, "max_pixels": 50176}),
         (in_part(video=["a.png", "b.png"], max_pixels=784, nframes=4), {"max_pixels": 784}),

@@ -172,5 +172,16 @@ def test_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
     (tmp_path / "alias").symlink_to(tmp_path / "media")
     root = (tmp_path / "alias").resolve()
     assert resolve_reference("good.png", MediaRoots((root,))) == tmp_path / "media/good.png"
-    with pytest.raises(ValueError, match="not inside"):
+    with pytest.raises(ValueError, match="not inside .* add its folder to --media-root"):
         resolve_reference("../secret/image.png", MediaRoots((root,)))
+
+
+def test_name_may_lead_from_one_root_into_another(tmp_path, secret):
+    """As ``../images/1.png`` of records in a folder beside the images does."""
+    (tmp_path / "records").mkdir()
+    roots = MediaRoots((tmp_path / "records", tmp_path / "media"))
+    assert resolve_reference("../media/good.png", roots) == tmp_path / "media/good.png"
+    with pytest.raises(ValueError, match="not inside"):
+        resolve_reference("../secret/image.png", roots)
+    with pytest.raises(ValueError, match="--follow-links allows such links"):
+        resolve_reference("link.png", roots)

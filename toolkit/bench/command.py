@@ -23,7 +23,7 @@ def bench(options: BenchOptions) -> int:
         check_data_path(data_config.path)
     world_size = options.nproc_per_node or usable_gpus()
     if not world_size:
-        raise UsageError("torch sees no GPU here; give the number of ranks (also on CPU): --nproc-per-node N")
+        raise UsageError("torch sees no GPU here; give the number of ranks with --nproc-per-node N")
     validate_config(run.config, world_size)
     run_layout(run.config, run.spec, world_size)
     on_cpu = run.config.platform == "cpu" or not usable_gpus(world_size)
