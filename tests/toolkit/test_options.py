@@ -124,8 +124,8 @@ def test_removed_option_is_answered_with_what_to_do(name: str, capsys: pytest.Ca
 
 
 def test_options_are_at_most_97() -> None:
-    """`export --fp8` and `convert --add-tokens` ask for forms of weights that no other option does, and records
-    that `train` converts may have a validation split."""
+    """`export --fp8` and `convert --add-tokens` ask for forms of weights that no other option does, and
+    records that `train` converts may have a validation split."""
     from toolkit.common.options import shown_options
 
     assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 97

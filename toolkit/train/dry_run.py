@@ -80,7 +80,8 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
         print(f"  stage {stage}: {', '.join(stage_contents(layout, stage))}")
     if run.source_checkpoint:
         step = run.source_checkpoint.step
-        print(f"start: after step {step} of {config.steps}, from {config.checkpoint.dir}")
+        of_steps = f" of {config.steps}" if config.steps else ""
+        print(f"start: after step {step}{of_steps}, from {config.checkpoint.dir}")
     print(
         f"step: {pluralize(config.global_batch_size, 'row')},"
         f" {config.global_batch_size * config.data.seq_len:,} tokens,"
