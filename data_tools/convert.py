@@ -491,7 +491,7 @@ class WorkerPool:
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.executor: ProcessPoolExecutor | None = None
-        self.processes: dict[int, Any] = {}
+        self.processes: dict[int | None, Any] = {}
 
     def __enter__(self) -> WorkerPool:
         if self.num_workers > 1:
@@ -513,8 +513,9 @@ class WorkerPool:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self.executor is not None:
             future = self.executor.submit(function, *arguments)
-            # They start one after the other, and the pool forgets them when one has died.
-            self.processes |= self.executor._processes or {}
+            # They start one after the other.
+            if len(self.processes) < self.num_workers:
+                self.processes |= {one.pid: one for one in multiprocessing.active_children()}
             return future
         finished_future: Future[Any] = Future()
         finished_future.set_result(function(*arguments))

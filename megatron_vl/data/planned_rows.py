@@ -214,8 +214,7 @@ def dump_row(row: TrainingRow) -> bytes:
     aligned_lengths = [-(-piece.nbytes // ALIGNMENT) * ALIGNMENT for piece in pieces]
     *starts, end = itertools.accumulate(aligned_lengths, initial=0)
     bounds = [(start, start + piece.nbytes) for start, piece in zip(starts, pieces, strict=True)]
-    storage = torch.UntypedStorage._new_shared(end)  # as torch's own collation does
-    shared = torch.empty(0, dtype=torch.uint8).set_(storage)
+    shared = torch.empty(end, dtype=torch.uint8).share_memory_()
     memory = memoryview(shared.numpy())
     for piece, (start, stop) in zip(pieces, bounds, strict=True):
         memory[start:stop] = piece

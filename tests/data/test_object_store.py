@@ -6,6 +6,7 @@ The store is moto's S3 server on this machine, and rows are read through Energon
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -54,6 +55,9 @@ def store(tmp_path_factory):
     }.items():
         patch.setenv(f"AWS_{name}", value)
 
+    # A thread that writes to the log while a loader process is forked leaves that process a locked file.
+    for name in ("werkzeug", "botocore", "urllib3", "multistorageclient"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

@@ -67,7 +67,7 @@ def test_parts_of_a_medium_are_refused(record, field):
     [
         (in_part("image", nframes=4, fps=2), {"nframes", "fps"}),
         (in_part(video_start=None, video_end=None, frames_indices=[], video_metadata={}), set()),
-        (in_part(video_start=0, start=0.0), {"video_start", "start"}),
+        (in_part(video_start=0, start=0.0), {"start"}),
         (in_part("image", boxes=[], grounding=False), {"grounding"}),
         (in_address(detail="low"), {"detail"}),
         (listed(turn={"start": 5, "end": 8}), {"start", "end"}),

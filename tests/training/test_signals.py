@@ -153,6 +153,7 @@ def test_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
         wait_for(lambda: takes_signals(process.pid), process)
     else:
         wait_for(lambda: len(ranks_of(process)) == 2, process)
+        time.sleep(0.5)  # a fork takes signals a moment later; until then it ends without a word
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
