@@ -152,8 +152,8 @@ def test_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
     if launcher is ALONE:
         wait_for(lambda: takes_signals(process.pid), process)
     else:
-        wait_for(lambda: len(ranks_of(process)) == 2, process)
-        time.sleep(0.5)  # a fork takes signals a moment later; until then it ends without a word
+        # A fork takes signals before it has a session of its own; until then, Ctrl-C ends it without a word.
+        wait_for(lambda: [os.getsid(pid) == pid for pid in ranks_of(process)] == [True] * 2, process)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
