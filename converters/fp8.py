@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_vl.spec.families.hf_folder import SCALE_SUFFIX, fp8_block_size
+from megatron_vl.weights import tensor_files
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
     DTYPE_BY_CODE,
@@ -181,8 +182,10 @@ class Fp8Output:
         return weight[region.row - first_row : region.row_end - first_row]
 
     def read_scales(self, region: MatrixRegion) -> Tensor:
-        """Whole rows of the scales."""
-        return self._quantise(region.row, region.row_end)[1]
+        """Whole rows of the scales, from pieces of the matrix, because a stack of experts takes gigabytes."""
+        step = max(1, tensor_files.CHUNK_BYTES // (4 * self.grid.block_size[0] * self.grid.shape[-1]))
+        firsts = range(region.row, region.row_end, step)
+        return torch.cat([self._quantise(row, min(row + step, region.row_end))[1] for row in firsts])
 
     def _quantise(self, scale_row: int, scale_row_end: int) -> tuple[Tensor, Tensor]:
         """Values and scales of some rows of blocks."""

@@ -34,6 +34,22 @@ WHOLE_BLOCKS: dict[str, Any] = {
 LAYER = "model.language_model.layers.0"
 
 
+def test_scales_are_computed_from_pieces_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack of three matrices of 600 x 200, and pieces of two rows of blocks."""
+    values, regions = torch.randn(1800, 200, generator=torch.Generator().manual_seed(1)), []
+
+    def read_values(region: MatrixRegion) -> Tensor:
+        regions.append(region)
+        return values[region.row : region.row_end]
+
+    output = Fp8Output(BlockGrid((3, 600, 200), (128, 128)), read_values)
+    whole = output.read_scales(MatrixRegion(0, 15, 0, 2))
+    assert [region.row_end - region.row for region in regions] == [1800]
+    monkeypatch.setattr("megatron_vl.weights.tensor_files.CHUNK_BYTES", 2 * 4 * 128 * 200)
+    assert torch.equal(output.read_scales(MatrixRegion(0, 15, 0, 2)), whole)
+    assert max(region.row_end - region.row for region in regions[1:]) == 256
+
+
 @pytest.mark.parametrize(
     ("family", "apart"),
     [("qwen3_vl", False), ("qwen3_5", False), ("qwen3_5_moe", True), ("qwen2_5_vl", False)],
