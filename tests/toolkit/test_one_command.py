@@ -111,6 +111,9 @@ def test_validation_split_is_part_of_what_was_converted(
     known = rf"was converted from other records \({records}\) than {other} holds now"
     with pytest.raises(PrepareError, match=known):
         prepared(other, model, val_fraction=0.5)
+    source_file.write_text(json.dumps({name: source[name] for name in source if name != "path"}))
+    with pytest.raises(PrepareError, match=rf"was converted from other records than {other} holds now"):
+        prepared(other, model, val_fraction=0.5)
 
 
 def test_dry_run_answers_for_records_that_no_start_has_converted(

@@ -293,9 +293,10 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return True
+    origin = f" ({source['path']})" if "path" in source else ""  # nor had it this
     raise PrepareError(
-        f"{dataset_dir} was converted from other records ({source['path']}) than {records_path} holds now. To"
-        f" train on these, give {other}"
+        f"{dataset_dir} was converted from other records{origin} than {records_path} holds now. To train on"
+        f" these, give {other}"
     )
 
 
