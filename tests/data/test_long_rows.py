@@ -137,7 +137,7 @@ def test_video_of_four_hours_within_the_released_budgets() -> None:
     assert grid.timestamps[-1] == pytest.approx(4 * 3600, abs=12)
     token_ids = video_tokens(spec, grid)
     positions = mrope_positions(token_ids, [grid], spec)
-    # Each frame group is 4 x 8 units behind 4 tokens of its time and a mark, and one mark follows.
+    # Each frame group is 4 x 8 units after 4 tokens of its time and a mark, and one mark follows.
     assert (grid.h // 2, grid.w // 2) == (4, 7) and positions.max() == grid.t * (4 + 1 + 7 + 1) - 1
 
 

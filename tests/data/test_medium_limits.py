@@ -196,7 +196,7 @@ def test_times_equal_the_processors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("limits", "message"),
     [
         ({"video_start": 11.0}, "less than two frames"),
         ({"video_start": 5.0, "video_end": 5.05}, "less than two frames"),
@@ -205,8 +205,8 @@ def test_times_equal_the_processors() -> None:
         ({"nframes": 1}, "0 frames are asked for"),
     ],
 )
-def test_impossible_frames_are_refused(limits, said) -> None:
-    with pytest.raises(PixelError, match=said):
+def test_impossible_frames_are_refused(limits, message) -> None:
+    with pytest.raises(PixelError, match=message):
         frame_indices(VideoInfo(100, 10.0, 56, 56, limits=limits), QWEN2_5)
 
 

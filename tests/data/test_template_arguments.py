@@ -110,7 +110,7 @@ def test_argument_that_is_not_the_templates_is_refused(folder, name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "kept"),
+    ("written", "arguments"),
     [
         (PRESERVE, PRESERVE),
         ('{"add_vision_id": true}', {"add_vision_id": True}),
@@ -118,9 +118,9 @@ def test_argument_that_is_not_the_templates_is_refused(folder, name) -> None:
         (None, {}),
     ],
 )
-def test_arguments_of_a_record_are_read(written, kept) -> None:
+def test_arguments_of_a_record_are_read(written, arguments) -> None:
     read = read_conversation({"messages": [QUESTION, PLAIN], "chat_template_kwargs": written})
-    assert read.template_arguments == kept and not read.ignored_keys
+    assert read.template_arguments == arguments and not read.ignored_keys
 
 
 @pytest.mark.parametrize("written", [[1], "yes", True])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -88,11 +89,15 @@ class SampleObjects:
     """
 
     def __init__(self, record: dict[str, Any], grids: Sequence[GridTHW], vision: VisionSpec) -> None:
-        self.record, self.vision = record, vision
+        self.record, self.grids, self.vision = record, grids, vision
         self.objects: list[dict[str, Any]] = record.get("objects", [])
-        self.sizes = [
-            frame_sizes(medium["height"], medium["width"], grid, vision)
-            for medium, grid in zip(record["media"], grids, strict=True)
+
+    @cached_property
+    def sizes(self) -> list[FrameSizes]:
+        """Those of each medium. Most samples have no objects, and need none."""
+        return [
+            frame_sizes(medium["height"], medium["width"], grid, self.vision)
+            for medium, grid in zip(self.record["media"], self.grids, strict=True)
         ]
 
     def check_inside(self) -> None:
