@@ -108,7 +108,7 @@ def dispatchers(platform: Platform, options: argparse.Namespace) -> dict[str, An
     alone = [dist.new_group([i]) for i in range(dist.get_world_size())]
     groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone[rank], tp_ep=dist.group.WORLD)
     mine = list(range(local * rank, local * (rank + 1)))
-    ours = OncePerRankDispatcher(local, config, groups, exact_rows=platform.name == "cpu")
+    ours = OncePerRankDispatcher(local, config, groups, experts_gather=platform.name != "cpu")
 
     return {"ours": ours, "core": Core(local, mine, config=config, pg_collection=groups)}
 

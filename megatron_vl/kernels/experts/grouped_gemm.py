@@ -61,10 +61,14 @@ def _plan_tiles_kernel(
 
 @triton.jit(do_not_specialize=["bound"])
 def _row_product_kernel(
-    x, addresses, tile_table, output_pointer, bound, IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, source_rows, addresses, tile_table, output_pointer, bound, IN: tl.constexpr, OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, GATHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies one tile of x [rows, IN] by its expert's weight, [OUT, IN] if TRANSPOSED, else [IN, OUT]."""
+    """Multiplies one tile of x [rows, IN] by its expert's weight, [OUT, IN] if TRANSPOSED, else [IN, OUT].
+
+    With GATHER, row i of the product is that of x's row source_rows[i].
+    """
     EVEN: tl.constexpr = IN % BLOCK_K == 0 and OUT % BLOCK_N == 0
     num_column_tiles = tl.cdiv(OUT, BLOCK_N)
     tile_index = tl.program_id(0) // num_column_tiles
@@ -82,7 +86,10 @@ def _row_product_kernel(
     n = first_column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last row and are not stored.
-    left_pointers = x + tl.minimum(row_index, end_row - 1).to(tl.int64)[:, None] * IN + k[None, :]
+    left_row = tl.minimum(row_index, end_row - 1)
+    if GATHER:
+        left_row = tl.load(source_rows + left_row)
+    left_pointers = x + left_row.to(tl.int64)[:, None] * IN + k[None, :]
     right_pointers = (
         weight_pointer + k[:, None] + n[None, :] * IN
         if TRANSPOSED
@@ -195,12 +202,24 @@ WEIGHT_TILE_CONFIG = GemmTileConfig(128, 256, 64, 8, 3)
 
 
 class TilePlan(NamedTuple):
-    """The assignment of rows to experts, on the device."""
+    """The assignment of rows to experts, on the device.
+
+    Products take either one row of ``x`` for each of the experts' rows, or tokens, from which they gather.
+    """
 
     expert_starts: Tensor
     """int32 [experts + 1]: cumulative counts."""
     tile_table: Tensor
     """int32 [3, bound]: expert (or -1), first row, end of the expert's rows."""
+    source_rows: Tensor | None = None
+    """int32 [rows]: the token of each of the experts' rows; None: ``x`` has these rows themselves."""
+    row_ids: Tensor | None = None
+    """int32 [tokens, experts]: the experts' rows of a token, or -1
+    (:func:`~megatron_vl.kernels.experts.token_copies.make_row_ids`)."""
+
+    def without_gather(self) -> TilePlan:
+        """The plan of a product whose input has the experts' rows."""
+        return TilePlan(self.expert_starts, self.tile_table)
 
 
 def plan_tiles(rows_per_expert: Tensor, num_rows: int) -> TilePlan:
@@ -246,7 +265,8 @@ def row_product(
     """Multiplies each row by its expert's weight.
 
     Args:
-        x: [rows, features in], contiguous. Rows must be a multiple of 16 bytes, here and in the result.
+        x: [rows or tokens, features in], contiguous. Rows must be a multiple of 16 bytes, here and in the
+            result.
         weight_addresses: int64 [experts], addresses of contiguous weights in the type of ``x``.
         is_transposed: whether weights are [out_features, in], as in a forward product. Otherwise they are
             [in, out_features], as in its input gradient.
@@ -254,11 +274,13 @@ def row_product(
     Returns:
         [rows, out_features].
     """
-    output_rows = x.new_empty(x.shape[0], out_features)
-    if output_rows.numel():
+    source_rows = tile_plan.source_rows
+    output_rows = x.new_empty((x if source_rows is None else source_rows).shape[0], out_features)
+    if output_rows.numel() and x.numel():
         max_tiles = tile_plan.tile_table.shape[1]
         _row_product_kernel[(max_tiles * triton.cdiv(out_features, tile_config.tile_n),)](
             x,
+            source_rows,
             weight_addresses,
             tile_plan.tile_table,
             output_rows,
@@ -266,6 +288,7 @@ def row_product(
             x.shape[1],
             out_features,
             TRANSPOSED=is_transposed,
+            GATHER=source_rows is not None,
             **tile_config.launch_options(),
         )
     return output_rows

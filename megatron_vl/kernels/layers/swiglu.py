@@ -41,11 +41,13 @@ def _backward_kernel(
     output_grad_pointer,
     x_grad_pointer,
     row_weight_grads,
+    output_pointer,
     output_width,
     WEIGHTED: tl.constexpr,
+    OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of :func:`_forward_kernel`.
+    """The gradient of :func:`_forward_kernel`, with OUTPUT also its result.
 
     A weighted row is one block, so that the gradient of its weight is one sum.
     """
@@ -63,6 +65,15 @@ def _backward_kernel(
     ).to(tl.float32)
     sigmoid = tl.sigmoid(gate_values)
     silu = gate_values * sigmoid
+    if OUTPUT:
+        y = silu * up_values
+        if WEIGHTED:
+            y *= tl.load(row_weights + row_index).to(tl.float32)
+        tl.store(
+            output_pointer + row_index * output_width + column_index,
+            y.to(output_pointer.dtype.element_ty),
+            mask=column_mask,
+        )
     if WEIGHTED:
         tl.store(
             row_weight_grads + row_index,
@@ -86,30 +97,49 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, row_weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, row_weights)
-        activated = x.new_empty(x.shape[0], x.shape[1] // 2)
-        if activated.numel():
-            _forward_kernel[_launch_grid(activated, row_weights)](
-                x, row_weights, activated, activated.shape[1], **_launch_options(activated, row_weights)
-            )
-        return activated
+        return swiglu_forward(x, row_weights)
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
-        x, weight = ctx.saved_tensors
-        output_grad = output_grad.contiguous()
-        x_grad = torch.empty_like(x)
-        row_weight_grads = torch.empty_like(weight) if weight is not None else None
-        if output_grad.numel():
-            _backward_kernel[_launch_grid(output_grad, weight)](
-                x,
-                weight,
-                output_grad,
-                x_grad,
-                row_weight_grads,
-                output_grad.shape[1],
-                **_launch_options(output_grad, weight),
-            )
+        x_grad, row_weight_grads, _ = swiglu_backward(*ctx.saved_tensors, output_grad, with_output=False)
         return x_grad, row_weight_grads
+
+
+def swiglu_forward(x: Tensor, row_weights: Tensor | None) -> Tensor:
+    """:func:`swiglu` of contiguous x [rows, 2 * F] and row_weights [rows], without autograd."""
+    activated = x.new_empty(x.shape[0], x.shape[1] // 2)
+    if activated.numel():
+        _forward_kernel[_launch_grid(activated, row_weights)](
+            x, row_weights, activated, activated.shape[1], **_launch_options(activated, row_weights)
+        )
+    return activated
+
+
+def swiglu_backward(
+    x: Tensor, row_weights: Tensor | None, output_grad: Tensor, *, with_output: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of :func:`swiglu_forward`'s arguments, and its result if ``with_output``.
+
+    One kernel computes all three, so that whoever needs the result again in the backward pass need not keep
+    it, and reads ``x`` once.
+    """
+    output_grad = output_grad.contiguous()
+    x_grad = torch.empty_like(x)
+    row_weight_grads = torch.empty_like(row_weights) if row_weights is not None else None
+    output = torch.empty_like(output_grad) if with_output else None
+    if output_grad.numel():
+        _backward_kernel[_launch_grid(output_grad, row_weights)](
+            x,
+            row_weights,
+            output_grad,
+            x_grad,
+            row_weight_grads,
+            output,
+            output_grad.shape[1],
+            OUTPUT=with_output,
+            **_launch_options(output_grad, row_weights),
+        )
+    return x_grad, row_weight_grads, output
 
 
 def _block_columns(output_like: Tensor, row_weights: Tensor | None) -> int:

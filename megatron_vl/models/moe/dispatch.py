@@ -43,6 +43,17 @@ class RowSplits(NamedTuple):
     """Rows of the local experts: each received row counts once for each of its local experts."""
 
 
+class ExpertRows(NamedTuple):
+    """How tokens become the rows of experts that gather them."""
+
+    per_expert: Tensor
+    """int64 [local experts], number of rows of each expert."""
+    row_ids: Tensor
+    """int32 [tokens, local experts], the rows of each token, or -1."""
+    num_rows: int
+    """At least the sum of ``per_expert``."""
+
+
 class RowCountExchange:
     """Exchanges the numbers of rows to and from each rank and copies them to the host, both asynchronously.
 
@@ -174,25 +185,27 @@ class OncePerRankDispatcher(MoETokenDispatcher):
     :meth:`token_dispatch` return only tensors that the layer already holds.
 
     Args:
-        exact_rows: whether experts need exactly as many rows as their counts say. If so, the host waits for
-            the number of rows. If not, experts ignore rows after the last counted one, and the host does not
-            wait.
+        experts_gather: whether experts take tokens with :class:`ExpertRows`,
+            and copy them themselves. If not, they get sorted copies and counts, exactly as many rows as these
+            say, for which the host waits.
     """
 
     def __init__(
-        self, num_local_experts: int, config: Any, pg_collection: Any, *, exact_rows: bool = True
+        self, num_local_experts: int, config: Any, pg_collection: Any, *, experts_gather: bool = False
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         assert self.tp_size == 1, self.tp_size
         self.num_local_experts = num_local_experts
         self.top_k = config.moe_router_topk
-        self.exact_rows = exact_rows
+        self.experts_gather = experts_gather
 
         # The following belong to the current micro-batch.
         self._input_shape: torch.Size
         self._count_exchange: RowCountExchange
         self._row_splits: RowSplits
         self._tokens_per_expert: Tensor
+        self._num_expert_rows: int
+        """Rows of the local experts, or an upper bound."""
         self._row_ids_by_rank: Tensor
         """Positions [T, ranks] of this rank's tokens among the rows that it sends."""
         self._row_ids_by_expert: Tensor
@@ -228,10 +241,10 @@ class OncePerRankDispatcher(MoETokenDispatcher):
             self._row_ids_by_expert = make_row_ids(routing_map)
             self._tokens_per_expert = routing_map.sum(0)
             # Padding has no experts, so this is an upper bound. The exact number would make the host wait.
-            num_expert_rows = flat_states.shape[0] * self.top_k
-            if self.exact_rows:
-                num_expert_rows = int(self._tokens_per_expert.sum())
-            self._row_buffer, self._prob_buffer = self._sort_by_expert(flat_states, probs, num_expert_rows)
+            self._num_expert_rows = flat_states.shape[0] * self.top_k
+            if not self.experts_gather:
+                self._num_expert_rows = int(self._tokens_per_expert.sum())
+            self._row_buffer, self._prob_buffer = self._sort_by_expert(flat_states, probs)
             return hidden_states, probs
 
         # The counts travel while the buffers are filled.
@@ -246,18 +259,19 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         self._prob_buffer = scatter_parts(chosen_probs, self._row_ids_by_rank, max_sent_rows)
         return hidden_states, probs
 
-    def _sort_by_expert(
-        self, received_rows: Tensor, received_probs: Tensor, num_expert_rows: int
-    ) -> tuple[Tensor, Tensor]:
-        """Rows [expert rows, H] and their probabilities [expert rows], sorted by expert."""
-        expert_rows = scatter_rows(received_rows, self._row_ids_by_expert, num_expert_rows)
-        row_probs = scatter_parts(received_probs, self._row_ids_by_expert, num_expert_rows)
-        return expert_rows, row_probs.flatten()
+    def _sort_by_expert(self, received_rows: Tensor, received_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts' input, and the probabilities of their rows [expert rows]; both sorted by expert, but
+        for tokens that experts gather."""
+        row_probs = scatter_parts(received_probs, self._row_ids_by_expert, self._num_expert_rows).flatten()
+        if self.experts_gather:
+            return received_rows, row_probs
+        return scatter_rows(received_rows, self._row_ids_by_expert, self._num_expert_rows), row_probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Waits for the counts and starts to send. Returns its arguments."""
         if self.ep_size > 1:
             self._row_splits = self._count_exchange.wait_for_splits()
+            self._num_expert_rows = self._row_splits.num_expert_rows
             self._transfers = []
             self._tokens_per_expert = self._count_exchange.rows_per_expert()
             del self._count_exchange  # its table is no longer needed
@@ -266,13 +280,15 @@ class OncePerRankDispatcher(MoETokenDispatcher):
             )
         return hidden_states, probs
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor | ExpertRows, Tensor]:
         """Returns the inputs of the experts.
 
         Returns:
-            Rows [rows, H] sorted by expert, the number of rows of each expert (int64 [local experts]), and
-            probabilities [rows]. Without ``exact_rows``, there may be more rows than the sum of the counts.
-            The additional rows are undefined.
+            With ``experts_gather``, tokens [tokens, H], where they go, and probabilities [rows]; those after
+            the last expert's row are undefined. Otherwise rows [rows, H] sorted by expert, the number of rows
+            of each expert (int64 [local experts]), and probabilities [rows].
         """
         if self.ep_size > 1:
             expert_rows, received_probs = self._take_buffers()
@@ -284,13 +300,14 @@ class OncePerRankDispatcher(MoETokenDispatcher):
             self._row_ids_by_expert = make_row_ids(is_chosen)
 
             rows_transfer.wait()
-            self._row_buffer, self._prob_buffer = self._sort_by_expert(
-                expert_rows, received_probs, self._row_splits.num_expert_rows
-            )
+            self._row_buffer, self._prob_buffer = self._sort_by_expert(expert_rows, received_probs)
             self._transfers = []
 
-        expert_rows, row_probs = self._take_buffers()
-        return expert_rows, self._tokens_per_expert, row_probs
+        expert_input, row_probs = self._take_buffers()
+        if self.experts_gather:
+            rows = ExpertRows(self._tokens_per_expert, self._row_ids_by_expert, self._num_expert_rows)
+            return expert_input, rows, row_probs
+        return expert_input, self._tokens_per_expert, row_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums the experts' weighted outputs [rows, H] for each received row -> [received rows, H]."""
@@ -365,7 +382,7 @@ class ExpertsLayer(MoELayer):
             uses_planned_kernels or isinstance(self.experts, SequentialMLP)
         ):
             self.token_dispatcher = OncePerRankDispatcher(
-                self.num_local_experts, config, pg_collection, exact_rows=not uses_planned_kernels
+                self.num_local_experts, config, pg_collection, experts_gather=uses_planned_kernels
             )
         elif isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
             dispatcher_class = DeviceCountsDispatcher if uses_planned_kernels else PaddingDispatcher

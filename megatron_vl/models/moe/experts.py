@@ -12,10 +12,10 @@ A model has many experts, so the host avoids work per expert: the kernel adds we
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
@@ -26,7 +26,10 @@ from megatron_vl.kernels.experts.grouped_gemm import (
     row_product,
     weight_product,
 )
-from megatron_vl.kernels.layers.swiglu import swiglu
+from megatron_vl.kernels.experts.token_copies import scatter_parts, scatter_rows, sum_rows
+from megatron_vl.kernels.layers.swiglu import swiglu, swiglu_backward, swiglu_forward
+from megatron_vl.models.fused_layers import recompute_in_backward
+from megatron_vl.models.moe.dispatch import ExpertRows
 from megatron_vl.parallel.ddp import ReplicaDDP
 
 _placeholder_gradients: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
@@ -91,7 +94,29 @@ class ExpertWeights:
         return [_placeholder_gradient(first_parameter) for _ in autograd_parameters]
 
 
+def plan_gather(rows: ExpertRows) -> TilePlan:
+    """The plan of products of tokens. The host does not wait for the device."""
+    tokens = torch.arange(rows.row_ids.shape[0], dtype=torch.int32, device=rows.row_ids.device)
+    source_rows = scatter_parts(tokens[:, None].expand_as(rows.row_ids), rows.row_ids, rows.num_rows)
+    row_plan = plan_tiles(rows.per_expert, rows.num_rows)
+    return row_plan._replace(source_rows=source_rows.flatten(), row_ids=rows.row_ids)
+
+
+class ActivatedRows(NamedTuple):
+    """SwiGLU, as the first half of a linear's product."""
+
+    tile_plan: TilePlan
+    row_weights: Tensor
+    """[rows], what each activated row is multiplied by."""
+
+
 class _GroupedLinear(torch.autograd.Function):
+    """x [rows or tokens, in] -> [rows, out].
+
+    Of tokens, autograd keeps the tokens alone. Their copies for the weights' gradients are made again in the
+    backward pass, in the time that the forward pass spares by reading tokens through ``source_rows``.
+    """
+
     @staticmethod
     def forward(
         ctx, x: Tensor, tile_plan: TilePlan, expert_weights: ExpertWeights, *autograd_parameters: Tensor
@@ -111,29 +136,83 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, output_grad: Tensor):
         x, weight_addresses, *tile_plan = ctx.saved_tensors
         output_grad = output_grad.contiguous()
-        tile_plan = TilePlan(*tile_plan)
+        gathering_plan = TilePlan(*tile_plan)
+        row_ids, row_plan = gathering_plan.row_ids, gathering_plan.without_gather()
+        if x is not None and row_ids is not None:
+            x = scatter_rows(x, row_ids, output_grad.shape[0])
+        weight_grads = ctx.weights.compute_gradients(output_grad, x, row_plan)
+        del x
+
         input_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = row_product(
-                output_grad, weight_addresses, tile_plan, ctx.input_width, is_transposed=False
+                output_grad, weight_addresses, row_plan, ctx.input_width, is_transposed=False
             )
-        return input_grad, None, None, *ctx.weights.compute_gradients(output_grad, x, tile_plan)
+            if row_ids is not None:
+                input_grad = sum_rows(input_grad, row_ids)
+        return input_grad, None, None, *weight_grads
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    """x [rows, 2 * in] -> SwiGLU, weighted by row -> [rows, out]. Autograd keeps SwiGLU's input alone."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        row_weights: Tensor,
+        tile_plan: TilePlan,
+        expert_weights: ExpertWeights,
+        *autograd_parameters: Tensor,
+    ) -> Tensor:
+        x, row_weights = x.contiguous(), row_weights.contiguous()
+        weight_addresses = expert_weights.weight_addresses
+        ctx.save_for_backward(x, row_weights, weight_addresses, *tile_plan)
+        ctx.weights = expert_weights
+        return row_product(
+            swiglu_forward(x, row_weights),
+            weight_addresses,
+            tile_plan,
+            autograd_parameters[0].shape[0],
+            is_transposed=True,
+        )
+
+    @staticmethod
+    def backward(ctx, output_grad: Tensor):
+        x, row_weights, weight_addresses, *tile_plan = ctx.saved_tensors
+        output_grad, row_plan = output_grad.contiguous(), TilePlan(*tile_plan)
+        activated_grad = row_product(
+            output_grad, weight_addresses, row_plan, x.shape[1] // 2, is_transposed=False
+        )
+        x_grad, weight_grad, activated = swiglu_backward(x, row_weights, activated_grad, with_output=True)
+        return (
+            x_grad,
+            weight_grad,
+            None,
+            None,
+            *ctx.weights.compute_gradients(output_grad, activated, row_plan),
+        )
 
 
 class PlannedLinear:
     """A mixin for Transformer Engine's grouped linears.
 
-    They then also take a :class:`~megatron_vl.kernels.experts.grouped_gemm.TilePlan` instead of row counts.
+    They then also take a :class:`~megatron_vl.kernels.experts.grouped_gemm.TilePlan` instead of row counts,
+    or :class:`ActivatedRows`.
     """
 
     takes_tile_plan = False
     """Whether the layer gets tile plans, and not row counts."""
 
     def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
-        """x [rows, in], sorted by expert -> [rows, out] and no bias."""
-        if not isinstance(m_splits, TilePlan):
+        """x [rows, in], sorted by expert (or tokens, see the plan) -> [rows, out] and no bias."""
+        if not isinstance(m_splits, TilePlan | ActivatedRows):
             return super().forward(x, m_splits)  # type: ignore[misc]
         weights = self.expert_weights
+        if isinstance(m_splits, ActivatedRows):
+            tile_plan, row_weights = m_splits
+            output = _ActivatedLinear.apply(x, row_weights, tile_plan, weights, *weights.autograd_inputs())
+            return output, None
         return _GroupedLinear.apply(x, m_splits, weights, *weights.autograd_inputs()), None
 
     @property
@@ -155,42 +234,40 @@ class GroupedExperts(TEGroupedMLP):
             grouped_linear.takes_tile_plan = self.planned
 
     def forward(
-        self,
-        permuted_local_hidden_states: Tensor,
-        tokens_per_expert: Tensor,
-        permuted_probs: Tensor,
-        *buffers: Any,
+        self, hidden_states: Tensor, rows: Tensor | ExpertRows, row_probs: Tensor, *buffers: Any
     ) -> tuple[Tensor, None]:
         """Runs each expert on its rows.
 
         Args:
-            permuted_local_hidden_states: [rows, H], sorted by expert. Rows after those of the last expert are
-                ignored.
-            tokens_per_expert: [local experts], number of rows of each.
-            permuted_probs: [rows], the weight of each row.
+            hidden_states: [tokens, H]; if ``rows`` are counts, [rows, H], sorted by expert. Rows after those
+                of the last expert are ignored.
+            rows: where tokens go, or the number of rows of each expert [local experts].
+            row_probs: [rows], the weight of each row.
 
         Returns:
             [rows, H] (a part of the sum under expert tensor parallelism) and no bias.
         """
         if not self.planned:
-            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, *buffers)
+            return super().forward(hidden_states, rows, row_probs, *buffers)
 
         # The plan is made on the device from the counts there, so that the host does not wait for them.
-        tile_plan = plan_tiles(tokens_per_expert, permuted_local_hidden_states.shape[0])
-        intermediate_states, _ = self.linear_fc1(permuted_local_hidden_states, tile_plan)
+        if isinstance(rows, ExpertRows):
+            tile_plan = plan_gather(rows)
+        else:
+            tile_plan = plan_tiles(rows, hidden_states.shape[0])
+        intermediate_states, _ = self.linear_fc1(hidden_states, tile_plan)
+        row_plan = tile_plan.without_gather()
 
         # Rows are multiplied by their probabilities before the second linear, which is linear in them. SwiGLU
         # does it in the same kernel.
-        if not self.activation_recompute:
-            return self.linear_fc2(swiglu(intermediate_states, permuted_probs), tile_plan)
+        if getattr(self.linear_fc2, "adapter", None) is None:
+            return self.linear_fc2(intermediate_states, ActivatedRows(row_plan, row_probs))
 
-        # fp8=None: Transformer Engine keeps no FP8 state.
-        activation_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
-        expert_output, _ = self.linear_fc2(
-            activation_checkpoint.checkpoint(swiglu, intermediate_states, permuted_probs), tile_plan
-        )
-        activation_checkpoint.discard_output_and_register_recompute(expert_output)
-        return expert_output, None
+        # An adapter reads what the linear reads.
+        activated_states = swiglu(intermediate_states, row_probs)
+        recompute = recompute_in_backward(activated_states, swiglu, intermediate_states, row_probs)
+        with recompute if self.activation_recompute else nullcontext():
+            return self.linear_fc2(activated_states, row_plan)
 
     def report_to(self, ddp: ReplicaDDP) -> None:
         """Makes weights notify ``ddp`` directly when their gradients are ready, instead of by one hook each.

@@ -49,10 +49,10 @@ class GroupedAdapter(nn.Module):
         self.lora_B = _GroupedFactor(factors_b, is_expert_parallel)
 
     def forward(self, x: Tensor, output: Tensor, tile_plan: TilePlan) -> Tensor:
-        """x [rows, in], sorted by expert, output [rows, out] -> [rows, out].
+        """x [rows, in], sorted by expert (or tokens, see the plan), output [rows, out] -> [rows, out].
 
         Rows of no expert are ignored.
         """
         inner_states, _ = self.lora_A(x, tile_plan)
-        adapter_output, _ = self.lora_B(inner_states * self.scale, tile_plan)
+        adapter_output, _ = self.lora_B(inner_states * self.scale, tile_plan.without_gather())
         return output + adapter_output

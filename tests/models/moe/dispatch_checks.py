@@ -27,8 +27,8 @@ PLATFORM = get_platform("cuda" if "--gpu" in sys.argv else "cpu")
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_vl.kernels.experts.token_copies import make_row_ids  # noqa: E402
-from megatron_vl.models.moe.dispatch import OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
+from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_rows  # noqa: E402
+from megatron_vl.models.moe.dispatch import ExpertRows, OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
 from megatron_vl.parallel.process_grid import init_distributed  # noqa: E402
 from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
 
@@ -123,8 +123,11 @@ def through(
 
     first = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x[:, None], chosen, probs))
     rows, counts, weights = dispatcher.dispatch_postprocess(*first)
+    exact = True
+    if isinstance(counts, ExpertRows):
+        exact = dispatcher.ep_size > 1
+        rows, counts = scatter_rows(rows, counts.row_ids, counts.num_rows), counts.per_expert
     total = int(counts.sum())
-    exact = getattr(dispatcher, "exact_rows", True) or dispatcher.ep_size > 1
     assert weights.shape[0] == rows.shape[0] and (total == rows.shape[0] or not exact and dispatcher.padded)
     # Of several ranks, one may receive nothing: the routing need not choose any of its experts.
     assert total or dispatcher.ep_size > 1 or isinstance(dispatcher, OncePerRankDispatcher)
@@ -248,7 +251,7 @@ def main() -> None:
 
         for interpreted in (True,) if GPU else (True, False):
             settings = SimpleNamespace(moe_router_topk=TOP_K)
-            dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, exact_rows=not interpreted)
+            dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, experts_gather=interpreted)
             os.environ["TRITON_INTERPRET"] = str(int(interpreted and not GPU))
             how = f"EP{ranks}, {'kernels' if interpreted else 'torch'}"
             for name, tokens in TOKENS.items():

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,11 @@ from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules  # noqa: E402
 
+from megatron_vl.kernels.experts.token_copies import make_row_ids  # noqa: E402
+from megatron_vl.models.lora import add_to_output  # noqa: E402
+from megatron_vl.models.moe.dispatch import ExpertRows  # noqa: E402
 from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear  # noqa: E402
+from megatron_vl.models.moe.lora import GroupedAdapter  # noqa: E402
 from megatron_vl.parallel.ddp import ReplicaDDP  # noqa: E402
 from megatron_vl.parallel.process_grid import init_distributed  # noqa: E402
 from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
@@ -72,16 +77,15 @@ class Layer(nn.Module):
         )
         self.experts.planned = True  # float32, which the interpreter computes
 
-    def forward(self, x: Tensor, counts: list[int], probs: Tensor, extra: int = 0) -> Tensor:
-        """``extra``: rows of NaN after those of the experts."""
-        hidden = torch.cat((self.dense(x), torch.full((extra, HIDDEN), torch.nan)))
-        return self.experts(
-            hidden, torch.tensor(counts), torch.cat((probs, torch.full((extra,), torch.nan)))
-        )[0]
+    def forward(self, x: Tensor, counts: list[int] | ExpertRows, probs: Tensor) -> Tensor:
+        rows = counts if isinstance(counts, ExpertRows) else torch.tensor(counts)
+        return self.experts(self.dense(x), rows, probs)[0]
 
-    def reference(self, x: Tensor, counts: list[int], probs: Tensor) -> Tensor:
-        """Computes the same, expert by expert."""
-        parts = zip(self.dense(x).split(counts), probs.split(counts), strict=True)
+    def reference(
+        self, x: Tensor, counts: list[int], probs: Tensor, source: Tensor | slice = slice(None)
+    ) -> Tensor:
+        """Computes the same, expert by expert; ``source``: the token of each row."""
+        parts = zip(self.dense(x)[source].split(counts), probs.split(counts), strict=True)
         outs = []
         for expert, (rows, weight) in enumerate(parts):
             gate, up = F.linear(rows, getattr(self.experts.linear_fc1, f"weight{expert}")).chunk(2, -1)
@@ -113,38 +117,75 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
-def layer_error(*, main_grad: bool, recompute: bool, extra: int = 0) -> float:
-    """Output and all gradients of a layer without DDP; ``main_grad`` is not empty before.
+class AdaptedLayer(Layer):
+    """Frozen experts with adapters, which compute the activation again in the backward pass."""
 
-    The memory after the experts' rows, and its gradient, is NaN.
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts.requires_grad_(False)
+        self.experts.activation_recompute = True
+        for linear, width, height in self.linears():
+            factors = [
+                [torch.randn(*size) * 0.2 for _ in range(EXPERTS)] for size in ((8, width), (height, 8))
+            ]
+            linear.adapter = GroupedAdapter(*factors, 1.5, is_expert_parallel=False)
+            linear.register_forward_hook(add_to_output)
+
+    def linears(self) -> list[tuple[nn.Module, int, int]]:
+        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
+        return [(fc1, HIDDEN, 2 * FFN), (fc2, FFN, HIDDEN)]
+
+    def merged(self) -> Layer:
+        """A layer with the sums of weights and adapters, which depend on the adapters."""
+        layer = Layer()
+        layer.dense = self.dense
+        for (linear, *_), (plain, *_) in zip(self.linears(), AdaptedLayer.linears(layer), strict=True):
+            for expert in range(EXPERTS):
+                a, b, weight = (
+                    getattr(part, f"weight{expert}")
+                    for part in (linear.adapter.lora_A, linear.adapter.lora_B, linear)
+                )
+                delattr(plain, f"weight{expert}")
+                setattr(plain, f"weight{expert}", weight + 1.5 * b @ a)
+        return layer
+
+
+def layer_error(*, main_grad: bool = False, extra: int = 0, adapters: bool = False) -> float:
+    """Output and all gradients of a layer that gathers its rows, without DDP.
+
+    ``main_grad`` is not empty before.
+
+    Tokens go to several experts, to one or to none. The memory after the experts' rows, and its gradient, is
+    NaN.
     """
-    layer = Layer()
-    counts = [3, 0, 130, 7]
-    layer.experts.activation_recompute = recompute
-    x = torch.randn(sum(counts), HIDDEN, requires_grad=True)
+    layer = AdaptedLayer() if adapters else Layer()
+    chosen = torch.zeros(150, EXPERTS, dtype=torch.bool)
+    chosen[10:140, 2] = chosen[50:57, 3] = chosen[[3, 70, 141], 0] = True
+    counts = chosen.sum(0).tolist()
+    x = torch.randn(len(chosen), HIDDEN, requires_grad=True)
     probs = torch.rand(sum(counts), requires_grad=True)
     dy = torch.randn(sum(counts), HIDDEN)
-    weights = list(layer.experts.parameters())
+    weights = [weight for weight in layer.experts.parameters() if weight.requires_grad]
     inputs = [x, probs, layer.dense.weight]
-    reference = layer.reference(x, counts, probs)
+    plain = layer.merged() if adapters else layer
+    reference = plain.reference(x, counts, probs, source=chosen.T.nonzero()[:, 1])
     want = [reference, *torch.autograd.grad(reference, [*inputs, *weights], dy)]
     if main_grad:
         layer.fuse()
         for weight in weights:
             weight.main_grad = torch.full_like(weight, 0.5)
 
-    out = layer(x, counts, probs, extra)
+    rows = ExpertRows(chosen.sum(0), make_row_ids(chosen), sum(counts) + extra)
+    out = layer(x, rows, torch.cat((probs, torch.full((extra,), torch.nan))))
     value = out[: sum(counts)].detach().clone()
     out.backward(torch.cat((dy, torch.full((extra, HIDDEN), torch.nan))))
     ours = [w.main_grad - 0.5 if main_grad else gradient_of(w) for w in weights]
     return difference([value, *(gradient_of(t) for t in inputs), *ours], want)
 
 
-def alone(*, main_grad: bool, recompute: bool, extra: int = 0) -> float:
+def alone(**options: Any) -> float:
     """The error of a layer without DDP, computed by the first rank, which prints it."""
-    if dist.get_rank():
-        return 0.0
-    return layer_error(main_grad=main_grad, recompute=recompute, extra=extra)
+    return 0.0 if dist.get_rank() else layer_error(**options)
 
 
 def rows_of(step: int, microbatch: int, chunk: int, rank: int) -> tuple[Tensor, list[int], Tensor, Tensor]:
@@ -166,7 +207,7 @@ def expected(chunks: list[Layer], step: int) -> list[Tensor]:
     return [gradient_of(p) for p in parameters if p.requires_grad]
 
 
-def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -> float:
+def ddp_error(*, overlap: bool, frozen: bool = False) -> float:
     """Runs two chunks of two ranks, three microbatches, two steps (DDP learns in the first).
 
     Returns the largest error of reduced gradients; each must have been reduced once.
@@ -175,7 +216,6 @@ def ddp_error(*, overlap: bool, frozen: bool = False, recompute: bool = False) -
     chunks, references = [[Layer(), Layer()] for _ in range(2)]
     for chunk, reference in zip(chunks, references, strict=True):
         reference.load_state_dict(chunk.state_dict())
-        chunk.experts.activation_recompute = recompute
         chunk.fuse()
 
     if frozen:
@@ -240,19 +280,17 @@ def main() -> None:
     init_distributed(get_platform("cpu"))
     mpu.initialize_model_parallel()
     torch.manual_seed(0)
-    recompute = "--recompute" in sys.argv
     checks: dict[str, Callable[[], float]] = {
-        "gradients": lambda: alone(main_grad=False, recompute=recompute),
-        "rows after the last": lambda: alone(main_grad=True, recompute=recompute, extra=150),
-        "DDP, overlap, one chunk's experts frozen": lambda: ddp_error(
-            overlap=True, frozen=True, recompute=recompute
-        ),
+        "gradients": alone,
+        "adapters": lambda: alone(adapters=True),
+        "rows after the last": lambda: alone(main_grad=True, extra=150),
+        "DDP, overlap, one chunk's experts frozen": lambda: ddp_error(overlap=True, frozen=True),
     }
     if "--all" in sys.argv:
         checks |= {
-            "main_grad": lambda: alone(main_grad=True, recompute=recompute),
-            "DDP": lambda: ddp_error(overlap=False, recompute=recompute),
-            "DDP, overlap": lambda: ddp_error(overlap=True, recompute=recompute),
+            "main_grad": lambda: alone(main_grad=True),
+            "DDP": lambda: ddp_error(overlap=False),
+            "DDP, overlap": lambda: ddp_error(overlap=True),
         }
     errors = {name: check() for name, check in checks.items()}
 

@@ -8,21 +8,14 @@ than there are tokens for each rank.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 from tests.support.ranks import run_module
 
 pytestmark = pytest.mark.ranks
 
-needs_compiler = pytest.mark.skipif(
-    not cpp_extension.is_ninja_available() or shutil.which(os.environ.get("CXX", "c++")) is None,
-    reason="core recomputes with an extension that it compiles",
-)
 ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -35,9 +28,8 @@ def errors_of(checks: str, *arguments: str, ranks: int, **variables: str) -> dic
 @pytest.mark.parametrize(
     ("options", "checks"),
     [
-        ([], 3),
-        pytest.param(["--all"], 6, marks=pytest.mark.full),
-        pytest.param(["--all", "--recompute"], 6, marks=[pytest.mark.full, needs_compiler]),
+        ([], 4),
+        pytest.param(["--all"], 7, marks=pytest.mark.full),
     ],
 )
 def test_grouped_experts_equal_one_expert_after_another(options: list[str], checks: int) -> None:
