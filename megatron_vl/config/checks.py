@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config.fields import (
+    KEPT_OUTPUTS,
     RANDOM_WEIGHTS,
     RECOMPUTE_MODULES,
     SYNTHETIC_ROWS,
@@ -183,6 +184,14 @@ def _check_model_parts(config: TrainConfig) -> None:
     _refuse_if(
         unknown_modules,
         f"recompute.language_modules {unknown_modules} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}",
+    )
+    unknown_outputs = sorted(set(recompute.keep) - set(KEPT_OUTPUTS))
+    _refuse_if(
+        unknown_outputs, f"recompute.keep {unknown_outputs} are unknown; valid: {', '.join(KEPT_OUTPUTS)}"
+    )
+    _refuse_if(
+        recompute.keep and recompute.language != "full",
+        "recompute.keep is for layers under full recompute; set recompute.language to full",
     )
     tower_is_recomputed = recompute.vision == "full" and not model.freeze_vision
     _refuse_if(

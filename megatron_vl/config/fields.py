@@ -26,6 +26,8 @@ SYNTHETIC_ROWS = ("synthetic:images", "synthetic:text")
 """The values of ``data.path`` for random rows."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
+KEPT_OUTPUTS = ("attention", "experts")
+"""Valid entries of ``recompute.keep``."""
 ALL_LINEAR = ("language", "vision", "merger")
 """The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
 LossOn = Literal["trained", "masked"]
@@ -199,6 +201,10 @@ class RecomputeConfig:
     nothing in dense layers with FP8 or parallel.tp_comm_overlap)."""
     vision: Literal["none", "activation", "full"] = "none"
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
+    keep: list[str] = option([])
+    """What decoder layers under full recompute keep beside their inputs: attention (its output, 2 x tokens x
+    query heads x head dim bytes; FlashAttention-4's alone) and experts (their first product, 4 x tokens x
+    experts of a token x FFN size). Numbers stay the same."""
     offload_inputs: bool = False
     """Keep the inputs of layers under full recompute in pinned host memory, from where they return one layer
     ahead of the backward pass. For each layer and each row in flight, 2 x tokens x hidden size bytes move

@@ -20,7 +20,7 @@ from megatron_vl.estimate.layer_kinds import (
     layer_kinds,
     merger_adapters,
 )
-from megatron_vl.estimate.parameters import bytes_per_element
+from megatron_vl.estimate.parameters import bytes_per_element, mean_ranks_per_token
 from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS
 from megatron_vl.spec.families import ModelSpec
@@ -127,7 +127,27 @@ class ActivationEstimator:
             # on the device, most are free by then. Measured with the 8B at 1,048,576 tokens, cp 8: 114.0 GiB;
             # 107.5 with the levels counted once, 114.5 so.
             boundary_bytes += hidden_bytes * (2 * (levels_in + levels_in - 1) - deepstack_levels)
-        return self._recomputed_layers(layer_bytes, hidden_bytes, boundary_bytes)
+        kept_bytes = sum(bytes_per_feature * self._kept_elements(kind) for kind in kinds_of_layers)
+        return self._recomputed_layers(layer_bytes, hidden_bytes, boundary_bytes + kept_bytes)
+
+    def _kept_elements(self, kind: LayerKind) -> float:
+        """Elements of one token that ``recompute.keep`` adds to the input of a layer."""
+        language_spec, kept = self.spec.language, self.config.recompute.keep
+        elements = 0.0
+        if "attention" in kept and not kind.has_linear_attention:
+            output_and_log_sum_exp = language_spec.head_dim + 4 / self.bytes_per_element
+            elements += language_spec.num_heads * output_and_log_sum_exp / self.layout.tp
+        if "experts" in kept and kind.has_experts and self._experts_gather:
+            assert language_spec.moe is not None
+            elements += (
+                2 * language_spec.moe.top_k * language_spec.moe.ffn_hidden_size / self._sequence_parallel_size
+            )
+        return elements
+
+    @property
+    def _experts_gather(self) -> bool:
+        """Whether experts keep tokens and no copies of them (:mod:`megatron_vl.models.moe.experts`)."""
+        return self.layout.etp == 1 and self.config.fp8.recipe == "none"
 
     def _recomputed_layers(
         self, layer_bytes: list[float], input_bytes: float, other_bytes: float
@@ -275,17 +295,22 @@ class ActivationEstimator:
     def _expert_elements(self, kind: LayerKind) -> float:
         """Elements of one token in a layer of experts.
 
-        They are the router's logits, probabilities and map in float32, and the inputs of the experts, their
-        linear and their activation. A token becomes ``top_k`` rows. With an even load, a rank's experts
-        process the rows of its own tokens, times the number of ranks that share the experts' matrices.
+        They are the router's logits, probabilities and map in float32, and the inputs of the experts and of
+        their activation. A token becomes ``top_k`` rows. With an even load, a rank's experts process the rows
+        of its own tokens, times the number of ranks that share the experts' matrices. Experts that gather
+        keep what came from other ranks once a rank, without other ranks nothing but the norm's output.
         """
         hidden_size, moe_spec = self.spec.language.hidden_size, self.spec.language.moe
         assert moe_spec is not None
         keeps_input = self._keeps_input(kind.adapters, "mlp.experts.linear_fc1", self._trains("language"))
-        kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.experts.linear_fc2")
-        expert_elements = moe_spec.top_k * (
-            keeps_input * self.layout.etp * hidden_size + kept_widths * moe_spec.ffn_hidden_size
-        )
+        input_rows = float(moe_spec.top_k * self.layout.etp)
+        keeps_activation = self._keeps_activation(kind.adapters, "mlp.experts.linear_fc2")
+        if self._experts_gather:
+            ranks = self.layout.ep
+            input_rows = mean_ranks_per_token(moe_spec.num_experts, moe_spec.top_k, ranks) * (ranks > 1)
+            keeps_activation = keeps_activation and bool(kind.adapters)
+        activation_elements = moe_spec.top_k * (2 + keeps_activation) * moe_spec.ffn_hidden_size
+        expert_elements = keeps_input * input_rows * hidden_size + activation_elements
         shared_expert_elements = 0.0
         if moe_spec.shared_ffn_hidden_size:
             kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.shared_experts.linear_fc2")

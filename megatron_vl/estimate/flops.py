@@ -324,7 +324,8 @@ def repeated_flops(
     """
     modules = {"all"} if recompute_config.language == "full" else recompute_config.selected_modules
     kinds = layer_kinds(spec, lora)
-    by_kind = {kind: _repeated_layer(spec.language, kind, modules, sizes) for kind in set(kinds)}
+    kept = set(recompute_config.keep)
+    by_kind = {kind: _repeated_layer(spec.language, kind, modules, kept, sizes) for kind in set(kinds)}
     tower = 0.0
     if "vision" in trained_parts(spec, lora, model_config):
         blocks, rest = tower_forward_flops(spec.vision, sizes)
@@ -333,15 +334,20 @@ def repeated_flops(
 
 
 def _repeated_layer(
-    language_spec: LanguageSpec, kind: LayerKind, modules: set[str], sizes: RowSizes
+    language_spec: LanguageSpec, kind: LayerKind, modules: set[str], kept: set[str], sizes: RowSizes
 ) -> LayerFlops:
+    """``kept``: what ``recompute.keep`` lists."""
     repeated = {"dense": 0.0, "experts": 0.0}
     adapter_weights = {adapter.matrix_name: sum(adapter.factor_elements) for adapter in kind.adapters}
+    known = {EXPERTS + "linear_fc1"} if "experts" in kept else set()
+    if EXPERTS + "linear_fc2" not in adapter_weights:
+        known.add(EXPERTS + "linear_fc2")  # nothing reads its second result
     for name, weight_count in layer_weights(language_spec, kind).items():
         if "all" in modules or ("mlp" in modules and name.startswith("mlp.")):
             part = "experts" if name.startswith(EXPERTS) else "dense"
-            repeated[part] += weight_count + adapter_weights.get(name, 0)
-    attention_count = int(bool(modules & {"all", "core_attn"}))
+            repeated[part] += weight_count * (name not in known) + adapter_weights.get(name, 0)
+    knows_attention = "attention" in kept and not kind.has_linear_attention
+    attention_count = int(bool(modules & {"all", "core_attn"}) and not knows_attention)
     products = _LayerProducts(
         **repeated, attention_count=attention_count, is_linear=kind.has_linear_attention
     )

@@ -157,3 +157,12 @@ def offloaded_fraction(config: TrainConfig) -> float:
     """Share of the optimizer's state in host memory; ``auto`` counts as none until it is resolved."""
     offload_fraction = config.optimizer.offload_fraction
     return offload_fraction if isinstance(offload_fraction, int | float) else 0.0
+
+
+def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
+    """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
+    missed_probability = 1.0
+    for i in range(top_k):
+        other_experts = expert_count - expert_count // expert_parallel_size
+        missed_probability *= max(0, other_experts - i) / (expert_count - i)
+    return expert_parallel_size * (1 - missed_probability)

@@ -51,8 +51,8 @@ def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:
 
 def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowFlops:
     """FLOPs of a row by part, with what is computed twice."""
-    modules = frozenset(config.recompute.selected_modules)
-    recompute = config.recompute.language, modules, config.recompute.vision
+    language, vision = config.recompute.language, config.recompute.vision
+    recompute = language, frozenset(config.recompute.selected_modules), vision, tuple(config.recompute.keep)
     is_decoupled = config.vision.placement == "decoupled"
     return _executed_flops(spec, config.model, config.lora, recompute, rows, is_decoupled)
 
@@ -61,7 +61,7 @@ def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowF
 def _executed_flops(
     spec: ModelSpec, model: ModelConfig, lora: LoraConfig, recompute: Any, rows: RowSizes, decoupled: bool
 ) -> RowFlops:
-    language, modules, vision = recompute
-    recompute_config = RecomputeConfig(language, list(modules), vision)
+    language, modules, vision, keep = recompute
+    recompute_config = RecomputeConfig(language, list(modules), vision, list(keep))
     needed = needed_flops(spec, model, lora, rows)
     return needed + repeated_flops(spec, model, lora, recompute_config, rows, decoupled)

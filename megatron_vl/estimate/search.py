@@ -33,11 +33,13 @@ RECOMPUTE_LADDER: tuple[dict[str, Any], ...] = (
     {"language": "none", "vision": "none"},
     {"language": "selective", "language_modules": ["activation"], "vision": "activation"},
     {"language": "selective", "language_modules": ["activation"], "vision": "full"},
+    {"language": "full", "vision": "activation", "keep": ["attention", "experts"]},
+    {"language": "full", "vision": "activation", "keep": ["attention"]},
     {"language": "full", "vision": "activation"},
     {"language": "full", "vision": "full"},
     {"language": "full", "vision": "full", "offload_inputs": True},
 )
-"""Recompute settings, the cheapest first. Where ``offload_inputs`` is left out, it is false."""
+"""Recompute settings, the cheapest first. What is left out has its default."""
 OFFLOAD_SHARES = 0.0, 0.5, 1.0
 
 
@@ -121,7 +123,7 @@ def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConf
     own_share = offloaded_fraction(request.config)
     shares = sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
     for recompute_fields in RECOMPUTE_LADDER:
-        fields = {"offload_inputs": False} | recompute_fields
+        fields = {"offload_inputs": False, "keep": []} | recompute_fields
         recompute = dataclasses.replace(config.recompute, **fields)
         for share in shares:
             optimizer = dataclasses.replace(config.optimizer, offload_fraction=share)
@@ -199,7 +201,8 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
     if language_mode == "selective" and recompute.language_modules == ["activation"]:
         language_mode = "activation"  # type: ignore[assignment]
     if (language_mode, recompute.vision) != ("none", "none"):
-        inputs_text = " with inputs in host memory" if recompute.offload_inputs else ""
+        inputs_text = f" but {' and '.join(recompute.keep)}" if recompute.keep else ""
+        inputs_text += " with inputs in host memory" if recompute.offload_inputs else ""
         further_parts.append(f"recompute {language_mode}/{recompute.vision}{inputs_text}")
     if offload_share := offloaded_fraction(config):
         further_parts.append(f"offload {offload_share:g}")

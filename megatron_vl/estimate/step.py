@@ -20,6 +20,7 @@ from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
 from megatron_vl.estimate.memory import GIB, StageMemory, peak_stage_gib, stage_memories
 from megatron_vl.estimate.parameters import (
     bytes_per_element,
+    mean_ranks_per_token,
     offloaded_fraction,
     optimizer_state_bytes,
     stage_parameters,
@@ -237,15 +238,6 @@ class RunPrediction:
             "measured": self.gpu.is_measured,
             "stages": [stage.as_json() for stage in self.stages],
         }
-
-
-def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
-    """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
-    missed_probability = 1.0
-    for i in range(top_k):
-        other_experts = expert_count - expert_count // expert_parallel_size
-        missed_probability *= max(0, other_experts - i) / (expert_count - i)
-    return expert_parallel_size * (1 - missed_probability)
 
 
 def predict_layout(

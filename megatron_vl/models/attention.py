@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
+from megatron_vl.models.kept_outputs import keep_output, known_output
 
 LARGEST_GRADIENT_ERROR = 0.02
 """Largest relative error of gradients with which a backend may be used."""
@@ -60,6 +61,8 @@ class PackedRow(PackedSeqParams):
     """fp32 [P, d / 2] each, for layers whose kernels apply RoPE themselves."""
     shard: RowShard | None = None
     """This rank's part of the row under context parallelism; otherwise None."""
+    kept_outputs: dict[nn.Module, dict[Any, Any]] = field(default_factory=dict)
+    """What layers under full recompute keep (:mod:`megatron_vl.models.kept_outputs`)."""
 
 
 class PackedAttention(nn.Module):
@@ -250,7 +253,10 @@ def _attend_with_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
     assert causal, "for language models only"
-    return packed_causal_attention(query, key, value, *segments.varlen_arguments)
+    known = known_output("attention")
+    result = packed_causal_attention(query, key, value, *segments.varlen_arguments, known_result=known)
+    keep_output("attention", "attention", result)
+    return result[0]
 
 
 def _attend_with_triton(

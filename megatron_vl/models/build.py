@@ -20,6 +20,7 @@ from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.attention import choose_backend, flash_attention_is_right
 from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import remaining_deepstack_levels
+from megatron_vl.models.kept_outputs import keep_layer_outputs
 from megatron_vl.models.layer_specs import transformer_block_spec
 from megatron_vl.models.lora import AdaptedModel, seed_dropout
 from megatron_vl.models.mtp import MultiTokenPrediction
@@ -228,6 +229,8 @@ class _ModelBuilder:
         )
 
         language_model.rotary_pos_emb = MultimodalRope(language_spec)
+        if self.config.recompute.keep:
+            keep_layer_outputs(language_model.decoder.layers, self.config.recompute.keep)
         return language_model
 
     @functools.cached_property

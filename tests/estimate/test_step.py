@@ -12,9 +12,10 @@ from megatron_vl.data.synthetic import IMAGE_SIZES, TEXT_LENGTHS
 from megatron_vl.estimate import gpus
 from megatron_vl.estimate.gpus import find_gpu, peak_tflops
 from megatron_vl.estimate.memory_check import check_memory
+from megatron_vl.estimate.parameters import mean_ranks_per_token
 from megatron_vl.estimate.rows import MARK_TOKENS, assumed_rows
 from megatron_vl.estimate.split import balance_layers, run_layout
-from megatron_vl.estimate.step import RunPrediction, mean_ranks_per_token
+from megatron_vl.estimate.step import RunPrediction
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.support.planned import predict_run

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_vl.kernels.attention.flash_attention import has_flash_attention
+from megatron_vl.kernels.attention.flash_attention import has_flash_attention, packed_causal_attention
 from megatron_vl.models.attention import choose_backend, make_backend
 from megatron_vl.models.batch import KeySegments, Segments
 
@@ -69,6 +69,19 @@ def milliseconds(name: str, tensors: list[Tensor], gradient: Tensor, segments: S
     return begin.elapsed_time(end) / 10
 
 
+def known_result_changes_nothing(tensors: list[Tensor], gradient: Tensor, segments: Segments) -> bool:
+    """Whether gradients are equal to the bit if the result is given, as ``recompute.keep`` does."""
+    torch.use_deterministic_algorithms(True)
+    arguments = (*tensors, *segments.varlen_arguments)
+    output, log_sum_exp = packed_causal_attention(*arguments)
+    known_result = output.detach(), log_sum_exp.detach()
+    again, _ = packed_causal_attention(*arguments, known_result=known_result)
+    pairs = zip(*(torch.autograd.grad(out, tensors, gradient) for out in (output, again)), strict=True)
+    equal = torch.equal(output, again) and all(torch.equal(a, b) for a, b in pairs)
+    torch.use_deterministic_algorithms(False)
+    return equal
+
+
 def main() -> int:
     passed = True
     for (family, (heads, groups, width)), gathers_keys in itertools.product(HEADS.items(), (False, True)):
@@ -94,6 +107,10 @@ def main() -> int:
             which = f"{family} {heads}/{groups} x {width} {name}{' (auto)' if name == chosen else ''}"
             which += ", gathered keys" * gathers_keys
             print(f"{'ok    ' if fine else 'WRONG '} {which}: {listed}, {took:.2f} ms", flush=True)
+        if chosen == "flash_attn":
+            fine = known_result_changes_nothing(tensors, gradient, segments)
+            passed = passed and fine
+            print(f"{'ok    ' if fine else 'WRONG '} {family}: gradients of a known result", flush=True)
     return 0 if passed else 1
 
 

@@ -35,8 +35,9 @@ def packed_causal_attention(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-) -> Tensor:
-    """query [S, h, d], key and value [K, g, d] -> [S, h, d], in bfloat16.
+    known_result: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """query [S, h, d], key and value [K, g, d] -> [S, h, d], in bfloat16, and its log-sum-exp, fp32 [h, S].
 
     Gradients are equal in every run if ``torch.use_deterministic_algorithms`` is on.
 
@@ -44,10 +45,14 @@ def packed_causal_attention(
         cu_seqlens_q, cu_seqlens_k: int32 [number of sequences + 1], on the device. If a sequence has more
             keys than queries, its queries are the last of its tokens.
         max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
+        known_result: the result for the same arguments, which is not computed again.
     """
     from flash_attn.cute.interface import flash_attn_varlen_func
 
-    attention_output, _ = flash_attn_varlen_func(
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if known_result is not None:
+        return _KnownAttention.apply(query, key, value, *known_result, *lengths), known_result[1]
+    return flash_attn_varlen_func(
         query,
         key,
         value,
@@ -57,8 +62,39 @@ def packed_causal_attention(
         max_seqlen_k=max_seqlen_k,
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        return_lse=True,
     )
-    return attention_output
+
+
+class _KnownAttention(torch.autograd.Function):
+    """Attention whose result is known, with FlashAttention-4's backward pass."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, output, log_sum_exp, cu_seqlens_q, cu_seqlens_k, *max_lengths):
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, cu_seqlens_q, cu_seqlens_k)
+        ctx.max_lengths = max_lengths
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, output_grad: Tensor):
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        query, key, value, output, log_sum_exp, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        gradients = _flash_attn_bwd(
+            query,
+            key,
+            value,
+            output,
+            output_grad,
+            log_sum_exp,
+            causal=True,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=ctx.max_lengths[0],
+            max_seqlen_k=ctx.max_lengths[1],
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return *gradients, *[None] * 6
 
 
 @functools.cache
@@ -82,7 +118,7 @@ def largest_gradient_error(heads_per_group: int, head_dim: int, gathers_keys: bo
 
     query = random_heads(int(query_lengths.sum()), 2 * heads_per_group)
     key, value = random_heads(sum(CHECKED_LENGTHS), 2), random_heads(sum(CHECKED_LENGTHS), 2)
-    attention_output = packed_causal_attention(
+    attention_output, _ = packed_causal_attention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, int(query_lengths.max()), max(CHECKED_LENGTHS)
     )
     output_grad = torch.randn_like(attention_output)

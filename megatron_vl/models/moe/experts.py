@@ -29,6 +29,7 @@ from megatron_vl.kernels.experts.grouped_gemm import (
 from megatron_vl.kernels.experts.token_copies import scatter_parts, scatter_rows, sum_rows
 from megatron_vl.kernels.layers.swiglu import swiglu, swiglu_backward, swiglu_forward
 from megatron_vl.models.fused_layers import recompute_in_backward
+from megatron_vl.models.kept_outputs import is_recomputing, keep_output, known_output
 from megatron_vl.models.moe.dispatch import ExpertRows
 from megatron_vl.parallel.ddp import ReplicaDDP
 
@@ -119,7 +120,12 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, tile_plan: TilePlan, expert_weights: ExpertWeights, *autograd_parameters: Tensor
+        ctx,
+        x: Tensor,
+        tile_plan: TilePlan,
+        expert_weights: ExpertWeights,
+        known_output: Tensor | None,
+        *autograd_parameters: Tensor,
     ) -> Tensor:
         x = x.contiguous()
         weight_addresses = expert_weights.weight_addresses
@@ -128,6 +134,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(kept_input, weight_addresses, *tile_plan)
         ctx.weights = expert_weights
         ctx.input_width = x.shape[1]
+        if known_output is not None:
+            return known_output.view_as(known_output)
         return row_product(
             x, weight_addresses, tile_plan, autograd_parameters[0].shape[0], is_transposed=True
         )
@@ -150,7 +158,7 @@ class _GroupedLinear(torch.autograd.Function):
             )
             if row_ids is not None:
                 input_grad = sum_rows(input_grad, row_ids)
-        return input_grad, None, None, *weight_grads
+        return input_grad, None, None, None, *weight_grads
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -163,12 +171,15 @@ class _ActivatedLinear(torch.autograd.Function):
         row_weights: Tensor,
         tile_plan: TilePlan,
         expert_weights: ExpertWeights,
+        is_output_read: bool,
         *autograd_parameters: Tensor,
     ) -> Tensor:
         x, row_weights = x.contiguous(), row_weights.contiguous()
         weight_addresses = expert_weights.weight_addresses
         ctx.save_for_backward(x, row_weights, weight_addresses, *tile_plan)
         ctx.weights = expert_weights
+        if not is_output_read:
+            return x.new_empty(x.shape[0], autograd_parameters[0].shape[0])
         return row_product(
             swiglu_forward(x, row_weights),
             weight_addresses,
@@ -184,14 +195,9 @@ class _ActivatedLinear(torch.autograd.Function):
         activated_grad = row_product(
             output_grad, weight_addresses, row_plan, x.shape[1] // 2, is_transposed=False
         )
-        x_grad, weight_grad, activated = swiglu_backward(x, row_weights, activated_grad, with_output=True)
-        return (
-            x_grad,
-            weight_grad,
-            None,
-            None,
-            *ctx.weights.compute_gradients(output_grad, activated, row_plan),
-        )
+        x_grad, row_weight_grad, activated = swiglu_backward(x, row_weights, activated_grad, with_output=True)
+        weight_grads = ctx.weights.compute_gradients(output_grad, activated, row_plan)
+        return x_grad, row_weight_grad, None, None, None, *weight_grads
 
 
 class PlannedLinear:
@@ -211,9 +217,13 @@ class PlannedLinear:
         weights = self.expert_weights
         if isinstance(m_splits, ActivatedRows):
             tile_plan, row_weights = m_splits
-            output = _ActivatedLinear.apply(x, row_weights, tile_plan, weights, *weights.autograd_inputs())
-            return output, None
-        return _GroupedLinear.apply(x, m_splits, weights, *weights.autograd_inputs()), None
+            arguments = x, row_weights, tile_plan, weights, not is_recomputing()
+            return _ActivatedLinear.apply(*arguments, *weights.autograd_inputs()), None
+        known = known_output(weights)
+        output = _GroupedLinear.apply(x, m_splits, weights, known, *weights.autograd_inputs())
+        if m_splits.source_rows is not None:
+            keep_output("experts", weights, output)
+        return output, None
 
     @property
     def expert_weights(self) -> ExpertWeights:

@@ -25,10 +25,14 @@ get_platform("cpu")
 
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.tensor_parallel import checkpoint  # noqa: E402
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules  # noqa: E402
 
 from megatron_vl.kernels.experts.token_copies import make_row_ids  # noqa: E402
+from megatron_vl.models.attention import PackedRow  # noqa: E402
+from megatron_vl.models.kept_outputs import keep_layer_outputs  # noqa: E402
 from megatron_vl.models.lora import add_to_output  # noqa: E402
+from megatron_vl.models.moe import experts  # noqa: E402
 from megatron_vl.models.moe.dispatch import ExpertRows  # noqa: E402
 from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear  # noqa: E402
 from megatron_vl.models.moe.lora import GroupedAdapter  # noqa: E402
@@ -150,7 +154,43 @@ class AdaptedLayer(Layer):
         return layer
 
 
-def layer_error(*, main_grad: bool = False, extra: int = 0, adapters: bool = False) -> float:
+class RecomputedLayer(Layer):
+    """A layer under full recompute that keeps the output of its first matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keep_layer_outputs([self], ["experts"])
+        self.row = PackedRow()
+
+    def __call__(self, x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
+        def run(x: Tensor, probs: Tensor) -> Tensor:
+            return super(RecomputedLayer, self).__call__(x, rows, probs, packed_seq_params=self.row)
+
+        return checkpoint(run, False, x, probs)
+
+    def forward(self, *inputs: Any, packed_seq_params: PackedRow) -> Tensor:
+        return super().forward(*inputs)
+
+
+def num_products_of_recomputed_layer() -> float:
+    """The products [rows, features] that a recomputed layer computes in both passes, beyond one each and
+    one for each gradient."""
+    products = Counter()
+    product = experts.row_product
+
+    def count(*arguments: Any, **options: Any) -> Tensor:
+        products.update([None])
+        return product(*arguments, **options)
+
+    experts.row_product = count
+    try:
+        error = layer_error(layer_class=RecomputedLayer)
+    finally:
+        experts.row_product = product
+    return error + (products.total() - 4)
+
+
+def layer_error(*, main_grad: bool = False, extra: int = 0, layer_class: type[Layer] = Layer) -> float:
     """Output and all gradients of a layer that gathers its rows, without DDP.
 
     ``main_grad`` is not empty before.
@@ -158,7 +198,7 @@ def layer_error(*, main_grad: bool = False, extra: int = 0, adapters: bool = Fal
     Tokens go to several experts, to one or to none. The memory after the experts' rows, and its gradient, is
     NaN.
     """
-    layer = AdaptedLayer() if adapters else Layer()
+    layer = layer_class()
     chosen = torch.zeros(150, EXPERTS, dtype=torch.bool)
     chosen[10:140, 2] = chosen[50:57, 3] = chosen[[3, 70, 141], 0] = True
     counts = chosen.sum(0).tolist()
@@ -167,7 +207,7 @@ def layer_error(*, main_grad: bool = False, extra: int = 0, adapters: bool = Fal
     dy = torch.randn(sum(counts), HIDDEN)
     weights = [weight for weight in layer.experts.parameters() if weight.requires_grad]
     inputs = [x, probs, layer.dense.weight]
-    plain = layer.merged() if adapters else layer
+    plain = layer.merged() if isinstance(layer, AdaptedLayer) else layer
     reference = plain.reference(x, counts, probs, source=chosen.T.nonzero()[:, 1])
     want = [reference, *torch.autograd.grad(reference, [*inputs, *weights], dy)]
     if main_grad:
@@ -282,7 +322,8 @@ def main() -> None:
     torch.manual_seed(0)
     checks: dict[str, Callable[[], float]] = {
         "gradients": alone,
-        "adapters": lambda: alone(adapters=True),
+        "adapters": lambda: alone(layer_class=AdaptedLayer),
+        "recomputed": lambda: 0.0 if dist.get_rank() else num_products_of_recomputed_layer(),
         "rows after the last": lambda: alone(main_grad=True, extra=150),
         "DDP, overlap, one chunk's experts frozen": lambda: ddp_error(overlap=True, frozen=True),
     }

@@ -28,8 +28,8 @@ def errors_of(checks: str, *arguments: str, ranks: int, **variables: str) -> dic
 @pytest.mark.parametrize(
     ("options", "checks"),
     [
-        ([], 4),
-        pytest.param(["--all"], 7, marks=pytest.mark.full),
+        ([], 5),
+        pytest.param(["--all"], 8, marks=pytest.mark.full),
     ],
 )
 def test_grouped_experts_equal_one_expert_after_another(options: list[str], checks: int) -> None:
