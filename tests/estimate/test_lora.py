@@ -146,13 +146,13 @@ def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> Non
     assert [more - less for more, less in zip(with_output, without, strict=True)] == [4096.0, 4096.0]
 
 
-def test_frozen_experts_keep_no_input() -> None:
-    """Of a token and its 8 experts: neither their input, 2048 numbers, nor their activation, 512."""
+def test_experts_with_adapters_keep_no_copies_of_a_token() -> None:
+    """Of a token and its 8 experts, their activation of 512 where an adapter reads it, and the 16 columns."""
     both, down, shared = (
         min(estimator_of(spec_of(A35), ["q_proj", "in_proj_z", name])._elements_by_layer_kind.values())
         for name in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj")
     )
-    assert both - down == 8 * (2048 + 16)
+    assert both - down == 8 * 16
     assert down - shared == 8 * (512 + 16) - (512 + 16)
 
 
