@@ -123,7 +123,7 @@ def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConf
     own_share = offloaded_fraction(request.config)
     shares = sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
     for recompute_fields in RECOMPUTE_LADDER:
-        fields = {"offload_inputs": False, "keep": []} | recompute_fields
+        fields: dict[str, Any] = {"offload_inputs": False, "keep": []} | recompute_fields
         recompute = dataclasses.replace(config.recompute, **fields)
         for share in shares:
             optimizer = dataclasses.replace(config.optimizer, offload_fraction=share)

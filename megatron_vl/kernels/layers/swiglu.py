@@ -101,7 +101,8 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
-        x_grad, row_weight_grads, _ = swiglu_backward(*ctx.saved_tensors, output_grad, with_output=False)
+        x, row_weights = ctx.saved_tensors
+        x_grad, row_weight_grads, _ = swiglu_backward(x, row_weights, output_grad, with_output=False)
         return x_grad, row_weight_grads
 
 
