@@ -70,6 +70,8 @@ class Job:
     function: tuple[str, str] = ("", "")
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
+    is_group: bool = True
+    """Whether the processes are ranks. If not, there is one, which has a user's environment."""
     apart: bool = False
     """Whether to run the ranks as on different nodes: if one fails, the others are not ended, and each rank
     writes to its own ``stderr_N``."""
@@ -192,7 +194,7 @@ def _prepare(job: Job, rank: int) -> None:
         identity["TORCHELASTIC_ERROR_FILE"] = str(error_file)
 
     os.environ.clear()
-    os.environ.update(job.environment | identity)
+    os.environ.update(job.environment | (identity if job.is_group else {}))
     os.chdir(job.folders.get(rank, job.cwd))
 
     for name, descriptor in (("stdout", 1), (f"stderr_{rank}" if job.apart else "stderr", 2)):
