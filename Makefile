@@ -59,7 +59,7 @@ test-next: $(READY) ## the tests with the newest released Megatron-core in place
 	 $(PYTEST) $(SPREAD) -m "not full" $(ARGS)
 
 test-eval: $(VENV)/.ready-eval ## the tests of `megatron-vl evaluate`, which need VLMEvalKit
-	$(PYTEST) $(SPREAD) -m "eval and not full" $(ARGS)
+	$(PYTEST) -m "eval and not full" $(EVAL) $(ARGS)
 
 test-transformers: $(NEWEST) ## the tests of transformers' rules, with its newest version
 	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import transformers as t; assert '$<' in t.__file__, t.__file__"

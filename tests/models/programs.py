@@ -135,7 +135,8 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
 def steps_with_fused_layers(hf: str, recomputes: bool) -> dict[str, list[float]]:
     """Losses and gradient norms of two steps: with torch's layers, and with interpreted norms that also form
     the sum before them and take the gradient of the residual connection, interpreted sums and activations.
-    With ``recomputes``, those of one step with these and recompute. For each call of a norm, whether it forms the sum."""
+    With ``recomputes``, those of one step with these and recompute. For each call of a norm, whether it
+    forms the sum."""
     from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
