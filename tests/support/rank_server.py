@@ -43,7 +43,7 @@ PRELOADED = (
     "toolkit.parity.worker",
     "toolkit.cli",
     "pytest",
-    "transformers.models.qwen2.tokenization_qwen2_fast",
+    "transformers.models.qwen2.tokenization_qwen2",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
