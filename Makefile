@@ -23,6 +23,9 @@ RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fiel
           data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py \
           data/test_qwen3_5_prompts.py toolkit/test_hf_videos.py estimate/test_flops.py)
 
+# The tests with the mark `eval`: collecting all others would take longer than they do.
+EVAL := $(addprefix tests/, toolkit/test_evaluate.py toolkit/test_evaluate_sets.py security/test_evaluate.py)
+
 # The newest released Megatron-core, beside the pinned one.
 NEXT := $(VENV)/next
 CORE := $(shell sed -n 's/^megatron-core==//p' constraints.txt)
