@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import torch
 
 from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.config.checks import check_export_weights
-from tests.support.tiny_run import environment, prepare
+from tests.support.ranks import run_module
+from tests.support.tiny_run import prepare
 from toolkit.train import command
 
 
@@ -29,13 +28,8 @@ def test_run_scores_itself_when_its_ranks_have_ended(tiny_checkpoint: Any, tmp_p
     keys = []
     for ranks in (1, 2):
         run = tmp_path / f"run{ranks}"
-        done = subprocess.run(
-            [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", str(ranks), *words]
-            + ["--checkpoint.dir", str(run)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-        )
+        start = ["train", "--nproc-per-node", str(ranks), *words, "--checkpoint.dir", str(run)]
+        done = run_module("toolkit", start, is_group=False)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         out = run / "hf" / "step_00000001_answers.jsonl"
