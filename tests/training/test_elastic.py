@@ -11,7 +11,8 @@ import torch
 from tests.support import ranks
 from tests.support.tiny_run import metrics, options_of, prepare, train
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
+"""Rows of a moved loader, and a run on another number of ranks, are tests of their own in `make test`."""
 
 STEPS = 6
 OPTIONS = ["--global_batch_size", "12", "--checkpoint.interval", "1", "--log.samples", "true"]

@@ -182,7 +182,9 @@ def local_logits(trainer: Trainer) -> Tensor:
         return torch.cat([chunk(row, labels=False).flatten(0, 1).float() for row in step_batch.rows])
 
 
-@pytest.mark.parametrize("family", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.full] * (name == "qwen3_5")) for name in LAYOUTS]
+)
 @in_ranks(4)
 def test_lora_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, tmp_path: Path) -> None:
     """Factors, master weights, moments and step counts."""
