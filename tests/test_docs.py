@@ -318,13 +318,6 @@ def test_messages_on_the_errors_page_are_those_of_the_code():
         assert re.search(".*?".join(map(re.escape, pieces)), texts), message
 
 
-def test_glossary_entries_say_what_else_they_are_called():
-    """The site's search finds a page by words that stand in it."""
-    entries = re.split(r"^- \*\*", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)[1:]
-    assert len(entries) > 30
-    assert [entry.partition("**")[0] for entry in entries if "*Also called:*" not in entry] == []
-
-
 @pytest.mark.parametrize("document", sorted((ROOT / "docs").rglob("*.md")), ids=name_of)
 def test_lists_are_written_for_python_markdown(document):
     """What belongs to an item is indented by four spaces, and a blank line comes before a list."""
@@ -332,11 +325,3 @@ def test_lists_are_written_for_python_markdown(document):
     assert re.findall(r"\n\n {1,3}\S.*", text) == []
     assert re.findall(r"^ {1,3}(?:[-*] |\d+\. |```|\|).*", text, re.MULTILINE) == []
     assert re.findall(r"\n\n[^\s|#<\d*-].*\n(?:\S.*\n)*?(?:[-*]|\d+\.) .*", text) == []
-
-
-@pytest.mark.parametrize("page", [page for page in LOG if page.stem != "README"], ids=name_of)
-def test_log_has_its_newest_entry_first(page):
-    dates = re.findall(r"^## (\S{10})", page.read_text(), re.MULTILINE)
-    assert dates and dates == sorted(dates, reverse=True)
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
-    assert f"]({page.name})" in (page.parent / "README.md").read_text()
