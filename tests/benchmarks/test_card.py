@@ -36,6 +36,7 @@ def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
     return folder / "card.json"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_card_has_what_was_measured(card_file: Path) -> None:
     card = json.loads(card_file.read_text())
@@ -80,6 +81,7 @@ def test_another_learning_rate_shows(family: str, dtype: str, limit: float, tiny
 # --- The page -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     card = json.loads(card_file.read_text())

@@ -130,20 +130,20 @@ def test_names_of_cases_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
-def test_choice_holds_every_setting_and_pairs_of_ways() -> None:
+def test_choice_holds_every_setting_and_training() -> None:
     """Worked out by hand: of five cases, the third holds nothing that the others do not."""
     steps = [[["image"]]]
     cases = [
         {"name": "a", "tp": 2, "tied": True, "steps": steps},
         {"name": "b", "pp": 2, "tied": False, "steps": steps},
         {"name": "c", "tp": 2, "tied": False, "steps": steps},
-        {"name": "d", "tp": 2, "pp": 2, "tied": False, "steps": steps},
+        {"name": "d", "tp": 2, "train": True, "tied": False, "steps": steps},
         {"name": "e", "cp": 2, "tp": 1, "tied": None, "steps": steps},
     ]
-    # The pair of ways of the fourth makes the first two redundant, but "tied" of the first.
-    assert choose(cases) == ["a", "d", "e"]
-    # The second and the third as well, where the first costs more: only it is tied.
-    assert choose(cases, {"a": 2.0, "b": 1.0, "c": 1.0, "d": 9.0, "e": 1.0}) == ["a", "d", "e"]
+    assert choose(cases) == ["a", "b", "d", "e"]
+    # A cheaper case with the same settings instead of the first.
+    costs = {"a": 2.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0, "f": 1.0}
+    assert choose([*cases, cases[0] | {"name": "f"}], costs) == ["b", "d", "e", "f"]
 
 
 def test_make_test_runs_every_setting() -> None:
