@@ -23,6 +23,9 @@ RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fiel
           data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py \
           data/test_qwen3_5_prompts.py toolkit/test_hf_videos.py estimate/test_flops.py)
 
+# The tests with the mark `eval`: collecting all others would take longer than they do.
+EVAL := $(addprefix tests/, toolkit/test_evaluate.py toolkit/test_evaluate_sets.py security/test_evaluate.py)
+
 # The newest released Megatron-core, beside the pinned one.
 NEXT := $(VENV)/next
 CORE := $(shell sed -n 's/^megatron-core==//p' constraints.txt)
@@ -42,7 +45,7 @@ quick: WORKERS := 2
 quick: $(READY)  ## the fast tests, which start no ranks: about 2 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not slow and not full" $(ARGS)
 
-test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 17 minutes on 2 cores
+test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 15 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
 
 test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about 40 minutes
@@ -59,7 +62,7 @@ test-next: $(READY) ## the tests with the newest released Megatron-core in place
 	 $(PYTEST) $(SPREAD) -m "not full" $(ARGS)
 
 test-eval: $(VENV)/.ready-eval ## the tests of `megatron-vl evaluate`, which need VLMEvalKit
-	$(PYTEST) $(SPREAD) -m "eval and not full" $(ARGS)
+	$(PYTEST) -m "eval and not full" $(EVAL) $(ARGS)
 
 test-transformers: $(NEWEST) ## the tests of transformers' rules, with its newest version
 	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import transformers as t; assert '$<' in t.__file__, t.__file__"

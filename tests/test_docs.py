@@ -14,17 +14,15 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_vl.config import field_types, parse_config, validate_config
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
+from tests.support.ranks import run_module
 from toolkit.demo.command import write_demo_checkpoint
 from toolkit.demo.demo_data import write_raw_data
 
@@ -52,24 +50,7 @@ def blocks(document: Path) -> list[tuple[str, str, str]]:
     return [(mark, language, textwrap.dedent(text)) for mark, language, text in found]
 
 
-def checked_script(document: Path) -> str:
-    """The checked blocks of a document, one after the other; empty where it has none."""
-    return "\n".join(
-        text if language == "bash" else f"python - <<'END OF BLOCK'\n{text}END OF BLOCK\n"
-        for mark, language, text in blocks(document)
-        if mark
-    )
-
-
-def checked_documents() -> list[Any]:
-    """Documents with checked blocks, marked as tests that start ranks where they train."""
-    found = []
-    for document in DOCUMENTS:
-        if script := checked_script(document):
-            trains = re.search(r"^megatron-vl train (?!.*--help)", script, re.MULTILINE)
-            marks = pytest.mark.ranks if trains else pytest.mark.slow
-            found.append(pytest.param(document, id=name_of(document), marks=marks))
-    return found
+CHECKED = [document for document in DOCUMENTS if any(mark for mark, _, _ in blocks(document))]
 
 
 COMMANDS = [
@@ -121,31 +102,36 @@ def test_commands_are_valid(document, line):
 LOSS = re.compile(r"^step +\d+/\d+ \| loss ([\d.]+)", re.MULTILINE)
 
 
-@pytest.mark.parametrize("document", checked_documents())
+@pytest.mark.ranks
+@pytest.mark.parametrize("document", CHECKED, ids=name_of)
 def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
+    """Each command in a process of its own, a fork of one that has imported the stack."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
     write_demo_checkpoint(tmp_path / "checkpoints" / "tiny")
     write_raw_data(tmp_path / "data")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
-    script = checked_script(document)
-    command = ["bash", "-euxo", "pipefail", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
-    if "megatron-vl verify" in script:
-        assert "identical" in done.stdout
+    output = ""
+    for number, (language, text) in enumerate(block[1:] for block in blocks(document) if block[0]):
+        (tmp_path / f"block_{number}.py").write_text(text)
+        lines = logical_lines(text) if language == "bash" else [f"block_{number}"]
+        for words in (shlex.split(line) for line in lines):
+            module = "toolkit" if words[0] == "megatron-vl" else words[0]
+            done = run_module(module, words[1:], cwd=tmp_path, is_group=False)
+            output += done.stdout
+            assert done.returncode == 0, f"{words}\n{done.stderr[-3000:]}{done.stdout[-1000:]}"
+    if document.name == "weights.md":
+        assert "identical" in output
     if document == ROOT / "README.md":
         lora = (ROOT / "docs" / "lora.md").read_text().partition("The losses of its four steps are")[2]
         printed = LOSS.findall(document.read_text()) + re.findall(r"\d\.\d{4}", lora)[:4]
-        shown = list(map(float, LOSS.findall(done.stdout)))
+        shown = list(map(float, LOSS.findall(output)))
         assert len(shown) == 8 and list(map(float, printed)) == pytest.approx(shown, rel=0, abs=1e-4)
 
 
 def test_marks_of_checked_blocks_are_recognized():
     expected = {"README.md", "docs/data.md", "docs/python-api.md", "docs/weights.md"}
-    assert {param.id for param in checked_documents()} >= expected
+    assert set(map(name_of, CHECKED)) >= expected
 
 
 RUNS = [
@@ -332,13 +318,6 @@ def test_messages_on_the_errors_page_are_those_of_the_code():
         assert re.search(".*?".join(map(re.escape, pieces)), texts), message
 
 
-def test_glossary_entries_say_what_else_they_are_called():
-    """The site's search finds a page by words that stand in it."""
-    entries = re.split(r"^- \*\*", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)[1:]
-    assert len(entries) > 30
-    assert [entry.partition("**")[0] for entry in entries if "*Also called:*" not in entry] == []
-
-
 @pytest.mark.parametrize("document", sorted((ROOT / "docs").rglob("*.md")), ids=name_of)
 def test_lists_are_written_for_python_markdown(document):
     """What belongs to an item is indented by four spaces, and a blank line comes before a list."""
@@ -346,11 +325,3 @@ def test_lists_are_written_for_python_markdown(document):
     assert re.findall(r"\n\n {1,3}\S.*", text) == []
     assert re.findall(r"^ {1,3}(?:[-*] |\d+\. |```|\|).*", text, re.MULTILINE) == []
     assert re.findall(r"\n\n[^\s|#<\d*-].*\n(?:\S.*\n)*?(?:[-*]|\d+\.) .*", text) == []
-
-
-@pytest.mark.parametrize("page", [page for page in LOG if page.stem != "README"], ids=name_of)
-def test_log_has_its_newest_entry_first(page):
-    dates = re.findall(r"^## (\S{10})", page.read_text(), re.MULTILINE)
-    assert dates and dates == sorted(dates, reverse=True)
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
-    assert f"]({page.name})" in (page.parent / "README.md").read_text()

@@ -63,46 +63,6 @@ def test_matrix_has_every_family_and_only_cases_of_the_parity_table() -> None:
         assert {table[name]["family"] for name in named} == {family}
 
 
-@pytest.mark.parametrize(
-    ("feature", "in_name"),
-    [
-        ("Tensor parallel (TP)", r"\bTP\d"),
-        ("Sequence parallel", r"\+ SP"),
-        ("Interleaved pipeline (VPP)", r"\bVPP\d"),
-        ("Expert parallel (EP)", r"\bEP\d"),
-        ("Expert tensor parallel (ETP)", r"\bETP\d"),
-        ("TP, PP, VPP and sequence parallel together", r"TP2 x PP2 x VPP2"),
-        ("Tied embeddings", r"\btied\b"),
-        ("Whole trainings: losses, weights and moments", r"^training"),
-        ("Full recompute", r"full recompute"),
-        ("The merger trained alone", r"merger alone"),
-        (
-            "Data parallel, optimizer not distributed",
-            r"without distributed|no distributed|text-only step between",
-        ),
-    ],
-)
-def test_matrix_counts_cases_for_what_their_names_say(feature: str, in_name: str) -> None:
-    features = {name: holds for part in matrix.SECTIONS.values() for name, holds in part.items()}
-    counted = {
-        entry.case["name"]
-        for family in matrix.FAMILIES
-        for entry in matrix.proving(features[feature], family)
-    }
-    names = {case["name"] for cases in CASES.values() for case in cases}
-    named = {name for name in names if re.search(in_name, name)}
-    unnamed = {"training, PP2, qwen3_vl", "training, TP2 x PP2 x VPP2 + SP, qwen3_vl"}
-    unnamed |= {"TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven"}
-    assert counted - named <= (unnamed if feature == "Tied embeddings" else set())
-    assert named <= counted
-
-
-def test_matrix_says_where_nothing_is_proven() -> None:
-    page = matrix.markdown().partition("## The cases")[0]
-    assert re.search(r"^\| Expert parallel \(EP\) \|  \|  \|  \| \d", page, re.MULTILINE)
-    assert re.search(r"^\| Samples without loss tokens \| – \|", page, re.MULTILINE)
-
-
 # --- Architecture, versions, releases -----------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
     return folder / "card.json"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_card_has_what_was_measured(card_file: Path) -> None:
     card = json.loads(card_file.read_text())
@@ -58,21 +59,29 @@ def test_the_card_has_what_was_measured(card_file: Path) -> None:
     assert card["source"]["commit"] and card["machine"]["attention"]["language"] == "sdpa"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.full)])
-def test_another_learning_rate_shows(family: str, tiny_checkpoint, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "limit"),
+    [
+        ("qwen2_5_vl", "float32", 5e-6),
+        ("qwen2_5_vl", "bfloat16", 5e-3),
+        ("qwen3_5_moe", "float32", 5e-6),
+        ("qwen3_5_moe", "bfloat16", 5e-3),
+    ],
+)
+def test_another_learning_rate_shows(family: str, dtype: str, limit: float, tiny_checkpoint, tmp_path):
     """Of bf16 as well, where the gap has the size of the one between two kernels."""
-    for dtype, limit in (("float32", 5e-6), ("bfloat16", 5e-3)):
-        run = {"hf": str(tiny_checkpoint(family)), "folder": str(tmp_path / dtype), "dtype": dtype}
-        gaps = call(card_losses, **run, steps=STEPS, lr=LR)
-        assert 0 < gaps["same"]["largest"] < limit < 10 * limit < gaps["other rate"]["largest"]
-        assert gaps["same"]["largest"] < 5 * gaps["eager"]["largest"]
+    run = {"hf": str(tiny_checkpoint(family)), "folder": str(tmp_path / "card"), "dtype": dtype}
+    gaps = call(card_losses, **run, steps=STEPS, lr=LR)
+    assert 0 < gaps["same"]["largest"] < limit < 10 * limit < gaps["other rate"]["largest"]
+    assert gaps["same"]["largest"] < 5 * gaps["eager"]["largest"]
 
 
 # --- The page -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     card = json.loads(card_file.read_text())

@@ -149,7 +149,7 @@ def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["text", pytest.param("two_images", marks=pytest.mark.slow), "mixed"])
+@pytest.mark.parametrize("kind", ["text", "mixed"])
 def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, kind: str) -> None:
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)

@@ -172,7 +172,7 @@ def unaligned_error(device: str = "cpu", tiles: AttentionTiles = SMALL) -> float
     """The number of patches is not a multiple of 4, but rows of statistics are; memory after the last patch
     must not be written."""
     with poisoned_memory():
-        errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (62, 63, 64)]
+        errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (30, 31, 32)]
     # Not Python's max, which passes over NaN.
     return float(torch.tensor(errors).max())
 
@@ -637,8 +637,9 @@ def main() -> None:
         return
 
     fix_interpreter()
-    # Each interpreted row takes milliseconds. These are still more programs than FINAL_ROWS.
-    sum_kernels.NUM_PROGRAMS = norm_kernels.BACKWARD_PROGRAMS = 70
+    # Each interpreted row takes milliseconds. These are still more programs than the rows of a final block.
+    sum_kernels.NUM_PROGRAMS = norm_kernels.BACKWARD_PROGRAMS = 10
+    sum_kernels.FINAL_ROWS = 8
     errors = {
         "windows of 64, 80 a head": attention_error([64, 64, 32, 16, 7, 1], 2, 80),
         "windows of 100, 32 a head": attention_error([100, 12], 1, 32),
@@ -647,24 +648,22 @@ def main() -> None:
         "tower, 64 a head": tower_error([20, 1], 1, 64),
         "plain, 72 a head, sharp": plain_error([1, 19, 16], 1, 72, spread=10.0),
         "plain, 24 a head, more segments than are searched at once": many_segments_error(),
-        "LayerNorm, one row": norm_error(1, 1152, is_layer_norm=True),
-        "LayerNorm, more rows than programs": norm_error(80, 36, is_layer_norm=True),
-        "RMSNorm of 1280": norm_error(33, 1280),
-        "RMSNorm of 3584": norm_error(3, 3584),
-        "RMSNorm, zero-centred": norm_error(75, 64, is_zero_centered=True),
-        "LayerNorm of a sum": norm_error(80, 36, is_layer_norm=True, num_added=2),
-        "LayerNorm of a sum, one row": norm_error(1, 1152, is_layer_norm=True, num_added=2),
-        "RMSNorm of a sum": norm_error(33, 1280, num_added=2),
-        "RMSNorm of a sum without a bias": norm_error(75, 64, is_zero_centered=True, num_added=1),
+        "LayerNorm, one row": norm_error(1, 300, is_layer_norm=True),
+        "LayerNorm, more rows than programs": norm_error(23, 36, is_layer_norm=True),
+        "RMSNorm": norm_error(3, 1280),
+        "RMSNorm, zero-centred": norm_error(12, 64, is_zero_centered=True),
+        "LayerNorm of a sum": norm_error(23, 36, is_layer_norm=True, num_added=2),
+        "RMSNorm of a sum": norm_error(9, 300, num_added=2),
+        "RMSNorm of a sum without a bias": norm_error(12, 64, is_zero_centered=True, num_added=1),
         "LayerNorm, no rows": empty_norm_error(),
         "sum with a bias": sum_error(37, 300),
-        "sum with a bias, more rows than programs": sum_error(600, 5),
-        "sum with a bias, one row": sum_error(1, 1152),
+        "sum with a bias, more rows than programs": sum_error(100, 5),
+        "sum with a bias, one row": sum_error(1, 300),
         "sum with a bias, no rows": empty_sum_error(),
         "LayerNorm in bf16": norm_rounding_errors(),
         "swiglu": swiglu_error(3, 3000, weighted=False),
         "SwiGLU with a bias": activation_error("silu", 37, 300, is_gated=True),
-        "GELU with a bias, more rows than programs": activation_error("gelu_tanh", 300, 5),
+        "GELU with a bias, more rows than programs": activation_error("gelu_tanh", 100, 5),
         "QuickGELU with a bias, one row": activation_error("quick_gelu", 1, 24),
         "SwiGLU with a bias, no rows": empty_activation_error(),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
@@ -675,7 +674,7 @@ def main() -> None:
         "adapters of experts": adapters_error([3, 0, 130], 48, 80, 8),
         "each row to 4 others": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
         "rows wider than a block, to 3 others": rows_error([0.9, 0.5, 0.1], 6, 2100),
-        "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
+        "each row to 40 others": rows_error([0.2] * 39 + [0.0], 8, 16),
         "tower, patches that 4 does not divide": unaligned_error(),
         "halves of master weights": halves_error(5000),
         "update with moments in bf16": adam_error(5001),

@@ -132,10 +132,11 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
     return [plain, step(trainer.again())]
 
 
-def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
+def steps_with_fused_layers(hf: str, recomputes: bool) -> dict[str, list[float]]:
     """Losses and gradient norms of two steps: with torch's layers, and with interpreted norms that also form
     the sum before them and take the gradient of the residual connection, interpreted sums and activations.
-    Those of one step with these and recompute. For each call of a norm, whether it forms the sum."""
+    With ``recomputes``, those of one step with these and recompute. For each call of a norm, whether it
+    forms the sum."""
     from tests.kernels.triton_checks import fix_interpreter, torch_only
 
     fix_interpreter()
@@ -179,11 +180,9 @@ def steps_with_fused_layers(hf: str) -> dict[str, list[float]]:
     assert not activation_calls
     layer_specs._layer_modules = fused_modules
     results["fused"] = run_steps(RecomputeConfig(), 2)
-    for name, recompute in (
-        ("recomputed", RecomputeConfig(language="full", vision="full")),
-        ("recomputed activations", RecomputeConfig(vision="activation")),
-    ):
-        results[name] = run_steps(recompute, 1)
+    if recomputes:
+        results["recomputed"] = run_steps(RecomputeConfig(language="full", vision="full"), 1)
+        results["recomputed activations"] = run_steps(RecomputeConfig(vision="activation"), 1)
     results |= {"calls of norms": norm_calls, "calls of activations": activation_calls}
     return results
 

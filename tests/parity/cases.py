@@ -3,8 +3,8 @@
 To add a row, write a :func:`case` into the table of its kind, under its number of ranks: a name that no other
 case has, the family, its rows (:data:`MIXED_ROWS` if left out), and the settings that differ from one rank
 with everything trained (fields of :class:`.training.TableCase`). ``make test`` chooses among the
-cases of :data:`PLAIN_CASES` and those written with :func:`quick`, so that every pair of their settings is run
-(:mod:`.pairwise`); ``make test-full`` runs all. The support matrix (:mod:`.matrix`) counts them by itself.
+cases of :data:`PLAIN_CASES` and those written with :func:`quick`, so that every setting is run
+(:mod:`.choice`); ``make test-full`` runs all. The support matrix (:mod:`.matrix`) counts them by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from .pairwise import pairwise
+from .choice import choose
 
 FOUR = ["image", "text", "two_images", "video"]
 """Four samples, as one row or as four."""
@@ -370,10 +370,10 @@ def considered_by_make_test() -> list[tuple[int, dict[str, Any]]]:
 
 @cache
 def chosen_by_make_test() -> frozenset[str]:
-    """The names of the cases that ``make test`` runs: of a pair of settings one, on any number of ranks."""
+    """The names of the cases that ``make test`` runs (:mod:`.choice`)."""
     considered = considered_by_make_test()
     costs = {entry["name"]: _cost(entry, ranks) for ranks, entry in considered}
-    return frozenset(pairwise([entry for _, entry in considered], costs))
+    return frozenset(choose([entry for _, entry in considered], costs))
 
 
 def _cost(entry: dict[str, Any], ranks: int) -> float:

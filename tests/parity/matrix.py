@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from .cases import CASES, MOE, MOE35, Q2, Q3, Q25, Q35, chosen_by_make_test
-from .pairwise import settings
+from .choice import settings
 
 FAMILIES = {
     Q2: "Qwen2-VL",
@@ -233,8 +233,8 @@ INTRODUCTION = f"""\
   code, so it may well work; nothing here claims it.
 - A cell is empty where a family cannot have the feature.
 
-The test of a case is `{PARITY}[RANKS-NAME]`. `make test` runs the cases that together
-hold every pair of settings, `make test-full` all {sum(map(len, CASES.values()))}.
+The test of a case is `{PARITY}[RANKS-NAME]`. `make test` runs those that together hold
+every setting, `make test-full` all {sum(map(len, CASES.values()))}.
 """
 
 

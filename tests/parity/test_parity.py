@@ -24,7 +24,7 @@ from toolkit.parity.case import ParityCase, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 from .cases import CASES, SEEDS, chosen_by_make_test, considered_by_make_test
-from .pairwise import pairs, pairwise
+from .choice import choose, demands
 from .training import TableCase
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
@@ -130,21 +130,23 @@ def test_names_of_cases_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
-def test_choice_holds_every_pair_of_settings() -> None:
-    """Worked out by hand: of four cases, the third holds nothing that the first two do not."""
+def test_choice_holds_every_setting_and_training() -> None:
+    """Worked out by hand: of five cases, the third holds nothing that the others do not."""
     steps = [[["image"]]]
     cases = [
         {"name": "a", "tp": 2, "tied": True, "steps": steps},
-        {"name": "b", "tp": 1, "tied": False, "steps": steps},
-        {"name": "c", "tp": 2, "tied": True, "steps": steps},
-        {"name": "d", "tp": 2, "tied": False, "steps": steps},
+        {"name": "b", "pp": 2, "tied": False, "steps": steps},
+        {"name": "c", "tp": 2, "tied": False, "steps": steps},
+        {"name": "d", "tp": 2, "train": True, "tied": False, "steps": steps},
+        {"name": "e", "cp": 2, "tp": 1, "tied": None, "steps": steps},
     ]
-    assert pairwise(cases) == ["a", "b", "d"]
-    # The third instead of the first, where the first costs more.
-    assert pairwise(cases, {"a": 2.0, "b": 1.0, "c": 1.0, "d": 1.0}) == ["b", "c", "d"]
+    assert choose(cases) == ["a", "b", "d", "e"]
+    # A cheaper case with the same settings instead of the first.
+    costs = {"a": 2.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0, "f": 1.0}
+    assert choose([*cases, cases[0] | {"name": "f"}], costs) == ["b", "d", "e", "f"]
 
 
-def test_make_test_runs_every_setting_and_every_pair() -> None:
+def test_make_test_runs_every_setting() -> None:
     table = [entry for entries in CASES.values() for entry in entries]
     run = [entry for entry in table if entry["name"] in chosen_by_make_test()]
     layout = ("tp", "cp", "pp", "vpp", "ep", "etp", "sequence_parallel", "overlap")
@@ -152,8 +154,7 @@ def test_make_test_runs_every_setting_and_every_pair() -> None:
         assert {entry.get(field) for entry in run} == {entry.get(field) for entry in table}, field
     ranks_run = {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)}
     assert ranks_run == {1, 2, 4, 8}
-    assert pairs_of(run) == pairs_of([entry for _, entry in considered_by_make_test()])
-
-
-def pairs_of(entries: list[dict[str, Any]]) -> set[Any]:
-    return {pair for entry in entries for pair in pairs(entry)}
+    considered = [entry for _, entry in considered_by_make_test()]
+    assert {each for entry in run for each in demands(entry)} == {
+        each for entry in considered for each in demands(entry)
+    }

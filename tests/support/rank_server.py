@@ -35,9 +35,15 @@ PRELOADED = (
     "megatron_vl.train",
     "megatron_vl.training.resolve",
     "megatron_vl.training.trainer",
+    "megatron_vl.training.missing_sizes",
+    "megatron_vl.training.passes",
+    "megatron.core.models.mimo",
+    "megatron_vl.data.loader",
+    "megatron_vl.data.row_loader",
     "toolkit.parity.worker",
     "toolkit.cli",
     "pytest",
+    "transformers.models.qwen2.tokenization_qwen2",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
@@ -70,6 +76,8 @@ class Job:
     function: tuple[str, str] = ("", "")
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
+    is_group: bool = True
+    """Whether the processes are ranks. If not, there is one, which has a user's environment."""
     apart: bool = False
     """Whether to run the ranks as on different nodes: if one fails, the others are not ended, and each rank
     writes to its own ``stderr_N``."""
@@ -94,12 +102,18 @@ class Outcome:
 
 def main(descriptor: int) -> None:
     """Serves until the other end closes."""
+    gc.disable()  # a third of the time of these imports
     for name in PRELOADED:
         importlib.import_module(name)
 
+    # The first command line costs a fifth of a second: jsonargparse and its parser.
+    from megatron_vl.config import parse_config
+
+    parse_config(["--model.hf", "none", "--data.path", "none", "--checkpoint.dir", "none"])
     assert threading.active_count() == 1, "a thread of the server would be missing in every rank"
     gc.collect()
     gc.freeze()  # pages that the ranks share stay shared
+    gc.enable()
 
     connection = Connection(descriptor)
     while True:
@@ -192,7 +206,7 @@ def _prepare(job: Job, rank: int) -> None:
         identity["TORCHELASTIC_ERROR_FILE"] = str(error_file)
 
     os.environ.clear()
-    os.environ.update(job.environment | identity)
+    os.environ.update(job.environment | (identity if job.is_group else {}))
     os.chdir(job.folders.get(rank, job.cwd))
 
     for name, descriptor in (("stdout", 1), (f"stderr_{rank}" if job.apart else "stderr", 2)):

@@ -75,15 +75,18 @@ def run_module(
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout_s: float = 600,
+    is_group: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``ranks`` processes and waits for their end.
+    """Runs ``python -m module arguments`` in ``ranks`` processes, or in one that is no rank, and waits for
+    their end.
 
     Raises:
         subprocess.TimeoutExpired: the ranks were still running after ``timeout_s`` seconds and were killed.
     """
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        job = _job(folder, ranks, environment, cwd, timeout_s, module=module, arguments=words)
+        work: dict[str, Any] = {"module": module, "arguments": words, "is_group": is_group}
+        job = _job(folder, ranks, environment, cwd, timeout_s, **work)
         outcome = _ask(job)
         stdout, stderr = _said(folder)
     if outcome.timed_out:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +12,32 @@ import torch
 
 from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.config.checks import check_export_weights
-from tests.support.tiny_run import environment, prepare
+from tests.support.ranks import run_module
+from tests.support.tiny_run import prepare
 from toolkit.train import command
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
-def test_run_scores_itself_when_its_ranks_have_ended(tiny_checkpoint: Any, tmp_path: Path) -> None:
-    """One rank, and two that the launcher starts: the same samples, each once; white space does not count."""
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_run_scores_itself_when_its_ranks_have_ended(
+    ranks: int, tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    """One rank, or two that the launcher starts: each sample once; white space does not count."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    prepared = prepare(tmp_path / "files", hf, samples=12, val_fraction=0.5)
+    prepared, run = prepare(tmp_path / "files", hf, samples=12, val_fraction=0.5), tmp_path / "run"
     words = ["--model.hf", str(hf), "--data.path", str(prepared["data"]), "--data.seq_len", "128"]
     words += ["--dtype", "float32", "--steps", "1", "--global_batch_size", "2", "--eval.answers", "2"]
-    keys = []
-    for ranks in (1, 2):
-        run = tmp_path / f"run{ranks}"
-        done = subprocess.run(
-            [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", str(ranks), *words]
-            + ["--checkpoint.dir", str(run)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        out = run / "hf" / "step_00000001_answers.jsonl"
-        assert lines[-1] == f"0 of 2 answers (0.0%) equal their reference ({out})"
-        assert lines.index(f"checkpoints in {run}: [1]") < len(lines) - 1, "the ranks have ended"
-        answers = [json.loads(line) for line in out.read_text().splitlines()]
-        assert all(each.keys() == {"key", "prompt", "reference", "answer"} for each in answers)
-        keys.append([each["key"] for each in answers])
-        assert (run / "hf" / "step_00000001" / "config.json").is_file()
-    assert keys[0] == keys[1] and len(set(keys[0])) == 2
+    start = ["train", "--nproc-per-node", str(ranks), *words, "--checkpoint.dir", str(run)]
+    done = run_module("toolkit", start, is_group=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    out = run / "hf" / "step_00000001_answers.jsonl"
+    assert lines[-1] == f"0 of 2 answers (0.0%) equal their reference ({out})"
+    assert lines.index(f"checkpoints in {run}: [1]") < len(lines) - 1, "the ranks have ended"
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(each.keys() == {"key", "prompt", "reference", "answer"} for each in answers)
+    assert len({each["key"] for each in answers}) == 2
+    assert (run / "hf" / "step_00000001" / "config.json").is_file()
 
 
 def test_only_a_run_that_is_done_is_scored_and_only_once(tmp_path: Path, monkeypatch: Any) -> None:

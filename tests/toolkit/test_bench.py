@@ -92,6 +92,7 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.full
 def test_fsdp2_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
     """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
     folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]

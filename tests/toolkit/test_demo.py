@@ -1,4 +1,4 @@
-"""The demo passes its own checks, and they fail if something is wrong."""
+"""The demo passes its own checks, and they fail if something is wrong. `make demo` runs it in the CI, too."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def test_demo_passes(tmp_path):
     assert question.endswith("--prompt 'What is in this picture?'") and answer == ANSWER_BY_IMAGE["chelsea"]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_demo_shows_its_checks(demo, capsys):
     checks = json.loads((demo / "report.json").read_text())["checks"]
@@ -72,6 +73,7 @@ def test_demo_shows_its_checks(demo, capsys):
     assert ("FAILED" in capsys.readouterr().out) == bool(failed)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_demo_fails_on_a_damaged_export(demo, tmp_path):
     """The control: with one layer's heads swapped, as by a wrong conversion, the loss is wrong."""

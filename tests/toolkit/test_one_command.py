@@ -18,6 +18,7 @@ from megatron_vl.config import TrainConfig, parse_config, validate_config
 from megatron_vl.data.source.sample_sizes import SizesError
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
+from tests.support.ranks import run_module
 from toolkit.cli import main
 from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
@@ -60,10 +61,10 @@ def test_one_command_trains_on_records_and_a_second_finds_them_again(
 ):
     records = questions(tmp_path / "raw")
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "toolkit", "train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    command = ["train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     command += ["--data.path", str(records), "--media-root", str(tmp_path / "raw" / "media")]
     command += ["--global_batch_size", "2", "--log.samples", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_module("toolkit", command, cwd=tmp_path, is_group=False)
     assert "6 of 6 records converted" in done.stderr
     lines = (tmp_path / "runs/conversations/samples.jsonl").read_text().splitlines()
     keys = [key for line in lines for row in json.loads(line)["rows"] for key in row]
@@ -71,7 +72,7 @@ def test_one_command_trains_on_records_and_a_second_finds_them_again(
     passes = "1 step: 1 pass over the data, at most 4,096 tokens"
     assert passes in done.stdout
     command += ["--steps", "1"]
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    again = run_module("toolkit", command, cwd=tmp_path, is_group=False)
     assert "converted from" in again.stderr and "nothing to do" in again.stdout and passes in again.stdout
 
 

@@ -6,9 +6,6 @@ import base64
 import csv
 import gzip
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from megatron_vl.config import parse_config
 from megatron_vl.data.loader import build_loader
 from megatron_vl.spec.families import read_spec
 from tests.data.media import encoded
+from tests.support.ranks import run_module
 from tests.tiny import tiny_checkpoint
 from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
@@ -218,12 +216,10 @@ def test_table_without_options_is_refused_with_the_finished_ones(form: str, tmp_
 @pytest.mark.ranks
 def test_folder_of_datasets_is_trained_on_by_one_command(tmp_path: Path):
     records, options = written("as_saved_dataset", tmp_path)
-    command = [sys.executable, "-m", "toolkit", "train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    command = ["train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     command += ["--data.path", str(records), "--columns", options["columns"], "--missing-markers", "first"]
     command += ["--global_batch_size", "1"]
-    python_path = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": python_path}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_module("toolkit", command, cwd=tmp_path, is_group=False)
     assert done.returncode == 0, done.stderr
     assert "3 of 3 records converted" in done.stderr and "step 1/1 | loss" in done.stdout
     assert (tmp_path / "runs/saved/step_00000001").is_dir()

@@ -20,6 +20,7 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import planned_run
+from tests.support.ranks import run_module
 from tests.support.tiny_run import environment, metrics, options_of, prepare, train
 from toolkit.cli import main
 from toolkit.common.memory_table import memory_table, wide_console
@@ -317,8 +318,8 @@ def test_dry_run_makes_every_check_of_a_start(prepared, tiny_checkpoint, capsys,
 def test_train_command_trains_on_two_ranks(prepared, tmp_path):
     """It starts as a user starts it; a single rank reads the same rows and so has the same losses."""
     fields = options_of(prepared, tmp_path / "run2", "--parallel.tp", "2", steps=3)
-    start = [sys.executable, "-m", "toolkit", "train", "--nproc-per-node", "2", *fields]
-    done = subprocess.run(start, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    start = ["train", "--nproc-per-node", "2", *fields]
+    done = run_module("toolkit", start, cwd=tmp_path, is_group=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
     assert train(prepared, tmp_path / "run1", ranks=1, steps=3).returncode == 0

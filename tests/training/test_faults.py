@@ -143,6 +143,7 @@ def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one
     assert numbers(run) == numbers(slow_run)
 
 
+@pytest.mark.full
 def test_death_or_stop_of_the_first_rank_ends_the_others(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The others listen to it as it listens to them; with it the store is gone."""
     ended = disturb(prepared, tmp_path / "kill", "kill", 0, 3, "step")

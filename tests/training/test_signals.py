@@ -82,10 +82,9 @@ def test_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_path):
     assert "memory runs out" not in err and err.count("for lack of memory") == 1
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "launcher", [LAUNCHER, pytest.param(ALONE, marks=pytest.mark.full)], ids=["launcher", "alone"]
-)
+@pytest.mark.parametrize("launcher", [LAUNCHER, ALONE], ids=["launcher", "alone"])
 def test_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launcher, prepared, tmp_path):
     """As ``train ... | head -3`` in a terminal, of which it is the only program."""
     run, (terminal, side_of_program) = tmp_path / "run", os.openpty()

@@ -1,19 +1,16 @@
-"""Chooses the cases that ``make test`` runs: cheap ones that together have every pair of settings.
-
-Most faults of a layout need two settings (such as sequence parallelism and a tied output layer); few need
-three. ``make test-full`` runs the whole table.
-"""
+"""Chooses the cases that ``make test`` runs: cheap ones that together have every setting, a training in every
+way to divide a step's work, and every family with TP, PP and CP. ``make test-full`` runs the whole table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
-Pair = tuple[tuple[str, str], tuple[str, str]]
+WAYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "decoupled", "distributed_optimizer")
+"""Fields that say how a step's work is divided or overlapped."""
 
 
-def pairwise(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | None = None) -> list[str]:
+def choose(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | None = None) -> list[str]:
     """Returns the names of the chosen cases, in the order of the table.
 
     Args:
@@ -21,7 +18,7 @@ def pairwise(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | No
         costs: the cost of each case by name, in any unit; equal if left out.
     """
     costs = costs or dict.fromkeys((case["name"] for case in cases), 1.0)
-    held = {case["name"]: set(pairs(case)) for case in cases}
+    held = {case["name"]: set(demands(case)) for case in cases}
     uncovered = set().union(*held.values()) if held else set()
 
     chosen: list[str] = []
@@ -40,16 +37,24 @@ def pairwise(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | No
     return [case["name"] for case in cases if case["name"] in chosen]
 
 
-def pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
-    """Yields the pairs of settings of a case.
+def demands(case: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yields what a case holds: its settings, ways to divide the work of a training, and ranks of a family.
 
-    If ranks share rows, or every rank holds the tower, only pairs with that setting count. Otherwise such a
-    case would replace one with whole rows, or with the tower on the first stage.
+    If ranks share rows, or every rank holds the tower, only what that setting is part of counts.
+    Otherwise such a case would replace one with whole rows, or with the tower on the first stage.
     """
     needed = next((name for name in ("cp", "decoupled") if case.get(name)), None)
-    for pair in combinations(sorted(settings(case)), 2):
-        if needed is None or any(field == needed for field, _ in pair):
-            yield pair
+    ways = [name for name in WAYS if name in case and (case[name] is True or case[name] != 1)]
+    if needed is None:
+        yield from settings(case)
+    else:
+        yield needed, repr(case[needed])
+    for way in ways if case.get("train") else ():
+        if needed in (None, way):
+            yield "train", way
+    for ranks in {"tp", "pp", "cp"} & {*ways}:
+        if needed in (None, ranks):
+            yield case.get("family", ""), ranks
 
 
 def settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
