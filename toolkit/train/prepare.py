@@ -190,11 +190,11 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
             converts them now.
         ReadError: as :func:`data_tools.convert.convert_dataset` raises it.
     """
-    from data_tools.convert import ConvertError, convert_dataset
-
     if _was_converted(records_path, dataset_dir, options):
         _print_progress(f"{dataset_dir} was converted from {records_path} before")
         return
+    from data_tools.convert import ConvertError, convert_dataset
+
     if _read_source(dataset_dir):
         shutil.rmtree(dataset_dir)  # too many of its records could not be used
     # The run's own files would be read as records at the next start.
