@@ -120,13 +120,12 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
 
 
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
-    """The words of a run, with the default ``checkpoint.dir``: that of a blend or of random rows is empty."""
+    """The words of a run, with the default ``checkpoint.dir``; that of random rows is empty."""
     path = config.data.path
-    if not isinstance(path, str) or not path or config.data.is_synthetic:
+    paths = [part.get("path", "") for part in path] if isinstance(path, list) else [path]
+    if not all(paths) or config.data.is_synthetic or "checkpoint.dir" in stated_fields(run_args):
         return run_args
-    if "checkpoint.dir" in stated_fields(run_args):
-        return run_args
-    name = Path(path).resolve().name.split(".")[0]
+    name = "+".join(Path(str(path)).resolve().name.split(".")[0] for path in paths)
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
 
 
