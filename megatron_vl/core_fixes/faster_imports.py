@@ -105,7 +105,7 @@ class _PackagesByModule(dict[str, list[str]]):
 @contextmanager
 def _asking_for_packages_later() -> Iterator[None]:
     list_all = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = _PackagesByModule  # type: ignore[assignment]
+    importlib.metadata.packages_distributions = _PackagesByModule
     try:
         yield
     finally:

@@ -40,8 +40,8 @@ class CheckpointModel:
         self.allowed_roots = [root.resolve() for root in allowed_roots]
         self.think = THINK[settings.get("thinking")]
         # A released folder takes the frames of its own processor; an exported one what it was trained with.
-        released = {} if exported_media(hf_dir) else {"video_max_frames": 768}
-        data_config = with_trained_media(DataConfig(**released), hf_dir)
+        data_config = DataConfig() if exported_media(hf_dir) else DataConfig(video_max_frames=768)
+        data_config = with_trained_media(data_config, hf_dir)
         limits = tuple(settings["max_new_tokens"])
         self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
 
