@@ -80,8 +80,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         "images or videos in the assistant's turns: the model sees them but is not trained on them": (
             report.answer_media
         ),
-        f"answer{'s' * (report.unsaid_boxes != 1)} with boxes whose frame of reference is not said: trained on"
-        " as written; give the records 'boxes' or 'objects'": report.unsaid_boxes,
+        f"answer{'s' * (report.unsaid_boxes != 1)} with boxes whose frame of reference is not said: trained"
+        " on as written; give the records 'boxes' or 'objects'": report.unsaid_boxes,
         "turns after the last answer of their conversation are left out": report.unfinished_turns,
         "images are animated or have several pages: only the first is used": report.first_images,
         f"videos without a frame rate: {ASSUMED_FPS:g} a second are assumed for images, 25 for files": (

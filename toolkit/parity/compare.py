@@ -1,4 +1,8 @@
-"""Carries out ``megatron-vl parity``: prepares images, weights and the reference, and runs the layouts."""
+"""Carries out ``megatron-vl parity``: prepares images, weights and the reference, and runs the layouts.
+
+``reference_job`` writes what ``reference`` computes; ``case`` has the trainer build a layout that ``worker``
+compares.
+"""
 
 from __future__ import annotations
 
