@@ -124,6 +124,7 @@ def test_dry_run_that_is_ended_leaves_no_folder(tmp_path, tiny_checkpoint, monke
     """SIGTERM comes while the run is shown, and its first records are in a temporary folder."""
     records, temporary = questions(tmp_path / "raw", image="media/dot.png"), tmp_path / "tmp"
     temporary.mkdir()
+    model = tiny_checkpoint("qwen2_5_vl")  # first: it is kept for other tests, in the usual folder
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def be_ended(*_: object) -> None:
@@ -131,7 +132,7 @@ def test_dry_run_that_is_ended_leaves_no_folder(tmp_path, tiny_checkpoint, monke
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(dry_run, "show_dry_run", be_ended)
-    words = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl")), "--checkpoint.dir", str(tmp_path / "run")]
+    words = ["--model.hf", str(model), "--checkpoint.dir", str(tmp_path / "run")]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
