@@ -197,8 +197,8 @@ IMPOSSIBLE = [
     ),
     ("--parallel.cp 2", 3, "tp 1 x cp 2 x pp 1 = 2 ranks do not divide the world size 3"),
     ("--checkpoint.export_hf last", 1, "export_hf last needs checkpoint.dir"),
-    ("--checkpoint.dir r --checkpoint.export_hf -2", 1, "multiple of checkpoint.interval 0"),
-    ("--checkpoint.dir r --checkpoint.export_hf 4", 1, "multiple of checkpoint.interval 0"),
+    ("--checkpoint.dir r --checkpoint.export_hf -2", 1, "multiple of checkpoint.interval 500"),
+    ("--checkpoint.dir r --checkpoint.export_hf 4", 1, "multiple of checkpoint.interval 500"),
     (
         "--checkpoint.dir r --checkpoint.export_hf 4 --checkpoint.interval 3",
         1,

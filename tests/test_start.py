@@ -1,5 +1,5 @@
-"""A rank starts without what it does not use: on CPU without a compiler, anywhere without scikit-learn.
-Both are unchanged for the user afterwards."""
+"""A rank starts without what it does not use: a compiler, wandb, TensorBoard, scikit-learn. All of them are
+unchanged for the user afterwards."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_vl.core_fixes.faster_imports import _compile_at_first_call
 from tests.support.tiny_run import command, environment, prepare
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
@@ -21,6 +24,8 @@ pytestmark = pytest.mark.slow
 CODE = """
 import importlib, json, sys
 import torch
+import importlib.metadata
+from importlib.metadata import packages_distributions
 compile_ = torch.compile
 import megatron_vl.training.trainer
 from megatron.core.jit import jit_fuser
@@ -29,6 +34,7 @@ facts = {
     "torch.compile is as before": torch.compile is compile_,
     "inductor": "torch._inductor" in sys.modules,
     "core compiles": jit_fuser(len) is not len or hasattr(bias_gelu, "_torchdynamo_orig_callable"),
+    "sinks": "wandb" in sys.modules or "torch.utils.tensorboard" in sys.modules,
 }
 
 from transformers import AutoTokenizer, utils
@@ -37,6 +43,11 @@ facts["scikit-learn"] = "sklearn" in sys.modules
 facts["transformers knows that it is there"] = utils.is_sklearn_available()
 importlib.reload(candidate_generator)
 facts["transformers imports it by itself"] = "sklearn" in sys.modules
+from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as found
+facts["listed"] = bool(found) or importlib.metadata.packages_distributions is not packages_distributions
+packages = packages_distributions()
+facts["packages"] = [n for n in ("torch", "PIL", "flash_attn") if found.get(n, []) != packages.get(n, [])]
+import torch.utils.tensorboard
 print(json.dumps(facts))
 """
 
@@ -53,6 +64,31 @@ def facts() -> dict[str, bool]:
 def test_core_is_imported_without_inductor(facts: dict[str, bool]) -> None:
     assert facts["torch.compile is as before"]
     assert not facts["inductor"] and not facts["core compiles"]
+
+
+def test_core_is_imported_without_sinks(facts: dict[str, bool]) -> None:
+    assert not facts["sinks"]
+
+
+def test_transformers_finds_packages_without_reading_all(facts: dict[str, bool]) -> None:
+    assert not facts["listed"] and not facts["packages"]
+
+
+def test_core_compiles_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU; a function that another compiled one calls is compiled with it."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(str(graph.graph))
+        return graph.forward
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        double = _compile_at_first_call(backend=backend)(lambda x: x * 2)
+        call = _compile_at_first_call(lambda x: double(x) + 1, backend=backend)
+    assert not compiled
+    assert call(torch.ones(2)).tolist() == call(torch.ones(2)).tolist() == [3, 3]
+    assert len(compiled) == 1 and "mul" in compiled[0] and "add" in compiled[0]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")

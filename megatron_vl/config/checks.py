@@ -377,11 +377,6 @@ def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
     remarks, lora = [], config.lora
     if not config.checkpoint.dir:
         remarks.append("checkpoint.dir is empty: no checkpoint of this run is saved")
-    elif not config.checkpoint.interval:
-        remarks.append(
-            "checkpoint.interval is 0: the only checkpoint is that of the last step, so a run that fails"
-            " earlier loses everything. Set an interval, for instance --checkpoint.interval 500"
-        )
     if not (lora.rank or lora.adapter) and lora != LoraConfig():
         remarks.append("lora.rank is 0: the whole model is trained, and other fields of lora have no effect")
     if on_cpu and config.dtype == "bfloat16":

@@ -338,8 +338,8 @@ class CheckpointConfig:
 
     dir: str = ""
     """Folder for the run's checkpoints. A run resumes from the latest one in it. Empty: save nothing."""
-    interval: int = option(0, minimum=0)
-    """Steps between checkpoints. 0: save at the end only."""
+    interval: int = option(500, minimum=0)
+    """Steps between checkpoints; the last step is saved too. 0: save the last step only."""
     keep: int = option(2, minimum=0)
     """Number of latest checkpoints to keep. 0: keep all."""
     keep_every: int = option(0, minimum=0)

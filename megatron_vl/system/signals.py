@@ -51,6 +51,20 @@ def set_signal_handler(signal_numbers: Iterable[signal.Signals], signal_handler:
             signal.signal(number, signal_handler)
 
 
+def exit_on_signals() -> None:
+    """Lets SIGTERM and SIGHUP end this process as Ctrl-C does: what it has opened is closed, and temporary
+    folders are removed. Its forks end at once."""
+    own_pid = os.getpid()
+
+    def end(signal_number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own_pid:
+            sys.exit(128 + signal_number)
+        signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
+
+    set_signal_handler((signal.SIGTERM, signal.SIGHUP), end)
+
+
 def requested_stop_signal() -> str:
     """The name of the signal that asked this process to stop; empty if none has."""
     return _received_stop_signals[-1] if _received_stop_signals else ""

@@ -12,9 +12,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pandas import DataFrame
 from PIL import Image
 
 from converters.convert import convert_weights, export_weights, reshard_weights
@@ -26,7 +28,7 @@ from toolkit.cli import main
 from toolkit.common.hf_loading import load_hf_model, load_hf_processor
 from toolkit.evaluate import evaluation
 from toolkit.evaluate.command import find_dataset
-from toolkit.evaluate.vlmevalkit_adapter import VlmEvalKitModel
+from toolkit.evaluate.vlmevalkit_adapter import UNUSABLE_FILE, VlmEvalKitModel, _read_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--max-new-tokens", "1"]
@@ -240,19 +242,24 @@ def test_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
 
 @pytest.mark.eval
 @pytest.mark.ranks
+def test_evaluate_refuses_an_unknown_data_set(original, converted, tmp_path, capsys):
+    assert run(original, converted, tmp_path / "photos.tsv", tmp_path / "out")[0] == 2
+    assert "--data photos: VLMEvalKit knows no such data set" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (None, "--data photos: VLMEvalKit knows no such data set"),
         ([[1, "Who?", "a", "b"], [1, "Where?", "a", "b"]], "--data photos: index 1 occurs twice"),
         ([[1, "Who?", "a", "b"]], "--data photos: multiple choice without a column answer"),
     ],
 )
-def test_evaluate_refuses_unusable_data(original, converted, tmp_path, capsys, rows, message):
-    if rows:
-        write_table(tmp_path / "photos.tsv", rows, ("index", "question", "A", "B"))
-    assert run(original, converted, tmp_path / "photos.tsv", tmp_path / "out")[0] == 2
-    assert message in capsys.readouterr().err
+def test_table_that_cannot_be_scored_is_refused(tmp_path, rows, message):
+    table = SimpleNamespace(data=DataFrame(rows, columns=["index", "question", "A", "B"]))
+    job = {"data": "photos", "work": str(tmp_path), "settings": {"limit": None}}
+    with pytest.raises(SystemExit):
+        _read_dataset(job, lambda name: table)
+    assert message in (tmp_path / UNUSABLE_FILE).read_text()
 
 
 @pytest.mark.eval

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from megatron_vl.data.sample.thinking import GeneratedAnswer
 from megatron_vl.system.errors import UsageError
+from megatron_vl.system.json_files import write_json
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from megatron_vl.weights.trained_media import ARGUMENTS_KEY, MEDIA_KEY
 from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
 from toolkit.evaluate.checkpoint_model import CheckpointModel
-from toolkit.evaluate.evaluation import read_answers, run_evaluation
+from toolkit.evaluate.evaluation import folder_hash, read_answers, run_evaluation
 from toolkit.evaluate.options import EvaluateOptions
 from toolkit.evaluate.vlmevalkit_adapter import VlmEvalKitModel
 
@@ -52,6 +56,26 @@ def test_evaluated_model_thinks_as_asked(thinking, switch, end):
     assert model.generate_answer(WHO) == (
         GeneratedAnswer("", text.strip(), is_block_closed=False) if thinks else GeneratedAnswer(text)
     )
+
+
+def test_exported_model_is_asked_as_it_was_trained(thinking, tmp_path):
+    """With the limits of pixels and the arguments of the template that ``megatron_vl.json`` names."""
+    hf = shutil.copytree(thinking, tmp_path / "hf")
+    released_hash = folder_hash(hf)
+    media = {"min_pixels": 1024, "max_pixels": 4096, "video_max_pixels": 0, "video_fps": 1.0}
+    media["video_max_frames"] = 6
+    write_json(hf / EXPORT_FACTS_FILE, {MEDIA_KEY: media, ARGUMENTS_KEY: {"enable_thinking": False}})
+    Image.new("RGB", (320, 320)).save(tmp_path / "square.png")
+    prompt = [{"type": "image", "value": str(tmp_path / "square.png")}, *WHO]
+    for switch, end in ((None, CLOSED), ("on", OPENED)):
+        model = CheckpointModel(hf, GREEDY | {"max_new_tokens": (1, 1), "thinking": switch}, [tmp_path])
+        encoded = model.encode(prompt)
+        assert model.answerer.decode(encoded.token_ids).endswith(f"assistant\n{end}")
+        # 64 x 64 pixels are the most: four patches of 16 a side.
+        [grid] = [item.grid_thw for item in encoded.media_items]
+        assert (grid.t, grid.h, grid.w) == (1, 4, 4)
+    assert model.answerer.encoder.pixel_settings.video_max_frames == 6
+    assert folder_hash(hf) != released_hash, "answers of another encoding would be taken for its own"
 
 
 def test_thinking_is_not_part_of_the_answer(thinking, tmp_path, monkeypatch):

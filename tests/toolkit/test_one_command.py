@@ -6,8 +6,10 @@ import http.server
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
 from tests.support.ranks import run_module
 from toolkit.cli import main
-from toolkit.train import prepare
+from toolkit.train import dry_run, prepare
 from toolkit.train.options import TrainOptions
 from toolkit.train.prepare import (
     PrepareError,
@@ -88,7 +90,9 @@ def test_preparation_chooses_what_the_user_leaves_out(
     assert (stated.data.seq_len, stated.checkpoint.dir) == (512, "runs/mine")
     words = [f"--data.path={records}", "--checkpoint.export_hf=last"]  # of a run in the default folder
     validate_config(parse_config(with_run_dir(words, parse_config(words))), 1)
-    for path, run_dir in (("a/train", "runs/train"), ("b.yaml", "runs/b"), ("synthetic:text", ""), ("", "")):
+    blend = json.dumps([{"path": "a/train", "weight": 1}, {"path": "b/charts", "weight": 2}])
+    named = {"a/train": "runs/train", "b.yaml": "runs/b", blend: "runs/train+charts"}
+    for path, run_dir in {**named, "synthetic:text": "", "": ""}.items():
         words = [f"--data.path={path}"]
         assert parse_config(with_run_dir(words, parse_config(words))).checkpoint.dir == run_dir
 
@@ -115,6 +119,29 @@ def test_validation_split_is_part_of_what_was_converted(
     source_file.write_text(json.dumps({name: source[name] for name in source if name != "path"}))
     with pytest.raises(PrepareError, match=rf"was converted from other records than {other} holds now"):
         prepared(other, model, val_fraction=0.5)
+
+
+def test_dry_run_that_is_ended_leaves_no_folder(tmp_path, tiny_checkpoint, monkeypatch) -> None:
+    """SIGTERM comes while the run is shown, and its first records are in a temporary folder."""
+    records, temporary = questions(tmp_path / "raw", image="media/dot.png"), tmp_path / "tmp"
+    temporary.mkdir()
+    model = tiny_checkpoint("qwen2_5_vl")  # first: it is kept for other tests, in the usual folder
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def be_ended(*_: object) -> None:
+        assert list(temporary.glob("tmp*"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(dry_run, "show_dry_run", be_ended)
+    words = ["--model.hf", str(model), "--checkpoint.dir", str(tmp_path / "run")]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            main(["train", "--dry-run", "--data.path", str(records), *words])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert not list(temporary.glob("tmp*"))
 
 
 def test_dry_run_answers_for_records_that_no_start_has_converted(

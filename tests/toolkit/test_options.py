@@ -136,6 +136,9 @@ def test_options_become_words_again():
     line = to_command_line(given, leave_out=("media",))
     assert line == ["--out-dir", "a b", "--keep-all", "--share", "0.25"]
     assert example(*line) == given
+    # 0 equals False in Python, and a switch that is off is left out.
+    words = to_command_line(Example(out_dir=Path("a"), limit=0, share=0.0), leave_out=("out_dir", "media"))
+    assert words == ["--limit", "0", "--share", "0.0"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -207,9 +210,3 @@ def test_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("MEGATRON_VL_TRACEBACK", "1")
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_zero_reaches_the_ranks() -> None:
-    """0 equals False in Python, and a switch that is off is left out."""
-    words = to_command_line(Example(out_dir=Path("a"), limit=0, share=0.0), leave_out=("out_dir", "media"))
-    assert words == ["--limit", "0", "--share", "0.0"]

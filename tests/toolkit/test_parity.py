@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.convert import convert_weights
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import write_rope_fields
+from megatron_vl.system.errors import UserError
 from tests.converters.peft_models import SAVED, peft_folder
 from tests.support import ranks
 from toolkit.cli import main
@@ -99,6 +102,23 @@ def test_parity_names_the_layer_of_a_damaged_checkpoint(tiny_checkpoint, tmp_pat
     report = run("--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
     result = report["layouts"]["1"]
     assert not report["ok"] and result["steps"][0]["departs"] == "decoder layer 2"
+
+
+def test_reference_has_the_rotary_positions_of_the_weights(tiny_checkpoint, tmp_path, monkeypatch):
+    """Of weights that were trained with YaRN, which the folder of --hf lacks."""
+    hf, yarn = tiny_checkpoint("qwen3_vl", dtype=torch.float32), tmp_path / "yarn"
+    shutil.copytree(hf, yarn)
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    write_rope_fields(yarn, rope)
+    convert_weights(yarn, tmp_path / "weights")
+
+    def only_look(options, hf_dir: Path, work_dir: Path, device: str) -> None:
+        raise UserError(f"factor {read_spec(hf_dir).language.yarn.factor}")
+
+    monkeypatch.setattr(compare, "_run_reference", only_look)
+    assert read_spec(hf).language.yarn is None
+    with pytest.raises(UserError, match=r"factor 4\.0"):
+        run("--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
 
 
 def test_layouts_are_read_as_written():

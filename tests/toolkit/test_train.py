@@ -294,7 +294,7 @@ def test_dry_run_makes_every_check_of_a_start(prepared, tiny_checkpoint, capsys,
         said = capsys.readouterr().out
         assert "  stage 0: vision tower, embedding, decoder layers 0 to 0\n" in said
         assert "one pass over the data is about" in said and "fullest rank: " in said
-        assert "NOTE: checkpoint.interval is 0" in said and ("trained: " in said) == bool(options)
+        assert ("trained: " in said) == bool(options)
 
     file, other = tmp_path / "file", tmp_path / "other"
     file.write_text("")

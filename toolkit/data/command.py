@@ -76,25 +76,21 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     print(f"  {pluralize(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
     for key_location, key_counts in report.ignored.items():
         print(f"  ignored: {ignored_keys_text(key_location, key_counts)}")
-    if report.answer_media:
-        print(
-            f"  {report.answer_media} images or videos in the assistant's turns: "
-            "the model sees them but is not trained on them"
-        )
-    if report.unsaid_boxes:
-        print(
-            f"  {pluralize(report.unsaid_boxes, 'answer')} with boxes whose frame of reference is not said: "
-            "trained on as written; give the records 'boxes' or 'objects'"
-        )
-    if report.unfinished_turns:
-        print(f"  {report.unfinished_turns} turns after the last answer of their conversation are left out")
-    if report.first_images:
-        print(f"  {report.first_images} images are animated or have several pages: only the first is used")
-    if report.assumed_fps:
-        print(
-            f"  {report.assumed_fps} videos without a frame rate: {ASSUMED_FPS:g} a second are assumed for"
-            " images, 25 for files"
-        )
+    notes = {
+        "images or videos in the assistant's turns: the model sees them but is not trained on them": (
+            report.answer_media
+        ),
+        f"answer{'s' * (report.unsaid_boxes != 1)} with boxes whose frame of reference is not said: trained"
+        " on as written; give the records 'boxes' or 'objects'": report.unsaid_boxes,
+        "turns after the last answer of their conversation are left out": report.unfinished_turns,
+        "images are animated or have several pages: only the first is used": report.first_images,
+        f"videos without a frame rate: {ASSUMED_FPS:g} a second are assumed for images, 25 for files": (
+            report.assumed_fps
+        ),
+    }
+    for text, count in notes.items():
+        if count:
+            print(f"  {count} {text}")
     if len(report.refused) > 1:
         for file_name, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):

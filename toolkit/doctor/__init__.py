@@ -1,1 +1,0 @@
-"""Checks a machine, and says how to fix what is wrong."""

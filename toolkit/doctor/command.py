@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 from .options import DoctorOptions
 
@@ -14,7 +13,7 @@ def doctor(options: DoctorOptions) -> int:
     """Runs the checks. Returns exit code 1 if something is broken."""
     from .machine_checks import check_machine
 
-    findings = check_machine(Path.cwd(), options.nccl)
+    findings = check_machine(options.nccl)
     num_broken = sum(finding.state == "broken" for finding in findings)
     if options.json:
         json_fields = {"broken": num_broken > 0, "findings": list(map(dataclasses.asdict, findings))}

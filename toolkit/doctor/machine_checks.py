@@ -8,13 +8,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from megatron_vl.estimate.gpus import GpuInfo, query_gpus
@@ -46,11 +44,11 @@ class Finding:
     """What to do; empty if nothing needs to be done."""
 
 
-def check_machine(work_dir: Path, with_nccl: bool = False) -> list[Finding]:
-    """Returns all findings about this machine.
+def check_machine(with_nccl: bool = False) -> list[Finding]:
+    """Returns all findings about this machine. A start raises the limit of open files, sets the allocator,
+    and compares the disk with its checkpoints.
 
     Args:
-        work_dir: the folder whose disk is checked.
         with_nccl: also reduce a tensor over all GPUs (without GPUs, over two gloo processes).
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -64,10 +62,8 @@ def check_machine(work_dir: Path, with_nccl: bool = False) -> list[Finding]:
         *_check_requirements(),
         *_check_gpus(gpus),
         *_check_imports(import_processes, bool(gpus)),
-        *_check_environment(bool(gpus)),
+        _check_environment(),
         _check_shared_memory(),
-        _check_open_files(),
-        check_disk(work_dir),
     ]
     return [*findings, check_all_reduce(len(gpus))] if with_nccl else findings
 
@@ -205,19 +201,13 @@ def _check_gpus(gpus: list[GpuInfo]) -> Iterator[Finding]:
         yield Finding("gpus in use", found, "note", advice)
 
 
-def _check_environment(has_gpu: bool) -> Iterator[Finding]:
+def _check_environment() -> Finding:
     """Checks the variables that change how NCCL and the allocator work."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(WATCHED_VARIABLES)}
     variables_text = ", ".join(f"{name}={value}" for name, value in sorted(variables.items())) or "none set"
     slow_switches = [name for name in SLOW_NCCL_SWITCHES if variables.get(name, "0") not in ("0", "")]
     advice = f"unset {' '.join(slow_switches)}: they switch off fast communication" if slow_switches else ""
-    yield Finding("nccl environment", variables_text, "note" if slow_switches else "ok", advice)
-
-    allocator = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    if has_gpu and "expandable_segments:True" not in allocator:
-        finding_text = "expandable_segments is off; images of different sizes fragment the memory"
-        advice = "start with megatron-vl train, or export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        yield Finding("allocator", finding_text, "note", advice)
+    return Finding("nccl environment", variables_text, "note" if slow_switches else "ok", advice)
 
 
 def check_all_reduce(num_gpus: int) -> Finding:
@@ -244,21 +234,3 @@ def _check_shared_memory() -> Finding:
         return Finding(name, usage_text)
     advice = "loader workers and NCCL pass data through it: use docker run --ipc=host, or --shm-size=16g"
     return Finding(name, usage_text, "broken" if usage.free < GIB // 4 else "note", advice)
-
-
-def _check_open_files() -> Finding:
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits_text = f"{soft_limit} (this shell), {hard_limit} (maximum)"
-    if soft_limit >= 4096:
-        return Finding("open files", limits_text)
-    advice = "run ulimit -n 65536; each loader worker opens many shards"
-    return Finding("open files", limits_text, "note", advice)
-
-
-def check_disk(work_dir: Path) -> Finding:
-    """Checks the free space of a folder."""
-    free_bytes = shutil.disk_usage(work_dir).free
-    space_text = f"{free_bytes / GIB:.0f} GiB free at {work_dir}"
-    if free_bytes >= 20 * GIB:
-        return Finding("disk", space_text)
-    return Finding("disk", space_text, "note", "checkpoints of a real-size model need tens of GiB")

@@ -11,8 +11,8 @@ from toolkit.common.options import CommandOptions
 class DoctorOptions(CommandOptions):
     """Find what is wrong with this machine, and say how to fix it.
 
-    Checks packages, GPUs, NCCL's environment, shared memory, open files and disk. Exit code 1 if something is
-    broken. `megatron-vl train --dry-run` checks a run.
+    Checks packages, GPUs, NCCL's environment and shared memory. Exit code 1 if something is broken.
+    `megatron-vl train --dry-run` checks a run.
     """
 
     nccl: bool = False

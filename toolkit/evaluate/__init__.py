@@ -1,1 +1,0 @@
-"""``megatron-vl evaluate``: compares checkpoints with their original, from tensors to VLMEvalKit's scores."""

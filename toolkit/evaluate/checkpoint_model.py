@@ -1,4 +1,4 @@
-"""The one adapter through which every checkpoint is asked: same type, same pixel limits, greedy decoding."""
+"""The one adapter through which every checkpoint is asked: one type, greedy, media as in training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megatron_vl.data.sample.grids import image_grid, video_grid
 from megatron_vl.data.sample.images import image_planes, image_size
 from megatron_vl.data.sample.thinking import GeneratedAnswer
 from megatron_vl.data.sample.videos import probe_video, video_planes
-from toolkit.generate.answers import THINK, Answerer
+from megatron_vl.weights.trained_media import exported_media
+from toolkit.generate.answers import THINK, Answerer, with_trained_media
 
 PromptPart = Mapping[str, Any]
 """VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
@@ -38,7 +39,9 @@ class CheckpointModel:
     def __init__(self, hf_dir: Path, settings: Mapping[str, Any], allowed_roots: Sequence[Path]) -> None:
         self.allowed_roots = [root.resolve() for root in allowed_roots]
         self.think = THINK[settings.get("thinking")]
-        data_config = DataConfig(video_max_frames=768)  # as in the released processors
+        # A released folder takes the frames of its own processor; an exported one what it was trained with.
+        data_config = DataConfig() if exported_media(hf_dir) else DataConfig(video_max_frames=768)
+        data_config = with_trained_media(data_config, hf_dir)
         limits = tuple(settings["max_new_tokens"])
         self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
 

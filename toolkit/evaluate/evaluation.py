@@ -29,6 +29,7 @@ from megatron_vl.system.errors import UsageError, UserError
 from megatron_vl.system.json_files import file_sha256
 from megatron_vl.system.processes import kill_process_tree
 from megatron_vl.weights.tensor_files import DTYPE_BY_CODE, dtype_name
+from megatron_vl.weights.trained_media import exported_facts
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import check_hf_folder
 from toolkit.evaluate.options import EvaluateOptions
@@ -105,11 +106,13 @@ def exported_folder(folder: Path, original: Path, output_dir: Path) -> Path:
 
 
 def folder_hash(hf_dir: Path) -> str:
-    """SHA-256 of the names and contents of a checkpoint's files, which determine its answers."""
+    """SHA-256 of what determines a checkpoint's answers: its files, and how it was trained."""
     tensor_folder = check_hf_folder(hf_dir)
     folder_digest = hashlib.sha256()
     for name in sorted([*tensor_folder.reader_by_file, *map(str, tensor_folder.companion_files()[0])]):
         folder_digest.update(f"{name} {file_sha256(hf_dir / name)}\n".encode())
+    if facts := exported_facts(hf_dir):  # how media were encoded in training, and the template's arguments
+        folder_digest.update(json.dumps(facts, sort_keys=True).encode())
     return folder_digest.hexdigest()
 
 

@@ -1,1 +1,0 @@
-"""Answers prompts, and the prompts of a data set, with ``transformers``."""

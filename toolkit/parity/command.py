@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.system.signals import exit_on_signals
 from toolkit.common.options import check_path
 
 from .options import ParityOptions
@@ -12,6 +13,7 @@ from .options import ParityOptions
 
 def parity(options: ParityOptions) -> int:
     """Compares the layouts and prints the table. Returns exit code 1 if a layout departs."""
+    exit_on_signals()  # the temporary folders hold gradients of the whole model
     if not options.family:
         check_path(Path(options.hf), is_model=True)
     from rich.console import Console

@@ -1,4 +1,8 @@
-"""Carries out ``megatron-vl parity``: prepares images, weights and the reference, and runs the layouts."""
+"""Carries out ``megatron-vl parity``: prepares images, weights and the reference, and runs the layouts.
+
+``reference_job`` writes what ``reference`` computes; ``case`` has the trainer build a layout that ``worker``
+compares.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +22,7 @@ from converters.convert import convert_adapter, convert_weights
 from data_tools.formats import read_conversation
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families.hf_folder import write_rope_fields
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.system.errors import UserError
@@ -65,8 +71,11 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         if options.checkpoint is None:
             print_line(f"converting {hf_dir}")
             convert_weights(hf_dir, weights_dir)
-        elif WeightReader(weights_dir).spec.different_fields(spec):
-            raise UserError(f"--checkpoint {weights_dir} holds another model than --hf {hf_dir}")
+        else:
+            weights_spec = WeightReader(weights_dir).spec
+            if weights_spec.different_fields(spec):
+                raise UserError(f"--checkpoint {weights_dir} holds another model than --hf {hf_dir}")
+            hf_dir = _with_rope_fields(hf_dir, work_dir / "hf", weights_spec.language.rope_fields)
 
         # Every layout has this number of rows, so that one reference serves all of them.
         row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
@@ -86,6 +95,17 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         "dtype": options.dtype,
         "layouts": results_by_layout,
     }
+
+
+def _with_rope_fields(hf_dir: Path, linked_dir: Path, rope_fields: dict[str, Any]) -> Path:
+    """A folder of links to a Hugging Face folder, whose config has the rotary positions (YaRN) of weights."""
+    linked_dir.mkdir()
+    for path in hf_dir.iterdir():
+        (linked_dir / path.name).symlink_to(path.resolve())
+    (linked_dir / "config.json").unlink()
+    shutil.copy(hf_dir / "config.json", linked_dir)
+    write_rope_fields(linked_dir, rope_fields)
+    return linked_dir
 
 
 def reference_device(hf_dir: Path) -> str:

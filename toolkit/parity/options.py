@@ -37,7 +37,8 @@ class ParityOptions(CommandOptions):
     checkpoint: Path | None = option(
         None, metavar="DIR", must_exist=True, shown_default="a fresh conversion of --hf"
     )
-    """Compare these Megatron weights (in any layout), or those of a run, with the folder of --hf."""
+    """Compare these Megatron weights (in any layout), or those of a run, with the folder of --hf. If they
+    were trained with model.rope_scaling, transformers has it too."""
     dtype: Literal["float32", "bfloat16"] = option("float32")
     """Data type of the layouts. float32 must agree with transformers within rounding. bfloat16 may depart
     from float32 at most 1.5 times as far as transformers in bfloat16; use it on GPUs. (On CPU,

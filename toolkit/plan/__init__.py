@@ -1,1 +1,0 @@
-"""``megatron-vl plan``: lists the layouts of a model that fit."""

@@ -1,1 +1,0 @@
-"""``megatron-vl train``: starts the ranks of a run, acts as one of them, or prints its plan."""

@@ -15,7 +15,7 @@ from megatron_vl.config.checks import check_inputs, check_output_dir, check_weig
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.processes import python_path_with_tools
-from megatron_vl.system.signals import hide_native_warnings, requested_stop_signal
+from megatron_vl.system.signals import exit_on_signals, hide_native_warnings, requested_stop_signal
 from megatron_vl.weights.run_folder import export_dir_path, find_latest_checkpoint
 from toolkit.common.launch import single_rank_variables, usable_gpus
 
@@ -44,8 +44,9 @@ def train(options: TrainOptions) -> int:
     """
     launch_environment, environment = read_launch_environment(os.environ), dict(os.environ)
     hide_native_warnings()
+    run_args = with_run_dir(options.fields, _read_config(options.fields))
     if options.dry_run:
-        run_args = with_run_dir(options.fields, _read_config(options.fields))
+        exit_on_signals()
         _check_files(_read_config(run_args), options.val_fraction)
         from .dry_run import show_dry_run
 
@@ -54,9 +55,8 @@ def train(options: TrainOptions) -> int:
             show_dry_run(config, options.nproc_per_node, nnodes)
         return 0
 
-    run_args = options.fields
     if not launch_environment.is_rank:
-        launcher_arguments, run_args = _prepare_launch(options, launch_environment)
+        launcher_arguments, run_args = _prepare_launch(options, launch_environment, run_args)
         if launcher_arguments is not None:
             from megatron_vl import launch
 
@@ -135,7 +135,7 @@ def _split_address(address: str) -> tuple[str, str]:
 
 
 def _prepare_launch(
-    options: TrainOptions, launch_environment: LaunchEnvironment
+    options: TrainOptions, launch_environment: LaunchEnvironment, run_args: list[str]
 ) -> tuple[list[str] | None, list[str]]:
     """Checks the run, and prepares its model and data on this node.
 
@@ -143,7 +143,6 @@ def _prepare_launch(
         The launcher's options that start this node's ranks, None if this process is the only rank; and the
         fields of the run as words.
     """
-    run_args = with_run_dir(options.fields, _read_config(options.fields))
     config = _read_config(run_args)
     nnodes = options.nnodes or launch_environment.nnodes
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)

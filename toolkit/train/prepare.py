@@ -120,13 +120,12 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
 
 
 def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
-    """The words of a run, with the default ``checkpoint.dir``: that of a blend or of random rows is empty."""
+    """The words of a run, with the default ``checkpoint.dir``; that of random rows is empty."""
     path = config.data.path
-    if not isinstance(path, str) or not path or config.data.is_synthetic:
+    paths = [part.get("path", "") for part in path] if isinstance(path, list) else [path]
+    if not all(paths) or config.data.is_synthetic or "checkpoint.dir" in stated_fields(run_args):
         return run_args
-    if "checkpoint.dir" in stated_fields(run_args):
-        return run_args
-    name = Path(path).resolve().name.split(".")[0]
+    name = "+".join(Path(str(path)).resolve().name.split(".")[0] for path in paths)
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
 
 
@@ -190,11 +189,11 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
             converts them now.
         ReadError: as :func:`data_tools.convert.convert_dataset` raises it.
     """
-    from data_tools.convert import ConvertError, convert_dataset
-
     if _was_converted(records_path, dataset_dir, options):
         _print_progress(f"{dataset_dir} was converted from {records_path} before")
         return
+    from data_tools.convert import ConvertError, convert_dataset
+
     if _read_source(dataset_dir):
         shutil.rmtree(dataset_dir)  # too many of its records could not be used
     # The run's own files would be read as records at the next start.

@@ -1,1 +1,0 @@
-"""``megatron-vl convert | split | merge | export | verify``: converts weights between all layouts."""

@@ -138,7 +138,8 @@ def check_data_path(data_path: DataPath) -> None:
     Only the existence of files is checked, because importing Energon takes seconds.
     """
     remedy_text = (
-        "give a folder written by `megatron-vl data convert`, or conversations to `megatron-vl train`"
+        "give a folder written by `megatron-vl data convert`, or one file or folder of conversations to"
+        " `megatron-vl train` without torchrun, which converts them"
     )
     if not data_path:
         raise RunConfigError(f"data.path is empty; {remedy_text}")
@@ -154,6 +155,10 @@ def check_data_path(data_path: DataPath) -> None:
         return
 
     dataset_dir = Path(data_path)
+    if data_path.startswith("["):  # a list of files
+        raise RunConfigError(
+            f"data.path {data_path} is not [{{path: FOLDER, weight: NUMBER}}]; {remedy_text}"
+        )
     if not dataset_dir.exists():
         raise RunConfigError(f"data.path {data_path} does not exist; {remedy_text}")
     if dataset_dir.is_file():

@@ -84,6 +84,8 @@ def check_free_space(config: TrainConfig, spec: ModelSpec) -> str:
     checkpoints = saved_checkpoints(run_dir)
     # Old ones are deleted once the next one is written.
     num_more = num_kept + 1 - len(checkpoints) if config.checkpoint.interval else 1
+    if config.steps:
+        num_more = min(num_more, -(-config.steps // (config.checkpoint.interval or config.steps)))
     if free_bytes < max(1, num_more) * size:
         # This start deletes what a kill or a stop has left, before its first save.
         old_dirs = [saved.path for saved in checkpoints[:-num_kept]] if num_kept else []
