@@ -11,9 +11,6 @@ from toolkit.common.options import to_command_line
 
 from .options import BenchOptions, resolve_bench_run
 
-ALLOCATOR_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Without it, packed rows of changing sizes fragment the GPU's memory."""
-
 
 def bench(options: BenchOptions) -> int:
     """Starts the ranks, which show the figures. Returns the exit code."""
@@ -33,7 +30,4 @@ def bench(options: BenchOptions) -> int:
         write_missing_sizes_alone(data_config, run.config.model.hf)
     # The ranks parse the same options again.
     words = to_command_line(options, leave_out=("nproc_per_node",))
-    variables = ALLOCATOR_VARIABLES
-    return run_group(
-        "toolkit.bench", words, world_size, show="all", environment=variables, on_cpu=on_cpu
-    ).returncode
+    return run_group("toolkit.bench", words, world_size, show="all", on_cpu=on_cpu).returncode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,13 +14,22 @@ from megatron_vl.system.errors import UsageError
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
+GPU_ENVIRONMENT = {
+    # Overlapping communication with tensor parallelism requires a single work queue.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Sizes of images differ from row to row, which otherwise fragments the GPU's memory.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment variables of the ranks, unless the user has set them."""
+
+
 def run_group(
     module_name: str,
     module_arguments: Sequence[str | Path],
     world_size: int,
     *,
     show: Literal["nothing", "all"] = "nothing",
-    environment: Mapping[str, str] | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m module arguments`` in processes on this machine and waits for them to end.
@@ -28,7 +37,6 @@ def run_group(
     Args:
         show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of
             this process.
-        environment: variables of the processes. Variables that the user has set take precedence.
         on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
     """
     launcher_arguments: list[str] = []
@@ -38,7 +46,7 @@ def run_group(
     captured_output = subprocess.PIPE if show == "nothing" else None
     return subprocess.run(
         [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
-        env=_rank_environment(environment or {}, world_size),
+        env=_rank_environment(world_size),
         stdout=captured_output,
         stderr=captured_output,
         text=True,
@@ -46,9 +54,9 @@ def run_group(
     )
 
 
-def _rank_environment(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
+def _rank_environment(world_size: int) -> dict[str, str]:
     python_path = filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))
-    rank_environment = {"OMP_NUM_THREADS": "1", **environment, **os.environ}
+    rank_environment = {**GPU_ENVIRONMENT, **os.environ}
     rank_environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
     return rank_environment | (single_rank_variables() if world_size == 1 else {})
 

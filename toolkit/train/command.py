@@ -17,20 +17,11 @@ from megatron_vl.system.errors import UsageError
 from megatron_vl.system.processes import python_path_with_tools
 from megatron_vl.system.signals import exit_on_signals, hide_native_warnings, requested_stop_signal
 from megatron_vl.weights.run_folder import export_dir_path, find_latest_checkpoint
-from toolkit.common.launch import single_rank_variables, usable_gpus
+from toolkit.common.launch import GPU_ENVIRONMENT, single_rank_variables, usable_gpus
 
 from .launch_environment import TORCHRUN_VARIABLES, LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
 from .prepare import as_converted, is_hub_name, is_records, prepare_run, records_file, with_run_dir
-
-GPU_ENVIRONMENT = {
-    # Overlapping communication with tensor parallelism requires a single work queue.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Sizes of images differ from row to row, which otherwise fragments the GPU's memory.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "OMP_NUM_THREADS": "1",
-}
-"""Environment variables of the ranks, unless the user has set them."""
 
 
 def train(options: TrainOptions) -> int:
