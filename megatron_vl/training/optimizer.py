@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -163,7 +163,11 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 
 @torch.no_grad()
 def clip_and_update(
-    optimizer: ChainedOptimizer, loss_tokens: int, is_loss_finite: bool, clips_mtp_apart: bool = False
+    optimizer: ChainedOptimizer,
+    loss_tokens: int,
+    is_loss_finite: bool,
+    clips_mtp_apart: bool = False,
+    before_update: Callable[[], object] = lambda: None,
 ) -> tuple[bool, float]:
     """Divides gradients by the number of loss tokens, clips them, and updates weights. Collective.
 
@@ -178,6 +182,7 @@ def clip_and_update(
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
         clips_mtp_apart: whether multi-token prediction is clipped by its own norm, so that the update of the
             model is what it is without.
+        before_update: called before the state changes.
 
     Returns:
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).
@@ -207,6 +212,7 @@ def clip_and_update(
                     mtp_factor / model_factor,
                 )
             _scale_gradients(sub_optimizer, model_factor)
+    before_update()
     return bool(optimizer.step_with_ready_grads()), grad_norm
 
 

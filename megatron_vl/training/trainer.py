@@ -54,7 +54,7 @@ from megatron_vl.training.state.load import (
     restore_loader,
 )
 from megatron_vl.training.state.resume import field_change_notes, recorded_fields
-from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
+from megatron_vl.training.state.save import CheckpointSaver, CheckpointSnapshot, take_snapshot
 from megatron_vl.training.step import NO_GRADIENT, SKIP_TEXTS, StepResult, train_step, wrap_in_ddp
 from megatron_vl.weights.model_digest import LoraBase
 from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, saved_checkpoints
@@ -370,12 +370,17 @@ class Trainer:
             has_failed=saver is not None and saver.save_error is not None,
             stop_requested=bool(requested_stop_signal()),
             local_source_counts=local_source_counts,
+            before_update=saver.wait_until_copied if saver is not None else lambda: None,
         )
 
     def save(self) -> None:
-        """Starts to save a checkpoint of the current step, which a thread writes. Collective."""
+        """Starts to save a checkpoint of the current step in the background. Collective."""
         assert self.checkpoint_saver is not None
         progress.enter_phase(progress.SAVING_CHECKPOINT)
+        self.checkpoint_saver.start_save(self.take_snapshot, self.step)
+
+    def take_snapshot(self) -> CheckpointSnapshot:
+        """This rank's state after the current step. Collective."""
         bad_sample_counts, unlogged_counts = self.metrics_log.bad_sample_state()
         base_path = str(Path(start_weights_path(self.config)).resolve())
         metadata = {
@@ -388,9 +393,7 @@ class Trainer:
             "sources": self.metrics_log.source_meter.state_dict(),
             "bad_samples": bad_sample_counts,
         }
-        # The copy to host memory is the part that the next step waits for.
-        take = functools.partial(
-            take_snapshot,
+        return take_snapshot(
             self.step,
             model_chunks=self.model_chunks,
             live_tensors=self.saved_tensors,
@@ -402,7 +405,6 @@ class Trainer:
             run_metadata=metadata,
             unlogged_counts=unlogged_counts,
         )
-        self.checkpoint_saver.start_save(take, self.step)
 
     def _recorded_fields(self) -> dict[str, Any]:
         """The fields of the run to record. They are complete on ranks that own a loader, as rank 0 does."""

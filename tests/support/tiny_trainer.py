@@ -23,8 +23,9 @@ from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
+from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.load import load_checkpoint, read_run_metadata
-from megatron_vl.training.state.optimizer_state import STATE_KINDS, OptimizerStateReader
+from megatron_vl.training.state.optimizer_state import STATE_KINDS, OptimizerStateReader, snapshot_optimizer
 from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
 from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
@@ -101,6 +102,14 @@ def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
         found[f"{name}/step"] = torch.tensor(state.adam_step_count(name))
     state.close()
     return found
+
+
+def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimizer state of this rank, as a checkpoint would hold it."""
+    copies = HostCopies()
+    tensors = snapshot_optimizer(trainer.optimizer, trainer.live_tensors, copies)
+    copies.copy(HostBlocks())
+    return dict(tensors)
 
 
 def load(trainer: Trainer, run: Path, step: int = 2) -> None:

@@ -25,9 +25,9 @@ from megatron_vl.spec.tensors import model_part
 from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
-from megatron_vl.training.state.optimizer_state import optimizer_slices, snapshot_optimizer
+from megatron_vl.training.state.optimizer_state import optimizer_slices
 from tests.support.ranks import in_ranks
-from tests.support.tiny_trainer import TinyTrainer, tiny_trainer
+from tests.support.tiny_trainer import TinyTrainer, optimizer_state, tiny_trainer
 
 
 def rates_of(steps: int, **fields: Any) -> list[float]:
@@ -125,9 +125,9 @@ def _check_skipped_step(trainer: TinyTrainer, kind: str, reason: str, has_state:
     for number, kinds in enumerate([("image", "text"), (kind, kind), ("image", kind)]):
         step_batch = trainer.feed_of([trainer.row_of(kind) for kind in kinds], 2).next_batch()
         set_learning_rates(trainer.optimizer, trainer.config, number)
-        before = snapshot_optimizer(trainer.optimizer, trainer.live_tensors) if number else {}
+        before = optimizer_state(trainer) if number else {}
         result = trainer.train_step(step_batch)
-        after = snapshot_optimizer(trainer.optimizer, trainer.live_tensors)
+        after = optimizer_state(trainer)
         assert result.skip_reason == (reason if number == 1 else "")
         if number:
             same = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
@@ -187,7 +187,7 @@ def test_gradients_are_divided_and_clipped_in_one_multiplication(hf) -> None:
             _after_prepare_grads(twin, lambda gradients, s=scaled: torch._foreach_copy_(gradients, s))
             optimizer_module._scale_gradients = lambda *_: None
             assert twin.train_step(StepBatch(rows)).is_updated
-            states = [snapshot_optimizer(each.optimizer, each.live_tensors) for each in (trainer, twin)]
+            states = [optimizer_state(each) for each in (trainer, twin)]
             assert len(states[0]) > 200
             assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
 

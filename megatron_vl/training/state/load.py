@@ -45,8 +45,9 @@ _STATE_FILE_PATTERN = re.compile(
 )
 
 
-def state_file_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
+def state_file_name(rank: int, number: int = 0) -> str:
+    """The name of one of the files with a rank's optimizer state."""
+    return f"rank_{rank:05d}{f'_{number:03d}' if number else ''}.safetensors"
 
 
 def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:

@@ -21,8 +21,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +38,12 @@ from torch import Tensor
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.tensors import Sharding, TensorInfo, model_part
-from megatron_vl.system import durable_files, progress
+from megatron_vl.system import durable_files, host_memory, progress
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.offload.chunked_step import counts_steps_by_group
 from megatron_vl.training.offload.state_chunks import ChunkedParameter
+from megatron_vl.training.state.host_copies import HostCopies
 from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region, shard_blocks
 from megatron_vl.weights.run_folder import CheckpointError
 from megatron_vl.weights.tensor_files import MatrixRegion, make_safetensors_header, matrix_shape
@@ -47,6 +51,8 @@ from megatron_vl.weights.tensor_files import MatrixRegion, make_safetensors_head
 INDEX_FILE = "index.json"
 STATE_KINDS = ("main", "exp_avg", "exp_avg_sq")
 _CHUNK_BYTES = 16 << 20
+_FILE_BYTES = 1 << 30
+_MAX_FILE_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,22 @@ class OptimizerSlice:
     def tensor_key(self, state_kind: str) -> str:
         return f"{self.state_name}[{self.start}:{self.end}]/{state_kind}"
 
-    def read_state(self, state_kind: str) -> Tensor | None:
-        """A host copy [end - start] of one of :data:`STATE_KINDS`, in its dtype; None before step 1."""
-        if self.chunked_parameter is not None:
-            return self.chunked_parameter.read_state(state_kind)
-        state_tensor = self.main_param if state_kind == "main" else self.adam_state.get(state_kind)
-        return None if state_tensor is None else host_copy(state_tensor).view(-1)
+    def saved_state(self, copies: HostCopies) -> Iterator[tuple[str, torch.dtype, Callable[[], Tensor]]]:
+        """Those of :data:`STATE_KINDS` that exist, as (kind, dtype, function that reads it flat).
+
+        Moments do not exist before step 1. What the functions read is added to ``copies``.
+        """
+        chunked = self.chunked_parameter
+        if chunked is not None:
+            for tensor in chunked.state_tensors():
+                copies.add(tensor)
+        for kind in STATE_KINDS:
+            if chunked is not None:
+                if kind == "main" or chunked.step_count:
+                    yield kind, chunked.state_dtype(kind), partial(chunked.read_state, kind, copies)
+            elif (tensor := self.main_param if kind == "main" else self.adam_state.get(kind)) is not None:
+                copies.add(tensor)
+                yield kind, tensor.dtype, partial(copies, tensor)
 
     def write_state(self, state_kind: str, new_value: Tensor | None) -> None:
         """Replaces one of :data:`STATE_KINDS`.
@@ -166,21 +182,54 @@ def _whole_parameters(sub_optimizer: Any, live_tensors: list[LiveTensor]) -> Ite
             yield live_tensor, 0, main_param.numel(), main_param, groups_by_id[id(main_param)]
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """A host copy with its own storage, which the next step does not change. Shards are views of a buffer."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+class StateTensors(Mapping[str, Tensor]):
+    """Tensors in host memory by key. Some are joined from their parts whenever they are read."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._read: dict[str, Callable[[], Tensor]] = {}
+
+    def add(self, key: str, dtype: torch.dtype, length: int, read: Callable[[], Tensor]) -> None:
+        self.types[key], self._read[key] = (dtype, (length,)), read
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._read[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
-def snapshot_optimizer(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Host copies of this rank's optimizer state."""
-    tensors: dict[str, Tensor] = {}
+def snapshot_optimizer(
+    optimizer: ChainedOptimizer, live_tensors: list[LiveTensor], copies: HostCopies
+) -> StateTensors:
+    """This rank's optimizer state, which can be read once ``copies`` are made."""
+    tensors = StateTensors()
+    if (state_chunks := chunked_state(optimizer)) is not None:
+        state_chunks.chunk_streamer.wait_for_host_state()
     for piece in optimizer_slices(optimizer, live_tensors):
-        tensors[piece.tensor_key("step")] = torch.tensor([piece.step_count], dtype=torch.int64)
-        for kind in STATE_KINDS:
-            value = piece.read_state(kind)
-            if value is not None:
-                tensors[piece.tensor_key(kind)] = value
+        step_count = torch.tensor([piece.step_count], dtype=torch.int64)
+        tensors.add(piece.tensor_key("step"), torch.int64, 1, partial(torch.clone, step_count))
+        for kind, dtype, read in piece.saved_state(copies):
+            tensors.add(piece.tensor_key(kind), dtype, piece.end - piece.start, read)
     return tensors
+
+
+def split_state(tensors: StateTensors) -> Iterator[StateTensors]:
+    """The tensors in the files of a rank, each of about :data:`_FILE_BYTES`.
+
+    Several files are hashed and written at a time. The parts of a slice stay together.
+    """
+    part, num_bytes = StateTensors(), 0
+    for key, (dtype, (length,)) in tensors.types.items():
+        if key.endswith("/step") and num_bytes > _FILE_BYTES:
+            yield part
+            part, num_bytes = StateTensors(), 0
+        part.add(key, dtype, length, partial(tensors.__getitem__, key))
+        num_bytes += length * dtype.itemsize
+    yield part
 
 
 def write_hashed_safetensors(
@@ -190,17 +239,18 @@ def write_hashed_safetensors(
 
     Returns its size in bytes and the SHA-256 of its content.
     """
-    sha256, num_bytes = hashlib.sha256(), 0
-    header = make_safetensors_header(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata
+    types: Mapping[str, tuple[torch.dtype, Sequence[int]]] = (
+        tensors.types
+        if isinstance(tensors, StateTensors)
+        else {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     )
-    # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
-    views = [memoryview(header)]
-    for tensor in sorted(tensors.values(), key=lambda tensor: -tensor.element_size()):
-        views.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    sha256, num_bytes = hashlib.sha256(), 0
 
     with durable_files.open_new_file(file_path) as file:
-        for view in views:
+        # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
+        for name in ("", *sorted(types, key=lambda name: -types[name][0].itemsize)):
+            data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data if name else None
+            view = memoryview(make_safetensors_header(types, metadata)) if data is None else data
             for start in range(0, len(view), _CHUNK_BYTES):
                 piece = view[start : start + _CHUNK_BYTES]
                 file.write(piece)
@@ -208,6 +258,12 @@ def write_hashed_safetensors(
                 progress.note_progress()
             num_bytes += len(view)
     return {"bytes": num_bytes, "sha256": sha256.hexdigest()}
+
+
+def num_file_threads() -> int:
+    """Number of files that a rank hashes at a time, on its share of the node's cores."""
+    num_cores = len(os.sched_getaffinity(0)) // host_memory.num_ranks_on_node()
+    return max(2, min(_MAX_FILE_THREADS, num_cores))
 
 
 def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
@@ -291,14 +347,15 @@ class _StateNotSaved(Exception):
 class OptimizerStateReader:
     """The optimizer state of a checkpoint, whatever layout wrote it.
 
-    A file is opened and verified against its hash when one of its ranges is first needed.
+    A file is opened and verified against its hash when one of its ranges is first needed. With the first one
+    that this rank wrote, the verification of all that it wrote begins, several at a time.
 
     Args:
         optimizer_dir: the checkpoint's ``optimizer`` folder.
         file_records: name -> size and hash, as in the checkpoint's ``run.json``.
         saved_sharding: how the tensors were cut in the layout that wrote the checkpoint.
-        own_file: the file that this rank wrote, if it did. If several files hold the same state, this one is
-            preferred, so that ranks share the reading.
+        own_file: the first file that this rank wrote, if it did. If several files hold the same state, its own
+            are preferred, so that ranks share the reading.
     """
 
     def __init__(
@@ -309,7 +366,11 @@ class OptimizerStateReader:
         own_file: str = "",
     ) -> None:
         self.optimizer_dir, self.file_records = optimizer_dir, file_records
-        self.saved_sharding, self.own_file = saved_sharding, own_file
+        self.saved_sharding = saved_sharding
+        own_prefix = own_file.removesuffix(".safetensors")
+        self._own_files = [name for name in file_records if own_prefix and name.startswith(own_prefix)]
+        self._pool = ThreadPoolExecutor(num_file_threads())
+        self._checks: dict[str, Future[None]] = {}
         self._open_files: dict[str, Any] = {}
         self._saved_slices: dict[tuple[str, int], list[_SavedSlice]] = {}
         if INDEX_FILE not in file_records:
@@ -340,12 +401,17 @@ class OptimizerStateReader:
 
     def _open_verified(self, file_name: str) -> Any:
         if file_name not in self._open_files:
-            check_file_hash(self.optimizer_dir / file_name, self.file_records[file_name])
+            for name in self._own_files if file_name in self._own_files else [file_name]:
+                if name not in self._checks:
+                    path, record = self.optimizer_dir / name, self.file_records[name]
+                    self._checks[name] = self._pool.submit(check_file_hash, path, record)
+            self._checks[file_name].result()
             self._open_files[file_name] = safe_open(self.optimizer_dir / file_name, framework="pt")
         return self._open_files[file_name]
 
     def close(self) -> None:
         self._open_files.clear()
+        self._pool.shutdown(cancel_futures=True)
 
     def _read_saved_range(
         self, state_name: str, shard_index: int, state_kind: str, start: int, end: int
@@ -371,7 +437,10 @@ class OptimizerStateReader:
                 )
             piece = min(
                 covering,
-                key=lambda piece: (piece.file_name not in self._open_files, piece.file_name != self.own_file),
+                key=lambda piece: (
+                    piece.file_name not in self._open_files,
+                    piece.file_name not in self._own_files,
+                ),
             )
             if not piece.kind_bits & 1 << STATE_KINDS.index(state_kind):
                 raise _StateNotSaved
