@@ -1,10 +1,10 @@
 """Times saves and loads of checkpoints beside torch's distributed checkpoints and ``dd``, in one run.
 
-    python -m benchmarks.checkpoints FOLDER --nproc-per-node N --model.hf config.json [--language-layers N ...]
+    python -m benchmarks.checkpoints FOLDER --nproc-per-node N --model.hf config.json [--language-layers N]
 
 The options are those of ``megatron-vl bench``. A training with random weights saves twice and is killed; the
-next start resumes. Torch saves and loads the same tensors; ``dd`` writes and reads as many bytes. What is read
-was dropped from the page cache before. A step's stall is its time above the median of steps without a save.
+next start resumes. Torch saves and loads the same tensors; ``dd`` writes and reads as many bytes. What is
+read was dropped from the page cache before. A stall is what a save adds to the times of two steps.
 """
 
 from __future__ import annotations

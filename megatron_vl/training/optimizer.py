@@ -92,6 +92,8 @@ def build_optimizer(
         # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
         state_chunks.overlap_with_passes(model_chunks)
 
+    model = config.model
+    optimizer.trains_model = not (model.freeze_language and model.freeze_vision and model.freeze_merger)
     return optimizer
 
 
@@ -192,7 +194,9 @@ def clip_and_update(
     norms = [float(optimizer.get_grad_norm() or 0.0) * gradient_scale]
     if clips_mtp_apart:
         norms.append(_mtp_norm(optimizer) * gradient_scale)
-    grad_norm = math.hypot(*norms)
+    # Alone, the model would skip a step without gradients.
+    is_skipped_alone = clips_mtp_apart and optimizer.trains_model and not norms[0]
+    grad_norm = 0.0 if is_skipped_alone else math.hypot(*norms)
     if has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):
             state_chunks.chunk_streamer.drop_slots()

@@ -205,7 +205,7 @@ class Trainer:
             self.data_loader = self._open_loader(data_config)
         num_micro_batches = self.config.global_batch_size // self.grid.dp
         self.batches = BatchBroadcast(
-            self.grid, self.platform, self.data_loader, num_micro_batches, vision_spec=self.spec.vision
+            self.grid, self.platform, self.data_loader, num_micro_batches, spec=self.spec
         )
 
     def _open_loader(self, data_config: DataConfig) -> Any:

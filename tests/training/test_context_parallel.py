@@ -275,7 +275,7 @@ def token_losses(trainer: Trainer, samples: list[TokenizedSample]) -> Tensor:
     row = pack_row(samples, trainer.spec, trainer.config.data.seq_len)
     row.loss_mask = torch.ones_like(row.loss_mask)
     given = iter([row]) if trainer.grid.owns_loader else None
-    batches = BatchBroadcast(trainer.grid, trainer.platform, given, 1, vision_spec=trainer.spec.vision)
+    batches = BatchBroadcast(trainer.grid, trainer.platform, given, 1, spec=trainer.spec)
     with torch.no_grad():
         losses = trainer.model_chunks[0].module(batches.next_batch().rows[0]).view(-1)
     by_rank = [torch.empty_like(losses) for _ in range(dist.get_world_size())]

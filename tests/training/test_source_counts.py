@@ -200,7 +200,7 @@ def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
             rows[-1].source_indices, rows[-1].sample_keys = sources, [str(i) for i in range(len(sources))]
         share = len(rows) // grid.dp
         own = iter(rows[grid.dp_rank * share :]) if grid.owns_loader else None
-        batches = BatchBroadcast(grid, trainer.platform, own, share, vision_spec=trainer.spec.vision)
+        batches = BatchBroadcast(grid, trainer.platform, own, share, spec=trainer.spec)
         step_batch = batches.next_batch()
         reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=128, forward_only=True)
         local = count_sources(step_batch.source_loss_tokens, 3)

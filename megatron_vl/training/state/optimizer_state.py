@@ -247,7 +247,7 @@ def write_hashed_safetensors(
     sha256, num_bytes = hashlib.sha256(), 0
 
     with durable_files.open_new_file(file_path) as file:
-        # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
+        # The header puts wide types first, so that all tensors are aligned. The data follow in its order.
         for name in ("", *sorted(types, key=lambda name: -types[name][0].itemsize)):
             data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data if name else None
             view = memoryview(make_safetensors_header(types, metadata)) if data is None else data
@@ -354,8 +354,8 @@ class OptimizerStateReader:
         optimizer_dir: the checkpoint's ``optimizer`` folder.
         file_records: name -> size and hash, as in the checkpoint's ``run.json``.
         saved_sharding: how the tensors were cut in the layout that wrote the checkpoint.
-        own_file: the first file that this rank wrote, if it did. If several files hold the same state, its own
-            are preferred, so that ranks share the reading.
+        own_file: the first file that this rank wrote, if it did. If several files hold the same state, those
+            of the rank are preferred, so that ranks share the reading.
     """
 
     def __init__(

@@ -7,11 +7,11 @@
                                         (see :mod:`megatron_vl.training.state.optimizer_state`)
     DIR/step_00000120/loader/           the position in the data set
 
-A save returns at once. A thread copies the state to host memory while the next forward and backward passes
-run, for which the next update waits, and writes it while training continues. Ranks agree through marker files, not collectives, so that the thread never interferes with the training's communication.
-Each rank writes a marker when its files are on disk, and rank 0 gives the folder its final name when all
-markers exist. So a checkpoint has this name only when it is complete, and a crash at any moment leaves the
-last good one.
+A save returns at once. A thread copies the state to host memory during the next forward and backward passes,
+for which the next update waits, and then writes it while training continues. Ranks agree through marker
+files, not collectives, so that the thread never interferes with the training's communication. Each rank
+writes a marker when its files are on disk, and rank 0 gives the folder its final name when all markers exist.
+So a checkpoint has this name only when it is complete, and a crash at any moment leaves the last good one.
 """
 
 from __future__ import annotations
