@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ STATE_KINDS = ("main", "exp_avg", "exp_avg_sq")
 _CHUNK_BYTES = 16 << 20
 _FILE_BYTES = 1 << 30
 _MAX_FILE_THREADS = 8
+_READ_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -554,18 +556,24 @@ def restore_optimizer(
     uses_group_counts = any(
         counts_steps_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers
     )
-    for piece in optimizer_slices(optimizer, live_tensors):
-        if piece.live_tensor.tensor_name not in tensor_infos:  # the run begins to train it now
-            continue
-        info, expert_index = tensor_infos[piece.live_tensor.tensor_name], piece.live_tensor.expert_index
-        shard_index = grid.shard_index(info)
-        for kind in STATE_KINDS:
-            state = state_reader.read_range(
-                info, kind, shard_index, grid.sharding, piece.start, piece.end, expert_index
-            )
-            assert kind != "main" or state is not None
-            piece.write_state(kind, state)
+    # Others are those that the run begins to train now.
+    pieces = [
+        piece
+        for piece in optimizer_slices(optimizer, live_tensors)
+        if piece.live_tensor.tensor_name in tensor_infos
+    ]
 
+    def read(piece: OptimizerSlice, kind: str) -> Tensor | None:
+        info = tensor_infos[piece.live_tensor.tensor_name]
+        place = grid.shard_index(info), grid.sharding, piece.start, piece.end
+        return state_reader.read_range(info, kind, *place, piece.live_tensor.expert_index)
+
+    jobs = [(piece, kind) for piece in pieces for kind in STATE_KINDS]
+    for (piece, kind), state in zip(jobs, _read_ahead(read, jobs), strict=True):
+        assert kind != "main" or state is not None
+        piece.write_state(kind, state)
+
+    for piece in pieces:
         step_count = state_reader.adam_step_count(piece.state_name)
         if piece.chunked_parameter is not None:
             piece.chunked_parameter.step_count = step_count
@@ -575,3 +583,14 @@ def restore_optimizer(
             # Each parameter needs its own tensor: torch's Adam counts in place, so that a shared tensor would
             # be counted up once per parameter.
             piece.adam_state["step"] = torch.tensor(float(step_count))
+
+
+def _read_ahead(read: Callable[..., Tensor | None], jobs: list[tuple[Any, ...]]) -> Iterator[Tensor | None]:
+    """The results of ``read(*job)`` in their order, some of which threads read ahead."""
+    with ThreadPoolExecutor(_READ_AHEAD) as pool:
+        futures = deque(pool.submit(read, *job) for job in jobs[:_READ_AHEAD])
+        for job in [*jobs[_READ_AHEAD:], *[None] * len(futures)]:
+            yield futures.popleft().result()
+            progress.note_progress()
+            if job is not None:
+                futures.append(pool.submit(read, *job))

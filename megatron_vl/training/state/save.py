@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -384,12 +384,13 @@ class CheckpointSaver:
 
     def _write_rank_files(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> dict[str, Any]:
         """Writes this rank's weights, optimizer and loader state. Returns the content of its marker."""
-        grid, weights_dir = self.grid, partial_dir / "weights"
+        grid = self.grid
         axes = ("tp", "cp", "pp", "dp", "ep", "etp")
         position = {axis: str(getattr(grid, f"{axis}_rank")) for axis in axes}
 
-        def write_weights(read: dict[str, Callable[[], Tensor]], **ranks: int) -> dict[str, Any]:
-            return write_rank_file(weights_dir, {name: each() for name, each in read.items()}, **ranks)
+        def write_weights(read: dict[str, Callable[[], Tensor]], pool: Executor, **ranks: int) -> Any:
+            tensors = {name: each() for name, each in read.items()}
+            return write_rank_file(partial_dir / "weights", tensors, pool.map, **ranks, pp=grid.pp_rank)
 
         def write_state(name: str, tensors: StateTensors) -> dict[str, Any]:
             return write_hashed_safetensors(partial_dir / "optimizer" / name, tensors, position)
@@ -398,16 +399,15 @@ class CheckpointSaver:
             state_file_name(grid.rank, number): tensors
             for number, tensors in enumerate(split_state(snapshot.optimizer_state))
         }
-        # One thread hashes and writes slower than a disk takes the bytes.
+        # One thread hashes and writes more slowly than a disk takes the bytes.
         with ThreadPoolExecutor(num_file_threads()) as pool:
-            weights, pp = [], grid.pp_rank
-            if (dense := snapshot.dense_weights) is not None:
-                weights.append(pool.submit(write_weights, dense, tp=grid.tp_rank, pp=pp))
-            if (experts := snapshot.expert_stacks) is not None:
-                weights.append(pool.submit(write_weights, experts, ep=grid.ep_rank, etp=grid.etp_rank, pp=pp))
             states = pool.map(write_state, parts.keys(), parts.values())
+            weights, ep_ranks = [], {"ep": grid.ep_rank, "etp": grid.etp_rank}
+            if snapshot.dense_weights is not None:
+                weights.append(write_weights(snapshot.dense_weights, pool, tp=grid.tp_rank))
+            if snapshot.expert_stacks is not None:
+                weights.append(write_weights(snapshot.expert_stacks, pool, **ep_ranks))
             files = {f"optimizer/{name}": record for name, record in zip(parts, states, strict=True)}
-            weight_entries = [future.result() for future in weights]
 
         if snapshot.loader_state is not None:
             files[LOADER_STATE_FILE] = write_json(partial_dir / LOADER_STATE_FILE, snapshot.loader_state)
@@ -416,7 +416,7 @@ class CheckpointSaver:
             for name, tensors in parts.items()
         }
         return {
-            "weights": weight_entries,
+            "weights": weights,
             "files": files,
             "slices": slices,
             "pending": snapshot.unlogged_counts,
