@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,9 @@ _BLOCK_BYTES = 1 << 30
 """Memory is allocated in blocks of this size, as torch rounds pinned memory up to powers of two."""
 _ALIGNMENT = 64
 _COPY_PRIORITY = -3
-"""Priority of the stream of copies: with CUDA_DEVICE_MAX_CONNECTIONS=1, streams of one priority share a queue
-on the GPU, and offload has the priorities -2 and -1."""
+"""Priority of the stream of copies. With CUDA_DEVICE_MAX_CONNECTIONS=1, streams of one priority share a queue
+on the GPU: this one with the inputs of layers (:mod:`megatron_vl.training.offload.layer_inputs`), so only one
+copy is in it at a time."""
 
 
 class HostBlocks:
@@ -36,9 +39,7 @@ class HostBlocks:
             while number < len(self._blocks) and used + size > len(self._blocks[number]):
                 number, used = number + 1, 0
             if number == len(self._blocks):
-                refusal = f"{left / 2**30:.1f} GiB of host memory could not be pinned for a checkpoint"
-                block_bytes = max(size, min(left, _BLOCK_BYTES))
-                self._blocks.append(allocate_host_bytes(block_bytes, is_pinned, refusal))
+                self._blocks.append(_allocate(max(size, min(left, _BLOCK_BYTES)), is_pinned))
                 progress.note_progress()
             regions.append(self._blocks[number][used : used + size])
             used += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -48,6 +49,13 @@ class HostBlocks:
     def release(self) -> None:
         """Frees the memory that is not pinned."""
         self._blocks = [block for block in self._blocks if block.is_pinned()]
+
+
+def _allocate(num_bytes: int, is_pinned: bool) -> Tensor:
+    if is_pinned:
+        with contextlib.suppress(MemoryError):  # the limit on pinned memory may be lower
+            return allocate_host_bytes(num_bytes, True, "")
+    return allocate_host_bytes(num_bytes, False, f"a checkpoint needs {num_bytes / 2**30:.1f} GiB")
 
 
 class HostCopies:
@@ -86,8 +94,8 @@ class HostCopies:
                     self._copies[key].split([source.numel() for source in sources]), sources, strict=True
                 ):
                     part.view(source.shape).copy_(source, non_blocking=True)
+                self._stream.synchronize()
                 progress.note_progress()
-        self._stream.synchronize()
 
 
 def _num_bytes(tensor: Tensor) -> int:
