@@ -82,15 +82,6 @@ def test_loss_that_is_not_finite_shows_in_its_own_source_alone():
     assert math.isnan(source0) and (source1, source2) == (0, 3 + 8)
 
 
-def test_row_without_a_blend_sends_no_sources():
-    row = row_of((0, [0, 1, 1]))
-    row.source_indices = []
-    header, _ = serialize_row(row)
-    assert header["shapes"]["sources"] == (0,) and header["source_loss_tokens"] == []
-    assert set(reported(row, [1.0] * 12)[1]) == {"loss"}
-    assert SourceMeter().take_line({}) == ({}, "")
-
-
 def counts_of(*numbers: list[float]) -> SourceCounts:
     return SourceCounts(*torch.tensor(numbers, dtype=torch.float64))
 
