@@ -19,7 +19,6 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import read_layout
-from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.system import progress
 from megatron_vl.system.json_files import check_format_version, manifest_digest, write_json
 from megatron_vl.training.state.keep import remove_dir
@@ -212,15 +211,11 @@ def has_all_files(checkpoint_path: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(weight_reader: CanonicalWeights, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
-    """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices.
-
-    Weights without multi-token prediction leave its parameters as they are.
-    """
+    """Fills those of this rank's parameters that weights of any layout hold, each rank its own slices."""
     for live_tensor in live_tensors:
-        if live_tensor.tensor_name.startswith(MTP_PREFIX) and not weight_reader.spec.language.has_mtp:
-            continue
-        live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
-        progress.note_progress()
+        if live_tensor.tensor_name in weight_reader.tensor_infos:
+            live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
+            progress.note_progress()
 
 
 @torch.no_grad()

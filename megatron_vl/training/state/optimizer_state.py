@@ -84,14 +84,15 @@ class OptimizerSlice:
         Moments do not exist before step 1. What the functions read is added to ``copies``.
         """
         chunked = self.chunked_parameter
+        state_tensors: dict[str, Any] = {"main": self.main_param, **self.adam_state}
         if chunked is not None:
-            for tensor in chunked.state_tensors():
-                copies.add(tensor)
+            for held in chunked.state_tensors():
+                copies.add(held)
         for kind in STATE_KINDS:
             if chunked is not None:
                 if kind == "main" or chunked.step_count:
                     yield kind, chunked.state_dtype(kind), partial(chunked.read_state, kind, copies)
-            elif (tensor := self.main_param if kind == "main" else self.adam_state.get(kind)) is not None:
+            elif (tensor := state_tensors.get(kind)) is not None:
                 copies.add(tensor)
                 yield kind, tensor.dtype, partial(copies, tensor)
 
