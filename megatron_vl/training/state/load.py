@@ -136,8 +136,9 @@ def load_checkpoint(
         optimizer_reader = OptimizerStateReader(
             checkpoint_path / "optimizer", optimizer_files, sharding, state_file_name(grid.rank)
         )
-        restore_optimizer(optimizer_reader, optimizer, live_tensors, weight_reader.tensor_infos, grid)
-        optimizer_reader.close()
+        # A rank that fails waits for its threads, so these must end with the reading.
+        with contextlib.closing(optimizer_reader):
+            restore_optimizer(optimizer_reader, optimizer, live_tensors, weight_reader.tensor_infos, grid)
 
         loader_state = read_loader_state(checkpoint_path, files) if grid.owns_loader else None
     return RestoredState(loader_state, LOADER_STATE_FILE not in files, metadata.get("bad_samples"))

@@ -18,12 +18,13 @@ each of :data:`STATE_KINDS`, and STEP is Adam's step count.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -570,9 +571,10 @@ def restore_optimizer(
         return state_reader.read_range(info, kind, *place, piece.live_tensor.expert_index)
 
     jobs = [(piece, kind) for piece in pieces for kind in STATE_KINDS]
-    for (piece, kind), state in zip(jobs, _read_ahead(read, jobs), strict=True):
-        assert kind != "main" or state is not None
-        piece.write_state(kind, state)
+    with contextlib.closing(_read_ahead(read, jobs)) as states:
+        for (piece, kind), state in zip(jobs, states, strict=True):
+            assert kind != "main" or state is not None
+            piece.write_state(kind, state)
 
     for piece in pieces:
         step_count = state_reader.adam_step_count(piece.state_name)
@@ -586,7 +588,7 @@ def restore_optimizer(
             piece.adam_state["step"] = torch.tensor(float(step_count))
 
 
-def _read_ahead(read: Callable[..., Tensor | None], jobs: list[tuple[Any, ...]]) -> Iterator[Tensor | None]:
+def _read_ahead(read: Callable[..., Tensor | None], jobs: list[tuple[Any, ...]]) -> Generator[Tensor | None]:
     """The results of ``read(*job)`` in their order, some of which threads read ahead."""
     with ThreadPoolExecutor(_READ_AHEAD) as pool:
         futures = deque(pool.submit(read, *job) for job in jobs[:_READ_AHEAD])

@@ -22,7 +22,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,6 +184,16 @@ def _expert_stacks(live_tensors: list[LiveTensor], copies: HostCopies) -> dict[s
         copies.add(*experts)
         stacks[name] = partial(read, experts)
     return stacks
+
+
+@contextlib.contextmanager
+def _cancelling(pool: Executor) -> Iterator[None]:
+    """A context whose error drops what waits for a thread, as the disk may be full."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def short_text(error: BaseException) -> str:
@@ -400,7 +410,7 @@ class CheckpointSaver:
             for number, tensors in enumerate(split_state(snapshot.optimizer_state))
         }
         # One thread hashes and writes more slowly than a disk takes the bytes.
-        with ThreadPoolExecutor(num_file_threads()) as pool:
+        with ThreadPoolExecutor(num_file_threads()) as pool, _cancelling(pool):
             states = pool.map(write_state, parts.keys(), parts.values())
             weights, ep_ranks = [], {"ep": grid.ep_rank, "etp": grid.etp_rank}
             if snapshot.dense_weights is not None:
