@@ -25,7 +25,12 @@ from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
 from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.load import load_checkpoint, read_run_metadata
-from megatron_vl.training.state.optimizer_state import STATE_KINDS, OptimizerStateReader, snapshot_optimizer
+from megatron_vl.training.state.optimizer_state import (
+    STATE_KINDS,
+    OptimizerStateReader,
+    SavedTensor,
+    snapshot_optimizer,
+)
 from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
 from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
@@ -109,7 +114,12 @@ def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     copies = HostCopies()
     tensors = snapshot_optimizer(trainer.optimizer, trainer.live_tensors, copies)
     copies.copy(HostBlocks())
-    return dict(tensors)
+    return {key: tensor.read().clone() for key, tensor in tensors.items()}
+
+
+def as_saved(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
+    """Tensors in the form in which a checkpoint writes them."""
+    return {key: SavedTensor(each.dtype, each.numel(), each.view(-1).clone) for key, each in tensors.items()}
 
 
 def load(trainer: Trainer, run: Path, step: int = 2) -> None:

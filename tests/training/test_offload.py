@@ -42,7 +42,7 @@ from megatron_vl.training.state.optimizer_state import (
 )
 from tests.support.ranks import in_ranks
 from tests.support.tiny_run import metrics, prepare, train
-from tests.support.tiny_trainer import TinyTrainer, gather, optimizer_state, tiny_trainer
+from tests.support.tiny_trainer import TinyTrainer, as_saved, gather, optimizer_state, tiny_trainer
 from toolkit.checkpoint.rollback import restart_data
 
 SHARES = (0.0, 0.4, 1.0)
@@ -219,7 +219,7 @@ def test_two_steps_with_moments_in_bf16_worked_by_hand() -> None:
 def save(trainer: TinyTrainer, folder: Path) -> dict[str, Any]:
     """Writes optimizer state as a checkpoint does. Returns what ``run.json`` says of the files."""
     folder.mkdir()
-    state = optimizer_state(trainer)
+    state = as_saved(optimizer_state(trainer))
     files = {"rank.safetensors": write_hashed_safetensors(folder / "rank.safetensors", state, {"tp": "0"})}
     index = write_slice_index(folder, {"rank.safetensors": list_index_entries(state, 0, 0)})
     return files | {INDEX_FILE: index}

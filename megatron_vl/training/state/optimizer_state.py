@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -186,75 +187,59 @@ def _whole_parameters(sub_optimizer: Any, live_tensors: list[LiveTensor]) -> Ite
             yield live_tensor, 0, main_param.numel(), main_param, groups_by_id[id(main_param)]
 
 
-class StateTensors(Mapping[str, Tensor]):
-    """Tensors in host memory by key. Some are joined from their parts whenever they are read."""
+class SavedTensor(NamedTuple):
+    """A flat tensor of a checkpoint, which is joined from its parts, in host memory, when it is read."""
 
-    def __init__(self) -> None:
-        self.types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._read: dict[str, Callable[[], Tensor]] = {}
-
-    def add(self, key: str, dtype: torch.dtype, length: int, read: Callable[[], Tensor]) -> None:
-        self.types[key], self._read[key] = (dtype, (length,)), read
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._read[key]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
+    dtype: torch.dtype
+    length: int
+    read: Callable[[], Tensor]
 
 
 def snapshot_optimizer(
     optimizer: ChainedOptimizer, live_tensors: list[LiveTensor], copies: HostCopies
-) -> StateTensors:
-    """This rank's optimizer state, which can be read once ``copies`` are made."""
-    tensors = StateTensors()
+) -> dict[str, SavedTensor]:
+    """This rank's optimizer state by key, which can be read once ``copies`` are made."""
+    tensors: dict[str, SavedTensor] = {}
     if (state_chunks := chunked_state(optimizer)) is not None:
         state_chunks.chunk_streamer.wait_for_host_state()
     for piece in optimizer_slices(optimizer, live_tensors):
         step_count = torch.tensor([piece.step_count], dtype=torch.int64)
-        tensors.add(piece.tensor_key("step"), torch.int64, 1, partial(torch.clone, step_count))
+        tensors[piece.tensor_key("step")] = SavedTensor(torch.int64, 1, step_count.clone)
         for kind, dtype, read in piece.saved_state(copies):
-            tensors.add(piece.tensor_key(kind), dtype, piece.end - piece.start, read)
+            tensors[piece.tensor_key(kind)] = SavedTensor(dtype, piece.end - piece.start, read)
     return tensors
 
 
-def split_state(tensors: StateTensors) -> Iterator[StateTensors]:
-    """The tensors in the files of a rank, each of about :data:`_FILE_BYTES`.
-
-    Several files are hashed and written at a time. The parts of a slice stay together.
-    """
-    part, num_bytes = StateTensors(), 0
-    for key, (dtype, (length,)) in tensors.types.items():
+def split_state(tensors: Mapping[str, SavedTensor]) -> list[dict[str, SavedTensor]]:
+    """The tensors in the files of a rank, each of about :data:`_FILE_BYTES`, several of which are written at
+    a time. Those of a slice stay together."""
+    parts: list[dict[str, SavedTensor]] = [{}]
+    num_bytes = 0
+    for key, tensor in tensors.items():
         if key.endswith("/step") and num_bytes > _FILE_BYTES:
-            yield part
-            part, num_bytes = StateTensors(), 0
-        part.add(key, dtype, length, partial(tensors.__getitem__, key))
-        num_bytes += length * dtype.itemsize
-    yield part
+            parts.append({})
+            num_bytes = 0
+        parts[-1][key] = tensor
+        num_bytes += tensor.length * tensor.dtype.itemsize
+    return parts
 
 
 def write_hashed_safetensors(
-    file_path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    file_path: Path, tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]
 ) -> dict[str, Any]:
     """Writes a safetensors file atomically and flushes it to the disk.
 
     Returns its size in bytes and the SHA-256 of its content.
     """
-    types: Mapping[str, tuple[torch.dtype, Sequence[int]]] = (
-        tensors.types
-        if isinstance(tensors, StateTensors)
-        else {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    )
     sha256, num_bytes = hashlib.sha256(), 0
-
+    header = make_safetensors_header(
+        {name: (tensor.dtype, (tensor.length,)) for name, tensor in tensors.items()}, metadata
+    )
+    # The header puts wide types first, so that all tensors are aligned. The data follow in its order.
+    wide_first = sorted(tensors.values(), key=lambda tensor: -tensor.dtype.itemsize)
+    views = (memoryview(tensor.read().view(torch.uint8).numpy()) for tensor in wide_first)
     with durable_files.open_new_file(file_path) as file:
-        # The header puts wide types first, so that all tensors are aligned. The data follow in its order.
-        for name in ("", *sorted(types, key=lambda name: -types[name][0].itemsize)):
-            data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data if name else None
-            view = memoryview(make_safetensors_header(types, metadata)) if data is None else data
+        for view in itertools.chain([memoryview(header)], views):
             for start in range(0, len(view), _CHUNK_BYTES):
                 piece = view[start : start + _CHUNK_BYTES]
                 file.write(piece)
@@ -288,7 +273,7 @@ def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
 
 
 def list_index_entries(
-    state_tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
+    state_tensors: Mapping[str, SavedTensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> list[list[Any]]:
     """One rank's entries of the index: ``[NAME, SHARD, START, END, KINDS, STEP]`` of each slice.
 
@@ -311,7 +296,7 @@ def list_index_entries(
         shard_index = etp_rank if "#" in state_name else tp_rank
         if whole_vision and model_part(state_name) != "language":
             shard_index = 0
-        step_count = int(state_tensors[f"{slice_key}/step"])
+        step_count = int(state_tensors[f"{slice_key}/step"].read())
         index_entries.append([state_name, shard_index, start, end, slice_bits, step_count])
     return index_entries
 

@@ -60,7 +60,7 @@ from megatron_vl.training.state.keep import (
 from megatron_vl.training.state.load import FORMAT_VERSION, LOADER_STATE_FILE, state_file_name
 from megatron_vl.training.state.optimizer_state import (
     INDEX_FILE,
-    StateTensors,
+    SavedTensor,
     list_index_entries,
     num_file_threads,
     snapshot_optimizer,
@@ -86,7 +86,7 @@ class CheckpointSnapshot:
     expert_stacks: dict[str, Callable[[], Tensor]] | None
     """Stacks [E / ep, ...] of this rank's experts. If several ranks hold the same experts, only the first has
     them."""
-    optimizer_state: StateTensors
+    optimizer_state: dict[str, SavedTensor]
     loader_state: dict[str, Any] | None
     run_metadata: dict[str, Any]
     lora: LoraConfig
@@ -402,7 +402,7 @@ class CheckpointSaver:
             tensors = {name: each() for name, each in read.items()}
             return write_rank_file(partial_dir / "weights", tensors, pool.map, **ranks, pp=grid.pp_rank)
 
-        def write_state(name: str, tensors: StateTensors) -> dict[str, Any]:
+        def write_state(name: str, tensors: dict[str, SavedTensor]) -> dict[str, Any]:
             return write_hashed_safetensors(partial_dir / "optimizer" / name, tensors, position)
 
         parts = {
