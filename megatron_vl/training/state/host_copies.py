@@ -67,6 +67,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._sources: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
         self._copies: dict[tuple[int, ...], Tensor] = {}
+        self._device = torch.cuda.current_device()
         self._stream = torch.cuda.Stream(priority=_COPY_PRIORITY)
         self._stream.wait_stream(torch.cuda.current_stream())
 
@@ -80,6 +81,7 @@ class HostCopies:
 
     def reserve(self, memory: HostBlocks) -> list[Tensor]:
         """Allocates the memory of the copies."""
+        torch.cuda.set_device(self._device)  # a thread begins on the first GPU
         is_pinned = any(sources[0].is_cuda for sources in self._sources.values())
         return memory.regions([sum(map(_num_bytes, each)) for each in self._sources.values()], is_pinned)
 
@@ -87,7 +89,7 @@ class HostCopies:
     def copy(self, memory: HostBlocks) -> None:
         """Makes the copies, and waits for them."""
         regions = self.reserve(memory)
-        with torch.cuda.stream(self._stream):  # a thread of its own would begin on the first GPU
+        with torch.cuda.stream(self._stream):
             for region, (key, sources) in zip(regions, self._sources.items(), strict=True):
                 self._copies[key] = region.view(sources[0].dtype)
                 for part, source in zip(
