@@ -393,18 +393,8 @@ class Trainer:
             "sources": self.metrics_log.source_meter.state_dict(),
             "bad_samples": bad_sample_counts,
         }
-        return take_snapshot(
-            self.step,
-            model_chunks=self.model_chunks,
-            live_tensors=self.saved_tensors,
-            optimizer=self.optimizer,
-            spec=self.spec,
-            layout=self.layout,
-            grid=self.grid,
-            loader_state=self.data_loader.state_dict() if self.grid.rank == 0 else None,
-            run_metadata=metadata,
-            unlogged_counts=unlogged_counts,
-        )
+        loader_state = self.data_loader.state_dict() if self.grid.rank == 0 else None
+        return take_snapshot(self, loader_state, metadata, unlogged_counts)
 
     def _recorded_fields(self) -> dict[str, Any]:
         """The fields of the run to record. They are complete on ranks that own a loader, as rank 0 does."""

@@ -78,18 +78,8 @@ def train(trainer: Trainer, kinds: list[list[str]], steps: Iterable[int]) -> lis
 def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
     """Saves a step. On rank 0, returns every weight, master weight, moment and step count in the files."""
     saver = CheckpointSaver(run, trainer.spec, trainer.layout, trainer.grid, num_latest_kept=0)
-    snapshot = take_snapshot(
-        step,
-        model_chunks=trainer.model_chunks,
-        live_tensors=trainer.saved_tensors,
-        optimizer=trainer.optimizer,
-        spec=trainer.spec,
-        layout=trainer.layout,
-        grid=trainer.grid,
-        loader_state=None,
-        run_metadata={"dp": trainer.grid.dp},
-    )
-    saver.start_save(lambda: snapshot, step)
+    trainer.step = step
+    saver.start_save(lambda: take_snapshot(trainer, None, {"dp": trainer.grid.dp}), step)
     saver.wait_until_saved()
     dist.barrier()
     if dist.get_rank():

@@ -43,10 +43,8 @@ def test_files_hold_the_state_from_before_the_next_update(hf, fields: dict[str, 
         order.append("copied")
 
     HostCopies.copy, state_files._FILE_BYTES = copy_slowly, 1 << 16
-    sizes = {"spec": trainer.spec, "layout": trainer.layout, "grid": trainer.grid}
-    parts = {"model_chunks": trainer.model_chunks, "live_tensors": trainer.live_tensors}
-    parts |= {"optimizer": trainer.optimizer, "loader_state": None, "run_metadata": {"dp": 1}}
-    saver.start_save(lambda: take_snapshot(2, **sizes, **parts), 2)
+    trainer.step = 2
+    saver.start_save(lambda: take_snapshot(trainer, None, {"dp": 1}), 2)
     order.append("returned")
     assert trainer.run_step(1).is_updated
     order.append("updated")

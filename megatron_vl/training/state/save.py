@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
@@ -95,14 +93,7 @@ class CheckpointSnapshot:
 
 
 def take_snapshot(
-    step: int,
-    *,
-    model_chunks: list[DistributedDataParallel],
-    live_tensors: list[LiveTensor],
-    optimizer: ChainedOptimizer,
-    spec: ModelSpec,
-    layout: Layout,
-    grid: ProcessGrid,
+    trainer: Any,
     loader_state: dict[str, Any] | None,
     run_metadata: dict[str, Any],
     unlogged_counts: dict[str, int] | None = None,
@@ -110,32 +101,33 @@ def take_snapshot(
     """This rank's state, to be copied before the next update. Collective if parameters are being gathered.
 
     Args:
-        live_tensors: the parameters to save (:attr:`Trainer.saved_tensors`).
+        trainer: the :class:`~megatron_vl.training.trainer.Trainer`, whose module imports this one.
         loader_state: the loader's ``state_dict()`` on rank 0, which is that of all; None elsewhere.
         run_metadata: entries for ``run.json``; those of rank 0 are written.
         unlogged_counts: this rank's counts that ``run_metadata["bad_samples"]`` does not include yet.
     """
-    for chunk in model_chunks:
+    for chunk in trainer.model_chunks:
         # With the overlapped gather, the weights of the last update arrive only in the next forward pass.
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
-    lora, copies = model_chunks[0].module.lora, HostCopies()
+    grid, layout, live_tensors = trainer.grid, trainer.layout, trainer.saved_tensors
+    lora, copies = trainer.model_chunks[0].module.lora, HostCopies()
     dense_weights = expert_stacks = None
     if grid.is_first_dense_copy:
-        dense_weights = _dense_weights(live_tensors, spec, layout, grid, lora, copies)
+        dense_weights = _dense_weights(live_tensors, trainer.spec, layout, grid, lora, copies)
     # Experts are spread over other ranks than dense tensors, so their first copies may be on other ranks.
-    if spec.language.moe and grid.edp_rank == 0:
+    if trainer.spec.language.moe and grid.edp_rank == 0:
         expert_stacks = _expert_stacks(live_tensors, copies)
 
     return CheckpointSnapshot(
-        step,
+        trainer.step,
         copies,
         dense_weights,
         expert_stacks,
-        snapshot_optimizer(optimizer, live_tensors, copies),
+        snapshot_optimizer(trainer.optimizer, live_tensors, copies),
         loader_state,
-        {"format": FORMAT_VERSION, "step": step, "layout": layout.as_dict(), **run_metadata},
+        {"format": FORMAT_VERSION, "step": trainer.step, "layout": layout.as_dict(), **run_metadata},
         lora,
         unlogged_counts or {},
     )
