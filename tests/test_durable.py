@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_vl.system import durable_files, progress
-from megatron_vl.training.state.optimizer_state import write_hashed_safetensors
+from megatron_vl.training.state.optimizer_state import SavedTensor, write_hashed_safetensors
 from megatron_vl.weights.tensor_files import TensorWriter, make_safetensors_header
 from tests.disk import Disk
 
@@ -25,7 +25,7 @@ def tensors_one_by_one(path: Path) -> None:
 
 
 def optimizer_state(path: Path) -> None:
-    write_hashed_safetensors(path, {"a": torch.arange(4.0)}, {"dp": "0"})
+    write_hashed_safetensors(path, {"a": SavedTensor(torch.float32, 4, torch.arange(4.0).clone)}, {"dp": "0"})
 
 
 @pytest.mark.parametrize("write", [bytes_of_a_file, tensors_one_by_one, optimizer_state])

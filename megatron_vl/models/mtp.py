@@ -68,7 +68,6 @@ class MultiTokenPrediction(MegatronModule):
         layer_config.pipeline_model_parallel_size = 1  # core derives the layer's number from these
         layer_config.virtual_pipeline_model_parallel_size = None
         layer_config.pipeline_model_parallel_layout = None
-        layer_config.moe_router_load_balancing_type = "none"
         self.decoder = TransformerBlock(layer_config, block_spec, pg_collection=process_groups)
         if config.num_moe_experts:  # its load is listed after that of the model's layers
             self.decoder.layers[0].mlp.set_layer_number(config.num_layers + 1)

@@ -23,6 +23,8 @@ NOTE_AFTER_S = 30.0
 MAX_OPEN_FILES = 65_536
 """Enough for a process of the largest runs: one or two connections to each of some ten thousand ranks."""
 STOPPED_EARLY = "a signal stopped the run before its first step; nothing was saved"
+_LEFT = 1 << 24
+"""A count below 0 says that a signal ended the wait: the signal's number times this, less those that came."""
 
 
 class JoinError(UserError, RuntimeError):
@@ -61,12 +63,7 @@ class JoinWait:
 
         Raises:
             JoinError: the time is over.
-            SystemExit: a signal asked this process to stop.
         """
-        if signal_name := requested_stop_signal():
-            if os.environ.get("RANK", "0") == "0":
-                print(STOPPED_EARLY, flush=True)
-            raise SystemExit(128 + signal.Signals[signal_name])
         waited_s = time.monotonic() - self.start_time
         if waited_s > self.limit_s:
             limit_text = f"To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"
@@ -97,13 +94,24 @@ class JoinWait:
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
+            if signal_name := requested_stop_signal():
+                stop_early(signal.Signals[signal_name])
             self.pause(describe_missing, is_reporter=os.environ.get("LOCAL_RANK", "0") == "0")
+
+
+def stop_early(signal_number: int) -> None:
+    """Ends this process, which was asked to stop before its first step. Rank 0 says so."""
+    if os.environ.get("RANK", "0") == "0":
+        print(STOPPED_EARLY, flush=True)
+    raise SystemExit(128 + signal_number)
 
 
 def join_store(rank: int, world_size: int, limit_s: float) -> Any:
     """Opens the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves, and waits for all ranks.
 
-    Raises JoinError or SystemExit, as :meth:`JoinWait.pause` does.
+    A signal to one of them ends the wait of all, with its number, until the last one has come.
+
+    Raises JoinError or SystemExit.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -140,6 +148,14 @@ def _join(
             f" {list_ranks(missing, kind)}. Start them, or look at their nodes"
         )
 
-    while store.add(f"{key}/count", 0) < count:
+    while (num_joined := store.add(f"{key}/count", 0)) < count:
+        if num_joined < 0:
+            stop_early(-(num_joined // _LEFT))
+        if signal_name := requested_stop_signal():
+            # Not if one more has come meanwhile. If it was the last one, all go on, and stop together later:
+            # a rank that left alone would let others wait for it until the launcher kills them.
+            left_count = -_LEFT * signal.Signals[signal_name]
+            store.compare_set(f"{key}/count", str(num_joined), str(left_count))
+            continue
         join_wait.pause(describe_missing, is_first)
     return store

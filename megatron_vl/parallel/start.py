@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_vl.config import TrainConfig
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.heartbeat import slow_start_timeout_s
-from megatron_vl.parallel.joining import STOPPED_EARLY, join_limit_s
+from megatron_vl.parallel.joining import join_limit_s, stop_early
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.system.signals import requested_stop_signal
@@ -45,7 +45,5 @@ def exit_if_stop_requested(platform: Platform) -> None:
     if not signal_number:
         return
 
-    if dist.get_rank() == 0:
-        print(STOPPED_EARLY, flush=True)
     failures.stop_watching()
-    raise SystemExit(128 + signal_number)
+    stop_early(signal_number)

@@ -57,6 +57,8 @@ class RankProgress:
 
 
 current_progress = RankProgress()
+_syncing_files: list[str] = []
+"""The files that threads of this rank wait for."""
 
 
 def enter_phase(phase: str, step: int | None = None) -> None:
@@ -92,11 +94,13 @@ def set_background_task(task_name: str) -> None:
 @contextlib.contextmanager
 def waiting_for_disk(file_path: Path) -> Iterator[None]:
     """A context in which this rank waits until the disk has confirmed a file's content."""
-    current_progress.syncing_file = str(file_path)
+    _syncing_files.append(current_file := str(file_path))
+    current_progress.syncing_file = current_file
     try:
         yield
     finally:
-        current_progress.syncing_file = ""
+        _syncing_files.remove(current_file)
+        current_progress.syncing_file = _syncing_files[-1] if _syncing_files else ""
         current_progress.progress_count += 1
 
 

@@ -127,9 +127,7 @@ class Evaluate(Hook):
         with _complete_weights(ddp_chunks), _inference(chunks):
             for first in range(0, self.num_rows, rows_at_once):
                 num_rows = min(rows_at_once, self.num_rows - first)
-                batches = BatchBroadcast(
-                    self.grid, self.platform, row_iterator, num_rows, vision_spec=self.spec.vision
-                )
+                batches = BatchBroadcast(self.grid, self.platform, row_iterator, num_rows, spec=self.spec)
                 reports = run_schedule(
                     chunks, batches.next_batch().rows, seq_len=self.config.data.seq_len, forward_only=True
                 )

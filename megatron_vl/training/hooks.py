@@ -63,6 +63,8 @@ class SaveCheckpoints(Hook):
         interval = trainer.config.checkpoint.interval
         if trainer.is_at_end or interval and trainer.step % interval == 0:
             trainer.save()
+        elif interval and trainer.step == trainer.first_step + 1 and trainer.platform.name == "cuda":
+            self.saver.reserve_memory(trainer.take_snapshot())  # the optimizer has its state now
 
     def end(self, trainer: Trainer, has_failed: bool) -> None:
         if has_failed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.sample.pixel_settings import PixelNorm, read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_live_tensors, chunk_tensors
@@ -11,9 +13,9 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.lora import is_lora_tensor
 from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
+from megatron_vl.training.start_weights import open_mtp_weights
 from megatron_vl.training.state.load import load_weights
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 
@@ -30,7 +32,7 @@ def build_model(
     *,
     start_weights: CanonicalWeights | None = None,
     start_lora: CanonicalWeights | None = None,
-    mtp_weights: CanonicalWeights | None = None,
+    checkpoint_path: Path | None = None,
     pixel_norm: PixelNorm | None = None,
 ) -> tuple[list[VisionLanguageModel], list[LiveTensor]]:
     """Builds this rank's chunks, checks them against the tensor table, and fills them.
@@ -40,7 +42,7 @@ def build_model(
         start_weights: weights in any layout, of which each rank reads its own slices; None: random weights.
         start_lora: matrices of LoRA, and modules that were trained whole, in any layout; None: matrices that
             add nothing yet.
-        mtp_weights: weights of multi-token prediction; None: those of ``start_weights``, or random ones.
+        checkpoint_path: the step folder that the run resumes from.
         pixel_norm: statistics of pixels; None: those of ``model.hf``.
 
     Returns:
@@ -57,14 +59,12 @@ def build_model(
     live_tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_live_tensors(spec, layout, live_tensors, config.lora)
 
-    base = [tensor for tensor in live_tensors if not is_lora_tensor(tensor.tensor_name)]
     if start_weights is not None:
-        load_weights(start_weights, base, grid)
-    if mtp_weights is not None:
-        load_weights(mtp_weights, [t for t in base if t.tensor_name.startswith(MTP_PREFIX)], grid)
+        load_weights(start_weights, live_tensors, grid)
+    if (mtp_weights := open_mtp_weights(config, checkpoint_path)) is not None:
+        load_weights(mtp_weights, [t for t in live_tensors if t.tensor_name.startswith(MTP_PREFIX)], grid)
     if start_lora is not None:
-        trained = [tensor for tensor in live_tensors if tensor.tensor_name in start_lora.tensor_infos]
-        load_weights(start_lora, trained, grid)
+        load_weights(start_lora, live_tensors, grid)
     if config.recompute.offload_inputs:
         decoupled = chunks[0].decoupled
         offload_layer_inputs([*chunks, *([decoupled.module] if decoupled is not None else [])], platform)

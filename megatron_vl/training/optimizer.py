@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ def build_optimizer(
         # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
         state_chunks.overlap_with_passes(model_chunks)
 
+    model = config.model
+    optimizer.trains_model = not (model.freeze_language and model.freeze_vision and model.freeze_merger)
     return optimizer
 
 
@@ -163,7 +165,11 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 
 @torch.no_grad()
 def clip_and_update(
-    optimizer: ChainedOptimizer, loss_tokens: int, is_loss_finite: bool, clips_mtp_apart: bool = False
+    optimizer: ChainedOptimizer,
+    loss_tokens: int,
+    is_loss_finite: bool,
+    clips_mtp_apart: bool = False,
+    before_update: Callable[[], object] = lambda: None,
 ) -> tuple[bool, float]:
     """Divides gradients by the number of loss tokens, clips them, and updates weights. Collective.
 
@@ -178,6 +184,7 @@ def clip_and_update(
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
         clips_mtp_apart: whether multi-token prediction is clipped by its own norm, so that the update of the
             model is what it is without.
+        before_update: called before the state changes.
 
     Returns:
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).
@@ -187,7 +194,9 @@ def clip_and_update(
     norms = [float(optimizer.get_grad_norm() or 0.0) * gradient_scale]
     if clips_mtp_apart:
         norms.append(_mtp_norm(optimizer) * gradient_scale)
-    grad_norm = math.hypot(*norms)
+    # Alone, the model would skip a step without gradients.
+    is_skipped_alone = clips_mtp_apart and optimizer.trains_model and not norms[0]
+    grad_norm = 0.0 if is_skipped_alone else math.hypot(*norms)
     if has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):
             state_chunks.chunk_streamer.drop_slots()
@@ -207,6 +216,7 @@ def clip_and_update(
                     mtp_factor / model_factor,
                 )
             _scale_gradients(sub_optimizer, model_factor)
+    before_update()
     return bool(optimizer.step_with_ready_grads()), grad_norm
 
 

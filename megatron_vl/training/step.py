@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -268,6 +268,7 @@ def train_step(
     has_failed: bool = False,
     stop_requested: bool = False,
     local_source_counts: SourceCounts | None = None,
+    before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
     """Runs one step over this rank's micro-batches. Collective over all ranks.
 
@@ -277,6 +278,7 @@ def train_step(
         stop_requested: whether this rank was asked to stop. All ranks receive this flag too.
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
             blend.
+        before_update: called before weights and optimizer state change.
     """
     progress.enter_phase(progress.FORWARD_BACKWARD)
     for chunk in model_chunks:
@@ -297,7 +299,9 @@ def train_step(
 
     # If the gradient is zero, an update would still decay moments and weights.
     clips_mtp_apart = has_mtp and mtp_config.trains == "head"
-    is_updated, grad_norm = clip_and_update(optimizer, loss_tokens, math.isfinite(mean_loss), clips_mtp_apart)
+    is_updated, grad_norm = clip_and_update(
+        optimizer, loss_tokens, math.isfinite(mean_loss), clips_mtp_apart, before_update
+    )
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     skip_reason = "" if is_updated else NOT_FINITE
     if is_finite and not (loss_tokens and grad_norm):

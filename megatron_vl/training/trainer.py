@@ -44,7 +44,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import end_summary, run_summary, skipped_steps_message
 from megatron_vl.training.source_counts import count_sources
-from megatron_vl.training.start_weights import open_mtp_weights, open_start_weights, start_weights_path
+from megatron_vl.training.start_weights import open_start_weights, start_weights_path
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.keep import last_good_text
 from megatron_vl.training.state.load import (
@@ -54,7 +54,7 @@ from megatron_vl.training.state.load import (
     restore_loader,
 )
 from megatron_vl.training.state.resume import field_change_notes, recorded_fields
-from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
+from megatron_vl.training.state.save import CheckpointSaver, CheckpointSnapshot, take_snapshot
 from megatron_vl.training.step import NO_GRADIENT, SKIP_TEXTS, StepResult, train_step, wrap_in_ddp
 from megatron_vl.weights.model_digest import LoraBase
 from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, saved_checkpoints
@@ -181,7 +181,7 @@ class Trainer:
             grid,
             start_weights=start_weights,
             start_lora=start_lora,
-            mtp_weights=open_mtp_weights(config, source.path if source is not None else None),
+            checkpoint_path=source.path if source is not None else None,
             pixel_norm=HALF_PIXEL_NORM if config.data.is_synthetic else None,
         )
         self.model_chunks = wrap_in_ddp(config, chunks, overlap=overlap, bucket_size=bucket_size)
@@ -205,7 +205,7 @@ class Trainer:
             self.data_loader = self._open_loader(data_config)
         num_micro_batches = self.config.global_batch_size // self.grid.dp
         self.batches = BatchBroadcast(
-            self.grid, self.platform, self.data_loader, num_micro_batches, vision_spec=self.spec.vision
+            self.grid, self.platform, self.data_loader, num_micro_batches, spec=self.spec
         )
 
     def _open_loader(self, data_config: DataConfig) -> Any:
@@ -370,12 +370,17 @@ class Trainer:
             has_failed=saver is not None and saver.save_error is not None,
             stop_requested=bool(requested_stop_signal()),
             local_source_counts=local_source_counts,
+            before_update=saver.wait_until_copied if saver is not None else lambda: None,
         )
 
     def save(self) -> None:
-        """Starts to save a checkpoint of the current step, which a thread writes. Collective."""
+        """Starts to save a checkpoint of the current step in the background. Collective."""
         assert self.checkpoint_saver is not None
         progress.enter_phase(progress.SAVING_CHECKPOINT)
+        self.checkpoint_saver.start_save(self.take_snapshot, self.step)
+
+    def take_snapshot(self) -> CheckpointSnapshot:
+        """This rank's state after the current step. Collective."""
         bad_sample_counts, unlogged_counts = self.metrics_log.bad_sample_state()
         base_path = str(Path(start_weights_path(self.config)).resolve())
         metadata = {
@@ -388,21 +393,8 @@ class Trainer:
             "sources": self.metrics_log.source_meter.state_dict(),
             "bad_samples": bad_sample_counts,
         }
-        # The copy to host memory is the part that the next step waits for.
-        take = functools.partial(
-            take_snapshot,
-            self.step,
-            model_chunks=self.model_chunks,
-            live_tensors=self.saved_tensors,
-            optimizer=self.optimizer,
-            spec=self.spec,
-            layout=self.layout,
-            grid=self.grid,
-            loader_state=self.data_loader.state_dict() if self.grid.rank == 0 else None,
-            run_metadata=metadata,
-            unlogged_counts=unlogged_counts,
-        )
-        self.checkpoint_saver.start_save(take, self.step)
+        loader_state = self.data_loader.state_dict() if self.grid.rank == 0 else None
+        return take_snapshot(self, loader_state, metadata, unlogged_counts)
 
     def _recorded_fields(self) -> dict[str, Any]:
         """The fields of the run to record. They are complete on ranks that own a loader, as rank 0 does."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,18 @@ def file_entry(
     return {"file": file_name, **file_ranks, "tensors": tensors}
 
 
-def write_rank_file(weights_dir: str | Path, tensors: Mapping[str, Tensor], **ranks: int) -> dict[str, Any]:
+def write_rank_file(
+    weights_dir: str | Path,
+    tensors: Mapping[str, Tensor],
+    map_tensors: Callable[..., Iterable[str]] = map,
+    **ranks: int,
+) -> dict[str, Any]:
     """Writes the dense tensors of a rank, or its experts, atomically and flushes them to the disk.
 
     Args:
         tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. Experts are
             stacked ``[E / ep, ...]``. Tensors are copied in small pieces.
+        map_tensors: writes several tensors at a time if it is the ``map`` of an executor.
         ranks: ``tp`` and ``pp``; for experts ``ep``, ``etp`` and ``pp``.
 
     Returns:
@@ -97,13 +103,15 @@ def write_rank_file(weights_dir: str | Path, tensors: Mapping[str, Tensor], **ra
     durable_files.make_dirs(file_path.parent)
     types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     tensor_writer = TensorWriter(file_path, make_safetensors_header(types, {"format": "pt"}))
-    written = {}
+
+    def write(name: str) -> str:
+        matrix = tensors[name].detach().reshape(matrix_shape(tensors[name].shape))
+        regions = row_regions(tensors[name].shape, tensors[name].element_size())
+        return tensor_writer.write_tensor(name, (matrix[r.row : r.row_end] for r in regions))
+
     try:
-        for name, tensor in tensors.items():
-            matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
-            regions = row_regions(tensor.shape, tensor.element_size())
-            digest = tensor_writer.write_tensor(name, (matrix[r.row : r.row_end] for r in regions))
-            written[name] = (*types[name], digest)
+        digests = map_tensors(write, tensors)
+        written = {name: (*types[name], digest) for name, digest in zip(tensors, digests, strict=True)}
     except BaseException:
         tensor_writer.abort()
         raise

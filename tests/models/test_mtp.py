@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from megatron_vl.models.batch import WholeRow
 from megatron_vl.training.step import reduce_losses, run_schedule
@@ -181,3 +182,24 @@ def test_head_leaves_every_gradient_of_the_model_as_it_is(fields: dict[str, Any]
         changed = gradients_and_state(joint)
         same = {name for name in alone if torch.equal(alone[name], changed[name])}
         assert same == set()
+
+
+@in_ranks()
+def test_experts_of_the_layer_have_the_balancing_loss_of_transformers() -> None:
+    """With the coefficient of the model's layers; 0 leaves its gradient out."""
+    hf, seen, gradients = tiny_checkpoint(EXPERTS, dtype=torch.float32), [], []
+    for coefficient in (0.0, 0.5):
+        trainer = trainer_of(hf, SEQ_LEN, optimizer=False, aux_loss=coefficient, mtp={"loss": FACTOR})
+        router = trainer.model_chunks[0].module.mtp.decoder.layers[0].mlp.router
+        hook = router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+        batch = pack_step(trainer, draw_samples([["text", "image"]], trainer.spec, 0))
+        run_schedule(trainer.model_chunks, batch.rows, seq_len=SEQ_LEN)
+        gradients.append(router.weight.main_grad.clone())
+        hook.remove()
+    [row], moe = batch.rows, trainer.spec.language.moe
+    weight = router.weight.detach().clone().requires_grad_()
+    logits = seen[-1].view(SEQ_LEN, -1)[: row.num_real_tokens] @ weight.T
+    balance = load_balancing_loss_func((logits,), moe.num_experts, moe.top_k)
+    loss_tokens = int((row.loss_mask != 0).sum())
+    (0.5 * balance / trainer.spec.language.num_layers * loss_tokens).backward()
+    assert (gradients[1] - gradients[0] - weight.grad).norm() < 1e-4 * weight.grad.norm()

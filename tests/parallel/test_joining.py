@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 
 from megatron_vl import launch
 from megatron_vl.parallel import joining
@@ -92,6 +93,17 @@ def test_wait_for_a_rank_ends_at_a_signal_and_at_its_limit() -> None:
     assert ends_at_sigterm(stopped)
     err = late.stderr.read()
     assert late.wait() == 1 and "JoinError: 1 of 2 ranks" in err and "raise failures.timeout_s" in err
+
+
+def test_rank_that_comes_after_another_was_asked_to_stop_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its launcher would kill it before it says that the run has stopped."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first = start_rank(1, 60, store.port)
+    assert note_of(first) and ends_at_sigterm(first)
+    assert start_rank(0, 60, store.port).wait() == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("rank", [0, 1])

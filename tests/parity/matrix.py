@@ -131,6 +131,7 @@ TRAINING: Features = {
 SECTIONS: dict[str, Features] = {"Layouts": LAYOUTS, "Rows": ROWS, "Model and training": TRAINING}
 
 BALANCING = "Load-balancing loss of the experts"
+MTP = "Multi-token prediction: losses and gradients as of the serving engines' layer"
 THINKING = "Requests and answers with thinking, worked out by hand"
 EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCING)
 """Features that a dense model cannot have."""
@@ -203,6 +204,7 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
     BALANCING: {
         "tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers": (MOE,)
     },
+    MTP: {"tests/models/test_mtp.py::test_step_equals_the_reference": (Q35, MOE35)},
     THINKING: {
         "tests/data/test_thinking.py::test_thinking_prompt_written_by_hand": (Q35, MOE35),
         "tests/data/test_thinking.py::test_generated_answer_is_what_follows_the_thinking": (Q35, MOE35),
@@ -260,7 +262,7 @@ def markdown() -> str:
 
 
 def _possible(feature: str, family: str) -> bool:
-    if feature == THINKING:
+    if feature in (THINKING, MTP):
         return family in (Q35, MOE35)
     return family in (MOE, MOE35) or feature not in EXPERTS_ALONE
 

@@ -23,8 +23,14 @@ from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
+from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.load import load_checkpoint, read_run_metadata
-from megatron_vl.training.state.optimizer_state import STATE_KINDS, OptimizerStateReader
+from megatron_vl.training.state.optimizer_state import (
+    STATE_KINDS,
+    OptimizerStateReader,
+    SavedTensor,
+    snapshot_optimizer,
+)
 from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
 from megatron_vl.training.step import StepResult
 from megatron_vl.training.trainer import Trainer
@@ -72,18 +78,8 @@ def train(trainer: Trainer, kinds: list[list[str]], steps: Iterable[int]) -> lis
 def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
     """Saves a step. On rank 0, returns every weight, master weight, moment and step count in the files."""
     saver = CheckpointSaver(run, trainer.spec, trainer.layout, trainer.grid, num_latest_kept=0)
-    snapshot = take_snapshot(
-        step,
-        model_chunks=trainer.model_chunks,
-        live_tensors=trainer.saved_tensors,
-        optimizer=trainer.optimizer,
-        spec=trainer.spec,
-        layout=trainer.layout,
-        grid=trainer.grid,
-        loader_state=None,
-        run_metadata={"dp": trainer.grid.dp},
-    )
-    saver.start_save(lambda: snapshot, step)
+    trainer.step = step
+    saver.start_save(lambda: take_snapshot(trainer, None, {"dp": trainer.grid.dp}), step)
     saver.wait_until_saved()
     dist.barrier()
     if dist.get_rank():
@@ -101,6 +97,19 @@ def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
         found[f"{name}/step"] = torch.tensor(state.adam_step_count(name))
     state.close()
     return found
+
+
+def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimizer state of this rank, as a checkpoint would hold it."""
+    copies = HostCopies()
+    tensors = snapshot_optimizer(trainer.optimizer, trainer.live_tensors, copies)
+    copies.copy(HostBlocks())
+    return {key: tensor.read().clone() for key, tensor in tensors.items()}
+
+
+def as_saved(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
+    """Tensors in the form in which a checkpoint writes them."""
+    return {key: SavedTensor(each.dtype, each.numel(), each.view(-1).clone) for key, each in tensors.items()}
 
 
 def load(trainer: Trainer, run: Path, step: int = 2) -> None:

@@ -323,21 +323,6 @@ def test_run_rejects_lora_of_another_base(prepared: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.ranks
-def test_resumed_run_continues_its_own_lora(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """Those in ``lora.adapter`` are for its start; others, or the same ones elsewhere, are noted."""
-    start, run = tmp_path / "start", tmp_path / "run"
-    done = train(prepared, start, *LORA, "--stop_after", "1", ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
-    done = train(prepared, run, "--lora.adapter", str(start), "--stop_after", "1", ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
-    moved = start.rename(tmp_path / "moved")
-    done = train(prepared, run, "--lora.adapter", str(moved), ranks=1, steps=3)
-    assert done.returncode == 0 and "resumed at step 1" in done.stdout, done.stderr[-3000:]
-    note = f"fields without effect on a resumed run have changed: lora.adapter was '{start}', is '{moved}'"
-    assert note in done.stdout
-
-
-@pytest.mark.ranks
 def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -230,6 +230,22 @@ def test_head_leaves_updates_of_the_model_as_they_are(family: str, layout: dict[
         assert (state - states[1][name]).abs().max() <= tolerance * state.abs().max(), name
 
 
+@in_ranks()
+def test_step_without_a_gradient_of_the_model_leaves_it_as_it_is() -> None:
+    """The tower alone is trained, and the row has no images. Without the layer, the step is skipped."""
+    hf = tiny_checkpoint("qwen3_5", dtype=torch.float32)
+    for freeze, reason in ((["language"], "no_gradient"), (["language", "vision", "merger"], "")):
+        trainer = trainer_of(hf, 128, freeze=freeze, mtp={"loss": 0.3})
+        before = [live.parameter.detach().clone() for live in trainer.live_tensors]
+        [result] = train(trainer, [["text"]], range(1))
+        changed = {
+            live.tensor_name.startswith("mtp.")
+            for live, old in zip(trainer.live_tensors, before, strict=True)
+            if not torch.equal(live.parameter, old)
+        }
+        assert (result.skip_reason, changed) == (reason, set() if reason else {True})
+
+
 def test_models_and_folders_without_it_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"qwen3_vl has no layer of multi-token prediction: set mtp\.loss"):
         read_spec(tiny_checkpoint("qwen3_vl")).with_mtp()

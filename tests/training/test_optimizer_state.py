@@ -22,6 +22,7 @@ from megatron_vl.training.state.optimizer_state import (
 )
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.run_folder import CheckpointError
+from tests.support.tiny_trainer import as_saved
 
 INFOS = [
     TensorInfo("column", (24, 6), "column", "layer"),
@@ -69,8 +70,8 @@ def saved(folder: Path, cut: Sharding, *, kinds: tuple[str, ...] = STATE_KINDS) 
                 at += count
 
             name = f"rank_{dp * cut.tp + tp:05d}.safetensors"
-            files[name] = write_hashed_safetensors(folder / name, tensors, {"tp": str(tp)})
-            slices[name] = list_index_entries(tensors, tp, 0)
+            files[name] = write_hashed_safetensors(folder / name, as_saved(tensors), {"tp": str(tp)})
+            slices[name] = list_index_entries(as_saved(tensors), tp, 0)
 
     files[INDEX_FILE] = write_slice_index(folder, slices)
     return files
@@ -147,8 +148,8 @@ def test_where_several_files_hold_the_same_each_rank_reads_its_own(tmp_path: Pat
         tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in STATE_KINDS}
         tensors["column[0:144]/step"] = torch.tensor([7])
         name = f"rank_{rank:05d}.safetensors"
-        files[name] = write_hashed_safetensors(tmp_path / name, tensors, {"tp": "0"})
-        slices[name] = list_index_entries(tensors, 0, 0)
+        files[name] = write_hashed_safetensors(tmp_path / name, as_saved(tensors), {"tp": "0"})
+        slices[name] = list_index_entries(as_saved(tensors), 0, 0)
     files[INDEX_FILE] = write_slice_index(tmp_path, slices)
     reader = OptimizerStateReader(tmp_path, files, UNSHARDED, own_file="rank_00002.safetensors")
     opened.clear()

@@ -14,7 +14,6 @@ import torch
 
 from megatron_vl.config import parse_config, validate_config
 from megatron_vl.training.report.profiling import Profile
-from tests.support.tiny_run import metrics, train
 
 DIR = ["--checkpoint.dir", "run"]
 
@@ -80,26 +79,3 @@ def test_folder_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, cap
     (tmp_path / "file").touch()
     profile(tmp_path / "file", "[2,2]", range(1, 4))
     assert "could not be written" in capfd.readouterr().err
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_trained_model_is_the_same_with_traces(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """Two ranks; stopped within the steps and started again: traces of global steps, losses bit for bit."""
-    plain, run = tmp_path / "plain", tmp_path / "traced"
-    options = ["--profile.steps", "[2,4]", "--profile.ranks", "[1]"]
-    done = train(prepared, plain, "--parallel.tp", "2", ranks=2, steps=5)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for more in (["--stop_after", "3"], []):
-        done = train(prepared, run, "--parallel.tp", "2", *options, *more, ranks=2, steps=5)
-        assert done.returncode == 0, done.stderr[-4000:]
-
-    exact = ("step", "loss", "grad_norm", "samples")
-    assert [[line[k] for k in exact] for line in metrics(run)] == [
-        [line[k] for k in exact] for line in metrics(plain)
-    ]
-    first, second = sorted((run / "profile").iterdir())
-    assert first.name == "rank_00001_steps_2_to_3.pt.trace.json.gz"
-    assert second.name == "rank_00001_steps_4_to_4.pt.trace.json.gz"
-    assert traced(first)[0] == {"step 2", "step 3"} and traced(second)[0] == {"step 4"}
-    assert traced(first)[1] > 100

@@ -9,15 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from converters.convert import export_weights
-from megatron_vl.spec.tensors import Sharding
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.converters.helpers import read_tensors
-from tests.support.tiny_run import LAYOUT, metrics, prepare, train
+from tests.support.tiny_run import LAYOUT, metrics, train
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.checkpoint.rollback import restart_data
 from toolkit.demo.reference import DemoReference
 
 pytestmark = pytest.mark.ranks
@@ -157,29 +152,6 @@ def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, P
         assert torch.equal(a.read_shard(name), b.read_shard(name)), name
 
 
-def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -> None:
-    """Each element of each shard is owned once: the slices of a tensor join without gap or overlap."""
-    ranges: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    for rank in range(4):
-        with safe_open(
-            whole / "step_00000006" / "optimizer" / f"rank_{rank:05d}.safetensors", framework="pt"
-        ) as file:
-            for key in file.keys():
-                if key.endswith("/exp_avg"):
-                    name, span = key.removesuffix("/exp_avg").rstrip("]").split("[")
-                    start, end = map(int, span.split(":"))
-                    assert file.get_tensor(key).numel() == end - start
-                    assert int(file.get_tensor(key.replace("exp_avg", "step"))) == 6
-                    ranges.setdefault((rank, name), []).append((start, end))
-    reader = WeightReader(whole)
-    held = {name for _, name in ranges}
-    assert held == set(reader.tensor_names())
-    for (_, name), spans in ranges.items():
-        assert spans == [
-            (0, reader.read_shard(name, 0, Sharding(2)).numel())
-        ]  # no data parallelism here, so each rank owns all of its shard
-
-
 ELSEWHERE: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "interleaved": (2, "--parallel.pp 2 --parallel.vpp 2 --parallel.distributed_optimizer false".split()),
@@ -210,31 +182,6 @@ def test_another_layout_goes_on_where_the_run_stopped(
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
-def test_another_number_of_data_parallel_ranks_goes_on_and_other_rows_are_refused(
-    prepared: dict[str, Path], resumed: Path, whole: Path
-) -> None:
-    run = prepared["folder"] / "changed_dp"
-    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    done = train(prepared, run, ranks=2)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for ours, theirs in zip(metrics(run), metrics(whole)[3:], strict=True):
-        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["images"] == theirs["images"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-
-    run = prepared["folder"] / "changed_rows"
-    shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    done = train(prepared, run, "--data.seq_len", "256", ranks=2)
-    assert done.returncode != 0
-    assert (
-        "was saved with seq_len = 128, this loader has 256" in done.stderr and "restart-data" in done.stderr
-    )
-    restart_data(run)
-    done = train(prepared, run, "--data.seq_len", "256", ranks=2)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "data.seq_len was 128, is 256" in done.stdout
-    assert [line["step"] for line in metrics(run)] == [4, 5, 6]
-
-
 @pytest.mark.parametrize(
     "victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"]
 )
@@ -256,44 +203,3 @@ def test_damaged_checkpoint_is_refused_by_name(
     problems = verify_checkpoint(broken)
     assert problems and any(path.name in problem for problem in problems), problems
     assert not verify_checkpoint(source)
-
-
-BF16 = ["--dtype", "bfloat16", "--checkpoint.interval", "2", "--checkpoint.keep", "0"]
-
-
-@pytest.mark.full
-def test_run_in_bfloat16_goes_on(tiny_checkpoint, tmp_path: Path) -> None:
-    """From the middle, it goes on bit for bit in its own layout and closely in another one; decays stay
-    float32 in its checkpoints and in what is exported."""
-    given = prepare(tmp_path / "given", tiny_checkpoint("qwen3_5"))
-    done = train(given, tmp_path / "whole", *BF16, ranks=2, steps=4)
-    assert done.returncode == 0, done.stderr[-4000:]
-    theirs = WeightReader(tmp_path / "whole")
-    wide = {name for name in theirs.tensor_names() if theirs.dtype(name) == torch.float32}
-    assert wide == {name for name in theirs.tensor_names() if name.endswith(("A_log", "out_norm.weight"))}
-
-    for folder, layout, num_ranks in (("again", (), 2), ("other", ("--parallel.tp", "2"), 4)):
-        run = tmp_path / folder
-        shutil.copytree(tmp_path / "whole" / "step_00000002", run / "step_00000002")
-        done = train(given, run, *BF16, *layout, ranks=num_ranks, steps=4)
-        assert done.returncode == 0, done.stderr[-4000:]
-        lines = [(line["step"], line["loss"]) for line in metrics(run)]
-        whole = [(line["step"], line["loss"]) for line in metrics(tmp_path / "whole")][2:]
-        ours = WeightReader(run)
-        if folder == "again":
-            assert lines == whole
-            assert all(
-                torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in theirs.tensor_names()
-            )
-        else:
-            assert lines == [(step, pytest.approx(loss, rel=1e-2)) for step, loss in whole]
-            for name in wide:  # a moment filed under another name would be off by far more
-                ours_now, theirs_now = ours.read_shard(name), theirs.read_shard(name)
-                assert (ours_now - theirs_now).norm() <= 2e-3 * theirs_now.norm(), name
-
-    report = export_weights(tmp_path / "whole", given["hf"], tmp_path / "hf")
-    back, first = read_tensors(tmp_path / "hf"), read_tensors(given["hf"])
-    assert not report.cast and report.carried == 3
-    assert {name: t.dtype for name, t in back.items()} == {name: t.dtype for name, t in first.items()}
-    decays = [name for name in back if name.endswith("A_log")]
-    assert decays and all(not torch.equal(back[name], first[name]) for name in decays)

@@ -140,7 +140,7 @@ def test_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.full  # on a busy machine, the launcher's run can end before it says so
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [LAUNCHER, ALONE], ids=["launcher", "alone"])
 def test_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
     """It comes before the checks are done, long before the first step."""

@@ -82,15 +82,6 @@ def test_loss_that_is_not_finite_shows_in_its_own_source_alone():
     assert math.isnan(source0) and (source1, source2) == (0, 3 + 8)
 
 
-def test_row_without_a_blend_sends_no_sources():
-    row = row_of((0, [0, 1, 1]))
-    row.source_indices = []
-    header, _ = serialize_row(row)
-    assert header["shapes"]["sources"] == (0,) and header["source_loss_tokens"] == []
-    assert set(reported(row, [1.0] * 12)[1]) == {"loss"}
-    assert SourceMeter().take_line({}) == ({}, "")
-
-
 def counts_of(*numbers: list[float]) -> SourceCounts:
     return SourceCounts(*torch.tensor(numbers, dtype=torch.float64))
 
@@ -200,7 +191,7 @@ def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
             rows[-1].source_indices, rows[-1].sample_keys = sources, [str(i) for i in range(len(sources))]
         share = len(rows) // grid.dp
         own = iter(rows[grid.dp_rank * share :]) if grid.owns_loader else None
-        batches = BatchBroadcast(grid, trainer.platform, own, share, vision_spec=trainer.spec.vision)
+        batches = BatchBroadcast(grid, trainer.platform, own, share, spec=trainer.spec)
         step_batch = batches.next_batch()
         reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=128, forward_only=True)
         local = count_sources(step_batch.source_loss_tokens, 3)

@@ -14,11 +14,10 @@ from converters.hf_checkpoint import HfCheckpoint
 from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig, RunConfigError, parse_config
-from megatron_vl.config.checks import check_inputs
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import Sharding
-from megatron_vl.training.start_weights import check_start_weights, open_start_weights, start_weights_path
+from megatron_vl.training.start_weights import check_start_weights
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.fp8_folders import fp8_folder
@@ -54,14 +53,6 @@ def test_weights_of_another_model_are_refused(tmp_path) -> None:
     config = parse_config(["--model.hf", str(hf), "--model.checkpoint", str(tmp_path / "other")])
     with pytest.raises(RunConfigError, match="model.checkpoint .* holds another model than model.hf"):
         check_start_weights(config, read_spec(hf))
-
-
-def test_random_weights_are_opened_nowhere_and_hold_no_adapters() -> None:
-    words = ["--model.hf", str(tiny_checkpoint()), "--model.checkpoint", "random"]
-    config = parse_config(words)
-    assert open_start_weights(config) is None and start_weights_path(config) == ""
-    with pytest.raises(RunConfigError, match="lora.rank 4 needs trained weights"):
-        check_inputs(parse_config([*words, "--lora.rank", "4"]))
 
 
 @pytest.mark.ranks

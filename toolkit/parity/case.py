@@ -175,7 +175,7 @@ def pack_step(trainer: Trainer, samples: list[list[TokenizedSample]]) -> StepBat
     rows = list(replica_rows([samples], grid.dp_rank, grid.dp))
     packed = GivenRows(pack_row(row, spec, trainer.config.data.seq_len) for row in rows)
     loader = packed if grid.owns_loader else None
-    return BatchBroadcast(grid, trainer.platform, loader, len(rows), vision_spec=spec.vision).next_batch()
+    return BatchBroadcast(grid, trainer.platform, loader, len(rows), spec=spec).next_batch()
 
 
 def train_on_samples(

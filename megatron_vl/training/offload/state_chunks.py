@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,24 +30,31 @@ class ChunkedParameter:
     wait_for_host_state: Callable[[], None] = lambda: None
     """Waits until the chunks hold the state of the last update."""
 
-    def read_state(self, state_kind: str) -> Tensor | None:
-        """A host copy [N] of one kind of state: ``main`` in fp32, or a moment in its dtype.
-
-        Moments do not exist before the first step. Then the result is None.
-        """
-        if state_kind != "main" and not self.step_count:
-            return None
-        if state_kind == "main" and self.model_weight is None:
-            return self.main_param.detach().to("cpu", copy=True).view(-1)
-
-        self.wait_for_host_state()
-        dtype = torch.float32 if state_kind == "main" else self.chunk_slices[0].state_chunk.moments_dtype
-        output = torch.empty(self.main_param.numel(), dtype=dtype)
+    def state_tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold the state. Between two updates, they do not change."""
+        yield self.main_param if self.model_weight is None else self.model_weight
         for piece in self.chunk_slices:
-            state, part = piece.resting_state(), output[piece.start : piece.end]
+            yield piece.state_chunk.home_buffer
+
+    def state_dtype(self, state_kind: str) -> torch.dtype:
+        return torch.float32 if state_kind == "main" else self.chunk_slices[0].state_chunk.moments_dtype
+
+    def read_state(self, state_kind: str, copies: Callable[[Tensor], Tensor]) -> Tensor:
+        """One kind of state [N] in host memory: ``main`` in fp32, or a moment in its dtype.
+
+        Args:
+            copies: gives the flat host copies of :meth:`state_tensors`.
+        """
+        if state_kind == "main" and self.model_weight is None:
+            return copies(self.main_param)
+
+        output = torch.empty(self.main_param.numel(), dtype=self.state_dtype(state_kind))
+        for piece in self.chunk_slices:
+            chunk, part = piece.state_chunk, output[piece.start : piece.end]
+            state = piece.slice_of_state(chunk.state_views(copies(chunk.home_buffer)))
             if state_kind == "main":
-                weight = piece.slice_of_shard(self.model_weight).cpu()  # type: ignore[arg-type]
-                join_master(weight, state.low_bits.cpu(), host_float32_copy(state.exp_avg_sq), part)
+                weight = copies(self.model_weight)[piece.start : piece.end]  # type: ignore[arg-type]
+                join_master(weight, state.low_bits, host_float32_copy(state.exp_avg_sq), part)
             elif state_kind == "exp_avg":
                 part.copy_(state.exp_avg)
             else:

@@ -22,7 +22,7 @@ from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.models.batch import DeviceRow, WholeRow
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
-from megatron_vl.spec.families import VisionSpec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import progress
 from megatron_vl.system.errors import UserError
 from megatron_vl.training.out_of_memory import host_memory_message
@@ -87,11 +87,12 @@ class StepBatch:
 class BatchBroadcast:
     """Gives each rank of a replica its part of the next ``num_micro_batches`` rows.
 
-    The constructor raises ValueError if this rank needs a loader or ``vision_spec`` and has none.
+    The constructor raises ValueError if this rank needs a loader or ``spec`` and has none.
 
     Args:
         data_loader: an iterator of rows on the rank that owns the loader; None elsewhere.
-        vision_spec: the tower, needed if every rank holds it, and under context parallelism.
+        spec: the model, needed if it has multi-token prediction or every rank holds its tower, and under
+            context parallelism.
     """
 
     def __init__(
@@ -101,12 +102,14 @@ class BatchBroadcast:
         data_loader: Iterator[TrainingRow] | None,
         num_micro_batches: int,
         *,
-        vision_spec: VisionSpec | None = None,
+        spec: ModelSpec | None = None,
     ) -> None:
         if grid.owns_loader and data_loader is None:
             raise ValueError("the rank at pipeline stage 0, context rank 0, tensor rank 0 needs a loader")
         self.grid, self.platform, self.data_loader = grid, platform, data_loader
-        self.num_micro_batches, self.vision_spec = num_micro_batches, vision_spec
+        self.num_micro_batches = num_micro_batches
+        self.vision_spec = vision_spec = spec.vision if spec is not None else None
+        self.has_mtp = spec is not None and spec.language.has_mtp
         self.tower_is_decoupled = grid.sharding.is_tower_replicated
         if (self.tower_is_decoupled or grid.cp > 1) and vision_spec is None:
             raise ValueError("a tower on several ranks needs its sizes, to spread the images")
@@ -159,13 +162,14 @@ class BatchBroadcast:
                 row = self._shard_row(header, tensors, plane_bounds_by_row[i])
             else:
                 row = self._whole_row(header, tensors)
-            first = self.grid.cp_rank * row.tokens.numel()
-            row.whole_row = WholeRow(
-                tensors["labels"],
-                tensors["loss_mask"].contiguous().view(torch.float32),
-                tensors["cu_seqlens"],
-                slice(first, first + row.tokens.numel()),
-            )
+            if self.has_mtp:
+                first = self.grid.cp_rank * row.tokens.numel()
+                row.whole_row = WholeRow(
+                    tensors["labels"],
+                    tensors["loss_mask"].contiguous().view(torch.float32),
+                    tensors["cu_seqlens"],
+                    slice(first, first + row.tokens.numel()),
+                )
             step_batch.rows.append(row)
             step_batch.add_numbers(header)
 

@@ -19,7 +19,6 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import read_layout
-from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.system import progress
 from megatron_vl.system.json_files import check_format_version, manifest_digest, write_json
 from megatron_vl.training.state.keep import remove_dir
@@ -45,8 +44,9 @@ _STATE_FILE_PATTERN = re.compile(
 )
 
 
-def state_file_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
+def state_file_name(rank: int, number: int = 0) -> str:
+    """The name of one of the files with a rank's optimizer state."""
+    return f"rank_{rank:05d}{f'_{number:03d}' if number else ''}.safetensors"
 
 
 def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
@@ -136,8 +136,9 @@ def load_checkpoint(
         optimizer_reader = OptimizerStateReader(
             checkpoint_path / "optimizer", optimizer_files, sharding, state_file_name(grid.rank)
         )
-        restore_optimizer(optimizer_reader, optimizer, live_tensors, weight_reader.tensor_infos, grid)
-        optimizer_reader.close()
+        # A rank that fails waits for its threads, so these must end with the reading.
+        with contextlib.closing(optimizer_reader):
+            restore_optimizer(optimizer_reader, optimizer, live_tensors, weight_reader.tensor_infos, grid)
 
         loader_state = read_loader_state(checkpoint_path, files) if grid.owns_loader else None
     return RestoredState(loader_state, LOADER_STATE_FILE not in files, metadata.get("bad_samples"))
@@ -211,15 +212,11 @@ def has_all_files(checkpoint_path: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(weight_reader: CanonicalWeights, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
-    """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices.
-
-    Weights without multi-token prediction leave its parameters as they are.
-    """
+    """Fills those of this rank's parameters that weights of any layout hold, each rank its own slices."""
     for live_tensor in live_tensors:
-        if live_tensor.tensor_name.startswith(MTP_PREFIX) and not weight_reader.spec.language.has_mtp:
-            continue
-        live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
-        progress.note_progress()
+        if live_tensor.tensor_name in weight_reader.tensor_infos:
+            live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
+            progress.note_progress()
 
 
 @torch.no_grad()

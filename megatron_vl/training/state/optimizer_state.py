@@ -18,11 +18,17 @@ each of :data:`STATE_KINDS`, and STEP is Adam's step count.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +41,12 @@ from torch import Tensor
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.tensors import Sharding, TensorInfo, model_part
-from megatron_vl.system import durable_files, progress
+from megatron_vl.system import durable_files, host_memory, progress
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.offload.chunked_step import counts_steps_by_group
 from megatron_vl.training.offload.state_chunks import ChunkedParameter
+from megatron_vl.training.state.host_copies import HostCopies
 from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region, shard_blocks
 from megatron_vl.weights.run_folder import CheckpointError
 from megatron_vl.weights.tensor_files import MatrixRegion, make_safetensors_header, matrix_shape
@@ -47,6 +54,9 @@ from megatron_vl.weights.tensor_files import MatrixRegion, make_safetensors_head
 INDEX_FILE = "index.json"
 STATE_KINDS = ("main", "exp_avg", "exp_avg_sq")
 _CHUNK_BYTES = 16 << 20
+_FILE_BYTES = 1 << 30
+_MAX_FILE_THREADS = 8
+_READ_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,23 @@ class OptimizerSlice:
     def tensor_key(self, state_kind: str) -> str:
         return f"{self.state_name}[{self.start}:{self.end}]/{state_kind}"
 
-    def read_state(self, state_kind: str) -> Tensor | None:
-        """A host copy [end - start] of one of :data:`STATE_KINDS`, in its dtype; None before step 1."""
-        if self.chunked_parameter is not None:
-            return self.chunked_parameter.read_state(state_kind)
-        state_tensor = self.main_param if state_kind == "main" else self.adam_state.get(state_kind)
-        return None if state_tensor is None else host_copy(state_tensor).view(-1)
+    def saved_state(self, copies: HostCopies) -> Iterator[tuple[str, torch.dtype, Callable[[], Tensor]]]:
+        """Those of :data:`STATE_KINDS` that exist, as (kind, dtype, function that reads it flat).
+
+        Moments do not exist before step 1. What the functions read is added to ``copies``.
+        """
+        chunked = self.chunked_parameter
+        state_tensors: dict[str, Any] = {"main": self.main_param, **self.adam_state}
+        if chunked is not None:
+            for held in chunked.state_tensors():
+                copies.add(held)
+        for kind in STATE_KINDS:
+            if chunked is not None:
+                if kind == "main" or chunked.step_count:
+                    yield kind, chunked.state_dtype(kind), partial(chunked.read_state, kind, copies)
+            elif (tensor := state_tensors.get(kind)) is not None:
+                copies.add(tensor)
+                yield kind, tensor.dtype, partial(copies, tensor)
 
     def write_state(self, state_kind: str, new_value: Tensor | None) -> None:
         """Replaces one of :data:`STATE_KINDS`.
@@ -166,25 +187,45 @@ def _whole_parameters(sub_optimizer: Any, live_tensors: list[LiveTensor]) -> Ite
             yield live_tensor, 0, main_param.numel(), main_param, groups_by_id[id(main_param)]
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """A host copy with its own storage, which the next step does not change. Shards are views of a buffer."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+class SavedTensor(NamedTuple):
+    """A flat tensor of a checkpoint, which is joined from its parts, in host memory, when it is read."""
+
+    dtype: torch.dtype
+    length: int
+    read: Callable[[], Tensor]
 
 
-def snapshot_optimizer(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Host copies of this rank's optimizer state."""
-    tensors: dict[str, Tensor] = {}
+def snapshot_optimizer(
+    optimizer: ChainedOptimizer, live_tensors: list[LiveTensor], copies: HostCopies
+) -> dict[str, SavedTensor]:
+    """This rank's optimizer state by key, which can be read once ``copies`` are made."""
+    tensors: dict[str, SavedTensor] = {}
+    if (state_chunks := chunked_state(optimizer)) is not None:
+        state_chunks.chunk_streamer.wait_for_host_state()
     for piece in optimizer_slices(optimizer, live_tensors):
-        tensors[piece.tensor_key("step")] = torch.tensor([piece.step_count], dtype=torch.int64)
-        for kind in STATE_KINDS:
-            value = piece.read_state(kind)
-            if value is not None:
-                tensors[piece.tensor_key(kind)] = value
+        step_count = torch.tensor([piece.step_count], dtype=torch.int64)
+        tensors[piece.tensor_key("step")] = SavedTensor(torch.int64, 1, step_count.clone)
+        for kind, dtype, read in piece.saved_state(copies):
+            tensors[piece.tensor_key(kind)] = SavedTensor(dtype, piece.end - piece.start, read)
     return tensors
 
 
+def split_state(tensors: Mapping[str, SavedTensor]) -> list[dict[str, SavedTensor]]:
+    """The tensors in the files of a rank, each of about :data:`_FILE_BYTES`, several of which are written at
+    a time. Those of a slice stay together."""
+    parts: list[dict[str, SavedTensor]] = [{}]
+    num_bytes = 0
+    for key, tensor in tensors.items():
+        if key.endswith("/step") and num_bytes > _FILE_BYTES:
+            parts.append({})
+            num_bytes = 0
+        parts[-1][key] = tensor
+        num_bytes += tensor.length * tensor.dtype.itemsize
+    return parts
+
+
 def write_hashed_safetensors(
-    file_path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    file_path: Path, tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]
 ) -> dict[str, Any]:
     """Writes a safetensors file atomically and flushes it to the disk.
 
@@ -192,15 +233,13 @@ def write_hashed_safetensors(
     """
     sha256, num_bytes = hashlib.sha256(), 0
     header = make_safetensors_header(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata
+        {name: (tensor.dtype, (tensor.length,)) for name, tensor in tensors.items()}, metadata
     )
-    # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
-    views = [memoryview(header)]
-    for tensor in sorted(tensors.values(), key=lambda tensor: -tensor.element_size()):
-        views.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
+    # The header puts wide types first, so that all tensors are aligned. The data follow in its order.
+    wide_first = sorted(tensors.values(), key=lambda tensor: -tensor.dtype.itemsize)
+    views = (memoryview(tensor.read().view(torch.uint8).numpy()) for tensor in wide_first)
     with durable_files.open_new_file(file_path) as file:
-        for view in views:
+        for view in itertools.chain([memoryview(header)], views):
             for start in range(0, len(view), _CHUNK_BYTES):
                 piece = view[start : start + _CHUNK_BYTES]
                 file.write(piece)
@@ -208,6 +247,12 @@ def write_hashed_safetensors(
                 progress.note_progress()
             num_bytes += len(view)
     return {"bytes": num_bytes, "sha256": sha256.hexdigest()}
+
+
+def num_file_threads() -> int:
+    """Number of files that a rank hashes at a time, on its share of the node's cores."""
+    num_cores = len(os.sched_getaffinity(0)) // host_memory.num_ranks_on_node()
+    return max(2, min(_MAX_FILE_THREADS, num_cores))
 
 
 def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
@@ -228,7 +273,7 @@ def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
 
 
 def list_index_entries(
-    state_tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
+    state_tensors: Mapping[str, SavedTensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> list[list[Any]]:
     """One rank's entries of the index: ``[NAME, SHARD, START, END, KINDS, STEP]`` of each slice.
 
@@ -251,7 +296,7 @@ def list_index_entries(
         shard_index = etp_rank if "#" in state_name else tp_rank
         if whole_vision and model_part(state_name) != "language":
             shard_index = 0
-        step_count = int(state_tensors[f"{slice_key}/step"])
+        step_count = int(state_tensors[f"{slice_key}/step"].read())
         index_entries.append([state_name, shard_index, start, end, slice_bits, step_count])
     return index_entries
 
@@ -291,14 +336,15 @@ class _StateNotSaved(Exception):
 class OptimizerStateReader:
     """The optimizer state of a checkpoint, whatever layout wrote it.
 
-    A file is opened and verified against its hash when one of its ranges is first needed.
+    A file is opened and verified against its hash when one of its ranges is first needed. With the first one
+    that this rank wrote, the verification of all that it wrote begins, several at a time.
 
     Args:
         optimizer_dir: the checkpoint's ``optimizer`` folder.
         file_records: name -> size and hash, as in the checkpoint's ``run.json``.
         saved_sharding: how the tensors were cut in the layout that wrote the checkpoint.
-        own_file: the file that this rank wrote, if it did. If several files hold the same state, this one is
-            preferred, so that ranks share the reading.
+        own_file: the first file that this rank wrote, if it did. If several files hold the same state, those
+            of the rank are preferred, so that ranks share the reading.
     """
 
     def __init__(
@@ -309,7 +355,11 @@ class OptimizerStateReader:
         own_file: str = "",
     ) -> None:
         self.optimizer_dir, self.file_records = optimizer_dir, file_records
-        self.saved_sharding, self.own_file = saved_sharding, own_file
+        self.saved_sharding = saved_sharding
+        own_prefix = own_file.removesuffix(".safetensors")
+        self._own_files = [name for name in file_records if own_prefix and name.startswith(own_prefix)]
+        self._pool = ThreadPoolExecutor(num_file_threads())
+        self._checks: dict[str, Future[None]] = {}
         self._open_files: dict[str, Any] = {}
         self._saved_slices: dict[tuple[str, int], list[_SavedSlice]] = {}
         if INDEX_FILE not in file_records:
@@ -340,12 +390,17 @@ class OptimizerStateReader:
 
     def _open_verified(self, file_name: str) -> Any:
         if file_name not in self._open_files:
-            check_file_hash(self.optimizer_dir / file_name, self.file_records[file_name])
+            for name in self._own_files if file_name in self._own_files else [file_name]:
+                if name not in self._checks:
+                    path, record = self.optimizer_dir / name, self.file_records[name]
+                    self._checks[name] = self._pool.submit(check_file_hash, path, record)
+            self._checks[file_name].result()
             self._open_files[file_name] = safe_open(self.optimizer_dir / file_name, framework="pt")
         return self._open_files[file_name]
 
     def close(self) -> None:
         self._open_files.clear()
+        self._pool.shutdown(cancel_futures=True)
 
     def _read_saved_range(
         self, state_name: str, shard_index: int, state_kind: str, start: int, end: int
@@ -371,7 +426,10 @@ class OptimizerStateReader:
                 )
             piece = min(
                 covering,
-                key=lambda piece: (piece.file_name not in self._open_files, piece.file_name != self.own_file),
+                key=lambda piece: (
+                    piece.file_name not in self._open_files,
+                    piece.file_name not in self._own_files,
+                ),
             )
             if not piece.kind_bits & 1 << STATE_KINDS.index(state_kind):
                 raise _StateNotSaved
@@ -485,18 +543,25 @@ def restore_optimizer(
     uses_group_counts = any(
         counts_steps_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers
     )
-    for piece in optimizer_slices(optimizer, live_tensors):
-        if piece.live_tensor.tensor_name not in tensor_infos:  # the run begins to train it now
-            continue
-        info, expert_index = tensor_infos[piece.live_tensor.tensor_name], piece.live_tensor.expert_index
-        shard_index = grid.shard_index(info)
-        for kind in STATE_KINDS:
-            state = state_reader.read_range(
-                info, kind, shard_index, grid.sharding, piece.start, piece.end, expert_index
-            )
+    # Others are those that the run begins to train now.
+    pieces = [
+        piece
+        for piece in optimizer_slices(optimizer, live_tensors)
+        if piece.live_tensor.tensor_name in tensor_infos
+    ]
+
+    def read(piece: OptimizerSlice, kind: str) -> Tensor | None:
+        info = tensor_infos[piece.live_tensor.tensor_name]
+        place = grid.shard_index(info), grid.sharding, piece.start, piece.end
+        return state_reader.read_range(info, kind, *place, piece.live_tensor.expert_index)
+
+    jobs = [(piece, kind) for piece in pieces for kind in STATE_KINDS]
+    with contextlib.closing(_read_ahead(read, jobs)) as states:
+        for (piece, kind), state in zip(jobs, states, strict=True):
             assert kind != "main" or state is not None
             piece.write_state(kind, state)
 
+    for piece in pieces:
         step_count = state_reader.adam_step_count(piece.state_name)
         if piece.chunked_parameter is not None:
             piece.chunked_parameter.step_count = step_count
@@ -506,3 +571,14 @@ def restore_optimizer(
             # Each parameter needs its own tensor: torch's Adam counts in place, so that a shared tensor would
             # be counted up once per parameter.
             piece.adam_state["step"] = torch.tensor(float(step_count))
+
+
+def _read_ahead(read: Callable[..., Tensor | None], jobs: list[tuple[Any, ...]]) -> Generator[Tensor | None]:
+    """The results of ``read(*job)`` in their order, some of which threads read ahead."""
+    with ThreadPoolExecutor(_READ_AHEAD) as pool:
+        futures = deque(pool.submit(read, *job) for job in jobs[:_READ_AHEAD])
+        for job in [*jobs[_READ_AHEAD:], *[None] * len(futures)]:
+            yield futures.popleft().result()
+            progress.note_progress()
+            if job is not None:
+                futures.append(pool.submit(read, *job))

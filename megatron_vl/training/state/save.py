@@ -7,11 +7,11 @@
                                         (see :mod:`megatron_vl.training.state.optimizer_state`)
     DIR/step_00000120/loader/           the position in the data set
 
-A save copies the state to host memory and returns; a thread writes it while training continues. Ranks agree
-through marker files, not collectives, so that the thread never interferes with the training's communication.
-Each rank writes a marker when its files are on disk, and rank 0 gives the folder its final name when all
-markers exist. So a checkpoint has this name only when it is complete, and a crash at any moment leaves the
-last good one.
+A save returns at once. A thread copies the state to host memory during the next forward and backward passes,
+for which the next update waits, and then writes it while training continues. Ranks agree through marker
+files, not collectives, so that the thread never interferes with the training's communication. Each rank
+writes a marker when its files are on disk, and rank 0 gives the folder its final name when all markers exist.
+So a checkpoint has this name only when it is complete, and a crash at any moment leaves the last good one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
@@ -41,11 +40,13 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.lora import trained_table
+from megatron_vl.spec.tensors import TensorInfo
 from megatron_vl.system import durable_files, progress
 from megatron_vl.system.errors import describe_error
 from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.training.state.export_hf import HfExporter
+from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.keep import (
     delete_checkpoint,
     last_good_text,
@@ -57,9 +58,11 @@ from megatron_vl.training.state.keep import (
 from megatron_vl.training.state.load import FORMAT_VERSION, LOADER_STATE_FILE, state_file_name
 from megatron_vl.training.state.optimizer_state import (
     INDEX_FILE,
-    host_copy,
+    SavedTensor,
     list_index_entries,
+    num_file_threads,
     snapshot_optimizer,
+    split_state,
     write_hashed_safetensors,
     write_slice_index,
 )
@@ -72,14 +75,16 @@ from megatron_vl.weights.run_folder import CheckpointError, SavedCheckpoint, sav
 
 @dataclass
 class CheckpointSnapshot:
-    """One rank's part of a checkpoint: copies in host memory, which training does not change."""
+    """One rank's part of a checkpoint, which can be read once its copies are made."""
 
     step: int
-    dense_weights: dict[str, Tensor] | None
+    copies: HostCopies
+    dense_weights: dict[str, Callable[[], Tensor]] | None
     """This rank's dense tensors by canonical name; None unless it is the first rank that holds them."""
-    expert_stacks: dict[str, Tensor] | None
-    """Stacks of this rank's experts. If several ranks hold the same experts, only the first has them."""
-    optimizer_state: dict[str, Tensor]
+    expert_stacks: dict[str, Callable[[], Tensor]] | None
+    """Stacks [E / ep, ...] of this rank's experts. If several ranks hold the same experts, only the first has
+    them."""
+    optimizer_state: dict[str, SavedTensor]
     loader_state: dict[str, Any] | None
     run_metadata: dict[str, Any]
     lora: LoraConfig
@@ -88,84 +93,99 @@ class CheckpointSnapshot:
 
 
 def take_snapshot(
-    step: int,
-    *,
-    model_chunks: list[DistributedDataParallel],
-    live_tensors: list[LiveTensor],
-    optimizer: ChainedOptimizer,
-    spec: ModelSpec,
-    layout: Layout,
-    grid: ProcessGrid,
+    trainer: Any,
     loader_state: dict[str, Any] | None,
     run_metadata: dict[str, Any],
     unlogged_counts: dict[str, int] | None = None,
 ) -> CheckpointSnapshot:
-    """Copies this rank's state to the host. Collective if parameters are still being gathered.
+    """This rank's state, to be copied before the next update. Collective if parameters are being gathered.
 
     Args:
-        live_tensors: the parameters to save (:attr:`Trainer.saved_tensors`).
+        trainer: the :class:`~megatron_vl.training.trainer.Trainer`, whose module imports this one.
         loader_state: the loader's ``state_dict()`` on rank 0, which is that of all; None elsewhere.
         run_metadata: entries for ``run.json``; those of rank 0 are written.
         unlogged_counts: this rank's counts that ``run_metadata["bad_samples"]`` does not include yet.
     """
-    for chunk in model_chunks:
+    for chunk in trainer.model_chunks:
         # With the overlapped gather, the weights of the last update arrive only in the next forward pass.
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
-    lora = model_chunks[0].module.lora
+    grid, layout, live_tensors = trainer.grid, trainer.layout, trainer.saved_tensors
+    lora, copies = trainer.model_chunks[0].module.lora, HostCopies()
     dense_weights = expert_stacks = None
     if grid.is_first_dense_copy:
-        dense_weights = _copy_dense_weights(live_tensors, spec, layout, grid, lora)
+        dense_weights = _dense_weights(live_tensors, trainer.spec, layout, grid, lora, copies)
     # Experts are spread over other ranks than dense tensors, so their first copies may be on other ranks.
-    if spec.language.moe and grid.edp_rank == 0:
-        expert_stacks = _stack_experts(live_tensors)
+    if trainer.spec.language.moe and grid.edp_rank == 0:
+        expert_stacks = _expert_stacks(live_tensors, copies)
 
     return CheckpointSnapshot(
-        step,
+        trainer.step,
+        copies,
         dense_weights,
         expert_stacks,
-        snapshot_optimizer(optimizer, live_tensors),
+        snapshot_optimizer(trainer.optimizer, live_tensors, copies),
         loader_state,
-        {"format": FORMAT_VERSION, "step": step, "layout": layout.as_dict(), **run_metadata},
+        {"format": FORMAT_VERSION, "step": trainer.step, "layout": layout.as_dict(), **run_metadata},
         lora,
         unlogged_counts or {},
     )
 
 
-def _copy_dense_weights(
-    live_tensors: list[LiveTensor], spec: ModelSpec, layout: Layout, grid: ProcessGrid, lora: LoraConfig
-) -> dict[str, Tensor]:
+def _dense_weights(
+    live_tensors: list[LiveTensor],
+    spec: ModelSpec,
+    layout: Layout,
+    grid: ProcessGrid,
+    lora: LoraConfig,
+    copies: HostCopies,
+) -> dict[str, Callable[[], Tensor]]:
     # Weights are stored as for a tower on the first stage, so that readers need not know the placement.
     stored_sharding = layout.sharding._replace(is_tower_replicated=False)
-    tensor_infos, weights = trained_table(spec, lora), {}
-    for name, parameter, expert_index in live_tensors:
-        info = tensor_infos[name]
-        # A tied embedding is on two stages, and each tensor is written by one of them.
-        if expert_index is not None or layout.owning_pipeline_rank(info) != grid.pp_rank:
-            continue
-        weights[name] = host_copy(parameter)
+    tensor_infos = trained_table(spec, lora)
+
+    def read(info: TensorInfo, parameter: Tensor) -> Tensor:
+        weight = copies(parameter).view(parameter.shape)
         if layout.sharding.is_on_every_rank(info):
-            weights[name] = cut_shard(weights[name], info, grid.tp_rank, stored_sharding).contiguous()
+            return cut_shard(weight, info, grid.tp_rank, stored_sharding).contiguous()
+        return weight
+
+    weights: dict[str, Callable[[], Tensor]] = {}
+    for name, parameter, expert_index in live_tensors:
+        # A tied embedding is on two stages, and each tensor is written by one of them.
+        if expert_index is None and layout.owning_pipeline_rank(tensor_infos[name]) == grid.pp_rank:
+            copies.add(parameter)
+            weights[name] = partial(read, tensor_infos[name], parameter)
     return weights
 
 
-@torch.no_grad()
-def _stack_experts(live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Copies experts to the host: canonical name -> stack [E / ep, ...] in the order of the experts."""
+def _expert_stacks(live_tensors: list[LiveTensor], copies: HostCopies) -> dict[str, Callable[[], Tensor]]:
+    """The stacks of this rank's experts, in their order, by canonical name."""
     experts_by_name: dict[str, dict[int, Tensor]] = {}
     for name, parameter, expert_index in live_tensors:
         if expert_index is not None:
             experts_by_name.setdefault(name, {})[expert_index] = parameter
 
-    stacks = {}
-    for name, experts in experts_by_name.items():
-        first = next(iter(experts.values()))
-        # Each expert is copied into its place, so that the device never holds the whole stack.
-        stacks[name] = torch.empty(len(experts), *first.shape, dtype=first.dtype)
-        for place, expert_index in zip(stacks[name], sorted(experts), strict=True):
-            place.copy_(experts[expert_index])
+    def read(experts: list[Tensor]) -> Tensor:
+        return copies(*experts).view(len(experts), *experts[0].shape)
+
+    stacks: dict[str, Callable[[], Tensor]] = {}
+    for name, by_index in experts_by_name.items():
+        experts = [by_index[index] for index in sorted(by_index)]
+        copies.add(*experts)
+        stacks[name] = partial(read, experts)
     return stacks
+
+
+@contextlib.contextmanager
+def _cancelling(pool: Executor) -> Iterator[None]:
+    """A context whose error drops what waits for a thread, as the disk may be full."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def short_text(error: BaseException) -> str:
@@ -201,6 +221,8 @@ class CheckpointSaver:
         self.save_error: str | None = None
         """Why a save failed on this rank; None if none failed."""
         self._writer_thread: threading.Thread | None = None
+        self._host_blocks, self._is_copied = HostBlocks(), threading.Event()
+        self._is_copied.set()
         self._lock_file: Any = None
         self._is_newest_proven = False
         """Whether the latest step has moved the weights, so that loss and gradients were finite."""
@@ -230,6 +252,7 @@ class CheckpointSaver:
         try:
             dist.barrier()  # no rank writes before rank 0 has made the folders
             snapshot = make_snapshot()
+            self._is_copied.clear()
             self._writer_thread = threading.Thread(
                 target=self._write_snapshot, args=(snapshot,), name=f"checkpoint-{step}"
             )
@@ -237,6 +260,23 @@ class CheckpointSaver:
         except BaseException as error:
             self._mark_failed(partial_dir, error)  # other ranks may already be writing
             raise
+
+    def reserve_memory(self, snapshot: CheckpointSnapshot) -> None:
+        """Pins the memory that the copies of a save will take, in the background. Later saves keep it."""
+        earlier_thread = self._writer_thread
+
+        def reserve() -> None:
+            if earlier_thread is not None:
+                earlier_thread.join()
+            with contextlib.suppress(MemoryError):  # of which the save tells
+                snapshot.copies.reserve(self._host_blocks)
+
+        self._writer_thread = threading.Thread(target=reserve, name="checkpoint-memory")
+        self._writer_thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Waits until the state is copied. Call it before each update, which changes the state."""
+        self._is_copied.wait()
 
     def wait_until_saved(self) -> None:
         """Waits until this rank's part (on rank 0: the whole checkpoint) is on disk.
@@ -310,6 +350,10 @@ class CheckpointSaver:
         partial_dir = self._partial_dir(snapshot.step)
         progress.set_background_task(progress.WRITING_CHECKPOINT)
         try:
+            try:
+                snapshot.copies.copy(self._host_blocks)
+            finally:
+                self._is_copied.set()
             marker = self._write_rank_files(partial_dir, snapshot)
             write_json(partial_dir / "done" / f"rank_{self.grid.rank:05d}.json", marker)
             progress.set_background_task("")
@@ -327,6 +371,8 @@ class CheckpointSaver:
                 f"checkpoint of step {snapshot.step} could not be written to {self.run_dir}: {error_text}"
             )
             self._mark_failed(partial_dir, error)
+        finally:
+            self._host_blocks.release()
 
     def _mark_failed(self, partial_dir: Path, error: BaseException) -> None:
         """Writes a marker for rank 0, which says that this rank cannot write its part."""
@@ -340,31 +386,41 @@ class CheckpointSaver:
 
     def _write_rank_files(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> dict[str, Any]:
         """Writes this rank's weights, optimizer and loader state. Returns the content of its marker."""
-        grid, weights_dir, weight_entries = self.grid, partial_dir / "weights", []
-        if (dense_weights := snapshot.dense_weights) is not None:
-            weight_entries.append(
-                write_rank_file(weights_dir, dense_weights, tp=grid.tp_rank, pp=grid.pp_rank)
-            )
-        if (experts := snapshot.expert_stacks) is not None:
-            ranks = {"ep": grid.ep_rank, "etp": grid.etp_rank, "pp": grid.pp_rank}
-            weight_entries.append(write_rank_file(weights_dir, experts, **ranks))
-
+        grid = self.grid
         axes = ("tp", "cp", "pp", "dp", "ep", "etp")
         position = {axis: str(getattr(grid, f"{axis}_rank")) for axis in axes}
-        name = state_file_name(grid.rank)
-        state_path = f"optimizer/{name}"
-        files = {
-            state_path: write_hashed_safetensors(partial_dir / state_path, snapshot.optimizer_state, position)
+
+        def write_weights(read: dict[str, Callable[[], Tensor]], pool: Executor, **ranks: int) -> Any:
+            tensors = {name: each() for name, each in read.items()}
+            return write_rank_file(partial_dir / "weights", tensors, pool.map, **ranks, pp=grid.pp_rank)
+
+        def write_state(name: str, tensors: dict[str, SavedTensor]) -> dict[str, Any]:
+            return write_hashed_safetensors(partial_dir / "optimizer" / name, tensors, position)
+
+        parts = {
+            state_file_name(grid.rank, number): tensors
+            for number, tensors in enumerate(split_state(snapshot.optimizer_state))
         }
+        # One thread hashes and writes more slowly than a disk takes the bytes.
+        with ThreadPoolExecutor(num_file_threads()) as pool, _cancelling(pool):
+            states = pool.map(write_state, parts.keys(), parts.values())
+            weights, ep_ranks = [], {"ep": grid.ep_rank, "etp": grid.etp_rank}
+            if snapshot.dense_weights is not None:
+                weights.append(write_weights(snapshot.dense_weights, pool, tp=grid.tp_rank))
+            if snapshot.expert_stacks is not None:
+                weights.append(write_weights(snapshot.expert_stacks, pool, **ep_ranks))
+            files = {f"optimizer/{name}": record for name, record in zip(parts, states, strict=True)}
+
         if snapshot.loader_state is not None:
             files[LOADER_STATE_FILE] = write_json(partial_dir / LOADER_STATE_FILE, snapshot.loader_state)
-        slices = list_index_entries(
-            snapshot.optimizer_state, grid.tp_rank, grid.etp_rank, grid.sharding.is_tower_replicated
-        )
+        slices = {
+            name: list_index_entries(tensors, grid.tp_rank, grid.etp_rank, grid.sharding.is_tower_replicated)
+            for name, tensors in parts.items()
+        }
         return {
-            "weights": weight_entries,
+            "weights": weights,
             "files": files,
-            "slices": {name: slices},
+            "slices": slices,
             "pending": snapshot.unlogged_counts,
         }
 
