@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -395,7 +395,10 @@ def write_hf_folder(
         jobs: dict[str, list[CopyJob]] = {}
         for o in outputs:
             job = CopyJob(output.writer_by_file[o.file], o.name, o.shape, o.dtype, o.read_region)
-            jobs.setdefault(o.source_name, []).append(job)
+            jobs_of_source = jobs.setdefault(o.source_name, [])
+            if o.follows_last:
+                job = replace(jobs_of_source.pop(), next_job=job)
+            jobs_of_source.append(job)
         write_seconds = _run_copy_jobs(command_name, source, jobs, output, workers or default_worker_count())
         output.commit_files()
         for relative_path in companion_files:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_vl.spec.families.hf_folder import SCALE_SUFFIX, fp8_block_size
-from megatron_vl.weights import tensor_files
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
     DTYPE_BY_CODE,
@@ -152,9 +151,9 @@ def open_tensor_folder(hf_dir: str | Path) -> TensorFolder:
     return Fp8Folder(folder, block_size, weight_dtype)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fp8Output:
-    """A tensor that is written in FP8: values and scales, of whole rows of blocks at a time.
+    """A tensor that is written in FP8: first its values, of whole rows of blocks at a time, then its scales.
 
     A block takes the scale ``peak / 448``, so that its largest value becomes the largest of E4M3; values are
     rounded to the nearest. Blocks that are equal to those of ``original`` keep its bytes: what was not
@@ -166,6 +165,8 @@ class Fp8Output:
     """Returns a region of the new values, float32."""
     original: tuple[Fp8Folder, str] | None = None
     """The folder and tensor that the new values come from."""
+    _scale_rows: dict[int, Tensor] = field(default_factory=dict)
+    """The scales of the values that were read, which are not computed a second time."""
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -176,16 +177,16 @@ class Fp8Output:
 
     def read_weight(self, region: MatrixRegion) -> Tensor:
         """Whole rows of the E4M3 values."""
-        scale_rows = self.grid.scale_rows(region.row, region.row_end)
-        first_row = self.grid.first_row(int(scale_rows[0]))
-        weight, _ = self._quantise(int(scale_rows[0]), int(scale_rows[-1]) + 1)
+        numbers = self.grid.scale_rows(region.row, region.row_end)
+        first, end = int(numbers[0]), int(numbers[-1]) + 1
+        weight, scales = self._quantise(first, end)
+        self._scale_rows |= zip(range(first, end), scales, strict=True)
+        first_row = self.grid.first_row(first)
         return weight[region.row - first_row : region.row_end - first_row]
 
     def read_scales(self, region: MatrixRegion) -> Tensor:
-        """Whole rows of the scales, from pieces of the matrix, because a stack of experts takes gigabytes."""
-        step = max(1, tensor_files.CHUNK_BYTES // (4 * self.grid.block_size[0] * self.grid.shape[-1]))
-        firsts = range(region.row, region.row_end, step)
-        return torch.cat([self._quantise(row, min(row + step, region.row_end))[1] for row in firsts])
+        """Whole rows of the scales. Their values must have been read, and each is returned once."""
+        return torch.stack([self._scale_rows.pop(row) for row in range(region.row, region.row_end)])
 
     def _quantise(self, scale_row: int, scale_row_end: int) -> tuple[Tensor, Tensor]:
         """Values and scales of some rows of blocks."""

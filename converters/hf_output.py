@@ -55,6 +55,8 @@ class OutputTensor:
     source_name: str
     """The canonical tensor, or the one of the original, that it is read from."""
     read_region: Callable[[MatrixRegion], Tensor]
+    follows_last: bool = False
+    """Whether it can be read only after the tensor before it in a list."""
 
 
 def gather_from(
@@ -102,7 +104,7 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
         scale_types = (grid.scale_shape, fp8_output.scale_dtype)
         outputs += [
             OutputTensor(file, name, shape, FP8, source_name, fp8_output.read_weight),
-            OutputTensor(file, name + SCALE_SUFFIX, *scale_types, source_name, fp8_output.read_scales),
+            OutputTensor(file, name + SCALE_SUFFIX, *scale_types, source_name, fp8_output.read_scales, True),
         ]
     stored = fp8_folder.stored if fp8_folder and as_fp8 else folder
     for name, file in stored.file_by_tensor.items():

@@ -18,8 +18,8 @@ from converters.convert import convert_weights, export_weights
 from converters.fp8 import BlockGrid, Fp8Output, open_tensor_folder
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError
-from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError
-from tests.converters.fp8_folders import SIZES, dequantise, fp8_folder, stored_tensors
+from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, row_regions
+from tests.converters.fp8_folders import SIZES, dequantise, fp8_folder, quantise, stored_tensors
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -34,20 +34,29 @@ WHOLE_BLOCKS: dict[str, Any] = {
 LAYER = "model.language_model.layers.0"
 
 
-def test_scales_are_computed_from_pieces_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack of three matrices of 600 x 200, and pieces of two rows of blocks."""
-    values, regions = torch.randn(1800, 200, generator=torch.Generator().manual_seed(1)), []
+@pytest.mark.parametrize("rows", [512, 600])
+def test_fp8_values_are_read_once_for_values_and_scales(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A stack of three matrices in pieces; matrices whose last blocks are smaller share a piece's blocks."""
+    monkeypatch.setattr("megatron_vl.weights.tensor_files.CHUNK_BYTES", 2 * 4 * 128 * 200)
+    values = torch.randn(3, rows, 200, generator=torch.Generator().manual_seed(1))
+    regions: list[MatrixRegion] = []
 
     def read_values(region: MatrixRegion) -> Tensor:
         regions.append(region)
-        return values[region.row : region.row_end]
+        return values.flatten(0, 1)[region.row : region.row_end]
 
-    output = Fp8Output(BlockGrid((3, 600, 200), (128, 128)), read_values)
-    whole = output.read_scales(MatrixRegion(0, 15, 0, 2))
-    assert [region.row_end - region.row for region in regions] == [1800]
-    monkeypatch.setattr("megatron_vl.weights.tensor_files.CHUNK_BYTES", 2 * 4 * 128 * 200)
-    assert torch.equal(output.read_scales(MatrixRegion(0, 15, 0, 2)), whole)
-    assert max(region.row_end - region.row for region in regions[1:]) == 256
+    output = Fp8Output(BlockGrid((3, rows, 200), (128, 128)), read_values)
+    pieces = list(map(output.read_weight, row_regions(values.shape, 4, rows_multiple=128)))
+    assert rows == 600 or sum(region.row_end - region.row for region in regions) == 3 * rows
+    assert len(pieces) > 5 and max(region.row_end - region.row for region in regions) <= 384
+    blocks = -(-rows // 128)
+    written = torch.cat(pieces).view(3, rows, 200)
+    scales = output.read_scales(MatrixRegion(0, 3 * blocks, 0, 2)).view(3, blocks, 2)
+    weight, expected = quantise(values, (128, 128), torch.float32)
+    torch.testing.assert_close(scales, expected, rtol=1e-6, atol=0)
+    assert (written.float() - weight.float()).abs().max() <= 32  # a value between two may round either way
+    assert (written.view(torch.uint8) == weight.view(torch.uint8)).float().mean() > 0.999
+    assert not output._scale_rows
 
 
 @pytest.mark.parametrize(
@@ -188,11 +197,31 @@ def test_export_in_fp8_equals_the_quantiser_of_transformers(tmp_path: Path, fami
 
 
 def test_export_in_fp8_leaves_what_the_released_folders_leave(tmp_path: Path) -> None:
-    """The modules of a layer that Qwen3.6-35B-A3B-FP8 names, with the names that engines fuse."""
+    """The modules of a layer that Qwen3.6-35B-A3B-FP8 names, with the names that engines fuse.
+
+    That folder has 64,196 tensors: 333 of the tower, 1,560 of multi-token prediction, and those of 40 layers
+    with 256 experts, of which every fourth has softmax attention.
+    """
     hf = tiny_checkpoint("qwen3_5_moe", **WHOLE_BLOCKS)
     convert_weights(hf, tmp_path / "megatron")
     report = export_weights(tmp_path / "megatron", hf, tmp_path / "fp8", as_fp8=True)
     assert "matrices are in FP8 (E4M3), with a scale for each block" in report.notes[0]
+    names = stored_tensors(tmp_path / "fp8").keys()
+    in_layer = {i: {n.split(f".layers.{i}.")[1] for n in names if f"_model.layers.{i}." in n} for i in (0, 3)}
+    experts = {n for n in in_layer[0] if ".experts." in n}
+    assert experts == {n for n in in_layer[3] if ".experts." in n} == {
+        f"mlp.experts.{expert}.{matrix}_proj.weight{scale}"
+        for expert in range(4)
+        for matrix in ("gate", "up", "down")
+        for scale in ("", "_scale_inv")
+    }
+    assert {n.removesuffix("_scale_inv") for n in in_layer[3] - experts if n.endswith("_scale_inv")} == {
+        *(f"self_attn.{matrix}_proj.weight" for matrix in "qkvo"),
+        *(f"mlp.shared_expert.{matrix}_proj.weight" for matrix in ("gate", "up", "down")),
+    }
+    own = [len(layer - experts) for layer in in_layer.values()]
+    assert own == [22, 20]
+    assert 30 * own[0] + 10 * own[1] + 40 * 256 * len(experts) // 4 + 3 + 333 + 1560 == 64_196
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     form = config["quantization_config"]
     assert (form["quant_method"], form["activation_scheme"]) == ("fp8", "dynamic")
