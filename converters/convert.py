@@ -153,10 +153,11 @@ def _write_weights(
         copy_jobs = _shard_jobs(source, planned_files, layout.sharding if layout else UNSHARDED, output)
         write_seconds = _run_copy_jobs(command_name, source, copy_jobs, output, worker_count)
         output.commit_files()
+        assert output.digests is not None
         file_entries = []
         for file in planned_files:
             stored = {
-                name: (*types, output.sha256_by_tensor[file.name, name])
+                name: (*types, output.digests[file.name, name])
                 for name, types in file.tensors.items()
             }
             file_entries.append(file_entry(file.name, stored, file.ranks))
@@ -222,7 +223,7 @@ def _run_copy_jobs(
     start_time = time.monotonic()
     with progress(total_bytes, "bytes", command_name) as advance:
         tasks = order_with_checks(jobs_by_tensor, check, worker_count)
-        run_copy_tasks(tasks, worker_count, advance, conversion_output.record_tensor)
+        run_copy_tasks(tasks, worker_count, advance, conversion_output.digests)
     write_seconds = time.monotonic() - start_time
 
     # A source that was replaced while it was read would give a mixture of two models.

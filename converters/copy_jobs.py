@@ -88,13 +88,13 @@ def run_copy_tasks(
     copy_tasks: Sequence[CopyTask],
     worker_count: int,
     advance: Callable[[int], None],
-    record_tensor: Callable[[str, str, str], None],
+    digests: dict[tuple[str, str], str] | None,
 ) -> None:
     """Runs all tasks in ``worker_count`` threads. The first failure stops all of them and is raised.
 
     Args:
         advance: called with the bytes of each piece that is written.
-        record_tensor: called with the file, the name and the SHA-256 of each written tensor.
+        digests: takes the SHA-256 of each written tensor by (file, tensor); None: they are not computed.
     """
     return_freed_memory()
     stop_event = threading.Event()
@@ -117,8 +117,10 @@ def run_copy_tasks(
                 return
             job: CopyJob | None = copy_task
             while job:
-                tensor_sha256 = job.tensor_writer.write_tensor(job.tensor_name, read_chunks(job))
-                record_tensor(job.tensor_writer.path.name, job.tensor_name, tensor_sha256)
+                writer, name = job.tensor_writer, job.tensor_name
+                digest = writer.write_tensor(name, read_chunks(job), hashes=digests is not None)
+                if digests is not None:
+                    digests[writer.path.name, name] = digest
                 job = job.next_job
         except BaseException:
             stop_event.set()

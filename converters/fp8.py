@@ -195,29 +195,34 @@ class Fp8Output:
         values = self.read_values(region)
         block_rows = self.grid.scale_rows(region.row, region.row_end) - scale_row
 
-        def largest_of_blocks(elements: Tensor) -> Tensor:
-            tiles = pad(elements, (0, -cols % block_cols)).unflatten(1, (-1, block_cols)).amax(2)
-            peaks = tiles.new_zeros(scale_row_end - scale_row, tiles.shape[1])
-            return peaks.scatter_reduce_(0, block_rows[:, None].expand_as(tiles), tiles, "amax")
+        def tiles_of(elements: Tensor) -> Tensor:
+            """[rows, blocks, columns of a block]: without a copy if the last block is whole."""
+            whole = pad(elements, (0, -cols % block_cols)) if cols % block_cols else elements
+            return whole.unflatten(1, (-1, block_cols))
 
-        def of_elements(blocks: Tensor) -> Tensor:
-            return blocks.index_select(0, block_rows).repeat_interleave(block_cols, 1)[:, :cols]
+        def largest_of_blocks(tile_peaks: Tensor) -> Tensor:
+            peaks = tile_peaks.new_zeros(scale_row_end - scale_row, tile_peaks.shape[1])
+            return peaks.scatter_reduce_(0, block_rows[:, None].expand_as(tile_peaks), tile_peaks, "amax")
 
-        peaks = largest_of_blocks(values.abs())
-        factors = torch.where(peaks > 1e-30, torch.finfo(FP8).max / peaks, 1.0)
+        tiles = tiles_of(values)
+        peaks = largest_of_blocks(torch.maximum(tiles.amax(2), -tiles.amin(2)))
+        limit = torch.finfo(FP8).max
+        factors = torch.where(peaks > 1e-30, limit / peaks, 1.0)
         scales = (1 / factors).to(self.scale_dtype)
         if self.scale_dtype != torch.float32:
             factors = 1 / scales.float()  # of the scale that readers find
-        limit = torch.finfo(FP8).max
-        weight = (values * of_elements(factors)).clamp(-limit, limit).to(FP8)
+        scaled = (tiles * factors.index_select(0, block_rows)[:, :, None]).clamp_(-limit, limit)
+        weight = scaled.to(FP8).flatten(1)[:, :cols]
         if self.original is None:
             return weight, scales
 
         folder, name = self.original
         earlier = folder.read_region(name, region)
-        is_changed = largest_of_blocks((earlier != values.to(earlier.dtype)).float()) > 0
+        differs = tiles_of(earlier != values.to(earlier.dtype)).any(2)
+        is_changed = largest_of_blocks(differs.byte()) > 0
         scale_region = MatrixRegion(scale_row, scale_row_end, 0, scales.shape[1])
         earlier_weight = folder.stored.read_region(name, region).view(torch.uint8)
         earlier_scales = folder.stored.read_region(name + SCALE_SUFFIX, scale_region)
-        weight_bytes = torch.where(of_elements(is_changed), weight.view(torch.uint8), earlier_weight)
+        element_changed = is_changed.index_select(0, block_rows).repeat_interleave(block_cols, 1)[:, :cols]
+        weight_bytes = torch.where(element_changed, weight.view(torch.uint8), earlier_weight)
         return weight_bytes.view(FP8), torch.where(is_changed, scales, earlier_scales)

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vl.system.partial_folder import open_partial_folder
@@ -31,15 +31,13 @@ class ConversionOutput:
 
     Attributes:
         path: the folder that gets the name of the output when it is complete.
-        sha256_by_tensor: (file, tensor) -> SHA-256, for all tensors written so far.
+        digests: (file, tensor) -> SHA-256 of the tensors written so far; None for a Hugging Face folder,
+            which has no place for them.
     """
 
     path: Path
     writer_by_file: dict[str, TensorWriter]
-    sha256_by_tensor: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def record_tensor(self, file_name: str, tensor_name: str, tensor_sha256: str) -> None:
-        self.sha256_by_tensor[file_name, tensor_name] = tensor_sha256
+    digests: dict[tuple[str, str], str] | None
 
     def commit_files(self) -> None:
         """Gives all files their final names, once their bytes are on the disk."""
@@ -84,7 +82,7 @@ def open_output(
             for file_name, header in header_by_file.items():
                 writer_by_file[file_name] = TensorWriter(new_dir / file_name, header)
             _check_disk_space(output_dir, new_dir, writer_by_file)
-            yield ConversionOutput(new_dir, writer_by_file)
+            yield ConversionOutput(new_dir, writer_by_file, None if is_hf_export else {})
         finally:
             for tensor_writer in writer_by_file.values():
                 tensor_writer.close()

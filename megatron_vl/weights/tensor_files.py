@@ -302,8 +302,12 @@ class TensorWriter:
             file_offset += written_bytes
             progress.note_progress()
 
-    def write_tensor(self, tensor_name: str, tensor_chunks: Iterable[Tensor]) -> str:
+    def write_tensor(
+        self, tensor_name: str, tensor_chunks: Iterable[Tensor], *, hashes: bool = True
+    ) -> str:
         """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes.
+
+        Without ``hashes``, which take as long as the rest, it is that of no bytes.
 
         Raises WeightsError if the pieces have another size than the header says.
         """
@@ -312,7 +316,8 @@ class TensorWriter:
         for tensor_chunk in tensor_chunks:
             flat_chunk = tensor_chunk.detach().contiguous().cpu().view(-1)
             chunk_bytes = memoryview(flat_chunk.view(torch.uint8).numpy())
-            hasher.update(chunk_bytes)
+            if hashes:
+                hasher.update(chunk_bytes)
             self._write_at(chunk_bytes, file_offset)
             file_offset += len(chunk_bytes)
 
