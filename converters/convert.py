@@ -156,10 +156,7 @@ def _write_weights(
         assert output.digests is not None
         file_entries = []
         for file in planned_files:
-            stored = {
-                name: (*types, output.digests[file.name, name])
-                for name, types in file.tensors.items()
-            }
+            stored = {name: (*types, output.digests[file.name, name]) for name, types in file.tensors.items()}
             file_entries.append(file_entry(file.name, stored, file.ranks))
         write_manifest(output.path, source.spec, layout, file_entries, weights_origin, source.lora)
 

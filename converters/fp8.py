@@ -9,11 +9,9 @@ blocks nor stacks of experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from megatron_vl.weights.tensor_files import (
     WeightsError,
     dtype_name,
 )
+from megatron_vl.weights.trained_media import read_json_object
 
 from .tensor_folder import TensorFolder
 
@@ -125,23 +124,14 @@ class Fp8Folder(TensorFolder):
         return scales.mul_(values.float()).to(self.weight_dtype)
 
 
-def _read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """The config of a folder; empty if it has none, which other readers report."""
-    try:
-        config = json.loads((Path(hf_dir) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
 def is_fp8_folder(hf_dir: str | Path) -> bool:
     """Whether the config of a folder says that it has FP8 weights."""
-    return fp8_block_size(_read_config(hf_dir)) is not None
+    return fp8_block_size(read_json_object(Path(hf_dir) / "config.json")) is not None
 
 
 def open_tensor_folder(hf_dir: str | Path) -> TensorFolder:
     """Opens the weights of a folder, dequantised if its config says FP8. Raises its errors."""
-    folder, config = TensorFolder(hf_dir), _read_config(hf_dir)
+    folder, config = TensorFolder(hf_dir), read_json_object(Path(hf_dir) / "config.json")
     block_size = fp8_block_size(config)
     if block_size is None:
         return folder

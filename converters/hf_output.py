@@ -22,8 +22,7 @@ from megatron_vl.spec.families.hf_folder import FP8_FIELD, SCALE_SUFFIX, WEIGHT_
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
 from megatron_vl.weights.tensor_files import (
-    DTYPE_BY_CODE,
-    OTHER_DTYPE_BY_CODE,
+    ANY_DTYPE_BY_CODE,
     MatrixRegion,
     WeightsError,
     make_safetensors_header,
@@ -149,7 +148,7 @@ def headers_of(outputs: Sequence[OutputTensor]) -> dict[str, bytes]:
 
 def any_dtype(folder: TensorFolder, tensor_name: str) -> torch.dtype:
     """The type of a stored tensor, also if it cannot be converted."""
-    return (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[folder.dtype_code(tensor_name)]
+    return ANY_DTYPE_BY_CODE[folder.dtype_code(tensor_name)]
 
 
 def describe_form(output_dir: Path, outputs: Sequence[OutputTensor], *, as_fp8: bool) -> None:

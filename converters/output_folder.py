@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.weights.manifest import MANIFEST_FILE, WEIGHTS_FORMAT
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError
+from megatron_vl.weights.trained_media import read_json_object
 
 MEGATRON_FILE_PATTERN = re.compile(
     r"manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors"
@@ -94,7 +94,7 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
         marker_files = ("config.json", "adapter_config.json")
         is_checkpoint = any((output_dir / name).is_file() for name in marker_files)
     else:
-        is_checkpoint = _is_manifest(output_dir / MANIFEST_FILE)
+        is_checkpoint = read_json_object(output_dir / MANIFEST_FILE).get("format") == WEIGHTS_FORMAT
     if not is_checkpoint:
         raise FileExistsError(
             f"--out {output_dir} is not empty and holds no checkpoint of "
@@ -105,14 +105,6 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
             f"--out {output_dir} is not empty; give another "
             "folder, or --force to replace the checkpoint there"
         )
-
-
-def _is_manifest(file_path: Path) -> bool:
-    try:
-        parsed_json = json.loads(file_path.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(parsed_json, dict) and parsed_json.get("format") == WEIGHTS_FORMAT
 
 
 def _check_disk_space(output_dir: Path, new_dir: Path, writer_by_file: Mapping[str, TensorWriter]) -> None:

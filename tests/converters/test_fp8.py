@@ -209,12 +209,16 @@ def test_export_in_fp8_leaves_what_the_released_folders_leave(tmp_path: Path) ->
     names = stored_tensors(tmp_path / "fp8").keys()
     in_layer = {i: {n.split(f".layers.{i}.")[1] for n in names if f"_model.layers.{i}." in n} for i in (0, 3)}
     experts = {n for n in in_layer[0] if ".experts." in n}
-    assert experts == {n for n in in_layer[3] if ".experts." in n} == {
-        f"mlp.experts.{expert}.{matrix}_proj.weight{scale}"
-        for expert in range(4)
-        for matrix in ("gate", "up", "down")
-        for scale in ("", "_scale_inv")
-    }
+    assert (
+        experts
+        == {n for n in in_layer[3] if ".experts." in n}
+        == {
+            f"mlp.experts.{expert}.{matrix}_proj.weight{scale}"
+            for expert in range(4)
+            for matrix in ("gate", "up", "down")
+            for scale in ("", "_scale_inv")
+        }
+    )
     assert {n.removesuffix("_scale_inv") for n in in_layer[3] - experts if n.endswith("_scale_inv")} == {
         *(f"self_attn.{matrix}_proj.weight" for matrix in "qkvo"),
         *(f"mlp.shared_expert.{matrix}_proj.weight" for matrix in ("gate", "up", "down")),

@@ -33,8 +33,9 @@ from megatron_vl.estimate.flops import (
 )
 from megatron_vl.estimate.layer_kinds import layer_kinds
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.lora import fused_lora, saved_modules, stored_lora
+from megatron_vl.spec.lora import fused_lora, saved_modules
 from megatron_vl.training.step import run_schedule
+from tests.support.mixed_lora import mixed_lora
 from tests.support.ranks import call
 from tests.support.tiny_trainer import tiny_trainer
 from toolkit.parity.random_samples import make_sample
@@ -202,9 +203,10 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
 
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
-    ranks = {"rank_pattern": {"o_proj": 3, "linear_fc1": 5}} if targets == "all" and "3" in family else {}
-    whole = {"modules_to_save": WHOLE_MODULES.get(targets, [])}
-    lora = stored_lora(spec, {"rank": 4, "alpha": 32.0, "targets": LORA_TARGETS[targets], **whole, **ranks})
+    ranks = {"o_proj": 3, "linear_fc1": 5} if targets == "all" and "3" in family else {}
+    whole = WHOLE_MODULES.get(targets, [])
+    settings = {"rank": 4, "alpha": 32.0, "targets": LORA_TARGETS[targets], "modules_to_save": whole}
+    lora = mixed_lora(spec, ranks, **settings)
     adapted = [part for adapter in fused_lora(spec, lora).values() for part in adapter.parts if part.rank]
     names = [part.hf_name for part in adapted]
     options = peft.LoraConfig(
