@@ -123,7 +123,8 @@ def _model_tensors(
             in ``original``.
     """
     folder = original.tensor_folder
-    rules_apart = {rule.name: rule for rule in make_conversion_rules(original.spec, "apart") if experts_apart}
+    rules = make_conversion_rules(original.spec, "apart", "apart") if experts_apart else []
+    rules_apart = {rule.name: rule for rule in rules}
     for hf_name in original.names_in_order():
         stored_name, blocks = original.stored_name_by_released[hf_name], original.hf_blocks(hf_name)
         file = folder.file_by_tensor[stored_name]

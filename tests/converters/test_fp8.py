@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from converters.compare import compare_weights
-from converters.convert import convert_weights, export_weights
+from converters.convert import _write_weights, convert_weights, export_weights
 from converters.fp8 import BlockGrid, Fp8Output, open_tensor_folder
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError
@@ -238,6 +239,35 @@ def test_export_in_fp8_leaves_what_the_released_folders_leave(tmp_path: Path) ->
     assert {"lm_head", "model.language_model.embed_tokens", "mtp.fc", "mtp.norm"} <= set(modules)
     assert {f"{n}visual.blocks.0.attn.qkv" for n in ("", "model.")} <= set(modules)
     assert "visual.blocks.0.attn.qkv_proj" in modules
+
+
+@pytest.mark.parametrize("style", ["apart", "output_first"])
+def test_trained_mtp_is_written_in_fp8_as_in_the_released_folders(tmp_path: Path, style: str) -> None:
+    """Of Qwen3.6-35B-A3B-FP8, 1,560 tensors: 24, and six of each of 256 experts, also from stacks."""
+    hf = shutil.copytree(tiny_checkpoint("qwen3_5_moe", **WHOLE_BLOCKS), tmp_path / "hf")
+    if style == "output_first":
+        [path] = (path for path in hf.glob("*.safetensors") if "mtp.fc.weight" in load_file(path))
+        tensors = load_file(path)
+        experts = {n: t for n, t in tensors.items() if n.startswith("mtp.") and ".experts." in n}
+        gate, up, down = (
+            torch.stack([experts[f"mtp.layers.0.mlp.experts.{i}.{name}_proj.weight"] for i in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        stacks = {"gate_up_proj": torch.cat((gate, up), 1), "down_proj": down}
+        tensors = {n: t for n, t in tensors.items() if n not in experts}
+        tensors |= {f"mtp.layers.0.mlp.experts.{name}": stack for name, stack in stacks.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+        files = {p.name: load_file(p) for p in hf.glob("*.safetensors")}
+        weight_map = {name: file for file, stored in files.items() for name in stored}
+        edit(hf / "model.safetensors.index.json", weight_map=weight_map)
+    source = HfCheckpoint(hf, has_mtp=True)
+    _write_weights(source, [hf], tmp_path / "megatron", None, "convert", 0, False, {})
+    export_weights(tmp_path / "megatron", hf, tmp_path / "fp8", as_fp8=True)
+    names = [name for name in stored_tensors(tmp_path / "fp8") if name.startswith("mtp.")]
+    assert len(names) == 24 + 6 * 4 and 24 + 6 * 256 == 1560
+    back = HfCheckpoint(tmp_path / "fp8", has_mtp=True)
+    for name in (name for name in back.tensor_infos if name.startswith("mtp.")):
+        torch.testing.assert_close(back.read_shard(name), source.read_shard(name), rtol=0.07, atol=1e-3)
 
 
 @pytest.mark.parametrize(
