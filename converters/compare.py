@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.tensor_files import (
+    ANY_DTYPE_BY_CODE,
     CODE_BY_DTYPE,
     MatrixRegion,
     matrix_shape,
@@ -94,10 +94,8 @@ def _canonical_tensors(source: CanonicalWeights) -> dict[str, _StoredTensor]:
 
 
 def _element_bytes(dtype_code: str) -> int:
-    """Bytes of an element. The first number in a code such as ``BF16`` or ``F8_E4M3`` is the number of bits;
-    ``BOOL`` has none."""
-    bits_match = re.search(r"\d+", dtype_code)
-    return int(bits_match[0]) // 8 if bits_match else 1
+    """Bytes of an element; of a type that is not read, which the reader reports, 1."""
+    return ANY_DTYPE_BY_CODE.get(dtype_code, torch.uint8).itemsize
 
 
 def compare_weights(

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,10 @@ def _write_weights(
         copy_jobs = _shard_jobs(source, planned_files, layout.sharding if layout else UNSHARDED, output)
         write_seconds = _run_copy_jobs(command_name, source, copy_jobs, output, worker_count)
         output.commit_files()
+        assert output.digests is not None
         file_entries = []
         for file in planned_files:
-            stored = {
-                name: (*types, output.sha256_by_tensor[file.name, name])
-                for name, types in file.tensors.items()
-            }
+            stored = {name: (*types, output.digests[file.name, name]) for name, types in file.tensors.items()}
             file_entries.append(file_entry(file.name, stored, file.ranks))
         write_manifest(output.path, source.spec, layout, file_entries, weights_origin, source.lora)
 
@@ -222,7 +220,7 @@ def _run_copy_jobs(
     start_time = time.monotonic()
     with progress(total_bytes, "bytes", command_name) as advance:
         tasks = order_with_checks(jobs_by_tensor, check, worker_count)
-        run_copy_tasks(tasks, worker_count, advance, conversion_output.record_tensor)
+        run_copy_tasks(tasks, worker_count, advance, conversion_output.digests)
     write_seconds = time.monotonic() - start_time
 
     # A source that was replaced while it was read would give a mixture of two models.
@@ -395,7 +393,10 @@ def write_hf_folder(
         jobs: dict[str, list[CopyJob]] = {}
         for o in outputs:
             job = CopyJob(output.writer_by_file[o.file], o.name, o.shape, o.dtype, o.read_region)
-            jobs.setdefault(o.source_name, []).append(job)
+            jobs_of_source = jobs.setdefault(o.source_name, [])
+            if o.follows_last:
+                job = replace(jobs_of_source.pop(), next_job=job)
+            jobs_of_source.append(job)
         write_seconds = _run_copy_jobs(command_name, source, jobs, output, workers or default_worker_count())
         output.commit_files()
         for relative_path in companion_files:

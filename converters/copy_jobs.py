@@ -34,10 +34,14 @@ class CopyJob:
     dtype: torch.dtype
     read_region: Callable[[MatrixRegion], Tensor]
     """Returns a region of the tensor as a matrix."""
+    next_job: CopyJob | None = None
+    """A tensor that can be read after this one. The same worker writes it."""
 
     @property
     def byte_count(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of this job and the next one."""
+        own_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return own_bytes + (self.next_job.byte_count if self.next_job else 0)
 
 
 def default_worker_count() -> int:
@@ -84,13 +88,13 @@ def run_copy_tasks(
     copy_tasks: Sequence[CopyTask],
     worker_count: int,
     advance: Callable[[int], None],
-    record_tensor: Callable[[str, str, str], None],
+    digests: dict[tuple[str, str], str] | None,
 ) -> None:
     """Runs all tasks in ``worker_count`` threads. The first failure stops all of them and is raised.
 
     Args:
         advance: called with the bytes of each piece that is written.
-        record_tensor: called with the file, the name and the SHA-256 of each written tensor.
+        digests: takes the SHA-256 of each written tensor by (file, tensor); None: they are not computed.
     """
     return_freed_memory()
     stop_event = threading.Event()
@@ -108,12 +112,16 @@ def run_copy_tasks(
 
     def run_task(copy_task: CopyTask) -> None:
         try:
-            if isinstance(copy_task, CopyJob):
-                tensor_writer = copy_task.tensor_writer
-                tensor_sha256 = tensor_writer.write_tensor(copy_task.tensor_name, read_chunks(copy_task))
-                record_tensor(tensor_writer.path.name, copy_task.tensor_name, tensor_sha256)
-            else:
+            if not isinstance(copy_task, CopyJob):
                 copy_task()
+                return
+            job: CopyJob | None = copy_task
+            while job:
+                writer, name = job.tensor_writer, job.tensor_name
+                digest = writer.write_tensor(name, read_chunks(job), hashes=digests is not None)
+                if digests is not None:
+                    digests[writer.path.name, name] = digest
+                job = job.next_job
         except BaseException:
             stop_event.set()
             raise

@@ -9,18 +9,15 @@ blocks nor stacks of experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_vl.spec.families.hf_folder import SCALE_SUFFIX, fp8_block_size
-from megatron_vl.weights import tensor_files
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
     DTYPE_BY_CODE,
@@ -29,6 +26,7 @@ from megatron_vl.weights.tensor_files import (
     WeightsError,
     dtype_name,
 )
+from megatron_vl.weights.trained_media import read_json_object
 
 from .tensor_folder import TensorFolder
 
@@ -126,23 +124,14 @@ class Fp8Folder(TensorFolder):
         return scales.mul_(values.float()).to(self.weight_dtype)
 
 
-def _read_config(hf_dir: str | Path) -> dict[str, Any]:
-    """The config of a folder; empty if it has none, which other readers report."""
-    try:
-        config = json.loads((Path(hf_dir) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
 def is_fp8_folder(hf_dir: str | Path) -> bool:
     """Whether the config of a folder says that it has FP8 weights."""
-    return fp8_block_size(_read_config(hf_dir)) is not None
+    return fp8_block_size(read_json_object(Path(hf_dir) / "config.json")) is not None
 
 
 def open_tensor_folder(hf_dir: str | Path) -> TensorFolder:
     """Opens the weights of a folder, dequantised if its config says FP8. Raises its errors."""
-    folder, config = TensorFolder(hf_dir), _read_config(hf_dir)
+    folder, config = TensorFolder(hf_dir), read_json_object(Path(hf_dir) / "config.json")
     block_size = fp8_block_size(config)
     if block_size is None:
         return folder
@@ -152,9 +141,9 @@ def open_tensor_folder(hf_dir: str | Path) -> TensorFolder:
     return Fp8Folder(folder, block_size, weight_dtype)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fp8Output:
-    """A tensor that is written in FP8: values and scales, of whole rows of blocks at a time.
+    """A tensor that is written in FP8: first its values, of whole rows of blocks at a time, then its scales.
 
     A block takes the scale ``peak / 448``, so that its largest value becomes the largest of E4M3; values are
     rounded to the nearest. Blocks that are equal to those of ``original`` keep its bytes: what was not
@@ -166,6 +155,8 @@ class Fp8Output:
     """Returns a region of the new values, float32."""
     original: tuple[Fp8Folder, str] | None = None
     """The folder and tensor that the new values come from."""
+    _scale_rows: dict[int, Tensor] = field(default_factory=dict)
+    """The scales of the values that were read, which are not computed a second time."""
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -176,16 +167,16 @@ class Fp8Output:
 
     def read_weight(self, region: MatrixRegion) -> Tensor:
         """Whole rows of the E4M3 values."""
-        scale_rows = self.grid.scale_rows(region.row, region.row_end)
-        first_row = self.grid.first_row(int(scale_rows[0]))
-        weight, _ = self._quantise(int(scale_rows[0]), int(scale_rows[-1]) + 1)
+        numbers = self.grid.scale_rows(region.row, region.row_end)
+        first, end = int(numbers[0]), int(numbers[-1]) + 1
+        weight, scales = self._quantise(first, end)
+        self._scale_rows |= zip(range(first, end), scales, strict=True)
+        first_row = self.grid.first_row(first)
         return weight[region.row - first_row : region.row_end - first_row]
 
     def read_scales(self, region: MatrixRegion) -> Tensor:
-        """Whole rows of the scales, from pieces of the matrix, because a stack of experts takes gigabytes."""
-        step = max(1, tensor_files.CHUNK_BYTES // (4 * self.grid.block_size[0] * self.grid.shape[-1]))
-        firsts = range(region.row, region.row_end, step)
-        return torch.cat([self._quantise(row, min(row + step, region.row_end))[1] for row in firsts])
+        """Whole rows of the scales. Their values must have been read, and each is returned once."""
+        return torch.stack([self._scale_rows.pop(row) for row in range(region.row, region.row_end)])
 
     def _quantise(self, scale_row: int, scale_row_end: int) -> tuple[Tensor, Tensor]:
         """Values and scales of some rows of blocks."""
@@ -194,29 +185,34 @@ class Fp8Output:
         values = self.read_values(region)
         block_rows = self.grid.scale_rows(region.row, region.row_end) - scale_row
 
-        def largest_of_blocks(elements: Tensor) -> Tensor:
-            tiles = pad(elements, (0, -cols % block_cols)).unflatten(1, (-1, block_cols)).amax(2)
-            peaks = tiles.new_zeros(scale_row_end - scale_row, tiles.shape[1])
-            return peaks.scatter_reduce_(0, block_rows[:, None].expand_as(tiles), tiles, "amax")
+        def tiles_of(elements: Tensor) -> Tensor:
+            """[rows, blocks, columns of a block]: without a copy if the last block is whole."""
+            whole = pad(elements, (0, -cols % block_cols)) if cols % block_cols else elements
+            return whole.unflatten(1, (-1, block_cols))
 
-        def of_elements(blocks: Tensor) -> Tensor:
-            return blocks.index_select(0, block_rows).repeat_interleave(block_cols, 1)[:, :cols]
+        def largest_of_blocks(tile_peaks: Tensor) -> Tensor:
+            peaks = tile_peaks.new_zeros(scale_row_end - scale_row, tile_peaks.shape[1])
+            return peaks.scatter_reduce_(0, block_rows[:, None].expand_as(tile_peaks), tile_peaks, "amax")
 
-        peaks = largest_of_blocks(values.abs())
-        factors = torch.where(peaks > 1e-30, torch.finfo(FP8).max / peaks, 1.0)
+        tiles = tiles_of(values)
+        peaks = largest_of_blocks(torch.maximum(tiles.amax(2), -tiles.amin(2)))
+        limit = torch.finfo(FP8).max
+        factors = torch.where(peaks > 1e-30, limit / peaks, 1.0)
         scales = (1 / factors).to(self.scale_dtype)
         if self.scale_dtype != torch.float32:
             factors = 1 / scales.float()  # of the scale that readers find
-        limit = torch.finfo(FP8).max
-        weight = (values * of_elements(factors)).clamp(-limit, limit).to(FP8)
+        scaled = (tiles * factors.index_select(0, block_rows)[:, :, None]).clamp_(-limit, limit)
+        weight = scaled.to(FP8).flatten(1)[:, :cols]
         if self.original is None:
             return weight, scales
 
         folder, name = self.original
         earlier = folder.read_region(name, region)
-        is_changed = largest_of_blocks((earlier != values.to(earlier.dtype)).float()) > 0
+        differs = tiles_of(earlier != values.to(earlier.dtype)).any(2)
+        is_changed = largest_of_blocks(differs.byte()) > 0
         scale_region = MatrixRegion(scale_row, scale_row_end, 0, scales.shape[1])
         earlier_weight = folder.stored.read_region(name, region).view(torch.uint8)
         earlier_scales = folder.stored.read_region(name + SCALE_SUFFIX, scale_region)
-        weight_bytes = torch.where(of_elements(is_changed), weight.view(torch.uint8), earlier_weight)
+        element_changed = is_changed.index_select(0, block_rows).repeat_interleave(block_cols, 1)[:, :cols]
+        weight_bytes = torch.where(element_changed, weight.view(torch.uint8), earlier_weight)
         return weight_bytes.view(FP8), torch.where(is_changed, scales, earlier_scales)

@@ -22,8 +22,7 @@ from megatron_vl.spec.families.hf_folder import FP8_FIELD, SCALE_SUFFIX, WEIGHT_
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
 from megatron_vl.weights.tensor_files import (
-    DTYPE_BY_CODE,
-    OTHER_DTYPE_BY_CODE,
+    ANY_DTYPE_BY_CODE,
     MatrixRegion,
     WeightsError,
     make_safetensors_header,
@@ -55,6 +54,8 @@ class OutputTensor:
     source_name: str
     """The canonical tensor, or the one of the original, that it is read from."""
     read_region: Callable[[MatrixRegion], Tensor]
+    follows_last: bool = False
+    """Whether it can be read only after the tensor before it in a list."""
 
 
 def gather_from(
@@ -102,7 +103,7 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
         scale_types = (grid.scale_shape, fp8_output.scale_dtype)
         outputs += [
             OutputTensor(file, name, shape, FP8, source_name, fp8_output.read_weight),
-            OutputTensor(file, name + SCALE_SUFFIX, *scale_types, source_name, fp8_output.read_scales),
+            OutputTensor(file, name + SCALE_SUFFIX, *scale_types, source_name, fp8_output.read_scales, True),
         ]
     stored = fp8_folder.stored if fp8_folder and as_fp8 else folder
     for name, file in stored.file_by_tensor.items():
@@ -122,7 +123,8 @@ def _model_tensors(
             in ``original``.
     """
     folder = original.tensor_folder
-    rules_apart = {rule.name: rule for rule in make_conversion_rules(original.spec, "apart") if experts_apart}
+    rules = make_conversion_rules(original.spec, "apart", "apart") if experts_apart else []
+    rules_apart = {rule.name: rule for rule in rules}
     for hf_name in original.names_in_order():
         stored_name, blocks = original.stored_name_by_released[hf_name], original.hf_blocks(hf_name)
         file = folder.file_by_tensor[stored_name]
@@ -147,7 +149,7 @@ def headers_of(outputs: Sequence[OutputTensor]) -> dict[str, bytes]:
 
 def any_dtype(folder: TensorFolder, tensor_name: str) -> torch.dtype:
     """The type of a stored tensor, also if it cannot be converted."""
-    return (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[folder.dtype_code(tensor_name)]
+    return ANY_DTYPE_BY_CODE[folder.dtype_code(tensor_name)]
 
 
 def describe_form(output_dir: Path, outputs: Sequence[OutputTensor], *, as_fp8: bool) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.weights.manifest import MANIFEST_FILE, WEIGHTS_FORMAT
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError
+from megatron_vl.weights.trained_media import read_json_object
 
 MEGATRON_FILE_PATTERN = re.compile(
     r"manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors"
@@ -31,15 +31,13 @@ class ConversionOutput:
 
     Attributes:
         path: the folder that gets the name of the output when it is complete.
-        sha256_by_tensor: (file, tensor) -> SHA-256, for all tensors written so far.
+        digests: (file, tensor) -> SHA-256 of the tensors written so far; None for a Hugging Face folder,
+            which has no place for them.
     """
 
     path: Path
     writer_by_file: dict[str, TensorWriter]
-    sha256_by_tensor: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def record_tensor(self, file_name: str, tensor_name: str, tensor_sha256: str) -> None:
-        self.sha256_by_tensor[file_name, tensor_name] = tensor_sha256
+    digests: dict[tuple[str, str], str] | None
 
     def commit_files(self) -> None:
         """Gives all files their final names, once their bytes are on the disk."""
@@ -84,7 +82,7 @@ def open_output(
             for file_name, header in header_by_file.items():
                 writer_by_file[file_name] = TensorWriter(new_dir / file_name, header)
             _check_disk_space(output_dir, new_dir, writer_by_file)
-            yield ConversionOutput(new_dir, writer_by_file)
+            yield ConversionOutput(new_dir, writer_by_file, None if is_hf_export else {})
         finally:
             for tensor_writer in writer_by_file.values():
                 tensor_writer.close()
@@ -96,7 +94,7 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
         marker_files = ("config.json", "adapter_config.json")
         is_checkpoint = any((output_dir / name).is_file() for name in marker_files)
     else:
-        is_checkpoint = _is_manifest(output_dir / MANIFEST_FILE)
+        is_checkpoint = read_json_object(output_dir / MANIFEST_FILE).get("format") == WEIGHTS_FORMAT
     if not is_checkpoint:
         raise FileExistsError(
             f"--out {output_dir} is not empty and holds no checkpoint of "
@@ -107,14 +105,6 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
             f"--out {output_dir} is not empty; give another "
             "folder, or --force to replace the checkpoint there"
         )
-
-
-def _is_manifest(file_path: Path) -> bool:
-    try:
-        parsed_json = json.loads(file_path.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(parsed_json, dict) and parsed_json.get("format") == WEIGHTS_FORMAT
 
 
 def _check_disk_space(output_dir: Path, new_dir: Path, writer_by_file: Mapping[str, TensorWriter]) -> None:

@@ -44,18 +44,9 @@ PEFT_VERSION = "0.21.2"
 """The version of peft whose files are written."""
 KEY_PREFIX = "base_model.model."
 _REFUSED_SETTINGS = (
-    "use_dora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "layer_replication",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "velora_config",
-    "monteclora_config",
+    *("use_dora", "lora_bias", "fan_in_fan_out", "trainable_token_indices", "alora_invocation_tokens"),
+    *("layer_replication", "use_qalora", "use_bdlora"),
+    *(f"{name}_config" for name in ("arrow", "kasa", "velora", "monteclora")),
 )
 """Settings of PEFT that change what an adapter computes and that are not supported here."""
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

@@ -12,7 +12,7 @@ from .rules import (
     ConversionRule,
     NameEntry,
     conv3d_patch_embedding,
-    language_gated,
+    gated,
     language_qkv,
     name_entries,
     rules_from_entries,
@@ -52,7 +52,7 @@ def decoder_entries(hf_prefix: str) -> tuple[NameEntry, ...]:
         ("self_attention.linear_qkv.weight", qkv_names, language_qkv),
         ("self_attention.linear_proj.weight", "self_attn.o_proj.weight", unchanged_tensor),
         ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", unchanged_tensor),
-        ("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", language_gated),
+        ("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", gated),
         ("mlp.linear_fc2.weight", "mlp.down_proj.weight", unchanged_tensor),
     )
     other_lines = (

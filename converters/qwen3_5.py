@@ -16,11 +16,11 @@ from .rules import (
     ConversionRule,
     ExpertStyle,
     NameEntry,
+    gated,
     language_gated_qkv,
     linear_attention_input,
     name_entries,
     rules_from_entries,
-    shared_gated,
     unchanged_tensor,
 )
 
@@ -56,7 +56,7 @@ SHARED_EXPERT = name_entries(
         (
             "mlp.shared_experts.linear_fc1.weight",
             "mlp.shared_expert.gate_proj.weight mlp.shared_expert.up_proj.weight",
-            shared_gated,
+            gated,
         ),
         ("mlp.shared_experts.linear_fc2.weight", "mlp.shared_expert.down_proj.weight", unchanged_tensor),
         ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", unchanged_tensor),

@@ -28,6 +28,10 @@ from .rules import (
 
 HF_LANGUAGE = "model.language_model."
 HF_DECODER_LAYER = HF_LANGUAGE + "layers.*."
+MERGER_TENSORS = [
+    *("norm.weight", "norm.bias", "linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight"),
+    "linear_fc2.bias",
+]
 
 TOWER = (
     *name_entries(
@@ -37,35 +41,16 @@ TOWER = (
             ("patch_embed.proj.weight", "patch_embed.proj.weight", conv3d_patch_embedding),
             ("patch_embed.proj.bias", "patch_embed.proj.bias", unchanged_tensor),
             ("position_table.weight", "pos_embed.weight", unchanged_tensor),
-            ("merger.norm.weight", "merger.norm.weight", unchanged_tensor),
-            ("merger.norm.bias", "merger.norm.bias", unchanged_tensor),
-            ("merger.linear_fc1.weight", "merger.linear_fc1.weight", unchanged_tensor),
-            ("merger.linear_fc1.bias", "merger.linear_fc1.bias", unchanged_tensor),
-            ("merger.linear_fc2.weight", "merger.linear_fc2.weight", unchanged_tensor),
-            ("merger.linear_fc2.bias", "merger.linear_fc2.bias", unchanged_tensor),
-            ("deepstack_mergers.*.norm.weight", "deepstack_merger_list.*.norm.weight", unchanged_tensor),
-            ("deepstack_mergers.*.norm.bias", "deepstack_merger_list.*.norm.bias", unchanged_tensor),
-            (
-                "deepstack_mergers.*.linear_fc1.weight",
-                "deepstack_merger_list.*.linear_fc1.weight",
-                unchanged_tensor,
-            ),
-            (
-                "deepstack_mergers.*.linear_fc1.bias",
-                "deepstack_merger_list.*.linear_fc1.bias",
-                unchanged_tensor,
-            ),
-            (
-                "deepstack_mergers.*.linear_fc2.weight",
-                "deepstack_merger_list.*.linear_fc2.weight",
-                unchanged_tensor,
-            ),
-            (
-                "deepstack_mergers.*.linear_fc2.bias",
-                "deepstack_merger_list.*.linear_fc2.bias",
-                unchanged_tensor,
-            ),
         ),
+    ),
+    *(
+        entry
+        for name, hf_name in (("merger.", "merger."), ("deepstack_mergers.*.", "deepstack_merger_list.*."))
+        for entry in name_entries(
+            "vision_model." + name,
+            "model.visual." + hf_name,
+            [(each, each, unchanged_tensor) for each in MERGER_TENSORS],
+        )
     ),
     *tower_layer_entries("model.visual."),
     *name_entries(

@@ -123,20 +123,13 @@ def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: H
     return _rule_of_rows(tensor_info, [(n, 0, rows) for n, rows in zip(hf_names, row_counts, strict=True)])
 
 
-def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor consists of the shared expert's gate and up projections."""
-    assert spec.language.moe is not None
-    return _gated_rule(tensor_info, hf_names, spec.language.moe.shared_ffn_hidden_size)
-
-
-def language_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor consists of a decoder layer's gate and up projections."""
-    return _gated_rule(tensor_info, hf_names, spec.language.ffn_hidden_size)
-
-
-def vision_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor consists of a vision layer's gate and up projections, each padded with zero rows."""
-    return _gated_rule(tensor_info, hf_names, spec.vision.ffn_hidden_size)
+def gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+    """The tensor consists of a gate and an up projection; those of the tower are padded with zero rows."""
+    gate_name, up_name = hf_names
+    rows = tensor_info.shape[0] // 2
+    real_rows = spec.vision.ffn_hidden_size if tensor_info.model_section == "vision" else rows
+    padding = (PADDING, 0, rows - real_rows)
+    return _rule_of_rows(tensor_info, [(gate_name, 0, real_rows), padding, (up_name, 0, real_rows), padding])
 
 
 def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -196,14 +189,6 @@ def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, 
     """The rule of a tensor that equals its HF tensor, which may have more dimensions."""
     block = MatrixBlock(hf_name, *matrix_shape(tensor_info.shape))
     return ConversionRule(tensor_info.name, {hf_name: hf_shape}, (block,))
-
-
-def _gated_rule(tensor_info: TensorInfo, hf_names: HfNames, real_rows: int) -> ConversionRule:
-    """The rule of a gated ``linear_fc1``: ``real_rows`` rows of the gate, zero rows, then the same for up."""
-    padding_rows = tensor_info.shape[0] // 2 - real_rows
-    gate_name, up_name = hf_names
-    padding = (PADDING, 0, padding_rows)
-    return _rule_of_rows(tensor_info, [(gate_name, 0, real_rows), padding, (up_name, 0, real_rows), padding])
 
 
 def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, int]]) -> ConversionRule:

@@ -16,7 +16,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig
 from megatron_vl.estimate.layer_kinds import (
     LayerKind,
     MatrixAdapter,
@@ -106,7 +106,13 @@ class RowFlops:
 # --- Both passes --------------------------------------------------------------------------------------------
 
 
-def needed_flops(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, sizes: RowSizes) -> RowFlops:
+def needed_flops(
+    spec: ModelSpec,
+    model_config: ModelConfig,
+    lora: LoraConfig,
+    sizes: RowSizes,
+    mtp: MtpConfig = MtpConfig(),  # noqa: B008 (frozen)
+) -> RowFlops:
     """FLOPs of the forward and backward pass of a row, by part."""
     counts = _counted_products(spec, model_config, lora)
     by_kind = {kind: _layer_flops(spec.language, kind, sizes) for kind in set(counts.layers)}
@@ -117,22 +123,30 @@ def needed_flops(spec: ModelSpec, model_config: ModelConfig, lora: LoraConfig, s
     return RowFlops(
         layers=tuple(by_kind[kind] for kind in counts.layers),
         output=2.0 * (2 + trains_output) * output_weights * sizes.loss_tokens
-        + (_mtp_flops(spec.language, sizes) if spec.language.has_mtp else 0.0),
+        + _mtp_flops(spec.language, sizes, trains_output=trains_output and mtp.trains == "all"),
         tower=2.0 * counts.per_patch * sizes.patches
         + 4.0 * spec.vision.hidden_size * attention_pairs
         + 2.0 * counts.per_merged_unit * (sizes.patches / spec.vision.merge_unit),
     )
 
 
-def _mtp_flops(language_spec: LanguageSpec, sizes: RowSizes) -> float:
-    """Multi-token prediction: its layer, and the output layer once more.
+def _mtp_flops(language_spec: LanguageSpec, sizes: RowSizes, *, trains_output: bool) -> float:
+    """Multi-token prediction, if the model has it: its layer, and the output layer once more.
 
-    As of a loss that trains the layer alone; with ``mtp.trains: all``, two matrices have one more product.
+    All of the layer is trained, also the norms in front of its first matrix. Its loss trains the output layer
+    with ``mtp.trains: all``, if that is trained at all.
     """
-    weights = layer_weights(language_spec, LayerKind(language_spec.moe is not None, False))
-    dense = 3.0 * sum(weights.values()) + 2.0 * 2 * language_spec.hidden_size**2
-    layer = _layer_flops(language_spec, _LayerProducts(dense, 0.0, 3, is_linear=False), sizes)
-    return layer.dense + 2.0 * 2 * language_spec.hidden_size * language_spec.vocab_size * sizes.loss_tokens
+    if not language_spec.has_mtp:
+        return 0.0
+    hidden_size = language_spec.hidden_size
+    weights = sum(layer_weights(language_spec, _mtp_kind(language_spec)).values()) + 2 * hidden_size**2
+    layer = _layer_flops(language_spec, _LayerProducts(3.0 * weights, 0.0, 3, is_linear=False), sizes)
+    output_weights = hidden_size * language_spec.vocab_size
+    return layer.dense + 2.0 * (2 + trains_output) * output_weights * sizes.loss_tokens
+
+
+def _mtp_kind(language_spec: LanguageSpec) -> LayerKind:
+    return LayerKind(language_spec.moe is not None, False)
 
 
 def _layer_flops(language_spec: LanguageSpec, products: _LayerProducts, sizes: RowSizes) -> LayerFlops:
@@ -330,7 +344,10 @@ def repeated_flops(
     if "vision" in trained_parts(spec, lora, model_config):
         blocks, rest = tower_forward_flops(spec.vision, sizes)
         tower = blocks * (recompute_config.vision == "full") + (blocks + rest) * is_decoupled
-    return RowFlops(tuple(by_kind[kind] for kind in kinds), 0.0, tower)
+    mtp = 0.0
+    if spec.language.has_mtp:
+        mtp = sum(_repeated_layer(spec.language, _mtp_kind(spec.language), modules, sizes))
+    return RowFlops(tuple(by_kind[kind] for kind in kinds), mtp, tower)
 
 
 def _repeated_layer(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig, TrainConfig
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops, repeated_flops
 from megatron_vl.spec.families import ModelSpec
 
@@ -54,14 +54,20 @@ def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowF
     language, vision = config.recompute.language, config.recompute.vision
     recompute = language, frozenset(config.recompute.selected_modules), vision, tuple(config.recompute.keep)
     is_decoupled = config.vision.placement == "decoupled"
-    return _executed_flops(spec, config.model, config.lora, recompute, rows, is_decoupled)
+    return _executed_flops(spec, config.model, config.lora, config.mtp, recompute, rows, is_decoupled)
 
 
 @functools.lru_cache(maxsize=256)
 def _executed_flops(
-    spec: ModelSpec, model: ModelConfig, lora: LoraConfig, recompute: Any, rows: RowSizes, decoupled: bool
+    spec: ModelSpec,
+    model: ModelConfig,
+    lora: LoraConfig,
+    mtp: MtpConfig,
+    recompute: Any,
+    rows: RowSizes,
+    decoupled: bool,
 ) -> RowFlops:
     language, modules, vision, keep = recompute
     recompute_config = RecomputeConfig(language, list(modules), vision, list(keep))
-    needed = needed_flops(spec, model, lora, rows)
+    needed = needed_flops(spec, model, lora, rows, mtp)
     return needed + repeated_flops(spec, model, lora, recompute_config, rows, decoupled)

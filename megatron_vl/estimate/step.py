@@ -220,7 +220,8 @@ class RunPrediction:
     @property
     def mfu(self) -> float:
         """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
-        needed = needed_flops(self.spec, self.config.model, self.config.lora, self.rows)
+        config = self.config
+        needed = needed_flops(self.spec, config.model, config.lora, self.rows, config.mtp)
         peak_flops = self.world_size * 1e12 * self.gpu.peak_tflops
         return self.config.global_batch_size * needed.total / (self.step_seconds * peak_flops)
 

@@ -183,15 +183,8 @@ def heads_per_tensor_rank(spec: ModelSpec, tp: int) -> tuple[int, int]:
 
 
 def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
-    """The largest divisor of ``cp`` that divides the query heads of a tensor-parallel rank.
-
-    Query heads are divided together with their key/value heads.
-    """
-    query_heads, key_value_heads = heads_per_tensor_rank(spec, tp)
-    head_ranks = cp
-    while cp % head_ranks or query_heads % math.lcm(key_value_heads, head_ranks):
-        head_ranks -= 1
-    return head_ranks
+    """The largest divisor of ``cp`` that divides the query heads of a tensor-parallel rank."""
+    return math.gcd(cp, heads_per_tensor_rank(spec, tp)[0])
 
 
 def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:

@@ -188,18 +188,10 @@ def fused_lora(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedLora]:
     return adapters
 
 
-def stored_lora(spec: ModelSpec, settings: Mapping[str, Any]) -> LoraConfig:
+def stored_lora(settings: Mapping[str, Any]) -> LoraConfig:
     """The adapters that a manifest records; without any settings, those of rank 0."""
     settings = dict(settings)
     matrices = settings.pop("matrices", {})
-    # Version 0.1 stored the fields from which the ranks and alphas of single matrices follow.
-    exclude, ranks, alphas = (settings.pop(name, {}) for name in ("exclude", "rank_pattern", "alpha_pattern"))
-    if exclude or ranks or alphas:
-        named_matrices = _named_matrices(spec)
-        names = _matching_names("lora.targets", settings["targets"], named_matrices)
-        for name in names - _matching_names("lora.exclude", exclude, named_matrices):
-            rank = _pattern_value(ranks, name, settings["rank"])
-            matrices[name] = (rank, _pattern_value(alphas, name, settings["alpha"]))
     if not matrices:
         return LoraConfig(**settings)
     return MixedLora(**settings, matrices={name: (rank, alpha) for name, (rank, alpha) in matrices.items()})
@@ -439,9 +431,3 @@ def _is_match(target: str, kind: str, hf_name: str) -> bool:
     if _REGEX_CHARACTERS & set(target):
         return re.fullmatch(target, hf_name) is not None
     return hf_name == target or hf_name.endswith(f".{target}")
-
-
-def _pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of a module's name, as in PEFT."""
-    matching = (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", hf_name))
-    return next(matching, default)

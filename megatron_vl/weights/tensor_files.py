@@ -47,7 +47,8 @@ OTHER_DTYPE_BY_CODE = {
     "BOOL": torch.bool,
 }
 """Types that can be compared and stored but not converted."""
-ANY_CODE_BY_DTYPE = CODE_BY_DTYPE | {dtype: code for code, dtype in OTHER_DTYPE_BY_CODE.items()}
+ANY_DTYPE_BY_CODE = DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE
+ANY_CODE_BY_DTYPE = {dtype: code for code, dtype in ANY_DTYPE_BY_CODE.items()}
 DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_BY_DTYPE}
 
 
@@ -171,7 +172,7 @@ class TensorReader:
 
         Raises WeightsError if tensors of this type cannot be read.
         """
-        dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE).get(self.dtype_code(tensor_name))
+        dtype = ANY_DTYPE_BY_CODE.get(self.dtype_code(tensor_name))
         if dtype is None:
             raise WeightsError(
                 f"{self.path}: tensor {tensor_name!r} has type "
@@ -302,8 +303,10 @@ class TensorWriter:
             file_offset += written_bytes
             progress.note_progress()
 
-    def write_tensor(self, tensor_name: str, tensor_chunks: Iterable[Tensor]) -> str:
+    def write_tensor(self, tensor_name: str, tensor_chunks: Iterable[Tensor], *, hashes: bool = True) -> str:
         """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes.
+
+        Without ``hashes``, which take as long as the rest, it is that of no bytes.
 
         Raises WeightsError if the pieces have another size than the header says.
         """
@@ -312,7 +315,8 @@ class TensorWriter:
         for tensor_chunk in tensor_chunks:
             flat_chunk = tensor_chunk.detach().contiguous().cpu().view(-1)
             chunk_bytes = memoryview(flat_chunk.view(torch.uint8).numpy())
-            hasher.update(chunk_bytes)
+            if hashes:
+                hasher.update(chunk_bytes)
             self._write_at(chunk_bytes, file_offset)
             file_offset += len(chunk_bytes)
 

@@ -113,7 +113,7 @@ class WeightReader(CanonicalWeights):
                 self.spec = self.spec.with_mtp()
             self.layout = read_manifest_layout(self.spec, self.manifest)
             self.sharding = self.layout.sharding if self.layout else UNSHARDED
-            self.lora = stored_lora(self.spec, self.manifest["lora"] or {})
+            self.lora = stored_lora(self.manifest["lora"] or {})
             if self.lora.rank and not takes_lora:
                 raise WeightsError(
                     f"{self.path} holds LoRA adapters and no whole model; `megatron-vl export` writes them"

@@ -25,15 +25,21 @@ SIZES: dict[str, Any] = {
 """Sizes of which blocks of 16 x 32 leave no rest: transformers reads no others."""
 
 
-def quantise(values: Tensor, block_size: tuple[int, int], scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """E4M3 values and scales of a matrix or a stack, in plain loops. The last blocks may be smaller."""
+def quantise(
+    values: Tensor, block_size: tuple[int, int], scale_dtype: torch.dtype, peak: float = 448
+) -> tuple[Tensor, Tensor]:
+    """E4M3 values and scales of a matrix or a stack, in plain loops. The last blocks may be smaller.
+
+    Args:
+        peak: what the largest value of a block becomes.
+    """
     (*lead, rows, cols), (height, width) = values.shape, block_size
     scales = torch.zeros(*lead, -(-rows // height), -(-cols // width), dtype=scale_dtype)
     weight = torch.zeros_like(values, dtype=torch.float8_e4m3fn)
     for i in range(scales.shape[-2]):
         for j in range(scales.shape[-1]):
             at = (..., slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
-            scales[..., i, j] = values[at].float().abs().amax((-2, -1)) / 448
+            scales[..., i, j] = values[at].float().abs().amax((-2, -1)) / peak
             block = values[at].float() / scales[..., i, j, None, None].float()
             weight[at] = block.clamp(-448, 448).to(torch.float8_e4m3fn)
     return weight, scales
@@ -72,7 +78,7 @@ def fp8_folder(
                 else {name: tensor}
             )
             for matrix_name, matrix in matrices.items():
-                quantised = quantise(matrix, block_size, scale_dtype)
+                quantised = quantise(matrix, block_size, scale_dtype, peak=400)  # not as exports do
                 tensors[matrix_name], tensors[f"{matrix_name}_scale_inv"] = quantised
         save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, path.name)

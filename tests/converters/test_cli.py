@@ -98,21 +98,19 @@ def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
         assert_same_folder(origin, tmp_path / f"back{i}")
 
 
-def test_verify_names_the_first_tensors_and_fails(tmp_path: Path, origin: Path) -> None:
-    """The command runs as a process, because scripts see its exit code."""
+def test_verify_names_the_first_tensors_and_fails(tmp_path: Path, origin: Path, capsys) -> None:
     tensors = {name: tensor.clone() for name, tensor in released_tensors(SIZE).items()}
     damaged = [name for name in tensors if name.startswith("model.")][:10]
     for name in ("lm_head.weight", *damaged):
         tensors[name].view(torch.int16).flatten()[7] ^= 1
     other = write_hf(tmp_path / "other", tensors, small_config(SIZE))
-    command = [sys.executable, "-m", "toolkit.cli", "verify", str(origin), str(other)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    lines = result.stdout.splitlines()
+    assert run("verify", origin, other) == 1
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
     assert lines[0].startswith("different: 11 of ")
     assert lines[1].startswith("  lm_head.weight: 1 of") and "the first at 7" in lines[1]
     assert lines[11] == "  ... and 1 more"
-    assert result.stderr == ""  # no progress and no escape codes off a terminal
+    assert said.err == ""  # no progress and no escape codes off a terminal
 
 
 FOLDER = Path(__file__).parent

@@ -220,6 +220,9 @@ def test_impossible_qwen3_5_configs_are_refused() -> None:
     few = read_spec(config_of("Qwen3.5-9B", linear_num_key_heads=2, linear_num_value_heads=4))
     with pytest.raises(LayoutError, match=r"tp=4 does not divide 2 key heads .* allow tp in \[1, 2\]"):
         check_tensor_parallel(few, 4)
+    six = read_spec(config_of("Qwen3.5-9B", num_attention_heads=24, num_key_value_heads=6))
+    with pytest.raises(LayoutError, match="tp=4 does not divide 6 key/value heads"):
+        check_tensor_parallel(six, 4)
     odd = read_spec(config_of("Qwen3.5-35B-A3B", shared_expert_intermediate_size=516))
     with pytest.raises(LayoutError, match="tp=8 does not divide the shared expert's FFN width 516"):
         check_tensor_parallel(odd, 8)

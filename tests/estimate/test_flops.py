@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
@@ -33,8 +33,9 @@ from megatron_vl.estimate.flops import (
 )
 from megatron_vl.estimate.layer_kinds import layer_kinds
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.lora import fused_lora, saved_modules, stored_lora
+from megatron_vl.spec.lora import fused_lora, saved_modules
 from megatron_vl.training.step import run_schedule
+from tests.support.mixed_lora import mixed_lora
 from tests.support.ranks import call
 from tests.support.tiny_trainer import tiny_trainer
 from toolkit.parity.random_samples import make_sample
@@ -212,9 +213,10 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
 
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
-    ranks = {"rank_pattern": {"o_proj": 3, "linear_fc1": 5}} if targets == "all" and "3" in family else {}
-    whole = {"modules_to_save": WHOLE_MODULES.get(targets, [])}
-    lora = stored_lora(spec, {"rank": 4, "alpha": 32.0, "targets": LORA_TARGETS[targets], **whole, **ranks})
+    ranks = {"o_proj": 3, "linear_fc1": 5} if targets == "all" and "3" in family else {}
+    whole = WHOLE_MODULES.get(targets, [])
+    settings = {"rank": 4, "alpha": 32.0, "targets": LORA_TARGETS[targets], "modules_to_save": whole}
+    lora = mixed_lora(spec, ranks, **settings)
     adapted = [part for adapter in fused_lora(spec, lora).values() for part in adapter.parts if part.rank]
     names = [part.hf_name for part in adapted]
     options = peft.LoraConfig(
@@ -267,7 +269,7 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     assert (ours.tower if part == "language" else ours.language) == 0.0
 
 
-def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
+def counted_flops(hf: str, kinds: list[dict[str, Any]], mtp: dict[str, Any] | None = None) -> list[int]:
     """Torch's count for a forward and backward pass of our modules under each kind of recomputation."""
     trainer = tiny_trainer(hf)
     samples = [make_sample("mixed", trainer.spec, seed) for seed in (0, 1)]
@@ -275,7 +277,8 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
 
     counts = []
     for kind in kinds:
-        chunks = trainer.again(recompute=RecomputeConfig(**kind)).model_chunks
+        sections = {"recompute": RecomputeConfig(**kind), "mtp": MtpConfig(**(mtp or {}))}
+        chunks = trainer.again(**sections).model_chunks
         rows = trainer.feed_of([pack_row(samples, trainer.spec, length)], 1).next_batch().rows
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             run_schedule(chunks, rows, seq_len=length)
@@ -312,6 +315,29 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
         again = again_flops(spec, kind, where).total
         left_out = filled_up + (3 + (kind.language != "none")) * squares
         assert count == model + again + left_out + (3 + (kind.vision == "full")) * padding, kind
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("family", "trains"), [("qwen3_5", "head"), ("qwen3_5_moe", "all")])
+def test_multi_token_prediction_equals_counted(tiny_checkpoint, family: str, trains: str) -> None:
+    """What a step and full recomputation run more with the layer than without it."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    recompute = [{}, {"language": "full"}]
+    mtp = MtpConfig(loss=0.1, trains=trains)
+    counts = [call(counted_flops, hf=str(hf), kinds=recompute, mtp=each) for each in ({}, vars(mtp))]
+    more, more_again = (with_layer - without for without, with_layer in zip(*counts, strict=True))
+
+    spec = read_spec(hf)
+    samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
+    where, with_mtp = lengths(samples, spec), spec.with_mtp()
+    # The last token of a row is listed too.
+    sizes = row_sizes(*where, LOSS_INDEX_MULTIPLE + 1)
+    ours = needed_flops(with_mtp, ModelConfig(), NO_LORA, sizes, mtp).total
+    squares = max(attention_flops(spec, where[0]))
+    assert more == ours - needed_flops(spec, ModelConfig(), NO_LORA, sizes).total + 3 * squares
+    full = RecomputeConfig(language="full")
+    again = again_flops(with_mtp, full, where).total - again_flops(spec, full, where).total
+    assert more_again == more + again + squares
 
 
 @pytest.mark.parametrize("family", HYBRID)

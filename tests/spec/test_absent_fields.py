@@ -14,16 +14,7 @@ from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 RELEASED = [
-    "Qwen2-VL-2B",
-    "Qwen2-VL-72B",
-    "Qwen2.5-VL-3B",
-    "Qwen2.5-VL-72B",
-    "Qwen3-VL-2B",
-    "Qwen3-VL-32B",
-    "Qwen3-VL-30B-A3B",
-    "Qwen3.5-0.8B",
-    "Qwen3.6-27B",
-    "Qwen3.5-35B-A3B",
+    *("Qwen2-VL-72B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "Qwen3.5-0.8B", "Qwen3.5-35B-A3B")
 ]
 
 
@@ -178,9 +169,7 @@ def test_each_field_in_turn(name: str) -> None:
     assert not {"rms_norm_eps", "rope_theta", "tie_word_embeddings", "depth"} & set(refused)
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2-VL-2B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "Qwen3.5-0.8B"]
-)
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3.5-0.8B"])
 @pytest.mark.parametrize("outer", [None, True, False])
 @pytest.mark.parametrize("inner", [None, True, False])
 def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: bool | None) -> None:

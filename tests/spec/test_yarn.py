@@ -18,7 +18,8 @@ from tests.tiny import tiny_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+"""One of each form of a config; Qwen2-VL's is that of Qwen2.5-VL, and those with experts have no other."""
 
 
 def rope_config(family: str) -> tuple[dict, dict, dict]:
@@ -149,7 +150,6 @@ def test_yarn_counts_in_every_place(family: str, places: dict[str, dict]) -> Non
     assert serving_config(served, spec.language.rope_fields) is served
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize(
     ("places", "message"),
     [
@@ -171,15 +171,15 @@ def test_yarn_counts_in_every_place(family: str, places: dict[str, dict]) -> Non
         ({"rope_scaling": YARN | {"attn_factor": 1.3}}, "means an attention_factor of 1.48"),
     ],
 )
-def test_contradictions_are_refused(family: str, places: dict[str, dict], message: str) -> None:
-    config, text, old = rope_config(family)
+def test_contradictions_are_refused(places: dict[str, dict], message: str) -> None:
+    config, text, old = rope_config(FAMILIES[len(message) % 3])
     plain = {key: value for key, value in old.items() if key not in ("type", "rope_type")}
     text |= {name: plain | value for name, value in places.items()}
     with pytest.raises(ConfigError, match=message):
         read_spec(config)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_original_length_stands_in_one_of_two_places(family: str) -> None:
     """As transformers reads it: the text fields first, and last the longest position of the model."""
     config, text, old = rope_config(family)

@@ -19,11 +19,12 @@ from converters.convert import convert_adapter, convert_weights, export_adapter,
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.models.lora import add_to_output
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.lora import fused_lora, stored_lora, trained_table
+from megatron_vl.spec.lora import fused_lora, trained_table
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.mixed_lora import mixed_lora
 from tests.support.ranks import in_ranks, run_module
 from tests.support.tiny_run import metrics, options_of, train, trainings
 from tests.support.tiny_trainer import gather, save, trainer_of
@@ -44,7 +45,7 @@ WHOLE = ["norm", "input_layernorm", "norm2", "patch_embed", "lm_head", "embed_to
 DENSE = {
     "rank": 4,
     "targets": ["language", "vision"],
-    "rank_pattern": {"q_proj": 2},
+    "ranks": {"q_proj": 2},
     "modules_to_save": ["merger", *WHOLE],
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
@@ -66,7 +67,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {
             "rank": 4,
             "targets": ["language", "vision", "merger"],
-            "alpha_pattern": {"in_proj_z": 8.0},
+            "alphas": {"in_proj_z": 8.0},
             "modules_to_save": [*WHOLE, "pos_embed"],
         },
         {
@@ -105,7 +106,7 @@ UNCOMPARED_LOGITS = {"pp", "decoupled", "fp8"}
 
 def lora_of(family: str, hf: Path) -> dict[str, Any]:
     """The fields of LoRA that a family's layouts train."""
-    return dataclasses.asdict(stored_lora(read_spec(hf), {"alpha": 32.0, **LAYOUTS[family][0]}))
+    return dataclasses.asdict(mixed_lora(read_spec(hf), alpha=32.0, **LAYOUTS[family][0]))
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -36,8 +36,11 @@ def speed_figures(
     """
     config, num_steps, seconds = bench_run.config, len(step_seconds), sum(step_seconds)
     speed = totals.speed_metrics(seconds, num_steps, machine["gpus"], machine["peak_tflops"])
-    one_token = needed_flops(bench_run.spec, config.model, config.lora, row_sizes([1], [], [], loss_tokens=1))
-    left_out = (totals.num_real_tokens - loss_tokens) * one_token.output
+    without, with_output = (
+        needed_flops(bench_run.spec, config.model, config.lora, row_sizes([1], [], [], count), config.mtp)
+        for count in (0, 1)
+    )
+    left_out = (totals.num_real_tokens - loss_tokens) * (with_output.output - without.output)
     share = left_out / (totals.language_flops + totals.vision_flops)
     work = {name: getattr(totals, name) for name in ("samples", "images", "patches")}
     work |= {"rows": num_steps * config.global_batch_size, "tokens": totals.num_real_tokens}

@@ -146,7 +146,8 @@ class MetricsLog:
         ):
             metrics.num_real_tokens += sum(lengths)
             sizes = row_sizes(lengths, *vision_lengths, loss_tokens)
-            flops = needed_flops(self.spec, self.config.model, self.config.lora, sizes)
+            config = self.config
+            flops = needed_flops(self.spec, config.model, config.lora, sizes, config.mtp)
             metrics.language_flops += flops.language
             metrics.vision_flops += flops.tower
 
