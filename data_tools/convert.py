@@ -443,7 +443,7 @@ def read_record(
             raise RecordError("clip outside of its video", str(error), field_path) from error
         except UnusableError as error:
             raise RecordError(error.reason, str(error), field_path) from error
-    check_boxes(conversation.objects, [info for info, _ in media])
+    check_boxes(conversation.objects, [info for info, _ in media], conversation.media_limits)
     return conversation, media
 
 

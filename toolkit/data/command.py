@@ -83,7 +83,7 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         )
     if report.unsaid_boxes:
         print(
-            f"  {pluralize(report.unsaid_boxes, 'answer')} with boxes whose frame of reference is not said: "
+            f"  {pluralize(report.unsaid_boxes, 'text')} with boxes whose frame of reference is not said: "
             "trained on as written; give the records 'boxes' or 'objects'"
         )
     if report.unfinished_turns:
