@@ -1,6 +1,6 @@
 """Reads conversations and documents of all formats into one form, with their media in the order of the text.
 
-:data:`FORMATS` is the table of formats, one file each. A record's format is given, or recognised by its
+:data:`FORMATS` is the table of formats. A record's format is given, or recognised by its
 fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
 refused if its markers and media disagree, if its first turn is not the user's, if an answer has no text, or
 if it holds something that belongs to the task and cannot be shown to the model: boxes without markers,
@@ -21,7 +21,7 @@ from megatron_vl.data.sample.conversation_checks import (
     order_results,
 )
 
-from . import alpaca, documents, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
+from . import alpaca, documents, turn_lists, turn_pairs
 from .alpaca import ANSWER_FIELDS, QUESTION_FIELDS
 from .conversation import (
     Conversation,
@@ -55,10 +55,12 @@ from .tool_calls import drop_null_arguments, read_template_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
-_CONVERSATIONS = (llamafactory, openai, qwen, sharegpt, turn_pairs, trl, alpaca)
 FORMATS: dict[str, RecordFormat] = {
     record_format.name: record_format
-    for record_format in (*(module.FORMAT for module in _CONVERSATIONS), *documents.FORMATS)
+    for record_format in (
+        *(turn_lists.LLAMAFACTORY_V1, turn_lists.OPENAI, turn_lists.QWEN, turn_lists.SHAREGPT),
+        *(turn_pairs.FORMAT, turn_lists.TRL, alpaca.FORMAT, *documents.FORMATS),
+    )
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")

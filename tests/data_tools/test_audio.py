@@ -144,21 +144,7 @@ def test_talk_about_audio_is_read_as_it_is(record: dict[str, Any]) -> None:
         assert shown == "".join(part["text"] for part in parts)
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "x <audio> x",
-        "<audio>" + " " * 300,
-        "`<audio>",
-        "x <audio>x.wav ",
-        "```x",
-        "x<audio>.</audio",
-        "<sound><audio>",
-        "<div>" + " " * 300,
-        "<div",
-        "<source <audio> ",
-    ],
-)
+@pytest.mark.parametrize("piece", ["x <audio> x", "`<audio>", "x<audio>.</audio", "<div" + " " * 300])
 def test_long_texts_are_searched_in_linear_time(piece: str) -> None:
     """A search that is quadratic anywhere would take minutes."""
     text = "x" + piece * 50_000 + "x"
