@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
-import os
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -57,10 +54,10 @@ from megatron_vl.data.source.tar_list import TARS_FILE
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
-from megatron_vl.system.processes import end_with_parent
 from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
+from .worker_pool import run_tasks
 
 ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "samples": SAMPLE_DTYPE,
@@ -290,19 +287,6 @@ def _open_array(array_path: Path, dtype: np.dtype) -> Iterator[Callable[[NDArray
         write_header()
         yield append
         write_header()
-
-
-def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) -> Iterator[Any]:
-    """The results of a function for each number of a task, in order, from forked processes."""
-    if num_workers <= 1 or num_tasks <= 1:
-        yield from map(function, range(num_tasks))
-        return
-    # Forked processes would not survive the tokenizer's own threads.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    context = multiprocessing.get_context("fork")
-    # A worker whose parent was killed would wait for its next shard indefinitely.
-    with ProcessPoolExecutor(num_workers, context, initializer=end_with_parent) as process_pool:
-        yield from process_pool.map(function, range(num_tasks))
 
 
 class MeasuredSample(NamedTuple):

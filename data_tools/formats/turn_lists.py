@@ -51,8 +51,8 @@ QWEN = RecordFormat(
     strip_user_text=True,
     media_folder_field="data_path",
 )
-"""Qwen's fine-tuning JSON. Only ``data_path`` tells it from ShareGPT, so a file without it is read by this rule
-if ``--format qwen`` says so."""
+"""Qwen's fine-tuning JSON. Only ``data_path`` tells it from ShareGPT, so a file without it is read by this
+rule if ``--format qwen`` says so."""
 SHAREGPT = RecordFormat(
     "sharegpt",
     "conversations",

@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, WorkerPool, convert_dataset
+from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.worker_pool import WorkerError, WorkerPool
 from megatron_vl.system.partial_folder import open_partial_folder
 from tests.data.datasets import mixed_records
 from tests.disk import Disk
@@ -135,7 +136,7 @@ def test_killed_worker_is_named(source, tmp_path):
     pids: list[int] = []
     others = psutil.Process().children()  # the server of ranks, if other tests have started it
     killer = threading.Thread(target=kill_one)
-    with pytest.raises(ConvertError) as caught, WorkerPool(2) as pool:
+    with pytest.raises(WorkerError) as caught, WorkerPool(2) as pool:
         killer.start()
         list(pool.results_in_order(time.sleep, iter([(0.5,)] * 20)))
     killer.join()

@@ -114,8 +114,8 @@ def verify(options: DataVerifyOptions) -> int:
 
 def index(options: DataIndexOptions) -> int:
     """Writes the sizes of a data set's samples."""
-    from data_tools.convert import default_workers
     from data_tools.sample_sizes import index_datasets
+    from data_tools.worker_pool import default_workers
 
     from .prepared_dataset import open_prepared
 
