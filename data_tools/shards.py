@@ -33,8 +33,6 @@ from megatron_vl.system.json_files import file_sha256
 from .formats import Conversation
 from .media import is_embedded
 
-MEDIA_NAMES_FILE = "media_names.jsonl"
-"""For each sample with files of media, a line with its key and their names in the record. Sorted by key."""
 CONVERSION_FILE = "convert.json"
 """A file in ``.nv-meta``: what the data set was made of, and its shards."""
 
@@ -54,8 +52,6 @@ class StoredSample:
     answer_media: int
     unsaid_boxes: int
     unfinished_turns: int
-    media_names: list[str]
-    """The media's names in the record; empty for media in the record itself."""
 
     @property
     def media_bytes(self) -> int:
@@ -106,7 +102,6 @@ def store_sample(
         conversation.answer_media,
         conversation.unsaid_boxes,
         conversation.unfinished_turns,
-        ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
 
 
@@ -150,10 +145,13 @@ def _sample_json(
         sample["objects"] = conversation.objects
     if conversation.template_arguments:
         sample["chat_template_kwargs"] = conversation.template_arguments
-    sample["media"] = [
-        info.loader_record(key) | ({"limits": limits} if limits else {})
-        for key, info, limits in zip(suffixed_keys, media_infos, conversation.media_limits, strict=True)
-    ]
+    sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
+    own_facts = zip(sample["media"], conversation.media_references, conversation.media_limits, strict=True)
+    for medium, (_, reference), limits in own_facts:
+        if not is_embedded(reference):
+            medium["name"] = str(reference).encode(errors="backslashreplace").decode()
+        if limits:
+            medium["limits"] = limits
     sample["source"] = source
     return append_crc32(dump_json(sample).encode())
 

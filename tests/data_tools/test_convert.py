@@ -274,7 +274,8 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
 
     assert members["000000000.0.jpg"] == (tmp_path / "media/images/0.img").read_bytes()
     crc = zlib.crc32(members["000000000.0.jpg"])
-    assert first["media"] == [{"key": "0.jpg", "kind": "image", "height": 40, "width": 60, "crc32": crc}]
+    facts = {"key": "0.jpg", "kind": "image", "height": 40, "width": 60, "crc32": crc}
+    assert first["media"] == [facts | {"name": "images/0.img"}]
     assert first["messages"][0]["content"] == [
         {"type": "image", "image": "0.jpg"},
         {"type": "text", "text": "\nWhat is this?"},

@@ -187,13 +187,12 @@ def test_index_may_say_that_markers_are_text(tmp_path):
     [
         (
             {"hf_hub_url": "a/b"},
-            "hf download --repo-type dataset a/b .* choose the local ones: .*:ok",
+            "hf download --repo-type dataset a/b .* choose local ones: .*:NAME",
         ),
         ({"script_url": "x"}, "is on a hub"),
         ({"file_name": "in.json", "ranking": True}, "preferences"),
         ({"file_name": "in.json", "formatting": "csv"}, "formatting 'csv'; valid: alpaca, sharegpt, openai"),
-        ({"file_name": "in.json", "columns": {"image": "x"}}, "columns image are unknown"),
-        ({"file_name": "in.json", "columns": ["x"]}, "columns must give a field.s name"),
+        ({"file_name": "in.json", "columns": {"image": "x"}}, "tags image are unknown"),
         ({"file_name": "in.json", "tags": {"tool_tag": "x"}}, "tags tool_tag are unknown"),
         ({"file_name": "in.json", "num_samples": 5}, "num_samples"),
         ({"file_name": "gone.json"}, "gone.json does not exist"),
