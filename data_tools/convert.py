@@ -105,9 +105,8 @@ class DataReport:
             counts = self.ignored.setdefault(key_location, {})
             key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
-        self.answer_media += sample.answer_media
-        self.unsaid_boxes += sample.unsaid_boxes
-        self.unfinished_turns += sample.unfinished_turns
+        for name, count in sample.counts.items():
+            setattr(self, name, getattr(self, name) + count)
         for info in sample.media_infos:
             self.images += info.kind == "image"
             self.videos += info.kind == "video"
@@ -125,14 +124,12 @@ class DataReport:
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Settings of a conversion."""
+    """Settings of a conversion; the help of ``data convert`` says what they do."""
 
     media_root: Path | tuple[Path, ...] | None
-    """Folder of the media, or several that are searched one after the other; None: no record refers to a
-    file."""
+    """None: no record refers to a file."""
     out: Path
     follow_links: bool = False
-    """Whether a link may lead out of its media root."""
     workers: int = 1
     val_fraction: float = 0.0
     samples_per_shard: int = 1000
@@ -142,13 +139,9 @@ class ConversionOptions:
     format: str = ""
     """Name of the format (:data:`data_tools.formats.FORMATS`) of all records; empty: each record's own."""
     columns: str = ""
-    """The columns of questions and answers (:func:`~data_tools.input_files.parse_columns`); empty: the fields
-    of the format."""
+    """As :func:`~data_tools.input_files.parse_columns` reads it; empty: the fields of the format."""
     missing_markers: Literal["first", "refuse"] = "refuse"
-    """What to do with a record that lists media and has no marker in its text: put the media before the first
-    question, or refuse the record."""
     caption_prompt: str = ""
-    """The question to which a caption is the answer; empty: a caption is a document."""
     duplicate_ids: Literal["refuse", "keep"] = "refuse"
     """What to do with a record whose ``id`` occurred in an earlier usable record of the same part."""
     part: tuple[int, int] = (0, 1)

@@ -49,9 +49,8 @@ class StoredSample:
     record_source: dict[str, Any]
     record_identity: str
     ignored_keys: list[tuple[str, str]]
-    answer_media: int
-    unsaid_boxes: int
-    unfinished_turns: int
+    counts: dict[str, int]
+    """What the report sums up, by its fields."""
 
     @property
     def media_bytes(self) -> int:
@@ -99,9 +98,7 @@ def store_sample(
         record_source,
         conversation.record_identity,
         conversation.ignored_keys,
-        conversation.answer_media,
-        conversation.unsaid_boxes,
-        conversation.unfinished_turns,
+        {name: getattr(conversation, name) for name in ("answer_media", "unsaid_boxes", "unfinished_turns")},
     )
 
 

@@ -58,8 +58,8 @@ __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conv
 FORMATS: dict[str, RecordFormat] = {
     record_format.name: record_format
     for record_format in (
-        *(turn_lists.LLAMAFACTORY_V1, turn_lists.OPENAI, turn_lists.QWEN, turn_lists.SHAREGPT),
-        *(turn_pairs.FORMAT, turn_lists.TRL, alpaca.FORMAT, *documents.FORMATS),
+        *(turn_lists.OPENAI, turn_lists.QWEN, turn_lists.SHAREGPT, turn_pairs.FORMAT, turn_lists.TRL),
+        *(alpaca.FORMAT, *documents.FORMATS),
     )
 }
 """In the order in which they are tried: one that is a special case of another comes first."""

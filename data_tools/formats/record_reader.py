@@ -105,7 +105,6 @@ class RecordFormat:
     name: str
     turns_field: str
     """The field with the turns, or the one that says that there is a conversation."""
-    description: str
     matches_record: Callable[[dict[str, Any]], bool]
     read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = read_listed_turns
     """Raises RecordError if the turns are something else."""

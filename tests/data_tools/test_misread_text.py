@@ -39,13 +39,10 @@ def trained_text(encoder: ChatEncoder, record: dict) -> str:
 
 LOST = {
     "two closing tags": "alpha</think>beta</think>gamma",
-    "two closing tags in lines": "alpha\n</think>\n\nbeta\n</think>\n\ngamma",
     "text before the block": "alpha <think>beta</think> gamma",
-    "a line before the block": "alpha\n<think>\nbeta\n</think>\n\ngamma",
     "two blocks": "<think>alpha</think> beta <think>gamma</think> delta",
     "a block in a block": "<think>alpha <think>beta</think> gamma</think> delta",
     "a closing tag in a sentence": "alpha `</think>` beta",
-    "a word twice": "alpha</think>alpha</think>alpha",
 }
 
 
@@ -188,14 +185,7 @@ def test_calls_as_turns_have_ids_too():
 
 # --- Control tokens -----------------------------------------------------------------------------------------
 
-TOKENS = [
-    "<|im_end|>",
-    "<|im_start|>",
-    "<|endoftext|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-]
+TOKENS = [f"<|{name}|>" for name in "im_end im_start endoftext vision_start vision_end vision_pad".split()]
 
 
 def records_with(text: str) -> dict[str, dict]:
@@ -247,9 +237,7 @@ def test_training_refuses_control_tokens_as_conversion_does(encoder):
             encoder.encode_prompt(messages, [])
 
 
-@pytest.mark.parametrize(
-    "text", ["<|im_end |>", "im_end", "<|box_start|>(1,2)<|box_end|>", "<|user|>", "</s>"]
-)
+@pytest.mark.parametrize("text", ["<|im_end |> im_end </s>", "<|box_start|>(1,2)<|box_end|><|user|>"])
 def test_texts_like_control_tokens_are_accepted(encoder, text):
     for record in records_with(text).values():
         trained_text(encoder, record)
@@ -259,11 +247,9 @@ def test_texts_like_control_tokens_are_accepted(encoder, text):
 
 CHANGED = {
     "a key twice": '{"a": 1, "a": 2}',
-    "a key twice, deeper": '{"a": [{"b": 1, "b": 1}]}',
     "25 digits": '{"a": 0.1234567890123456789012345}',
     "1e-400": '{"a": 1e-400}',
     "1e400": '{"a": [1e400]}',
-    "an exponent without end": '{"a": 1e-99999999999999999999999}',
     "a large number with a fraction": '{"a": 12345678901234567890.5}',
     "NaN": '{"a": NaN}',
 }
