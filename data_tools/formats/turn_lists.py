@@ -23,7 +23,7 @@ OPENAI = RecordFormat(
     lambda record: record.get("messages") is not None,
     read_fields=("parallel_tool_calls", "extra_info", "_dataset_name"),
 )
-"""TRL, ms-swift and LLaMA-Factory v1 have it too. ``<image>`` in the text stands for an entry of ``image(s)``,
+"""TRL, ms-swift and LLaMA-Factory v1 have it too. ``<image>`` in a text stands for an entry of ``image(s)``,
 as in ShareGPT; where media are content parts, it is text."""
 QWEN = RecordFormat(
     "qwen",
@@ -35,11 +35,7 @@ QWEN = RecordFormat(
 )
 """Qwen's fine-tuning JSON. Only ``data_path`` tells it from ShareGPT, so a file without it is read by this
 rule if ``--format qwen`` says so."""
-SHAREGPT = RecordFormat(
-    "sharegpt",
-    "conversations",
-    lambda record: record.get("conversations") is not None,
-)
+SHAREGPT = RecordFormat("sharegpt", "conversations", lambda record: record.get("conversations") is not None)
 """LLaVA's own code moves an image to the beginning of its turn; here it stays where the text has it."""
 TRL = RecordFormat(
     "trl",

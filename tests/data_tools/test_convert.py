@@ -321,8 +321,7 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "count,fraction,val",
-    [(2, 0.01, 1), (9, 0.1, 1), (7, 0.9, 6), (40, 0.05, 2), (5, 0.0, 0)],
+    "count,fraction,val", [(2, 0.01, 1), (9, 0.1, 1), (7, 0.9, 6), (40, 0.05, 2), (5, 0.0, 0)]
 )
 def test_splits_are_never_empty(tmp_path, count, fraction, val):
     out, report = converted(tmp_path, [TEXT] * count, val_fraction=fraction, samples_per_shard=1)
@@ -510,26 +509,14 @@ def test_duplicate_ids_are_refused_or_kept(tmp_path):
     assert report.samples == 5 and refused(out) == {2: "no conversation"}
 
 
-def test_files_of_one_name_keep_their_identities(tmp_path):
-    for name in ("x", "y"):
-        write(tmp_path / name / "in.json", json.dumps([{}]).encode())
-    (tmp_path / "m").mkdir()
-    report = convert_dataset(
-        [tmp_path / "x/in.json", tmp_path / "y/in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
-    )
-    assert report.refused == {"x/in.json": {"no conversation": 1}, "y/in.json": {"no conversation": 1}}
-
-
-def test_inputs_follow_each_other_and_broken_lines_are_counted(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps(TEXT) + "\n{\n" + json.dumps(TEXT) + "\n")
-    (tmp_path / "b.json").write_text(json.dumps([TEXT]))
-    (tmp_path / "m").mkdir()
-    report = convert_dataset(
-        [tmp_path / "a.jsonl", tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
-    )
-    assert report.samples == 3 and report.refused == {"a.jsonl": {"not JSON": 1}}
+def test_inputs_follow_each_other_and_keep_their_names(tmp_path):
+    lines = write(tmp_path / "x/in.jsonl", (json.dumps(TEXT) + "\n{\n" + json.dumps(TEXT) + "\n").encode())
+    array = write(tmp_path / "y/in.jsonl", json.dumps([TEXT, {}]).encode())
+    report = convert_dataset([lines, array], ConversionOptions(None, tmp_path / "out"))
+    assert report.samples == 3
+    assert report.refused == {"x/in.jsonl": {"not JSON": 1}, "y/in.jsonl": {"no conversation": 1}}
     sources = [json.loads(v)["source"] for v in shards(tmp_path / "out").values()]
-    assert sources[-1] == {"file": "b.json", "record": 1}
+    assert sources[-1] == {"file": "y/in.jsonl", "record": 1}
 
 
 def test_used_folder_and_impossible_options_are_refused(tmp_path):

@@ -185,10 +185,7 @@ def test_index_may_say_that_markers_are_text(tmp_path):
 @pytest.mark.parametrize(
     "entry,message",
     [
-        (
-            {"hf_hub_url": "a/b"},
-            "hf download --repo-type dataset a/b .* choose local ones: .*:NAME",
-        ),
+        ({"hf_hub_url": "a/b"}, "hf download --repo-type dataset a/b .* choose local ones: .*:NAME"),
         ({"script_url": "x"}, "is on a hub"),
         ({"file_name": "in.json", "ranking": True}, "preferences"),
         ({"file_name": "in.json", "formatting": "csv"}, "formatting 'csv'; valid: alpaca, sharegpt, openai"),

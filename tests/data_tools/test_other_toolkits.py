@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
 from data_tools.formats import RecordError, read_conversation
 from tests.data.media import encoded
 
@@ -164,36 +162,3 @@ def test_records_of_others_are_refused_with_the_reason(source: str):
     record, reason = REFUSED[source]
     with pytest.raises(RecordError, match=reason):
         read_conversation(record)
-
-
-def test_index_of_llamafactory_is_followed(tmp_path: Path):
-    """The entries that its own file has for the demos, and one on the Hub."""
-    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    index = {
-        "identity": {"file_name": "identity.json"},
-        "glaive": {
-            "file_name": "glaive.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "conversations", "tools": "tools"},
-        },
-        "mllm_demo": {
-            "file_name": "mllm_demo.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "messages", "images": "images"},
-            "tags": tags,
-        },
-        "alpaca_en": {"hf_hub_url": "llamafactory/alpaca_en", "ms_hub_url": "llamafactory/alpaca_en"},
-    }
-    (tmp_path / "dataset_info.json").write_text(json.dumps(index))
-    (tmp_path / "a.png").write_bytes(encoded(56, 56))
-    (tmp_path / "identity.json").write_text('[{"instruction": "hi", "input": "", "output": "Hello!"}]')
-    for name, source in (("glaive", "glaive_toolcall"), ("mllm_demo", "mllm_demo")):
-        (tmp_path / f"{name}.json").write_text(json.dumps([READ[f"LLaMA-Factory's {source}"][0]]))
-
-    options = ConversionOptions(media_root=(tmp_path,), out=tmp_path / "out", workers=1)
-    local = tmp_path / "dataset_info.json:identity,glaive,mllm_demo"
-    assert convert_dataset([local], options).samples == 3
-    with pytest.raises(
-        ConvertError, match="alpaca_en is on a hub.*hf download --repo-type dataset llamafactory"
-    ):
-        convert_dataset([tmp_path / "dataset_info.json"], options)
