@@ -170,7 +170,8 @@ def _without_unread_objects(
     record: dict[str, Any], messages: list[Message], reader: RecordReader
 ) -> dict[str, Any]:
     """A document's record without the objects for which its text has no marker."""
-    if any(map(MARKER.search, iterate_texts(messages))):
+    has_objects = any(record.get(field) for field in OBJECT_FIELDS)
+    if not has_objects or any(map(MARKER.search, iterate_texts(messages))):
         return record
     unread_fields = OBJECT_FIELDS[: 1 if reader.media_references else 2]
     reader.note_ignored_keys("records", {key: record.get(key) for key in unread_fields})
@@ -182,7 +183,8 @@ def _checked_document(record: dict[str, Any], messages: list[Message], reader: R
     weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
     media_kinds = [kind for kind, _ in reader.media_references]
     object_reader = ObjectReader(record, media_kinds, len(media_kinds))
-    messages = object_reader.read_messages(messages)
+    if media_kinds or any(record.get(field) for field in OBJECT_FIELDS):  # text alone is not searched
+        messages = object_reader.read_messages(messages)
     if weight[0] == 0:
         raise RecordError("no loss", "the document has the loss weight 0", weight[1])
     return Conversation(
