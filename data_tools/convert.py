@@ -39,7 +39,7 @@ from .input_files import InputError, InputFile, find_input_files, input_names, p
 from .media import MediaRoots, is_embedded, read_media
 from .record_ids import RecordIds
 from .records import UnreadableRecord, read_records
-from .shards import CONVERSION_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
+from .shards import CONVERSION_FILE, MEDIA_NAMES_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
 from .worker_pool import WorkerPool
 
 RECORDS_PER_BATCH = 16
@@ -298,6 +298,7 @@ def _convert_records(
     with (
         WorkerPool(options.workers) as pool,
         (dataset_dir / QUARANTINE_FILE).open("w", encoding="utf-8") as quarantine_file,
+        (dataset_dir / MEDIA_NAMES_FILE).open("w", encoding="utf-8") as names_file,
         progress(total_bytes, "bytes", "converting") as show_progress,
     ):
         shard_writer = ShardWriter(
@@ -317,6 +318,8 @@ def _convert_records(
                     if isinstance(outcome, StoredSample):
                         report.count_sample(outcome)
                         shard_writer.add_sample(outcome, spool_file)
+                        if any(outcome.media_names):
+                            names_file.write(json.dumps([outcome.key, outcome.media_names]) + "\n")
                     else:
                         report.count_refusal(outcome)
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")

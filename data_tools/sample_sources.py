@@ -6,6 +6,8 @@ A sample's text can be read alone. It comes with the sizes of the sample's media
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import sqlite3
 import sys
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.store_reading import StoreShards
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
+
+from .shards import MEDIA_NAMES_FILE
 
 TEXT_MEMBER = "json"
 """Part of a sample that is read; of the others only the names are."""
@@ -177,6 +181,32 @@ def list_splits(data_path: DataPath | Location) -> list[str]:
     if isinstance(description, DatasetDescription):
         return [name for name, shards in description.shards_by_split.items() if shards]
     return list(description.split_fields)
+
+
+def original_media_names(dataset_dir: Location, sample_key: str) -> list[str]:
+    """The names of a sample's media before the conversion; empty if they are not recorded.
+
+    Lines are in the order of the keys, so one is found by bisection.
+    """
+    try:
+        names_file = (dataset_dir / MEDIA_NAMES_FILE).open("rb")
+    except OSError:
+        return []
+    with names_file:
+        low, high = 0, names_file.seek(0, os.SEEK_END)
+        while low < high:
+            middle = (low + high) // 2
+            names_file.seek(max(middle - 1, 0))
+            if middle:
+                names_file.readline()  # to the first line that begins at or after the middle
+            line = names_file.readline()
+            if line and json.loads(line)[0] < sample_key:
+                low = names_file.tell()
+            else:
+                high = middle
+        names_file.seek(low)
+        key, names = json.loads(names_file.readline() or '["", []]')
+    return names if key == sample_key else []
 
 
 class SampleReader:

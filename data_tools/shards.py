@@ -33,6 +33,8 @@ from megatron_vl.system.json_files import file_sha256
 from .formats import Conversation
 from .media import is_embedded
 
+MEDIA_NAMES_FILE = "media_names.jsonl"
+"""For each sample with files of media, a line with its key and their names in the record. Sorted by key."""
 CONVERSION_FILE = "convert.json"
 """A file in ``.nv-meta``: what the data set was made of, and its shards."""
 
@@ -51,6 +53,8 @@ class StoredSample:
     ignored_keys: list[tuple[str, str]]
     counts: dict[str, int]
     """What the report sums up, by its fields."""
+    media_names: list[str]
+    """The media's names in the record; empty for media in the record itself."""
 
     @property
     def media_bytes(self) -> int:
@@ -99,6 +103,7 @@ def store_sample(
         conversation.record_identity,
         conversation.ignored_keys,
         {name: getattr(conversation, name) for name in ("answer_media", "unsaid_boxes", "unfinished_turns")},
+        ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
 
 
@@ -142,13 +147,10 @@ def _sample_json(
         sample["objects"] = conversation.objects
     if conversation.template_arguments:
         sample["chat_template_kwargs"] = conversation.template_arguments
-    sample["media"] = [info.loader_record(key) for key, info in zip(suffixed_keys, media_infos, strict=True)]
-    own_facts = zip(sample["media"], conversation.media_references, conversation.media_limits, strict=True)
-    for medium, (_, reference), limits in own_facts:
-        if not is_embedded(reference):
-            medium["name"] = str(reference).encode(errors="backslashreplace").decode()
-        if limits:
-            medium["limits"] = limits
+    sample["media"] = [
+        info.loader_record(key) | ({"limits": limits} if limits else {})
+        for key, info, limits in zip(suffixed_keys, media_infos, conversation.media_limits, strict=True)
+    ]
     sample["source"] = source
     return append_crc32(dump_json(sample).encode())
 

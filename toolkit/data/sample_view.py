@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from data_tools.sample_sources import (
     SampleSource,
     SourceError,
     list_splits,
+    original_media_names,
     read_sources,
 )
 from megatron_vl.data.sample.pixel_settings import PixelSettings
@@ -35,7 +36,7 @@ class MediumView:
     media_item: dict[str, Any]
     """What the shard says of it: key, height and width, and of a video frames, fps and perhaps sampling."""
     original_name: str
-    """The name of its file in the record; empty if it was in the record itself."""
+    """The name of its file before the conversion; empty if it is not known."""
     resized_size: tuple[int, int]
     """Height and width as the model sees it."""
     grid_thw: GridTHW
@@ -140,14 +141,15 @@ def view_sample(prepared: PreparedDataset, source: SampleSource, sample_index: i
     if encoded.is_document:
         view.turns[0].role = "document"
 
+    names = original_media_names(source.dataset.path, raw_sample.key)
     settings = encoder.pixel_settings
-    media = zip(encoded.media, encoded.grids, decoded.media_items, strict=True)
-    for i, (item, grid, medium) in enumerate(media):
+    media = zip_longest(encoded.media, encoded.grids, decoded.media_items, names[: len(encoded.media)])
+    for i, (item, grid, medium, name) in enumerate(media):
         pixels = None if view.problem else planes_to_pixels(medium.planes, grid, settings)
         size = (grid.h * settings.patch_size, grid.w * settings.patch_size)
         tokens = grid.num_tokens(spec.vision.spatial_merge_size)
         boxes = encoded.objects.seen_boxes(i) if encoded.objects else []
-        view.media.append(MediumView(item, item.get("name", ""), size, grid, tokens, pixels, boxes))
+        view.media.append(MediumView(item, name or "", size, grid, tokens, pixels, boxes))
     return view
 
 
